@@ -77,10 +77,7 @@ class Pipeline:
         self._broken: str | None = None
         self._abandoned: str | None = None
         self._refused: tuple[Version, str] | None = None
-        self._leaving: list[LeasedVersion] = []
         self._changed = threading.Condition()
-        #: Held while releasing versions. A separate lock, because storage may take for ever.
-        self._letting_go = threading.RLock()
         self._reloader = Reloader(engine, on_remote)
         self._before_load = before_load
         self._looked = -math.inf
@@ -151,7 +148,7 @@ class Pipeline:
         try:
             yield again
         finally:
-            self._let_go(again)
+            again.release()
 
     def wait(
         self, until: Callable[[Version | None], bool], timeout: float | None
@@ -278,7 +275,7 @@ class Pipeline:
         try:
             has_received = not exactly and self._has_received(leased)
         except BaseException:
-            self._let_go(leased)
+            leased.release()
             raise
         if has_received:
             self._adopt(leased)
@@ -342,7 +339,7 @@ class Pipeline:
             # Cannot be cancelled from here on: the engine reads the files.
             told = self._reload(ready, told)
         except BaseException as error:
-            self._let_go(*using)
+            _release(*using)
             if blames and refuses(error):
                 refusal = self._refusal(Version(leased.sequence, leased.step), error)
                 if not isinstance(error, EngineBrokenError):
@@ -361,7 +358,7 @@ class Pipeline:
             self._staging.serves(ready.folder)
         # Release the leases only now, by unlink: the one on the version before, and the one on
         # this version if the engine has a copy on this host.
-        self._let_go(*([leased] if ready is not leased else []), *([before] if before else []))
+        _release(leased if ready is not leased else None, before)
         if self._staging is not None:
             self._staging.tidy()
         # explorers/EXPLORER.json: written under a temporary name, renamed.
@@ -421,7 +418,7 @@ class Pipeline:
         with self._changed:
             held, self.held = self.held, None
         if held is not None:
-            self._let_go(held)
+            held.release()
         if self._staging is not None:
             self._staging.tidy()
 
@@ -462,7 +459,7 @@ class Pipeline:
                 self._refused = None
             self._changed.notify_all()
         if before is not None:
-            self._let_go(before)
+            before.release()
         if self._staging is not None:
             self._staging.tidy()
         self.report()
@@ -478,15 +475,8 @@ class Pipeline:
         self.report()
         return RefusedError(error)
 
-    def _let_go(self, *versions: LeasedVersion) -> None:
-        """Release these versions, and earlier ones that storage failed to release."""
-        with self._letting_go:
-            self._leaving.extend(versions)
-            try:
-                while self._leaving:
-                    self._leaving[-1].release()
-                    self._leaving.pop()
-            except OSError as error:
-                log.warning(
-                    "keeping a lease until the next pull, because it cannot be released: %s", error
-                )
+
+def _release(*versions: LeasedVersion | None) -> None:
+    for version in versions:
+        if version is not None:
+            version.release()

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from syncd.coordination.leased_version import LeasedVersion, lease_version, read_latest
+from syncd.coordination.holds import Holds
+from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.protocol.errors import (
     CancelledError,
     VersionGoneError,
@@ -70,6 +71,7 @@ class Reader:
                 Watcher({self._job.layout.state: frozenset({self._job.layout.latest.name})})
             )
             self._stack = stack.pop_all()
+        self._holds = Holds(self._job, self.name, self._session.id)
 
     @property
     def session_id(self) -> str:
@@ -82,6 +84,7 @@ class Reader:
         Raises:
             ProtocolMismatchError: the daemon is of a newer protocol.
         """
+        self._holds.settle()
         return read_latest(self._job)
 
     def wait(self, newer_than: int, timeout: float | None = None) -> Latest:
@@ -118,7 +121,7 @@ class Reader:
             VersionGoneError: it was retired before it could be held, or is not visible here yet.
             VerificationError: its manifest is damaged; the version was released.
         """
-        return lease_version(self._job, latest.sequence, self.name, self._session.id)
+        return self._holds.hold(latest.sequence)
 
     def next_version(self, newer_than: int, timeout: float | None = None) -> LeasedVersion:
         """Wait for a newer version and hold it; skip a version that is retired meanwhile.

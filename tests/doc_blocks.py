@@ -97,7 +97,10 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "dockerfile": ("tests/unit/test_manifests.py",),
     },
     "docs/names.md": {
-        "sh": ("not run: its paths are a job's; tests/unit/test_hub_names.py has others",)
+        "sh": (
+            "not run: its paths are a job's; tests/unit/test_hub_names.py has others",
+            "not run: a benchmark",
+        )
     },
     "docs/peft.md": {"python": ("tests/multiprocess/test_trainer_lora_docs.py",) * 2},
     "docs/release.md": {"bash": ("not run: it publishes a release",)},

@@ -11,7 +11,7 @@ from typing import Final
 from syncd import __version__
 from syncd.checkpoint.remote import look_at_weights
 from syncd.checkpoint.version import read_manifest
-from syncd.coordination.leased_version import LeasedVersion, hold_folder
+from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
 from syncd.protocol.errors import (
@@ -83,20 +83,15 @@ class Bench:
             by=self._name,
             time=time.time(),
         )
+        folder = self._job.layout.bench_build(self._session, request.id)
         held = _Build(self._job, request)
         try:
             self._check_daemon(step)
             self._ask(request)
             self._await(request, wait)
-            folder = self._job.layout.bench_build(self._session, request.id)
-            return self._versions.share(
-                folder, lambda: hold_folder(self._job.storage, folder, _UNPUBLISHED, held)
-            )
+            return self._versions.holds.share(folder, _UNPUBLISHED, lambda: held)
         except BaseException:
-            try:
-                held.release()
-            except OSError as error:  # it goes with this explorer's session
-                log.warning("%s", error)
+            self._versions.holds.end(folder, held)
             raise
 
     def is_of(self, manifest: Manifest, step: int) -> bool:
@@ -116,7 +111,7 @@ class Bench:
                 # Read the manifest first: a lease on each version tried would be visible to others.
                 manifest = read_manifest(self._job.storage, layout.version(sequence))
                 if self.is_of(manifest, step):
-                    return self._versions.hold(sequence)
+                    return self._versions.holds.hold(sequence)
             except (OSError, RecordError, VerificationError, VersionGoneError) as error:
                 log.info("skipping %s: %s", layout.version(sequence), error)
         return None

@@ -22,7 +22,6 @@ from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import Job
-from syncd.storage.leases import Lease
 from syncd.storage.record_files import ReadPolicy
 
 log = logging.getLogger(__name__)
@@ -153,7 +152,11 @@ class LeasedVersion:
             raise VerificationError(str(error), sequence=self.sequence) from error
 
     def release(self) -> None:
-        """Let the version go. Safe to call twice."""
+        """Release the version. Safe to call twice.
+
+        If storage refuses it, or the job is not there now, the explorer releases it at a later
+        look for versions.
+        """
         self._lease.release()
 
 
@@ -174,21 +177,6 @@ def _say(_: Path, error: Exception) -> None:
 
 
 _LATEST: Final = ReadPolicy(damaged=is_no_record, newer=False, say=_say)
-
-
-def lease_version(job: Job, sequence: int, name: str, session: str) -> LeasedVersion:
-    """Hold a version.
-
-    Raises:
-        VersionGoneError: it was retired before it could be held, or is not visible here yet.
-        VerificationError: its manifest is damaged; the version was let go.
-    """
-    lease = Lease.take(job, sequence, name, session)
-    try:
-        return hold_folder(job.storage, job.layout.version(sequence), sequence, lease)
-    except BaseException:
-        lease.release()
-        raise
 
 
 def hold_folder(storage: Storage, folder: Path, sequence: int, hold: Hold) -> LeasedVersion:

@@ -261,8 +261,8 @@ class Member(Generic[Report]):
             VerificationError: its manifest is damaged.
         """
         if isinstance(version, LeasedVersion):
-            return self._versions.hold_again(version)
-        return self._versions.hold(version.sequence)
+            return self._versions.holds.hold_again(version)
+        return self._versions.holds.hold(version.sequence)
 
     def set_model_state_dict_with_step_num(
         self,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from syncd.checkpoint.tensor_rules import DTYPES
-from syncd.coordination.leased_version import LeasedVersion, lease_version, read_latest
+from syncd.coordination.holds import Holds
+from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.protocol.errors import (
     EngineMismatchError,
     SaveNotReadyError,
@@ -40,18 +39,6 @@ _ATTEMPTS: Final = 10
 _TORCH_NAMES: Final = {name: f"torch.{torch_name}" for torch_name, (name, _) in DTYPES.items()}
 
 
-class _Hold:
-    """One of several holds on a version, which share a lease."""
-
-    def __init__(self, let_go: Callable[[_Hold], None], folder: Path) -> None:
-        self._let_go = let_go
-        self.folder = folder
-
-    def release(self) -> None:
-        """Let it go. Safe to call twice."""
-        self._let_go(self)
-
-
 class Versions:
     """The versions of a job, or of the memory folder beside it.
 
@@ -63,6 +50,7 @@ class Versions:
 
     Attributes:
         job: that folder, as a job.
+        holds: on its versions, by this participant.
         lease_time: seconds, from that folder's format.
     """
 
@@ -82,10 +70,7 @@ class Versions:
         self._session = session
         self.lease_time = session.lease_time
         self._judge = Judge(job.storage, session.lease_time, clock=clock)
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        #: Folder → its lease, and the holders.
-        self._held: dict[Path, tuple[LeasedVersion, set[_Hold]]] = {}
+        self.holds = Holds(job, name, session.id)
 
     def newest(self, known: Version | None = None, *, sure: bool = False) -> Version | None:
         """The version that LATEST names, if it is newer than ``known``; else ``known``.
@@ -96,6 +81,7 @@ class Versions:
         """
         if sure:
             self.job.storage.refresh(self.job.layout.state)
+        self.holds.settle()
         latest = read_latest(self.job)
         found = Version(latest.sequence, latest.step) if latest is not None else None
         return known if pull_decision(known, found) is Pull.NOTHING_NEW else found
@@ -109,7 +95,7 @@ class Versions:
                 be held.
             VerificationError: its manifest is damaged.
         """
-        version = self._hold_newest() if wanted is None else self.hold(wanted.sequence)
+        version = self._hold_newest() if wanted is None else self.holds.hold(wanted.sequence)
         try:
             yield version
         finally:
@@ -123,63 +109,12 @@ class Versions:
             if newest is None:
                 return None
             try:
-                return self.hold(newest.sequence)
+                return self.holds.hold(newest.sequence)
             except VersionGoneError as error:
                 if not left:
                     raise
                 log.info("%s; looking again", error)
         return None
-
-    def hold(self, sequence: int) -> LeasedVersion:
-        """Hold a version: one lease of it, however many of this participant hold it.
-
-        Raises:
-            VersionGoneError: it was retired.
-            VerificationError: its manifest is damaged.
-        """
-        return self.share(
-            self.job.layout.version(sequence),
-            lambda: lease_version(self.job, sequence, self._name, self._session.id),
-        )
-
-    def hold_again(self, version: LeasedVersion) -> LeasedVersion:
-        """Hold once more a version that this participant holds already.
-
-        Raises:
-            VersionGoneError: it was let go meanwhile.
-        """
-
-        def gone() -> LeasedVersion:
-            raise VersionGoneError(f"{version.folder} is no longer leased")
-
-        return self.share(version.folder, gone)
-
-    def share(self, folder: Path, lease: Callable[[], LeasedVersion]) -> LeasedVersion:
-        """Hold a folder: one lease of it, however many of this participant hold it.
-
-        Args:
-            folder: of a version, or of a step that was built to be evaluated.
-            lease: makes the first hold.
-        """
-        with self._lock:
-            version, holds = self._held.get(folder) or (lease(), set())
-            hold = _Hold(self._let_go, folder)
-            self._held[folder] = version, holds | {hold}
-            return version.with_hold(hold)
-
-    def _let_go(self, hold: _Hold) -> None:
-        """End one hold; the last one ends the lease, and stays if storage refuses that."""
-        if os.getpid() != self._pid:
-            return  # a fork, for example where an iterator ends: the lease is its parent's
-        with self._lock:
-            version, holds = self._held.get(hold.folder, (None, set()))
-            if version is None or hold not in holds:
-                return
-            if holds == {hold}:
-                version.release()
-                del self._held[hold.folder]
-            else:
-                holds.discard(hold)
 
     def stream(self, wanted: Version | None = None) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a version, one at a time; none if there is no version.

@@ -40,9 +40,9 @@ class Lease:
     the session has been dead for the daemon's ``dead_reader_grace``, no file of the version goes.
     """
 
-    def __init__(self, storage: Storage, path: Path, sequence: int) -> None:
-        self._storage = storage
-        self._path = path
+    def __init__(self, job: Job, sequence: int, name: str, session: str) -> None:
+        self._storage = job.storage
+        self._path = job.layout.lease_folder(sequence) / lease_marker(name, session)
         self.sequence = sequence
 
     @classmethod
@@ -55,9 +55,9 @@ class Lease:
         Raises:
             VersionGoneError: the version was retired: read LATEST again.
         """
-        path = job.layout.lease_folder(sequence) / lease_marker(name, session)
+        lease = cls(job, sequence, name, session)
         try:
-            job.storage.close(job.storage.create(path))
+            job.storage.close(job.storage.create(lease._path))
         except FileExistsError:
             pass  # ours already: the name holds this very session
         except OSError as error:
@@ -66,7 +66,7 @@ class Lease:
                     f"version {sequence} of {job.layout.root} was retired before {name} leased it"
                 ) from error
             raise
-        return cls(job.storage, path, sequence)
+        return lease
 
     def release(self) -> None:
         """Let the version go. Safe to call twice.

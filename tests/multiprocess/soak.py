@@ -242,7 +242,10 @@ class Soak:
         layout = self._layout
         self._wait(
             lambda: len(os.listdir(layout.published)) == 1 == len(steps_of(layout)),
-            lambda: f"one version and one step: {os.listdir(layout.published)}, {steps_of(layout)}",
+            lambda: (
+                f"one version and one step: {os.listdir(layout.published)}, {steps_of(layout)}, "
+                f"leases {[str(path) for path in layout.leases.rglob('*')]}"
+            ),
         )
         if steps_of(layout) != [step]:
             left = [str(path) for old in steps_of(layout) for path in layout.step(old).rglob("*")]

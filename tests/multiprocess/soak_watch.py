@@ -210,7 +210,7 @@ class Watch:
                         if len(found) > 1:
                             self._found.violated(f"version {last} is a mixture of {found}")
                     finally:
-                        self._let_go(version.release)
+                        version.release()
                 except (VersionGoneError, JobUnavailableError, OSError):
                     continue  # a newer one is there; or the job is away, or full
                 except (VerificationError, AssertionError) as error:
@@ -219,15 +219,6 @@ class Watch:
         finally:
             if reader is not None:
                 reader.close()
-
-    def _let_go(self, release: Callable[[], None]) -> None:
-        while True:
-            try:
-                release()
-            except OSError:
-                time.sleep(_EVERY)  # away: it comes back
-            else:
-                return
 
 
 def used_by(folder: Path) -> int:

@@ -306,12 +306,11 @@ def test_a_lease_that_cannot_be_released_while_its_job_is_away_is_released_later
     with Daemon(job, "--keep", "1") as daemon, Reader(job, "slow") as slow:
         save(job, model, 1, 1)
         held = slow.next_version(0, DEADLINE)
-        with away(place, daemon), pytest.raises(OSError, match="is missing"):
+        with away(place, daemon):
             held.release()
-        held.release()
-        held.release()
         save(job, model, 2, 2)
         converges(job, 2, 2)
+        slow.latest()
         wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
         assert daemon.terminate() == 0
 

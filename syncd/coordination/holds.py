@@ -1,0 +1,148 @@
+"""The versions that one participant holds: one lease each, however many of its threads hold it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from syncd.coordination.leased_version import Hold, LeasedVersion, hold_folder
+from syncd.protocol.errors import VersionGoneError
+from syncd.storage.job import Job
+from syncd.storage.leases import Lease
+
+log = logging.getLogger(__name__)
+
+
+class _SharedHold:
+    """One of several holds on a version, which share a lease."""
+
+    def __init__(self, release: Callable[[_SharedHold], None], folder: Path) -> None:
+        self._release = release
+        self.folder = folder
+
+    def release(self) -> None:
+        """End this hold. Safe to call twice."""
+        self._release(self)
+
+
+class Holds:
+    """Takes and releases leases for one participant.
+
+    Promised: a lease that nothing holds any more ends, even if storage refuses to release it, or
+    is away at that moment: :meth:`settle` tries again. A fork releases none of its parent's.
+
+    Args:
+        job: the job.
+        name: the participant that leases.
+        session: the heartbeat that its leases name.
+    """
+
+    def __init__(self, job: Job, name: str, session: str) -> None:
+        self._job = job
+        self._name = name
+        self._session = session
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        #: Folder → its version, and the holds on it.
+        self._held: dict[Path, tuple[LeasedVersion, set[_SharedHold]]] = {}
+        #: Folder → its lease, which nothing holds and which could not be released yet.
+        self._unreleased: dict[Path, Hold] = {}
+
+    def hold(self, sequence: int) -> LeasedVersion:
+        """Hold a version.
+
+        Raises:
+            VersionGoneError: it was retired before it could be held, or is not visible here yet.
+            VerificationError: its manifest is damaged; the version was released.
+        """
+        folder = self._job.layout.version(sequence)
+        return self.share(folder, sequence, lambda: self._lease(sequence))
+
+    def hold_again(self, version: LeasedVersion) -> LeasedVersion:
+        """Hold once more a version that this participant holds already.
+
+        Raises:
+            VersionGoneError: it was released meanwhile.
+        """
+
+        def gone() -> Hold:
+            raise VersionGoneError(f"{version.folder} is no longer leased")
+
+        return self.share(version.folder, version.sequence, gone)
+
+    def share(self, folder: Path, sequence: int, lease: Callable[[], Hold]) -> LeasedVersion:
+        """Hold a folder.
+
+        Args:
+            folder: of a version, or of a step that was built to be evaluated.
+            sequence: of its manifest.
+            lease: makes the first hold.
+
+        Raises:
+            VersionGoneError: the folder is not there, or not visible here yet.
+            VerificationError: its manifest is damaged, or of another sequence.
+        """
+        with self._lock:
+            if folder not in self._held:
+                first = lease()
+                # If an earlier lease of it could not be released, the two are one file.
+                self._unreleased.pop(folder, None)
+                try:
+                    version = hold_folder(self._job.storage, folder, sequence, first)
+                except BaseException:
+                    self._end(folder, first)
+                    raise
+                self._held[folder] = version, set()
+            version, holds = self._held[folder]
+            hold = _SharedHold(self._release, folder)
+            holds.add(hold)
+            return version.with_hold(hold)
+
+    def end(self, folder: Path, lease: Hold) -> None:
+        """Release a lease that was made for :meth:`share`, and that nothing holds."""
+        with self._lock:
+            if folder not in self._held:
+                self._end(folder, lease)
+
+    def settle(self) -> None:
+        """Release the leases that storage refused to release before; call this at every look."""
+        if not self._unreleased:
+            return
+        with self._lock:
+            for folder, lease in list(self._unreleased.items()):
+                self._end(folder, lease)
+
+    def _lease(self, sequence: int) -> Lease:
+        try:
+            return Lease.take(self._job, sequence, self._name, self._session)
+        except OSError:  # the server may have made it all the same
+            unsure = Lease(self._job, sequence, self._name, self._session)
+            self._end(self._job.layout.version(sequence), unsure)
+            raise
+
+    def _release(self, hold: _SharedHold) -> None:
+        """End one hold; the last one ends the lease."""
+        if os.getpid() != self._pid:
+            return  # a fork, for example where an iterator ends: the lease is its parent's
+        with self._lock:
+            version, holds = self._held.get(hold.folder, (None, set()))
+            if version is None or hold not in holds:
+                return
+            holds.discard(hold)
+            if not holds:
+                del self._held[hold.folder]
+                self._end(hold.folder, version)
+
+    def _end(self, folder: Path, lease: Hold) -> None:
+        """Release a lease, or keep it for the next :meth:`settle`."""
+        try:
+            lease.release()
+        except OSError as error:
+            if folder not in self._unreleased:
+                log.warning("the lease of %s cannot be released yet: %s", folder, error)
+            self._unreleased[folder] = lease
+        else:
+            self._unreleased.pop(folder, None)
