@@ -144,8 +144,6 @@ class Explorer:
 
             self._staging = Staging(stage, clock=lambda: _SLOWER * time.monotonic())
         self._held: LeasedVersion | None = None
-        #: What storage has yet to let go.
-        self._leaving: list[LeasedVersion] = []
         self._reader: Reader | None = None
         self._stopping = False
         signal.signal(signal.SIGTERM, self._stop)
@@ -168,10 +166,9 @@ class Explorer:
             except (OSError, JobUnavailableError) as error:
                 tell(refused=str(error))
                 time.sleep(_AGAIN)
-        while self._held is not None or self._leaving:
+        while self._held is not None:
             try:
                 self._replace_by(None)
-                self._let_go()
             except (OSError, VerificationError) as error:  # the job may be away: it comes back
                 tell(refused=str(error))
                 time.sleep(_AGAIN)
@@ -181,7 +178,6 @@ class Explorer:
     def _look(self) -> None:
         if self._reader is None:
             self._reader = Reader(self._job, self._name, poll=0.1)
-        self._let_go()
         sequence = self._held.sequence if self._held else 0
         newer = self._reader.next_version(sequence, 1.0)
         using = [newer]
@@ -195,7 +191,8 @@ class Explorer:
             assert len(found) == 1, f"version {newer.sequence} is a mixture of the saves {found}"
             self._replace_by(using.pop())
         finally:
-            self._leaving += using
+            for version in using:
+                version.release()
         tell(
             holds=newer.sequence,
             step=newer.step,
@@ -203,20 +200,14 @@ class Explorer:
             number=found.pop(),
             read=read,
         )
-        self._let_go()
         self._reader.report(RunningStatus.RUNNING, sequence=newer.sequence, step=newer.step)
         time.sleep(random.random())
 
     def _replace_by(self, newer: LeasedVersion | None) -> None:
         if self._held is not None:
             self._held.verify()
-            self._leaving.append(self._held)
+            self._held.release()
         self._held = newer
-
-    def _let_go(self) -> None:
-        while self._leaving:
-            self._leaving[-1].release()
-            self._leaving.pop()
         if self._staging is not None:
             self._staging.tidy()
 
