@@ -82,7 +82,7 @@ class DeltaBases:
     """The copies in one folder of this host, as bases of deltas.
 
     Args:
-        storage: of the copies.
+        storage: the storage of the copies.
         room: the folder that they are in.
     """
 
@@ -105,7 +105,7 @@ class DeltaBases:
 
         Args:
             target: held; of kind ``full``.
-            names: of the copies.
+            names: the names of the copies.
             patience: how long to wait for a delta, in seconds.
             cancel: called often; it raises to stop.
 

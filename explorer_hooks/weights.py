@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
     Attributes:
         file: open until its reader is closed.
-        offset: of the range in the file.
+        offset: the offset of the range in the file.
         into: memory of the size of the range.
     """
 

@@ -48,7 +48,7 @@ class CheckpointCoordinator:
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
         settings: only ``save_timeout`` and ``method``, which must be ``checkpoint``, are used.
-        name: of the trainer; a job has one trainer.
+        name: the name of the trainer; a job has one trainer.
         storage: the seam for tests.
 
     Raises:

@@ -109,7 +109,7 @@ class TrainerBroadcasts:
 
     Args:
         model: the model to send.
-        settings: of the job.
+        settings: the settings of the job.
         explorers: rank 0's; None on other ranks.
         cast: the dtype that floating tensors are sent in; None for the model's.
 

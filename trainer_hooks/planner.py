@@ -42,7 +42,7 @@ class Planner:
     Args:
         decisions: carries rank 0's decisions to the others.
         settings, saving: when, and how, saves are made.
-        run_id: of all save ids.
+        run_id: the run id of all save ids.
         one_save: whether a step that is due for both is saved once; False with a memory folder.
         explorers: rank 0's.
         fast_path: for method ``nccl``; else None.

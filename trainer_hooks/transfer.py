@@ -39,7 +39,7 @@ class _Sending(NamedTuple):
     """A bucket that is being sent.
 
     Attributes:
-        memory: of the bucket; kept until it is sent.
+        memory: the memory of the bucket; kept until it is sent.
         is_buffer: whether other buckets will use that memory.
         broadcasting: the handle to wait for.
     """
@@ -221,7 +221,7 @@ class Buffers:
 
         Args:
             size: bytes.
-            device: of the buffer.
+            device: the device of the buffer.
             source: the device of the data to copy into it.
         """
         buffer = self._made.popleft() if len(self._made) == AT_A_TIME else None

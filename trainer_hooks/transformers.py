@@ -67,7 +67,7 @@ class SyncdCallback(TrainerCallback):
             Trainer resumes from. For explorers that have no weights yet.
         stop_on_failure: whether a failed save ends the training. If not, it is logged and counted
             in ``sync/failed``; the previous version stays, and the next due step is saved as usual.
-        name: of the trainer; a job has one trainer.
+        name: the name of the trainer; a job has one trainer.
         storage: the seam for tests.
 
     Raises:

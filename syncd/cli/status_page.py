@@ -37,8 +37,8 @@ def page(seen: dict[str, Any], now: float, width: int, height: int | None = None
     Args:
         seen: as :func:`syncd.operate.job_state.look` has it, or why that is not to be had.
         now: seconds since the epoch, by this host's clock.
-        width: of the terminal, in columns.
-        height: of the terminal, in lines; None if it is none.
+        width: the width of the terminal, in columns.
+        height: the height of the terminal, in lines; None if it is none.
     """
     parts = _job(seen, now, width, height)
     memory = seen.get("memory")

@@ -166,7 +166,7 @@ class DeltaMaker:
         wall: seconds since the epoch, for people.
 
     Attributes:
-        mode: of the next version; the loop sets it at each round.
+        mode: the mode of the next version; the loop sets it at each round.
         takers: the live explorers that could use a delta; the loop sets it likewise.
     """
 

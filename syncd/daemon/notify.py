@@ -32,7 +32,7 @@ class ServiceManager:
     nothing to the daemon.
 
     Args:
-        address: of its socket: a path, or ``@`` and an abstract name; None for nobody.
+        address: the address of its socket: a path, or ``@`` and an abstract name; None for nobody.
         watchdog: within how many seconds it wants to hear :meth:`alive`; None for never.
     """
 

@@ -97,7 +97,7 @@ class Outcomes:
         Does nothing if a newer save of the step is on record.
 
         Args:
-            step: of the save.
+            step: the step of the save.
             prefix: the prefix of the names of the model's tensors; None to find out.
             cancel: called between reads; raises to stop.
 

@@ -61,7 +61,7 @@ class Publisher:
         clock: seconds, monotonic, for timings.
 
     Attributes:
-        config: of the next version; the loop sets it at each round.
+        config: the config of the next version; the loop sets it at each round.
         latest: LATEST, as this daemon wrote or found it; None before the first version.
         latest_bytes: the bytes of the files of the version that LATEST names, if that is whole.
         published_save: the identity of the save that LATEST was made from, or stands in for.

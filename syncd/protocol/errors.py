@@ -155,7 +155,7 @@ class VerificationError(SyncdError):
     """Raised when a version's files differ from its manifest.
 
     Attributes:
-        sequence: of the version, if it is known.
+        sequence: the sequence of the version, if it is known.
     """
 
     exit_code = 7
@@ -246,7 +246,7 @@ class ServerRefusedError(ServerError):
 
     Attributes:
         answer: its JSON; None if there is none in it.
-        status: of HTTP; None if the answer itself was no error.
+        status: the status of HTTP; None if the answer itself was no error.
     """
 
     def __init__(self, message: str, *, answer: object = None, status: int | None = None) -> None:

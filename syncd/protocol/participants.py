@@ -114,7 +114,7 @@ class Rendezvous(Record):
         generation: one process group's life; it only grows.
         group_name: never used before; it tells this group from every other.
         address, port: of the store that rank 0 keeps.
-        backend: of torch.distributed.
+        backend: the backend of torch.distributed.
         save_id: the weights that are transferred: run, step and counter.
     """
 

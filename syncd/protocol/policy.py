@@ -237,7 +237,7 @@ def given_or_default(name: str, kind: type[Given], value: object) -> Given:
     """Settings that someone gave as an argument, or the defaults if that is None.
 
     Args:
-        name: of the argument.
+        name: the name of the argument.
         kind: the class of the settings.
         value: the argument.
 
@@ -287,7 +287,7 @@ def trainer_decision(
     """The trainer's actions after ``step``, or while it waits for data.
 
     Args:
-        settings: of the job.
+        settings: the settings of the job.
         step: the last step that is finished; nothing was trained at 0.
         last_sync_step: the step that was synced last; None before the first.
         requested: whether a live explorer requires a sync that was not answered yet.
@@ -314,7 +314,7 @@ def explorer_sync_is_due(settings: SyncSettings, step: int) -> bool:
     Never under ``fully_async``: a watcher behind the explorer pulls by itself.
 
     Args:
-        settings: of the job.
+        settings: the settings of the job.
         step: the last step that it began.
     """
     if settings.style is SyncStyle.FULLY_ASYNC:
@@ -329,7 +329,7 @@ def explorer_syncs(
     """True if an explorer whose work in flight is finished syncs now.
 
     Args:
-        settings: of the job.
+        settings: the settings of the job.
         step: the last step that it began.
         trainer_requires_sync: None if the trainer has stopped.
     """
@@ -377,7 +377,7 @@ def may_produce(settings: SyncSettings, held: Version | None, newest: Version | 
     """True if an explorer is fresh enough to go on producing (``max_staleness``).
 
     Args:
-        settings: of the job.
+        settings: the settings of the job.
         held: the version that its engine serves; None before its first.
         newest: the newest published version; None before the first.
     """
@@ -392,7 +392,7 @@ def must_wait_for_explorers(
     Only published versions count: for anything else an explorer would wait for the trainer.
 
     Args:
-        settings: of the job.
+        settings: the settings of the job.
         newest: the newest published version; None before the first.
         held: the version of each explorer that the trainer waits for.
     """

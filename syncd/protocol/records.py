@@ -209,7 +209,7 @@ class AdaptedModel(BaseModel):
 
     Attributes:
         name: a model of a hub, or a folder as the trainer's host has it.
-        revision: of the model on the hub; None for its newest.
+        revision: the revision of the model on the hub; None for its newest.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -15,7 +15,7 @@ class HubPiece(BaseModel):
     :class:`~syncd.checkpoint.name_map.NameMap` says how the fields work together.
 
     Attributes:
-        name: of the tensor on the hub. If ``first`` is given, it has one ``{}`` for a number.
+        name: the tensor's name on the hub. If ``first`` is given, it has one ``{}`` for a number.
         first: the number in the name of index 0 along dimension 0, which is split: one tensor an
             index, without that dimension. None: it is not split.
         rows: begin and end along the first dimension that is left after the split; None for all.

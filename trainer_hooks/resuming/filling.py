@@ -33,7 +33,7 @@ class Goal(NamedTuple):
         name: in the state dict.
         tensor: the local one, on any device; it is changed in place.
         box: its part of the whole tensor.
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
     """
 
     name: str
@@ -105,7 +105,7 @@ def plan(
 
     Args:
         goals: on this rank.
-        files: of all ranks that saved.
+        files: the files of all ranks that saved.
         own: the number of this rank's own file; None if another number of ranks saved.
         optional: the names of goals that stay as they are if no file has them.
 

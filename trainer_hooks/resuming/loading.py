@@ -32,7 +32,7 @@ class Loading(ABC):
     involve no other rank.
 
     Args:
-        files: of all ranks that saved.
+        files: the files of all ranks that saved.
         whose: the object to fill, for messages.
     """
 

@@ -123,7 +123,7 @@ def extra_state(
     """The state needed to resume beside model and optimizer; copied only if it changes in place.
 
     Args:
-        scheduler: of the learning rate.
+        scheduler: the scheduler of the learning rate.
         user_state: the trainer's own; it may differ between ranks.
 
     Returns:

@@ -56,8 +56,9 @@ class HubNames:
         """Writes ``name_map.json`` into the folder that it is given, if the model has one.
 
         Args:
-            state: of the model that is saved: name → Tensor, DTensor or ShardedTensor.
-            base: of a PEFT model whose merged state that is: its base model, without wrappers.
+            state: the state of the model that is saved: name → Tensor, DTensor or ShardedTensor.
+            base: the base model, without wrappers, if ``state`` is the merged state of a PEFT
+                model.
         """
         tensors = tensors_of(state)
         key = tuple((name, tuple(shape_of(value))) for name, value in tensors.items())
@@ -91,9 +92,9 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
     that transformers has for its type.
 
     Args:
-        model: of transformers, without wrappers, on any device.
-        tensors: of its state dict, of which only names, dtypes and shapes are looked at; by default
-            all of them.
+        model: the model of transformers, without wrappers, on any device.
+        tensors: its state dict's; only names, dtypes and shapes are looked at; by default all of
+            them.
 
     Returns:
         The map; ``refused`` says if transformers cannot tell, or the hub's tensors are not made of

@@ -241,7 +241,7 @@ def check_methods(configs: Mapping[str, Any]) -> None:
     """Raise if the state dict does not hold what an adapter's method needs to save.
 
     Args:
-        configs: of the adapters, by name.
+        configs: the configs of the adapters, by name.
 
     Raises:
         InvalidSettingsError: prompt tuning, prefix tuning and the like: the model computes the

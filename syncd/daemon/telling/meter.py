@@ -31,7 +31,7 @@ class Meter:
         """A save was published.
 
         Args:
-            manifest: of the version.
+            manifest: the manifest of the version.
             seconds: from the beginning of the merge to LATEST.
             latency: seconds from the first look that found the save whole to LATEST, by this
                 host's clock.
