@@ -193,7 +193,7 @@ class Decoder:
 
     def __init__(self) -> None:
         self._unpack = _unpacker()
-        self._numbers = np.arange(BLOCK)
+        self._numbers = np.arange(0)
 
     def apply(self, block: memoryview, count: int, elements: Elements) -> None:
         """Make the new elements of a block out of the old ones, in place.
@@ -225,7 +225,7 @@ class Decoder:
             BlockError: it is not such a block.
         """
         sparse = self._sparse(block, count, elements, width)
-        return self._numbers[:elements] if sparse is None else sparse[0]
+        return self._first(elements) if sparse is None else sparse[0]
 
     def _sparse(
         self, block: memoryview, count: int, elements: int, width: int
@@ -274,10 +274,16 @@ class Decoder:
         reached = np.cumsum(gaps, dtype=np.int64)
         if len(gaps) != count:
             reached = reached[ends]
-        reached += self._numbers[:count]
+        reached += self._first(count)
         if reached[-1] >= elements:
             raise BlockError("a change is outside the block")
         return reached
+
+    def _first(self, count: int) -> Positions:
+        """The numbers from 0, so many; those of a whole block would take 8 MiB in each thread."""
+        if len(self._numbers) < count:
+            self._numbers = np.arange(count)
+        return self._numbers[:count]
 
 
 def _packer() -> Callable[[bytes], bytes]:
