@@ -91,10 +91,10 @@ def differences(
     """The differences between two sets of tensors, a line each; empty if there are none.
 
     Args:
-        given: the version's.
-        wanted: the engine's.
+        given: the version's tensors.
+        wanted: the engine's tensors.
         whose: the engine.
-        say: writes a name for people.
+        say: formats a name for people.
     """
     return [
         *(f"{say(name)} is not in {whose}" for name in given.keys() - wanted.keys()),
