@@ -50,10 +50,10 @@ _GROUPS: Final = {
 _COMMANDS: Final = {name: said for group in _GROUPS.values() for name, said in group.items()}
 #: Entry points of commands that other packages add: the hooks, which syncd never imports itself.
 _ADDED: Final = "syncd.commands"
-#: Those of the hooks: the help has them without importing them, which takes half a second.
+#: The hooks' commands: the help lists them without importing them, which would take half a second.
 _OF_HOOKS: Final = frozenset({"follow"})
 _OTHERS: Final = "From other packages"
-#: The exit status of a command that Ctrl-C ended, as a shell says it.
+#: The exit status of a command that Ctrl-C ended, as shells report it.
 _INTERRUPTED: Final = 128 + signal.SIGINT
 
 
@@ -85,7 +85,7 @@ class _Lazy(click.Group):
         added = [_described(point) for name, point in _added().items() if name not in _OF_HOOKS]
         if added:
             groups[_OTHERS] = added
-        # In one column, though each group is a list of its own.
+        # In one column, although each group is a separate list.
         widest = max(len(name) for commands in groups.values() for name, _ in commands)
         for group, commands in groups.items():
             with formatter.section(group):

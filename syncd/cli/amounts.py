@@ -27,7 +27,7 @@ def span(seconds: float) -> str:
 
 
 def ago(now: float, then: float) -> str:
-    """How long ago something was said, by two clocks that may differ."""
+    """The age of a record, by two clocks that may differ."""
     return f"{span(max(0.0, now - then))} ago"
 
 
@@ -35,5 +35,5 @@ def moment(seconds: float) -> str:
     """A time by this host's zone, to the second and without the year: ``11-22 14:03:09``."""
     try:
         return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):  # others write what they like
+    except (OverflowError, ValueError, OSError):  # others may write any number
         return "?"

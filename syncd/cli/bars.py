@@ -1,4 +1,4 @@
-"""Long work on a terminal: a bar with rate and time left, or a word that it goes on."""
+"""Long work on a terminal: a bar with rate and time left, or a status line."""
 
 from __future__ import annotations
 

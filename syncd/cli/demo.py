@@ -78,7 +78,7 @@ def command(steps: int, *, keep: bool, no_tty: bool, as_json: bool) -> None:
         run = _Run(room, steps)
         _introduce(run, console, keep=keep)
         run.job.layout.root.mkdir()
-        # So that those who look from another terminal find a job, also before the daemon has begun.
+        # So that users on another terminal find a job even before the daemon has begun.
         run.job.open(lease_time=_LEASE_TIME)
         with _Screen(console) as screen:
             with run.processes():

@@ -1,7 +1,7 @@
 """The model that ``syncd demo`` trains and serves: a small transformer, written by hand.
 
-It has what real ones have and what merging must get right: tied weights, norms of one dimension, a
-buffer of integers, and sizes that two ranks do not divide evenly. Nothing but the demo imports it.
+Like real models it has parts that a merge must get right: tied weights, norms of one dimension, a
+buffer of integers, and sizes that two ranks do not divide evenly. Only the demo imports it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from syncd.storage.job import Job
 
 _STYLES: Final = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold red"}
 _LIMITS: Final = Deadlines()
-#: Of the words, on a line that begins with verdict and name.
+#: The column of the text, on lines that begin with verdict and name.
 _INDENT: Final = 18
 
 
@@ -102,7 +102,7 @@ class _Shown(Watching):
     def __init__(self, *, quiet: bool) -> None:
         self._out = Console()
         self._quiet = quiet
-        # One console where both go to one terminal, or each would write over the other.
+        # One console if both go to one terminal, because each would overwrite the other.
         shares = self._out.is_terminal and not quiet
         self._status = Status("", console=self._out if shares else Console(stderr=True))
 

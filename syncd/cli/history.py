@@ -56,7 +56,7 @@ def command(job: Path, limit: int, *, as_json: bool) -> None:
     heads, rows = list(_HEADS), [list(_cells(version)) for version in found]
     if all(version.delta is None for version in found):
         for row in (heads, *rows):
-            del row[-2]  # of deltas there is nothing to tell
+            del row[-2]  # there are no deltas to show
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     room = console.width - sum(widths) - len(_GAP) * len(widths)
     table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0))

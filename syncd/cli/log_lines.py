@@ -19,7 +19,7 @@ from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
-#: The programs that are ours; of others nothing below INFO is shown, however much is asked for.
+#: syncd's own packages; other packages' messages below INFO are never shown.
 _OURS: Final = ("syncd", "trainer_hooks", "explorer_hooks")
 _HALF: Final = re.compile("[\ud800-\udfff]")
 #: How often the very same line may come in a minute.
@@ -35,9 +35,9 @@ def _job_of(record: logging.LogRecord) -> str:
 class HumanLines(logging.Formatter):
     """``2026-01-31 12:00:00,123 INFO published step 7 as version 3: 980.2 MB in 1.31 s``.
 
-    Where a process serves many jobs the message begins with the name of its job, in brackets. A
-    message is one line, and escaped as :func:`.printable` does it, because names and errors in it
-    may be anyone's. The lines of a traceback are escaped too, and indented.
+    If a process serves many jobs, the message begins with the job's name in brackets. A message is
+    one line, escaped by :func:`.printable`, because names and errors in it may be anyone's. The
+    lines of a traceback are escaped too, and indented.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -57,8 +57,8 @@ class HumanLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """One JSON object: time, level, event, message, logger, and the event's fields.
 
-    Times are UTC, with milliseconds. What JSON does not know is text; bytes of a name that are no
-    UTF-8 are escaped there by a backslash, as in lines for people.
+    Times are UTC, with milliseconds. Values that JSON lacks become text; bytes of a name that are
+    not UTF-8 are escaped there by a backslash, as in lines for people.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -80,17 +80,17 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         text = json.dumps(line, default=str, ensure_ascii=False)
-        # Half a surrogate, which a name that is no UTF-8 becomes, is for many readers no JSON.
+        # A name that is not UTF-8 has half surrogate pairs, which many readers refuse in JSON.
         text = _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text)
         text = text if text.isascii() else json.dumps(json.loads(text))
-        # The one control character that JSON leaves as it is.
+        # DEL is the one control character that JSON leaves unescaped.
         return text.replace("\x7f", "\\u007f")
 
 
 class Flood(logging.Filter):
     """Holds back a line that came ten times in a minute, then lets it pass ever more rarely.
 
-    The next one that comes says how many were held back.
+    The next line that passes says how many were held back.
     """
 
     def __init__(self, repeats: Repeats | None = None) -> None:
@@ -133,7 +133,8 @@ def set_up(form: str = "human", level: str = "info") -> None:
 def name_faults() -> None:
     """Log uncaught exceptions too, of this process and of all its threads.
 
-    For a program that does nothing else: the hooks are Python's, and of the whole process.
+    Only for a program that does nothing else, because Python's hooks for this concern the whole
+    process.
     """
 
     def of_process(
@@ -163,7 +164,7 @@ def last_words(error: Exception, exit_code: int) -> None:
             extra = Event.COMMAND_FAILED(error=kind, exit_code=exit_code)
             log.error("%s", error, extra=extra)
             return
-    # Only a configuration that cannot be used has several lines of its own: one for each mistake.
+    # Only the error of a bad configuration has several lines: one for each mistake.
     lines = str(error).split("\n") if isinstance(error, InvalidSettingsError) else [str(error)]
     lines += getattr(error, "__notes__", ())
     print("syncd:", "\n".join(map(printable, lines)), file=sys.stderr)

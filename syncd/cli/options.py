@@ -18,7 +18,7 @@ from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, step_folder, version_folder
 
 _DEFAULTS = RunConfig()
-#: Where the services of this host have their configurations, one a job.
+#: The folder with the configurations of this host's services, one a job.
 CONFIGURATIONS: Final = Path("/etc/syncd")
 
 job = click.argument("job", type=click.Path(path_type=Path, file_okay=False))
@@ -75,7 +75,7 @@ _VERSION = re.compile(r"v0*([1-9][0-9]{0,17})", re.ASCII)
 _STEP = re.compile(r"(?:global_step_)?(0|[1-9][0-9]{0,17})", re.ASCII)
 
 
-#: The name of an option → the key of the configuration, where they differ.
+#: The name of an option → the key of the configuration, if they differ.
 _KEY_OF = {"digest": "digests"}
 
 

@@ -148,7 +148,7 @@ def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_opt
     for name, meant in misspelt(os.environ).items():
         extra = Event.CONFIG_UNHEARD(key=name, value=os.environ[name], in_force=None)
         log.warning("ignoring %s; did you mean %s?", name, meant, extra=extra)
-    # A save of a thousand ranks is a thousand open files.
+    # A save of a thousand ranks needs a thousand open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     log.debug("up to %d open files instead of %d", hard, soft)

@@ -45,7 +45,7 @@ def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bo
     """
     found, is_one = _found(jobs)
     every = interval if watch else None
-    if is_one:  # what is no job is an error; one that goes away while it is watched is a line
+    if is_one:  # a folder that is no job is an error; a watched job that goes away is a line
         look(Job.at(found[0]))
     if as_json:
         _repeat(lambda: _print_json(found, is_one=is_one, indent=None if watch else 2), every)

@@ -17,8 +17,8 @@ from syncd.protocol.names import printable
 #: How many explorers, and events, are shown; JSON has more.
 _EXPLORERS: Final = 20
 _EVENTS: Final = 8
-#: How many explorers are shown at least, in however few lines; how many reasons of faulty ones; and
-#: how many rollbacks that are queued.
+#: The least number of explorers to show, even in few lines; the most reasons of faulty ones; and
+#: the most queued rollbacks.
 _LEAST: Final = 4
 _FAULTS: Final = 4
 _ROLLBACKS: Final = 3
@@ -35,10 +35,10 @@ def page(seen: dict[str, Any], now: float, width: int, height: int | None = None
     Faults and events come before the explorers, of which a low terminal shows fewer.
 
     Args:
-        seen: as :func:`syncd.operate.job_state.look` has it, or why that is not to be had.
+        seen: the result of :func:`syncd.operate.job_state.look`, or the reason why there is none.
         now: seconds since the epoch, by this host's clock.
         width: the width of the terminal, in columns.
-        height: the height of the terminal, in lines; None if it is none.
+        height: the height of the terminal, in lines; None if the output is not a terminal.
     """
     parts = _job(seen, now, width, height)
     memory = seen.get("memory")
@@ -153,7 +153,7 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
 
 
 def _deltas(seen: dict[str, Any]) -> str:
-    """The deltas on disk, the newest in full, and what became of that to LATEST's version."""
+    """The deltas on disk, the newest in detail, and the state of the delta to LATEST's version."""
     *older, newest = seen["deltas"] or [None]
     told = []
     if newest is not None:
@@ -174,7 +174,7 @@ def _deltas(seen: dict[str, Any]) -> str:
 
 
 def _names(seen: dict[str, Any]) -> str:
-    """Whose names tensors have, and who does not take others; nothing if there are no others."""
+    """Whose names tensors have, and which explorers take no others; empty without others."""
     names = (seen["daemon"] or {}).get("names")
     if names is None:
         return ""
@@ -191,7 +191,7 @@ def _how_to_start(seen: dict[str, Any], now: float) -> str:
     """The command that starts a daemon, if none seems to work; empty otherwise."""
     daemon = seen["daemon"]
     if "memory" not in seen:
-        return ""  # a second job, which the daemon of the first one serves
+        return ""  # a second job, which the first job's daemon serves
     if not seen["daemon_lock_held"]:
         why = "no daemon works here; start one"
     elif daemon is not None and now - daemon["time"] > _SILENT * (seen["lease_time"] or 0.0):
@@ -280,7 +280,7 @@ def _pause(reload: dict[str, Any] | None) -> str:
 
 def _events(events: list[dict[str, Any]], width: int) -> list[RenderableType]:
     told: list[tuple[float, str]] = []
-    # Explorers that begin to serve a version one after the other are one line.
+    # Explorers that begin to serve a version one after the other share a line.
     for (what, version), group in groupby(events, lambda one: (one["event"], one.get("version"))):
         same = list(group)
         if what == "live":

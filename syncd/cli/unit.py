@@ -144,7 +144,7 @@ def _instance(
     if any(value for option, value in given.items() if option != "config"):
         raise click.UsageError("options other than --config, --user and --group need --follow")
     config = _config_of(name, given["config"])
-    # Not by this shell's environment: the unit has one of its own.
+    # Without this shell's environment, because the unit has its own.
     told = load(config, {}).config
     named = told.root or told.job
     if named is None:

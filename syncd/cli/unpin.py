@@ -1,4 +1,4 @@
-"""``syncd unpin``: let a pinned version or step folder go."""
+"""``syncd unpin``: let the usual rules prune a version or step folder again."""
 
 from __future__ import annotations
 

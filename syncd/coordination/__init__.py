@@ -1,4 +1,4 @@
-"""Coordination: trainers and explorers agree over files when weights travel.
+"""Coordination: trainers and explorers agree, through files, when weights travel.
 
 In it: the Synchronizer and its blocking twins for the trainer and the explorer, the participants of
 a job, held versions, waits, and ``broadcast``. It imports ``checkpoint``, ``storage`` and

@@ -1,4 +1,4 @@
-"""Steps that one explorer evaluates: held for it alone, while LATEST and all others stay."""
+"""Steps that one explorer evaluates alone; LATEST and the other explorers do not change."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _UNPUBLISHED: Final = 0
 
 
 class Bench:
-    """Holds steps for one explorer: a published version of the step, or a build of the daemon's.
+    """Holds steps for one explorer: a published version of the step, or the daemon's build of it.
 
-    Promised: nobody else is moved, and a held folder stays until it is released, or the session of
-    the explorer is dead.
+    Promised: no other explorer changes its version, and a held folder stays until it is released,
+    or the explorer's session is dead.
 
     Args:
         job: the job.
-        versions: the published ones, there or in the memory folder beside it.
-        name: the explorer's.
+        versions: the job's published versions, or its memory directory's.
+        name: the explorer's name.
         session: the heartbeat of the explorer in the job.
     """
 
@@ -58,15 +58,15 @@ class Bench:
     def hold(self, step: int, wait: Wait) -> LeasedVersion:
         """Hold a step.
 
-        A step that is published already is leased. Else the daemon is asked to build it; a step
-        folder that is there and not whole yet is waited for.
+        If the step is published, it leases that version. Otherwise it asks the daemon to build the
+        step, and waits if the step's save is not whole yet.
 
         Returns:
             The version; its sequence is 0 if it was built.
 
         Raises:
-            SaveNotReadyError: the step is not on disk; says which ones are.
-            SaveFailedError: the daemon cannot build it; says why.
+            SaveNotReadyError: the step is not on disk; the message lists the steps that are.
+            SaveFailedError: the daemon cannot build it; the message has the reason.
             JobUnavailableError: the daemon is of a release that builds no steps; or the job is not
                 there now.
             WaitTimeoutError: it was not built in time.
@@ -95,7 +95,7 @@ class Bench:
             raise
 
     def is_of(self, manifest: Manifest, step: int) -> bool:
-        """True if a version is of the save in a step's folder, or in it before it was pruned."""
+        """True if a version comes from the save in a step's folder, even if that was pruned."""
         if manifest.step != step:
             return False
         folder = self._job.layout.step(step)
@@ -132,7 +132,7 @@ class Bench:
                 )
 
     def _is_built(self, request: BenchRequest) -> bool:
-        """True if the build is there, by the server's word.
+        """True if the build is there; asks the server.
 
         Raises:
             SaveFailedError: the daemon has refused it.
@@ -159,7 +159,7 @@ class Bench:
         return False
 
     def _check_daemon(self, step: int) -> None:
-        """See that the daemon that works, if one does, knows such requests.
+        """Check that a working daemon, if there is one, knows such requests.
 
         Raises:
             JobUnavailableError: it does not.
@@ -184,10 +184,10 @@ class _Build:
         self._path = job.layout.bench_request(request.id)
 
     def release(self) -> None:
-        """Let it go. Safe to call twice.
+        """Release the build. Safe to call twice.
 
         Raises:
-            OSError: storage refused it, or the job is not there now: it is still held.
+            OSError: storage refused it, or the job is not there now: the build is still held.
         """
         if self._job.storage.unlink_if_there(self._path):
             return

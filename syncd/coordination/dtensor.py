@@ -15,17 +15,17 @@ from syncd.checkpoint.tensor_rules import shown
 
 
 def local_box(name: str, tensor: DTensor) -> Box | None:
-    """The part of the whole tensor that ``to_local()`` is; None on a rank outside the mesh.
+    """The part of the whole tensor that ``to_local()`` holds; None on a rank outside the mesh.
 
     No communication.
 
     Args:
-        name: the tensor's, for messages.
-        tensor: the tensor of any mesh and any number of dimensions.
+        name: the tensor's name, for messages.
+        tensor: the tensor, on any mesh, of any number of dimensions.
 
     Raises:
         PlacementError: it has a placement that is neither Shard nor Replicate.
-        CoverageError: its local tensor is not of the shape that the placements say.
+        CoverageError: its local tensor's shape contradicts the placements.
     """
     mesh, spec = tensor.device_mesh, tensor._spec  # noqa: SLF001 - the order of cuts is only there
     coordinate = mesh.get_coordinate()
@@ -46,7 +46,7 @@ def local_box(name: str, tensor: DTensor) -> Box | None:
 
 
 def _placement(told: Any) -> placement.Placement:
-    """Torch's placement as ours."""
+    """Torch's placement as syncd's."""
     if isinstance(told, TorchReplicate):
         return placement.Replicate()
     factor = getattr(told, "split_factor", None)

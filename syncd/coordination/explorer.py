@@ -37,15 +37,15 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
     Args:
         job_dir: the job directory.
-        name: the explorer's, unique among the live ones.
+        name: the explorer's name, unique among the live explorers.
         settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, which has the versions (method ``memory``).
-        workers: how many ranks of a weight group it is; 0 if no transfer waits for it.
+        workers: how many ranks of a weight group it has; 0 if no transfer waits for it.
         hub_names: whether it takes versions under the hub's names, too (``syncd run --names``).
         seams: for tests.
 
     Raises:
-        NameTakenError: a live explorer has the name; to know may take a lease time.
+        NameTakenError: a live explorer has the name; finding out may take a lease time.
         JobUnavailableError: the job directory is missing or cannot be written.
         InvalidSettingsError: the name cannot be part of a file name.
     """
@@ -91,7 +91,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         )  # fmt: skip
         if (trainer := self._trainer_there()) is not None:
             self._weights.unlike = self._compare_settings(trainer, self._me.record, trainer.session)
-        self._counts_loads = memory_dir is None  # the versions of another job else
+        self._counts_loads = memory_dir is None  # else the versions belong to another job
         self._loading = threading.RLock()
         self._bench = Bench(self._job, self._versions, name, self.session_id)
 
@@ -121,7 +121,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         super().close()
 
     def set_explorer_version(self, version: Version, refused: str | None = None) -> None:
-        """Say which version this explorer serves, and which newer one it has refused, and why."""
+        """Report the served version, and the newer one that was refused, with the reason."""
         told = self._me.record.reload
         self._serve(version, refused=refused, received=None, bench=None, reload=told)
 
@@ -143,12 +143,13 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         Args:
             version: the served version; None before the first.
-            refused: which newer version was refused, and why.
-            reload: how the engine came to that version.
+            refused: the newer version that was refused, and the reason.
+            reload: the times of loading that version.
             fault: why this explorer cannot be relied on.
             received: the save id of the served weights, if they came by a broadcast.
             bench: the step that is evaluated, in place of a version.
-            workers: how many ranks of a weight group it is from now on; None for as many as before.
+            workers: how many ranks of a weight group it has from now on; None for as many as
+                before.
             group: given with ``workers``: the weight group that all of them have open.
             starting: the reason why it is not running yet; its next status clears that too.
             delta_base: the newest version that its host has, as a base of deltas.
@@ -175,7 +176,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> None:
         self._me.check_process()
         loaded = version if self._counts_loads and received is None else None
-        with self._loading:  # for no load of another thread to be lost
+        with self._loading:  # so that no load of another thread is lost
             loads = loads_with(self._me.record.loads or (), loaded, self._wall(), reload)
             self._me.update(
                 sequence=version.sequence if version else None,
@@ -194,14 +195,15 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         timeout: float | None = None,
         cancel: Cancellation | None = None,
     ) -> LeasedVersion:
-        """Hold a step that is on disk, to evaluate it here alone: nobody else is moved.
+        """Hold a step that is on disk, to evaluate it here; the other explorers do not change.
 
-        A step that is published already is leased; else the daemon builds it for this explorer,
-        and deletes the build once it is released. A step that is not whole yet is waited for.
+        If the step is published, it leases that version; otherwise the daemon builds the step for
+        this explorer, and deletes the build once it is released. It waits for a step that is not
+        whole yet.
 
         Args:
             step: the step.
-            serves: the version held already: it is returned as it is if it is of the step.
+            serves: the version that is held now; it is returned unchanged if it has this step.
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
@@ -209,8 +211,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             The version, to be released before this is closed; its sequence is 0 if it was built.
 
         Raises:
-            SaveNotReadyError: the step is not on disk; says which ones are.
-            SaveFailedError: the daemon cannot build it; says why.
+            SaveNotReadyError: the step is not on disk; the message lists the steps that are.
+            SaveFailedError: the daemon cannot build it; the message has the reason.
             WaitTimeoutError: it was not built in time.
             CancelledError: the wait was cancelled.
             JobUnavailableError: the daemon's release builds no steps; or the job is not there now.
@@ -235,20 +237,20 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         Args:
             current: what this explorer serves; None before its first version.
-            no_wait: take the newest version there, and require nothing.
+            no_wait: take the newest version that is there, without requiring a sync.
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
         Returns:
-            The newest version, never an older one than ``current``. It is ``current`` if nothing
-            newer comes: the trainer has said so since, or has stopped or died; and its last save
-            was published, skipped or quarantined, or no daemon has lived for a lease time. That is
-            logged once for each version.
+            The newest version, never one older than ``current``. It is ``current`` if nothing newer
+            comes: the trainer has said so, stopped or died, and its last save was published,
+            skipped or quarantined, or no daemon has lived for a lease time. That is logged once for
+            each version.
 
         Raises:
-            WaitTimeoutError: none of that in time.
+            WaitTimeoutError: neither happened in time.
             CancelledError: the wait was cancelled.
-            JobUnavailableError: the job is not there now: unmounted, say. Wait again.
+            JobUnavailableError: the job is not there now, for example unmounted: wait again.
             InvalidTransitionError: this explorer is not running.
             OSError: storage failed.
         """
@@ -269,17 +271,17 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> Version:
         """Wait until a newer version than ``current`` is published, even without a trainer.
 
-        Unlike :meth:`wait_new_model_state_dict`, it goes on if the trainer stops or says that
-        nothing newer comes, and while the job is unmounted.
+        Unlike :meth:`wait_new_model_state_dict`, it goes on waiting if the trainer stops or says
+        that nothing newer comes, and while the job is unmounted.
 
         Args:
-            current: nothing at or below its sequence is taken; None for any version.
-            asks: whether a sync is required meanwhile, and once more after each answer that there
-                is nothing newer; if storage fails, it asks again.
-            timeout: seconds; 0 to take what is there now, and require nothing; None for as long as
-                it takes.
+            current: a version must have a higher sequence; None for any version.
+            asks: whether to require a sync meanwhile, and again after each answer that there is
+                nothing newer; if storage fails, it asks again.
+            timeout: seconds; 0 to take a version that is there now, without requiring a sync; None
+                to wait without a limit.
             cancel: ends the wait from another thread.
-            look: called each time that there is nothing newer; what it raises ends the wait.
+            look: called each time that there is nothing newer; an error ends the wait.
 
         Raises:
             WaitTimeoutError: nothing newer in time.
@@ -306,17 +308,18 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         """Require a sync, and wait for a newer version or a transfer, whichever comes first.
 
         Args:
-            current: nothing at or below its sequence is taken; None for any version.
-            joins: whether transfers are taken part in now.
-            ends_with_trainer: whether it begins and ends as :meth:`wait_new_model_state_dict` does
-                if the trainer is not there, or says that nothing newer comes; else it asks again.
+            current: a version must have a higher sequence; None for any version.
+            joins: whether to take part in transfers now.
+            ends_with_trainer: whether it begins and ends like :meth:`wait_new_model_state_dict` if
+                there is no trainer, or the trainer says that nothing newer comes; if False, it asks
+                again.
             timeout: seconds; None for as long as it takes.
             cancel: ends the wait from another thread.
-            look: called each time that there is nothing newer; what it raises ends the wait.
+            look: called each time that there is nothing newer; an error ends the wait.
 
         Returns:
-            A version; or the offer of a transfer, which is decided: all its members have to meet
-            (:meth:`rendezvous`); None if it ends with the trainer.
+            A version; or the offer of a decided transfer, whose members all have to meet
+            (:meth:`rendezvous`); None if the wait ended with the trainer.
 
         Raises:
             WaitTimeoutError: neither in time; all else as :meth:`wait_for_newer`.
@@ -336,8 +339,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> None:
         """Wait, holding nothing, until a first version is published or a trainer works.
 
-        Trainers load for minutes before they register. Returns at once if something is held, or if
-        this explorer has seen a trainer work before. It logs one warning that it waits.
+        Trainers load for minutes before they register. It returns at once if this explorer holds a
+        version, or has seen a trainer work before. It logs one warning that it waits.
 
         Args:
             current: what this explorer serves; None before its first version.
@@ -413,10 +416,10 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             cancel: ends the wait from another thread.
 
         Returns:
-            That, and the rank of this explorer's first worker.
+            The meeting place, and the rank of this explorer's first worker.
 
         Raises:
-            BroadcastError: nothing was agreed, or the trainer has not said so within
+            BroadcastError: nothing was agreed, or the trainer has not named the place within
                 ``broadcast_timeout``.
             CancelledError: the wait was cancelled.
             OSError: storage failed.
@@ -432,7 +435,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     def open_group(
         self, device: torch.device, *, cancel: Cancellation | None = None
     ) -> WeightGroup:
-        """The weight group, for a first worker that is in this process: :meth:`rendezvous`, and in.
+        """The weight group, joined after :meth:`rendezvous` by a first worker in this process.
 
         Args:
             device: the device of received tensors.
@@ -446,7 +449,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         return self._group.open(met, rank, deadline=deadline, device=device)
 
     def group_failed(self) -> None:
-        """Leave the weight group, and say so: the next transfer forms another."""
+        """Leave the weight group, and report that: the next transfer forms another group."""
         self._group.close()
         self._met = None
         if self._me.record.group is not None:
@@ -469,7 +472,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             cancel: ends the wait from another thread.
 
         Raises:
-            BroadcastError: it has not, or the group cannot be formed.
+            BroadcastError: it has not come, or the group cannot be formed.
         """
         require_torch("a broadcast of weights")
         import torch  # noqa: PLC0415 # needed for broadcasts only

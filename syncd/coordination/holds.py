@@ -31,8 +31,8 @@ class _SharedHold:
 class Holds:
     """Takes and releases leases for one participant.
 
-    Promised: a lease that nothing holds any more ends, even if storage refuses to release it, or
-    is away at that moment: :meth:`settle` tries again. A fork releases none of its parent's.
+    Promised: a lease that nothing holds any more ends, even if storage refuses to release it, or is
+    away at that moment: :meth:`settle` tries again. A fork releases no lease of its parent.
 
     Args:
         job: the job.
@@ -77,13 +77,13 @@ class Holds:
         """Hold a folder.
 
         Args:
-            folder: of a version, or of a step that was built to be evaluated.
-            sequence: of its manifest.
+            folder: the folder of a version, or of a step that was built to be evaluated.
+            sequence: the sequence in its manifest.
             lease: makes the first hold.
 
         Raises:
             VersionGoneError: the folder is not there, or not visible here yet.
-            VerificationError: its manifest is damaged, or of another sequence.
+            VerificationError: its manifest is damaged, or has another sequence.
         """
         with self._lock:
             if folder not in self._held:
@@ -126,7 +126,7 @@ class Holds:
     def _release(self, hold: _SharedHold) -> None:
         """End one hold; the last one ends the lease."""
         if os.getpid() != self._pid:
-            return  # a fork, for example where an iterator ends: the lease is its parent's
+            return  # in a fork, for example when an iterator ends: the lease is the parent's
         with self._lock:
             version, holds = self._held.get(hold.folder, (None, set()))
             if version is None or hold not in holds:

@@ -33,7 +33,7 @@ class HostMemory:
         device: the other end of the copies.
 
     Attributes:
-        content: all of it, uint8, of shape ``(size,)``.
+        content: the whole block, uint8, of shape ``(size,)``.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A leased version: read LATEST, lease the version it names, read its manifest. Without torch."""
+"""A leased version: read LATEST, lease the version it names, read its manifest. Needs no torch."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ class Hold(Protocol):
     """Keeps a version's files on disk: a lease, or its equivalent for a copy on one host."""
 
     def release(self) -> None:
-        """Let it go. Safe to call twice."""
+        """Release the files. Safe to call twice."""
 
 
 class LeasedVersion:
     """A version that stays on disk for as long as it is held: until :meth:`release`.
 
-    Users construct none: ``Reader.lease`` gives it, and engines are given it.
+    Users do not construct it: ``Reader.lease`` returns it, and the hook passes it to engines.
 
     Attributes:
-        sequence: which version; it only grows. 0 of a step that was built to be evaluated, and is
-            no version of the job.
+        sequence: the version's number, which only grows; 0 for a step that was built to be
+            evaluated, and is not a version of the job.
         step: the trainer's label.
         kind: ``full``, ``adapter`` or ``remote``.
-        folder: a complete Hugging Face model folder, or that of a LoRA adapter; of kind ``remote``
-            there is nothing in it to load.
-        source: the folder that was published; another one than ``folder``, which may be pruned,
-            if that is a copy on this host.
+        folder: a complete Hugging Face model folder, or a LoRA adapter's folder; for kind
+            ``remote`` it holds nothing to load.
+        source: the published folder. It differs from ``folder``, and may be pruned, if ``folder``
+            is a copy on this host.
         remote_path: the location of the weights, if the kind is ``remote``; else None.
         manifest: the files that the folder must hold.
-        storage: the storage that the folder is on.
+        storage: the folder's storage.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class LeasedVersion:
                     yield opened
 
     def open_file(self, name: str) -> SafetensorsFile:
-        """One of the version's safetensors files; it is the caller's to close.
+        """One of the version's safetensors files; the caller closes it.
 
         Args:
-            name: as in the manifest.
+            name: the name in the manifest.
 
         Raises:
             ShardFormatError: it is not a whole safetensors file.
@@ -125,10 +125,10 @@ class LeasedVersion:
         return SafetensorsFile.open(self.storage, self.folder / name)
 
     def read_file(self, name: str) -> bytes:
-        """All of one of the version's small files, a configuration say.
+        """The content of one of the version's small files, for example a configuration.
 
         Args:
-            name: as in the manifest.
+            name: the name in the manifest.
 
         Raises:
             OSError: it cannot be read, or has over 256 MiB.
@@ -136,9 +136,9 @@ class LeasedVersion:
         return self.storage.read(self.folder / name, LONG_RECORD_LIMIT)
 
     def name_map(self) -> NameMap:
-        """How the hub names the tensors of the trainer's module; empty if it names them alike.
+        """The hub's names for the tensors of the trainer's module; empty if they are the same.
 
-        It is empty too if nobody has said how: then the two names of a tensor are not known.
+        It is also empty if the hub's names are unknown.
 
         Raises:
             VerificationError: it is damaged.
@@ -161,7 +161,7 @@ class LeasedVersion:
 
 
 def read_latest(job: Job) -> Latest | None:
-    """The content of LATEST now; None if there is none, or none that can be read yet.
+    """The content of LATEST now; None if it is missing, or cannot be read yet.
 
     Raises:
         ProtocolMismatchError: the daemon is of a newer protocol.
@@ -180,11 +180,11 @@ _LATEST: Final = ReadPolicy(damaged=is_no_record, newer=False, say=_say)
 
 
 def hold_folder(storage: Storage, folder: Path, sequence: int, hold: Hold) -> LeasedVersion:
-    """A folder that something keeps, as a version.
+    """A held folder, as a version.
 
     Raises:
         VersionGoneError: it is not there, or not visible here yet.
-        VerificationError: its manifest is damaged, or of another sequence.
+        VerificationError: its manifest is damaged, or has another sequence.
     """
     return LeasedVersion(storage, folder, _manifest(storage, sequence, folder), hold)
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Role = Literal["trainer", "explorer"]
-#: Seconds between two looks if the filesystem sends no events, at most.
+#: The most seconds between two looks if the filesystem sends no events.
 POLL: Final = 0.5
 
 
@@ -61,7 +61,7 @@ class Seams:
         storage: the shared storage; by default the job directory's.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.
-        poll: seconds between two looks if the filesystem sends no events, at most.
+        poll: the most seconds between two looks if the filesystem sends no events.
     """
 
     storage: Storage | None = None
@@ -71,21 +71,21 @@ class Seams:
 
 
 class Member(Generic[Report]):
-    """One participant of a job, and its knowledge of the others; over files alone.
+    """One participant of a job, and its knowledge of the others; through files alone.
 
-    Promised: it counts as live until it is closed or its process dies, and a lease time after that
-    as dead, without having said so; its name is nobody else's; its status is its own to write; a
-    wait puts the status back, however it ends; no version ever goes back. Not promised: that others
-    see a change at once: storage that caches is asked again each :data:`POLL` seconds.
+    Promised: it counts as live until it is closed or its process dies; after a death it counts as
+    dead a lease time later. No other live participant has its name, and only it writes its status.
+    A wait always restores the status at its end. No version ever goes back. Not promised: that
+    others see a change at once: storage that caches is asked again each :data:`POLL` seconds.
 
-    Methods block. They may be called from several threads; of the waits, one goes on at a time: the
-    time that it takes counts for the next one, and if it takes all of it that is WaitTimeoutError.
-    A fork of the process has no part in it, and registers by itself.
+    Methods block. They may be called from several threads, but only one wait runs at a time: a
+    wait's timeout includes the time that it queues, and it may end as WaitTimeoutError. A fork of
+    the process is no participant, and must register itself.
 
     Args:
         job_dir: the job directory.
         role: its role.
-        name: its own, unique among the live ones of its role.
+        name: its name, unique among the live participants of its role.
         settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, which has the versions (method ``memory``).
         seams: for tests.
@@ -93,7 +93,7 @@ class Member(Generic[Report]):
         first: makes its first report from its session.
 
     Raises:
-        NameTakenError: a live participant has the name; to know may take a lease time.
+        NameTakenError: a live participant has the name; finding out may take a lease time.
         JobUnavailableError: the job directory is missing or cannot be written.
         NoRoomError: its disk is full.
         InvalidSettingsError: the name cannot be part of a file name.
@@ -151,7 +151,7 @@ class Member(Generic[Report]):
 
     @property
     def is_ours(self) -> bool:
-        """True if this process made it: a fork has no part in it."""
+        """True if this process registered it; False in a fork."""
         return self._me.is_ours
 
     # -- participants -------------------------------------------------------------------------
@@ -162,12 +162,12 @@ class Member(Generic[Report]):
         For a participant that was paused for longer than a lease.
 
         Raises:
-            NameTakenError: another has taken the name meanwhile.
+            NameTakenError: another participant has taken the name meanwhile.
         """
         self._me.update()
 
     def modules(self) -> list[Module]:
-        """All that have registered and are not collected, and whether they live."""
+        """All registered participants whose reports are still there, and whether they live."""
         found = [
             Module("explorer", one.name, RunningStatus(one.status), self._lives(one))
             for one in self._roster.explorers()
@@ -192,7 +192,7 @@ class Member(Generic[Report]):
     # -- statuses ------------------------------------------------------------------------------
 
     def get_trainer_status(self) -> RunningStatus:
-        """The trainer's status; stopped before the first trainer, and when it has died."""
+        """The trainer's status; stopped before the first trainer, and after the trainer died."""
         return self._roster.trainer_status()
 
     def trainer_requires_weight_sync(self) -> bool | None:
@@ -214,9 +214,9 @@ class Member(Generic[Report]):
         """The location of the newest weights.
 
         Args:
-            use_huggingface: the folder of the version, which is a complete Hugging Face model;
-                without, that of the trainer's shards, or None if they are pruned. Of a version
-                of kind ``remote`` both are its remote path, a string.
+            use_huggingface: True for the version's folder, a complete Hugging Face model; False for
+                the folder of the trainer's shards, or None if they are pruned. For a version of
+                kind ``remote`` both are its remote path, a string.
         """
         return self._versions.path(use_huggingface=use_huggingface)
 
@@ -225,10 +225,10 @@ class Member(Generic[Report]):
     ) -> Generator[tuple[str, Tensor], None, None]:
         """A version's tensors, one at a time and in host memory.
 
-        It is leased from the first one to the last, or until the iterator is closed.
+        The version is leased from the first tensor to the last, or until the iterator is closed.
 
         Args:
-            version: for example the one that a wait returned; None for the newest at the call.
+            version: for example a wait's result; None for the newest version at the call.
 
         Raises:
             VersionGoneError: that version was retired: there is a newer one to wait for.
@@ -254,7 +254,7 @@ class Member(Generic[Report]):
         """Hold a version: its files stay until it is released, before this is closed.
 
         Args:
-            version: which one; or one that this participant holds, to be held once more.
+            version: the version; or one that this participant holds already, to hold it once more.
 
         Raises:
             VersionGoneError: it was retired, or is not visible here yet: take the newer one.
@@ -272,14 +272,14 @@ class Member(Generic[Report]):
         timeout: float | None = None,
         cancel: Cancellation | None = None,
     ) -> Version | None:
-        """Let a step that is on disk be published, wait for that, and return its version.
+        """Have a step that is on disk published, wait for that, and return its version.
 
-        If LATEST is of that step already, it returns that version, even if the step was saved again
+        If LATEST already has that step, it returns that version, even if the step was saved again
         since. If the save in the step folder is not complete yet, it waits for it.
 
         Args:
             step: the step; None for the newest version, without waiting.
-            world_size: how many shards there must be; None for a save that is whole for certain.
+            world_size: how many shards there must be; None if the save is certainly whole.
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
@@ -288,8 +288,8 @@ class Member(Generic[Report]):
                 it was.
             SaveFailedError: the daemon has refused the save.
             WaitTimeoutError: it was not published in time.
-            InvalidSettingsError: an explorer asks for another step than the trainer's, which works;
-                or while other explorers follow the job, which would be moved too.
+            InvalidSettingsError: an explorer asks for this while a trainer works, or while other
+                explorers follow the job, which would get the step too.
         """
         if step is None:
             return self._versions.newest()
@@ -318,7 +318,7 @@ class Member(Generic[Report]):
                     )
 
     def _point(self, step: int) -> None:
-        """Let the pointer name a step."""
+        """Make the pointer name a step."""
         self._versions.point(step)
 
     # -- the state to resume from ----------------------------------------------------------------
@@ -329,22 +329,22 @@ class Member(Generic[Report]):
         Raises:
             InvalidSettingsError: the state is not JSON, or could not be read again: it is nested
                 too deep, or too long.
-            NameTakenError: another has taken the name meanwhile; its saved state stays.
+            NameTakenError: another participant has taken the name meanwhile; its saved state stays.
             CancelledError: this participant is closed.
-            OSError: storage failed; the state before is there.
+            OSError: storage failed; the previous state stays.
         """
         self._me.check()
         self._state.save(iteration, state)
 
     def load_state(self, role: Role | None = None, name: str | None = None) -> SavedState | None:
-        """The state that a participant saved last, this one's own by default.
+        """The state that a participant saved last; by default this participant's own.
 
-        A state outlives its participant. Another's may be read while it works; it may save a newer
-        one at any time.
+        A state outlives its participant. You may read another participant's state while it works;
+        it may save a newer one at any time.
 
         Args:
             role: another participant's role; ``trainer`` is the job's trainer, under any name.
-            name: an explorer's.
+            name: the explorer's name, if the role is ``explorer``.
 
         Returns:
             Its iteration and its state; None before the first save, or if nobody had the name.
@@ -371,10 +371,10 @@ class Member(Generic[Report]):
     # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all waits, say that this participant has stopped, and give its name up.
+        """End all waits, report that this participant has stopped, and give its name up.
 
-        Safe to call twice; in a fork it does nothing. Without it, others notice the death a lease
-        time later.
+        Safe to call twice; in a fork it does nothing. Without it, others notice the participant's
+        end only a lease time later.
         """
         if not self.is_ours:
             return
@@ -398,16 +398,16 @@ class Member(Generic[Report]):
     def _wait(
         self, timeout: float | None, cancel: Cancellation | None
     ) -> AbstractContextManager[Wait]:
-        """One wait, of at most the settings' ``sync_timeout`` if no other time is said."""
+        """One wait, of at most the settings' ``sync_timeout`` by default."""
         self._me.check_process()
         return self._waits.one(self.settings.sync_timeout if timeout is None else timeout, cancel)
 
     def _is_there(self, session: str) -> bool:
-        """True if a session has a heartbeat: one that has just been killed has it still."""
+        """True if a session has a heartbeat file, as a process that was just killed still has."""
         return self._job.storage.exists(self._job.layout.session(session))
 
     def _trainer_there(self) -> TrainerReport | None:
-        """The report of a trainer that works. The roster would watch its heartbeat from now on."""
+        """A working trainer's report. (The roster would watch its heartbeat from now on.)"""
         try:
             found = self._job.read(TrainerReport, self._job.layout.trainer_report)
             stopped = found is None or found.status == RunningStatus.STOPPED.value
@@ -421,15 +421,15 @@ class Member(Generic[Report]):
     def _compare_settings(
         self, trainer: TrainerReport, explorer: ExplorerReport, other: str | None
     ) -> str:
-        """Say once, as soon as both are there, that the two sides sync by unlike settings.
+        """Warn once, as soon as both are there, if the two sides have different sync settings.
 
         Args:
-            trainer: its report.
-            explorer: its report; one of the two is this participant's own.
-            other: the session of the other one.
+            trainer: the trainer's report.
+            explorer: the explorer's report; one of the two is this participant's own.
+            other: the session of the other participant.
 
         Returns:
-            How they differ; empty if they do not, or one side was given none.
+            The differences; empty if there are none, or one side has no settings.
         """
         if trainer.sync is None or explorer.sync is None:
             return ""

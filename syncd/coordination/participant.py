@@ -30,13 +30,13 @@ FirstReport = Callable[[str], Report]
 class Participant(Generic[Report]):
     """A session, a claimed name, and the report that nobody else writes.
 
-    Promised: from construction to :meth:`close` others see it live, with its latest report; and
+    Promised: from construction to :meth:`close` others see it as live, with its latest report; and
     no two live participants have one name (:class:`~syncd.storage.claims.HeldName`).
 
     Args:
         job: the job.
         role: ``trainer`` or ``explorer``.
-        name: this participant's.
+        name: this participant's name.
         lease_time: seconds, from the job's format.
         path: the file of its report.
         first: makes the first report.
@@ -48,7 +48,7 @@ class Participant(Generic[Report]):
         record: its present report.
 
     Raises:
-        NameTakenError: a live participant has the name. It may take a lease time to know.
+        NameTakenError: a live participant has the name. Finding out may take a lease time.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Participant(Generic[Report]):
 
     @property
     def is_ours(self) -> bool:
-        """True if this process made it. In a fork no heartbeat beats for it."""
+        """True if this process registered it; a fork has no heartbeat of its own."""
         return os.getpid() == self._pid
 
     def check_process(self) -> None:
-        """See that it is ours.
+        """Check that this process registered it.
 
         Raises:
             InvalidSettingsError: this process is a fork of the one that it belongs to.
@@ -96,7 +96,7 @@ class Participant(Generic[Report]):
             )
 
     def check(self) -> None:
-        """See that this participant may still speak under its name.
+        """Check that this participant still has its name.
 
         Raises:
             InvalidSettingsError: this process is a fork of the one that it belongs to.
@@ -142,10 +142,10 @@ def become(
 
 
 def require_sync(participant: Participant[Report], **changes: Any) -> None:
-    """Begin a wait; if that cannot be said, the wait does not begin, and it is not required.
+    """Begin a wait by requiring a sync; if that cannot be written, there is no wait.
 
     Raises:
-        InvalidTransitionError: it is not running.
+        InvalidTransitionError: the participant is not running.
         NameTakenError: another participant took the name while this one counted as dead.
         OSError: storage failed.
     """
@@ -159,7 +159,7 @@ def require_sync(participant: Participant[Report], **changes: Any) -> None:
 
 
 def back_to_running(participant: Participant[Report], **changes: Any) -> None:
-    """End a wait: a participant that required a sync runs again. A refusal by storage ends nothing.
+    """End a wait: a participant that required a sync runs again, even if storage refuses that.
 
     Raises:
         NameTakenError: another participant took the name while this one counted as dead.

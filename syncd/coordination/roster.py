@@ -35,7 +35,7 @@ P = TypeVar("P", ExplorerReport, TrainerReport)
 _RECORD: Final = ".json"
 #: How often in a lease time a slice of the heartbeats is looked at.
 SLICES_PER_LEASE: Final = 16
-#: How many of these follow each look at all reports, for those that have come and gone.
+#: How many slices are looked at after each read of all reports, for participants that came or left.
 _SLICES_PER_ROUND: Final = 4
 
 
@@ -57,17 +57,17 @@ class _Cached(Generic[R]):
 class Roster:
     """The participants of a job: their own reports, and whether they live.
 
-    Promised: a participant that was killed, or whose host is gone, is dead here soon after a lease
-    time: a thread looks at the heartbeats, a slice of them at a time, from the first question on.
-    Until then it counts as alive. One of a newer protocol is an error while it lives, and is passed
-    over once it is dead. Not promised: that a report is seen at once; on storage that caches
-    listings, a participant that has just come may be seen later.
+    Promised: a participant that was killed, or whose host is gone, counts as dead soon after a
+    lease time; until then it counts as alive. A thread looks at the heartbeats, a slice at a time,
+    from the first question on. A participant of a newer protocol is an error while it lives, and is
+    skipped once it is dead. Not promised: that a report is seen at once; on storage that caches
+    listings, a new participant may be seen later.
 
     Args:
         job: the job.
         lease_time: seconds, from the job's format.
         clock: seconds, monotonic.
-        background: whether a thread looks; without, :meth:`look_at_slice` is the caller's to call.
+        background: whether a thread looks; if False, the caller must call :meth:`look_at_slice`.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Roster:
         self._thread: threading.Thread | None = None
 
     def explorers(self) -> list[ExplorerReport]:
-        """The explorers that live, and those that have said that they stopped.
+        """The live explorers, and those that reported that they stopped.
 
         Raises:
-            ProtocolMismatchError: one of them is of a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job is not there now; nobody has died of that.
+            ProtocolMismatchError: one of them has a newer protocol, and is not known to be dead.
+            JobUnavailableError: the job is not there now; nobody counts as dead because of that.
             OSError: storage failed.
         """
         with self._lock:
@@ -124,11 +124,12 @@ class Roster:
         return {status: found[status] for status in RunningStatus}
 
     def trainer(self) -> TrainerReport | None:
-        """The trainer's report, if it lives or has said that it stopped.
+        """The trainer's report, if the trainer lives, or reported that it stopped.
 
         Raises:
-            ProtocolMismatchError: it is of a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job is not there now; it has not died of that.
+            ProtocolMismatchError: it has a newer protocol, and is not known to be dead.
+            JobUnavailableError: the job is not there now; the trainer does not count as dead
+                because of that.
             OSError: storage failed.
         """
         with self._lock:
@@ -138,7 +139,7 @@ class Roster:
             return None if report is None else self._counted(report)
 
     def trainer_status(self) -> RunningStatus:
-        """The trainer's status: stopped before the first, and of one that died."""
+        """The trainer's status; stopped before the first trainer, and after the trainer died."""
         report = self.trainer()
         return RunningStatus(report.status) if report else RunningStatus.STOPPED
 
@@ -147,10 +148,11 @@ class Roster:
         return self._job.storage.exists(self._job.layout.trainer_report)
 
     def check_alone(self, name: str, step: int) -> None:
-        """See that an explorer may choose which step is published: to evaluate old steps.
+        """Check that an explorer may choose the step to publish, for evaluating old steps.
 
         Raises:
-            InvalidSettingsError: a trainer works, or another explorer, which would be moved too.
+            InvalidSettingsError: a trainer works, or another explorer, which would get the step
+                too.
         """
         if self.trainer_status() is not RunningStatus.STOPPED:
             raise InvalidSettingsError(
@@ -167,16 +169,16 @@ class Roster:
             )
 
     def is_alive(self, session: str) -> bool:
-        """True if a session lives, as far as is known: looks once more."""
+        """True if a session seems to live; looks once more."""
         with self._lock:
             return self._lookout.look_at(session) is Liveness.ALIVE
 
     def refresh(self) -> None:
-        """Let the next question ask the server for the participants, not this client's cache."""
+        """Make the next question ask the server for the participants, not this client's cache."""
         self._job.storage.refresh(self._job.layout.explorers)
 
     def look_at_slice(self) -> None:
-        """Look at some of the heartbeats; to be called 16 times a lease time, about."""
+        """Look at some of the heartbeats; call it about 16 times a lease time."""
         with self._lock:
             if self._slice == 0:
                 if self._counts_explorers:
@@ -198,7 +200,7 @@ class Roster:
         self._liveness = self._lookout.look(self._sessions())
 
     def _look_at_new(self) -> None:
-        """Know something of each session; frequent questions do not look at all each time."""
+        """Look at sessions that were never looked at; known ones wait for their slice."""
         if self._sessions() - self._liveness.keys():
             self._look()
 
@@ -208,12 +210,13 @@ class Roster:
         return {one for one in explorers | trainer if one is not None}
 
     def _counted(self, report: P | _Newer) -> P | None:
-        """The report if its participant lives, or has said that it stopped; else None.
+        """The report if its participant lives, or reported that it stopped; else None.
 
         Raises:
-            ProtocolMismatchError: it is of a newer protocol, and not known to be of a dead one.
+            ProtocolMismatchError: it has a newer protocol, and its participant is not known to be
+                dead.
         """
-        # One that does not register has no heartbeat: its status is all that there is.
+        # A participant that does not register has no heartbeat, so only its status counts.
         alive = report.session is None or self._liveness.get(report.session) is Liveness.ALIVE
         if isinstance(report, _Newer):
             if alive:
@@ -235,9 +238,9 @@ class Roster:
             try:
                 self.look_at_slice()
             except SyncdError as error:
-                log.debug("%s", error)  # the caller is told
+                log.debug("%s", error)  # callers get this error too
             except OSError as error:
-                # Unreadable is not dead: nobody's lease time runs down meanwhile.
+                # Unreadable does not mean dead: nobody's lease time runs down meanwhile.
                 log.debug("the participants cannot be looked at now: %s", error)
             finally:
                 self._lock.release()
@@ -251,7 +254,7 @@ class Roster:
             for name in self._job.storage.names(folder)
             if name.endswith(_RECORD) and not name.startswith(TEMPORARY)
         ]
-        if not names:  # an unmounted job looks so
+        if not names:  # an unmounted job looks like this
             self._job.check_is_there()
         for gone in self._explorers.keys() - {folder / name for name in names}:
             del self._explorers[gone]
@@ -267,15 +270,15 @@ class Roster:
     def _report(
         self, model: type[R], path: Path, cache: dict[Path, _Cached[R]]
     ) -> R | _Newer | None:
-        """A report; read again only if its file is another than at the last two looks."""
+        """A report; read again only if its file differs from the last two looks."""
         cached = cache.get(path)
 
         def look(fd: int) -> _Cached[R]:
-            # Of the opened file: a status by name may be as old as this client's cache.
+            # The status of the opened file: a status by name may be as old as this client's cache.
             status = self._job.storage.fstat(fd)
             now = signature(status)
-            # Times are coarse, and inodes are used again: a file counts as untouched only once it
-            # was read twice with the same ones.
+            # Times are coarse, and inodes are reused: a file counts as untouched only once two
+            # reads found the same ones.
             settled = cached is not None and cached.signature == now
             if cached is not None and settled and cached.settled:
                 return cached

@@ -22,19 +22,19 @@ _PREVIOUS: Final = ".previous"
 _POLICY: Final = ReadPolicy(
     damaged=is_no_record, newer=False, say=lambda _, error: log.warning("%s", error)
 )
-#: In place of a file that is there, and holds no state.
+#: Stands for a file that exists but holds no state.
 _TORN: Final = SavedState(iteration=0)
 
 
 class StateFile:
-    """One participant's saved state, and the one before it.
+    """One participant's saved state, and its previous one.
 
     Promised: a save that is cut off at any point leaves the previous state. If the file is torn
     nevertheless, loading falls back to the previous file.
 
     Args:
         job: the job.
-        path: its file.
+        path: the file of the state.
     """
 
     def __init__(self, job: Job, path: Path) -> None:
@@ -83,11 +83,11 @@ class StateFile:
         )
 
     def _replace(self, path: Path, content: bytes) -> None:
-        # Out of the drafts: the daemon collects the leftovers of a killed process there.
+        # Written in drafts/, because the daemon deletes a killed process's leftovers there.
         self._job.storage.replace(path, content, room=self._job.layout.drafts)
 
     def _read(self, path: Path) -> SavedState | None:
-        """A state; None without a file; ``_TORN`` if there is one without a state in it."""
+        """A state; None if there is no file; ``_TORN`` if the file holds no state."""
         return self._job.read(SavedState, path, _POLICY, limit=LONG_RECORD_LIMIT, unreadable=_TORN)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-#: One wait, and the other calls meanwhile.
+#: Enough for one wait, and for other calls meanwhile.
 _THREADS: Final = 4
 
 
@@ -35,19 +35,19 @@ class Synchronizer:
     It has only the original's methods. :attr:`blocking` has the others that the hooks need; call
     them by ``await asyncio.to_thread(…)``.
 
-    Each method is documented at its blocking twin of the same name: in
+    Each method is documented at the twin's method of the same name: in
     :class:`~syncd.coordination.trainer.TrainerSynchronizer`,
     :class:`~syncd.coordination.explorer.ExplorerSynchronizer`, or
     :class:`~syncd.coordination.member.Member` for what both have. Here it is awaited; a wait whose
     task is cancelled has put its status back before the cancellation is raised.
 
-    Construction blocks, for a lease time if the name is a dead participant's: in a running event
+    Construction blocks, for a lease time if a dead participant has the name: in a running event
     loop use :meth:`open`.
 
     Args:
         job_dir: the job directory.
-        role: ``trainer``, of which a job has one, or ``explorer``.
-        name: this participant's, unique among the live ones of its role.
+        role: ``trainer`` (a job has only one) or ``explorer``.
+        name: this participant's name, unique among the live participants of its role.
         options: further keyword arguments of the role's blocking twin.
 
     Attributes:
@@ -74,7 +74,8 @@ class Synchronizer:
     async def open(cls, job_dir: str | Path, role: Role, name: str, **options: Any) -> Self:
         """Construct one without blocking the event loop.
 
-        A cancellation is raised once it is constructed, and closed again.
+        If it is cancelled, it still waits for the construction, closes the participant, and then
+        raises the cancellation.
         """
         future = elsewhere(partial(cls, job_dir, role, name, **options))
         try:
@@ -97,7 +98,7 @@ class Synchronizer:
         await self._run(self._trainer.set_trainer_status, status)
 
     async def get_trainer_status(self) -> RunningStatus:
-        """The trainer's status; stopped before the first trainer, and when it has died."""
+        """The trainer's status; stopped before the first trainer, and after the trainer died."""
         return await self._run(self.blocking.get_trainer_status)
 
     async def trainer_requires_weight_sync(self) -> bool | None:
@@ -133,7 +134,7 @@ class Synchronizer:
         *,
         timeout: float | None = None,
     ) -> Version | None:
-        """Let a step that is on disk be published, wait for that, and return its version."""
+        """Have a step that is on disk published, wait for that, and return its version."""
         call = self.blocking.set_model_state_dict_with_step_num
         return await self._wait(partial(call, step, world_size, timeout=timeout))
 
@@ -243,11 +244,11 @@ class Synchronizer:
     async def load_state(
         self, role: Role | None = None, name: str | None = None
     ) -> SavedState | None:
-        """The state that a participant saved last, this one's own by default; None before it."""
+        """The state that a participant saved last, by default this one's own; None before that."""
         return await self._run(self.blocking.load_state, role, name)
 
     async def close(self) -> None:
-        """End all waits, say that this participant has stopped, and give its name up."""
+        """End all waits, report that this participant has stopped, and give its name up."""
         try:
             await finished(elsewhere(self.blocking.close))
         finally:
@@ -296,7 +297,7 @@ class Threads:
 
 
 def elsewhere(call: Callable[[], T]) -> asyncio.Future[T]:
-    """A call in a thread of the event loop's pool: ours may all be busy, or have ended."""
+    """Run a call in a thread of the event loop's pool: ours may all be busy, or have ended."""
     return asyncio.get_running_loop().run_in_executor(None, call)
 
 

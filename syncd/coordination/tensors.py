@@ -49,10 +49,10 @@ def stream(version: LeasedVersion) -> Iterator[tuple[str, Tensor]]:
 def check_header(
     version: LeasedVersion, file: SafetensorsFile, told: Mapping[str, TensorEntry]
 ) -> None:
-    """Compare the tensors that a file has with those that the manifest says, by name.
+    """Compare a file's tensors with the manifest's, by name.
 
     Raises:
-        VerificationError: one is not in the manifest, or there it has another dtype or shape.
+        VerificationError: a tensor is not in the manifest, or has another dtype or shape there.
     """
     for entry in file.entries:
         expected = told.get(entry.name)
@@ -64,10 +64,10 @@ def check_header(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Torch's dtype of safetensors' name.
+    """Torch's dtype for safetensors' name.
 
     Raises:
-        EngineMismatchError: this torch has none.
+        EngineMismatchError: this torch has no such dtype.
     """
     dtype: torch.dtype | None = DTYPES.get(name)
     if dtype is None:

@@ -45,7 +45,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
     Args:
         job_dir: the job directory.
-        name: the trainer's.
+        name: the trainer's name.
         settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, which has the versions (method ``memory``).
         run_id: for its report; its session's by default.
@@ -54,7 +54,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         seams: for tests.
 
     Raises:
-        NameTakenError: there is a live trainer; to know may take a lease time.
+        NameTakenError: there is a live trainer; finding out may take a lease time.
         JobUnavailableError: the job directory is missing or cannot be written.
         InvalidSettingsError: the name cannot be part of a file name.
     """
@@ -101,7 +101,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._taking: frozenset[str] = frozenset()
         self._taken_by = -math.inf
         try:
-            # Not by the roster, which would watch their heartbeats from now on.
+            # Not through the roster, which would watch their heartbeats from now on.
             names = self._job.storage.names(self._job.layout.explorers)
             found = self._job.explorer_reports(names, IF_ANY)
             self._compare_all([one for one in found if self._is_there(one.session)])
@@ -155,10 +155,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
         Args:
             model_state_dict: a state dict, which the ``writer`` writes; None if the save is on
                 disk and the pointer names it; or a Tinker-style trainer's remote path.
-            trainer_step: the step that they are of.
+            trainer_step: the step of the weights.
 
         Raises:
-            InvalidSettingsError: a state dict and no writer.
+            InvalidSettingsError: a state dict was given, but there is no writer.
             OSError: storage failed; nothing was announced.
         """
         asked = dict(self._asked)
@@ -235,11 +235,11 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """Wait until all live explorers are ready for a transfer of a step's weights.
 
         Promised: if one side gets the step, all live participants do, as long as their storage
-        works. Not promised: that a participant which dies right after takes part; a transfer needs
-        its own timeout. Versions do not change here, but in :meth:`nccl_sync_succeeded`.
+        works. Not promised: that a participant takes part if it dies right after; so a transfer
+        needs its own timeout. Versions change only in :meth:`nccl_sync_succeeded`.
 
         Args:
-            step: the trainer's.
+            step: the trainer's step.
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
@@ -250,7 +250,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             found = self._transfer.agree(step, wait)
         if (agreed := self._transfer.agreed) is not None:
             self._taking = frozenset(one.session for one in agreed.offer.members)
-            # One each for meeting, for the transfer, and for loading and reporting it.
+            # One timeout each for meeting, for the transfer, and for loading and reporting it.
             self._taken_by = self._clock() + 3 * self.settings.broadcast_timeout
         return found
 
@@ -303,7 +303,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """Set the meeting place of future weight groups, and close the open one.
 
         Args:
-            master_address: of this host, by name or numbers.
+            master_address: this host's address, by name or numbers.
             master_port: 0 for any free port, each time.
             state_dict_meta: ignored; it is here because Trinity's method has it. Each transfer
                 agrees on names, dtypes and shapes before its first byte.
@@ -312,7 +312,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._group.place = MeetingPlace(master_address, master_port)
 
     def open_group(self, save_id: SaveId, device: torch.device) -> WeightGroup:
-        """The weight group of all that :meth:`ready_to_nccl_sync` has agreed with, for a transfer.
+        """The weight group of all participants in :meth:`ready_to_nccl_sync`'s agreement.
 
         The group of the previous transfer is used again if its members are the same and none has
         failed; else a new one is formed.
@@ -341,7 +341,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         device: str = "cpu",
         cancel: Cancellation | None = None,
     ) -> None:
-        """Form the weight group with all live explorers, who call theirs; nothing is transferred.
+        """Form the weight group with all live explorers, which also call this; transfer nothing.
 
         A transfer forms it by itself; call this before training to test that it can.
 
@@ -351,7 +351,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             cancel: ends the wait from another thread.
 
         Raises:
-            BroadcastError: they have not, or the group cannot be formed.
+            BroadcastError: not all have come, or the group cannot be formed.
         """
         require_torch("a broadcast of weights")
         import torch  # noqa: PLC0415 # needed for broadcasts only
@@ -364,10 +364,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def coordinate_weight_sync_teardown(
         self, timeout: float | None = None, *, cancel: Cancellation | None = None
     ) -> None:
-        """Leave the weight group, after all live explorers have, who call theirs.
+        """Leave the weight group after all live explorers, which call this too, have left.
 
         Args:
-            timeout: seconds that they are waited for, at most; ``broadcast_timeout`` by default.
+            timeout: the most seconds to wait for them; ``broadcast_timeout`` by default.
             cancel: ends the wait from another thread; the group then stays open.
         """
         open_now = self._group.rendezvous

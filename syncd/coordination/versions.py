@@ -45,12 +45,12 @@ class Versions:
     Args:
         job: the job.
         name: the participant that leases.
-        session: the heartbeat that holds the leases; one of its own if None.
+        session: the heartbeat that the leases name; None to make a separate one.
         clock: seconds, monotonic.
 
     Attributes:
-        job: that folder, as a job.
-        holds: on its versions, by this participant.
+        job: the folder of the versions, as a job.
+        holds: this participant's holds on the versions.
         lease_time: seconds, from that folder's format.
     """
 
@@ -76,8 +76,8 @@ class Versions:
         """The version that LATEST names, if it is newer than ``known``; else ``known``.
 
         Args:
-            known: the version that the caller knows of; nothing older is returned.
-            sure: let the server answer, and not this client's cache.
+            known: the version that the caller knows; nothing older is returned.
+            sure: ask the server, not this client's cache.
         """
         if sure:
             self.job.storage.refresh(self.job.layout.state)
@@ -91,8 +91,8 @@ class Versions:
         """Hold a version, the newest by default; None if there is none.
 
         Raises:
-            VersionGoneError: the wanted one was retired; or they come and go faster than they can
-                be held.
+            VersionGoneError: the wanted version was retired; or versions come and go faster than
+                they can be held.
             VerificationError: its manifest is damaged.
         """
         version = self._hold_newest() if wanted is None else self.holds.hold(wanted.sequence)
@@ -155,8 +155,8 @@ class Versions:
     def path(self, *, use_huggingface: bool) -> Path | str | None:
         """The newest version's folder, or that of the trainer's save, if it is there.
 
-        Neither is held: it may be pruned once there are newer ones. Of kind ``remote`` it is the
-        remote path.
+        Neither is held: it may be pruned once there are newer versions. For kind ``remote`` it is
+        the remote path.
         """
         newest = read_latest(self.job)
         if newest is None:
@@ -170,7 +170,7 @@ class Versions:
         return actor if self.job.storage.exists(actor) else None
 
     def outcome(self, step: int) -> SaveOutcome | None:
-        """The outcome of the last save of a step, as far as the daemon has said."""
+        """The recorded outcome of a step's last save; None if there is none yet."""
         saves = self.job.read(SaveOutcomes, self.job.layout.saves, limit=LONG_RECORD_LIMIT)
         return saves.steps.get(step) if saves is not None else None
 
@@ -184,9 +184,9 @@ class Versions:
         )
 
     def _is_of_now(self, step: int, outcome: SaveOutcome) -> bool:
-        """True if an outcome is that of the save in the step's folder now, by its receipt.
+        """True if an outcome belongs to the save that is in the step's folder now, by its receipt.
 
-        A save without one, or whose receipt this user may not read, counts as the same save.
+        A save without a receipt, or with one that this user may not read, counts as the same save.
         """
         path = self.job.layout.actor(step) / RECEIPTS / receipt_name(0)
         try:
@@ -220,7 +220,7 @@ class Versions:
         return None if latest is not None and latest.step == step else step
 
     def daemon_lives(self) -> bool:
-        """True if a daemon works here, by its lock; one that was killed does for a lease time."""
+        """True if a daemon works here, by its lock; a killed daemon counts for a lease time."""
         seen = self._judge.look(self.job.layout.daemon_lock)
         if seen is Liveness.MISSING:
             seen = self._judge.look_again(self.job.layout.daemon_lock)
@@ -235,21 +235,21 @@ class Versions:
         return daemon_hint(self.job.layout.root, lives=lives, is_memory=self._own is not None)
 
     def check_on_disk(self, step: int) -> None:
-        """See that a step has a folder, by its name and on the server: listings may be late.
+        """Check on the server, by its name, that a step has a folder: listings may be late.
 
         It does not check that the save in it is complete.
 
         Raises:
-            SaveNotReadyError: it has none; says which steps have.
-            JobUnavailableError: the job is not there now: unmounted, say.
+            SaveNotReadyError: it has none; the message names the steps that have one.
+            JobUnavailableError: the job is not there now, for example unmounted.
         """
         check_on_disk(self.job, step)
 
     def check_shards(self, step: int, world_size: int) -> None:
-        """See that a step has all its shards, or is one full state dict.
+        """Check that a step has all its shards, or one full state dict.
 
         Raises:
-            SaveNotReadyError: one is missing; says which.
+            SaveNotReadyError: a shard is missing; the message names it.
         """
         actor = self.job.layout.actor(step)
         names = set(self.job.storage.names(actor))
@@ -271,22 +271,22 @@ class Versions:
             raise
 
     def point(self, step: int) -> None:
-        """Let the pointer name a step."""
+        """Make the pointer name a step."""
         point(self.job, self.job.layout.state_pointer, step)
 
     def write_step(self, step: int, name: str, content: bytes) -> None:
-        """Write a file into a step's folder, which is made if it is not there."""
+        """Write a file into a step's folder, which is made if it is missing."""
         make_step_folder(self.job, step)
         self.job.storage.replace(self.job.layout.step(step) / name, content)
 
     def announce(self, report: TrainerReport) -> None:
-        """Let the daemon of a memory folder know too which step is about to be written."""
+        """Tell the daemon of a memory directory too which step is about to be written."""
         if self._own is not None:
             here = report.model_copy(update={"session": self._own.id})
             path, room = self.job.layout.trainer_report, self.job.layout.drafts
             self.job.storage.replace(path, encode(here), room=room)
 
     def close(self) -> None:
-        """End the session, if it is our own."""
+        """End the session, if this object made it."""
         if self._own is not None:
             self._own.close()

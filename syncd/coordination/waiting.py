@@ -13,7 +13,7 @@ from syncd.protocol.errors import CancelledError, WaitTimeoutError
 from syncd.storage.judge import Clock
 from syncd.storage.watch import Watcher
 
-#: Seconds between two checks for a cancellation during a pause, at most.
+#: The most seconds between two checks for a cancellation during a pause.
 _LOOK: Final = 0.05
 
 
@@ -27,7 +27,7 @@ class Cancellation:
         self._done = False
 
     def cancel(self) -> None:
-        """End them. Safe to call twice."""
+        """End the waits. Safe to call twice."""
         with self._lock:
             self._done = True
             for wake in self._wakes:
@@ -39,7 +39,7 @@ class Cancellation:
         return self._done
 
     def check(self) -> None:
-        """Do nothing until it is cancelled.
+        """Raise if it was cancelled.
 
         Raises:
             CancelledError: it was.
@@ -48,7 +48,7 @@ class Cancellation:
             raise CancelledError("the wait was cancelled, or its synchronizer closed")
 
     def pause(self, seconds: float) -> bool:
-        """Wait for seconds, or until it is cancelled; True if it was."""
+        """Wait for some seconds, or until it is cancelled; returns whether it was."""
         # Polls instead of waiting on an Event: a thread that waits on one may hold its lock, and a
         # signal handler on that thread that cancels would then deadlock.
         deadline = time.monotonic() + seconds
@@ -72,7 +72,7 @@ class Wait:
 
     Args:
         watcher: ends a pause early; the caller closes it.
-        timeout: seconds until :meth:`more` says that there is no time left.
+        timeout: seconds until :meth:`more` returns False.
         poll: seconds between two looks if the filesystem sends no events.
         cancels: the cancellations that may end it.
         clock: seconds, monotonic.
@@ -127,7 +127,7 @@ class Waits:
     A wait that has to queue spends its timeout while it queues.
 
     Args:
-        name: the participant's.
+        name: the participant's name.
         worth_a_look: gives folder → names in it whose change may end a wait.
         poll: seconds between two looks if the filesystem sends no events.
         clock: seconds, monotonic.
@@ -153,7 +153,7 @@ class Waits:
 
     @contextmanager
     def one(self, timeout: float, cancel: Cancellation | None) -> Iterator[Wait]:
-        """Wait for the turn to wait, then give the wait itself.
+        """Wait for this wait's turn, then yield the wait.
 
         Args:
             timeout: seconds for both together.

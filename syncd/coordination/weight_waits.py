@@ -1,4 +1,4 @@
-"""Waiting for weights: the one loop of all waits, its request to the trainer, and its end."""
+"""Waiting for weights: the loop that all waits share, its request to the trainer, its end."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class WeightWaits:
         roster: knows the trainer.
         versions: the published versions of the job.
         transfer: joins the transfers that are offered.
-        compare: says how a trainer's settings differ from an explorer's; the session is the
+        compare: returns how a trainer's settings differ from an explorer's; the session is the
             trainer's.
-        terms: the settings that a wait goes by if the explorer was given none.
+        terms: the settings of a wait if the explorer was given none.
         root: the job directory.
         clock: seconds, monotonic.
-        poll: seconds between two checks for an answer to a request, at least.
+        poll: the least seconds between two checks for an answer to a request.
 
     Attributes:
         has_seen_trainer: True once it has seen a trainer work.
-        unlike: how the settings of the trainer that works differ.
+        unlike: how the working trainer's settings differ.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class WeightWaits:
         ends_with_trainer: bool = False,
         look: Callable[[], None] = lambda: None,
     ) -> Version | Offer | None:
-        """The one loop of all waits for weights; None if it ends with the trainer."""
+        """The loop that all waits for weights share; None if the wait ended with the trainer."""
         if ends_with_trainer:
             self.for_trainer(current, wait)
         request = SyncRequest(self._me, self._roster, clock=self._clock, poll=self._poll)
@@ -138,7 +138,7 @@ class WeightWaits:
                         else f"no version was published in {root} in time"
                     )
                     raise WaitTimeoutError(f"{told}; {self._why_nothing()}")
-                if not watches_daemon:  # it takes two looks to tell a killed daemon from a live one
+                if not watches_daemon:  # two looks tell a killed daemon from a live one
                     watches_daemon = True
                     self._versions.daemon_hint()
         finally:
@@ -198,13 +198,13 @@ class WeightWaits:
 
 
 class SyncRequest:
-    """One wait's request to the trainer: a sync, and another after each answer that brought none.
+    """One wait's request to the trainer: a sync, and again after each answer without one.
 
     Args:
         me: the explorer that waits.
         roster: knows the trainer.
         clock: seconds, monotonic.
-        poll: seconds between two checks for an answer, at least.
+        poll: the least seconds between two checks for an answer.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class SyncRequest:
         self._said: Said | str = "not asked yet"
 
     def said(self) -> Said:
-        """The trainer, and how often it has said by now that nothing newer will come.
+        """The trainer's session, and how often it has said so far that nothing newer will come.
 
         Raises:
             JobUnavailableError, OSError: the trainer's report cannot be read.
@@ -227,10 +227,10 @@ class SyncRequest:
         return (trainer.session, trainer.nothing_new) if trainer and trainer.nothing_new else None
 
     def repeat(self) -> None:
-        """Require a sync, if nobody has answered since it was required last.
+        """Require a sync again, if the last request was answered without a newer version.
 
-        Looks once in a poll, however often it is called. What storage refuses is tried again by the
-        next look.
+        It looks once in a poll, however often it is called. If storage refuses, the next look tries
+        again.
 
         Raises:
             InvalidTransitionError: this explorer is not running.
@@ -271,13 +271,14 @@ class SyncRequest:
 
 
 class Ending:
-    """Decides when one wait is over though nothing newer was published.
+    """Decides when one wait is over although nothing newer was published.
 
     It is over once the trainer has stopped or died, or has said since the wait began that nothing
-    newer will come, *and* the save that the trainer announced last was published, skipped or
-    quarantined: explorers learn of the trainer's end before the daemon has merged its last save.
-    If no daemon lives to do so, it is over a lease time later, with a warning. If no trainer ever
-    registered (verl), nothing is known of its saves, and the wait is over at once.
+    newer will come, *and* the trainer's last announced save was published, skipped or quarantined.
+    The second part is needed because explorers learn of the trainer's end before the daemon has
+    merged that save. If no daemon lives to merge it, the wait is over a lease time later, with a
+    warning. If no trainer ever registered (verl), its saves are unknown, and the wait is over at
+    once.
 
     Args:
         versions: the published versions of the job.
@@ -293,7 +294,8 @@ class Ending:
         self._roster = roster
         self._request = request
         self._clock = clock
-        # Read before the sync is required: each answer after this is an answer to this wait too.
+        # Read before the sync is required, so that each later answer counts as an answer to this
+        # wait.
         self._said = request.said()
         self._alone_since: float | None = None
 

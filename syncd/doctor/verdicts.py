@@ -75,8 +75,8 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
 
     Args:
         file: seconds, the median of several; None if it failed.
-        folder: likewise.
-        said: the call that failed → its error.
+        folder: the same for a folder.
+        said: failed call → its error.
     """
     if file is None or folder is None:
         told = ", ".join(f"fsync of a {what}: {error}" for what, error in said.items())

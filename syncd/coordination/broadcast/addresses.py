@@ -15,7 +15,7 @@ _DISCARD: Final = 9
 
 
 def own_address() -> str:
-    """The address by which other hosts reach this one: that of its default route, as numbers.
+    """The address at which other hosts reach this one: its default route's, as numbers.
 
     Without such a route it is ``127.0.0.1``, which no other host reaches. A host on several
     networks may need another address: see ``master_address`` of the settings.
@@ -55,7 +55,7 @@ def listen(address: str, port: int) -> socket.socket:
             address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listening = socket.socket(family, kind)
-    except (OSError, UnicodeError) as error:  # a name that no host can have
+    except (OSError, UnicodeError) as error:  # UnicodeError: an impossible host name
         raise BroadcastError(f"cannot listen on {address}: {error}") from error
     try:
         # If the port is fixed: connections of the previous group linger for a minute.

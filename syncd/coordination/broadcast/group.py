@@ -1,7 +1,7 @@
 """The weight group: the trainer's rank 0 and all explorers' workers, beside any other group.
 
-It is one process group over its own TCPStore; every wait in it has a deadline. A call of torch that
-could wait longer for a peer runs in a thread of its own, which is abandoned at the deadline.
+It is one process group over its own TCPStore; every wait in it has a deadline. A torch call that
+could wait longer for a peer runs in a separate thread, which is abandoned at the deadline.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _YES: Final = "yes"
 _NO: Final = "no"
 #: Seconds between two checks for the end of a broadcast, at most.
 _LOOK: Final = 0.001
-#: Seconds beyond the deadline for the store to give the decision made at it.
+#: Seconds after the deadline in which the store may still give the decision made at the deadline.
 _GRACE: Final = 1.0
 
 
@@ -55,8 +55,8 @@ class Broadcasting:
         """Wait until the tensor may be used again (rank 0), or has arrived (the others).
 
         Raises:
-            BroadcastError: not within the transfer's deadline, or a peer is gone. The group has
-                failed by that.
+            BroadcastError: it did not end by the transfer's deadline, or a peer is gone. The group
+                has failed then.
         """
         self._finish()
 
@@ -76,7 +76,7 @@ class WeightGroup:
     Its methods are for one thread at a time; :meth:`close` for any.
 
     Attributes:
-        rank, world_size, generation, name: its own.
+        rank, world_size, generation, name: of this membership and its group.
         device: the device that tensors must be on.
     """
 
@@ -118,15 +118,15 @@ class WeightGroup:
         """Form the group together with all its other ranks, and begin a transfer.
 
         Args:
-            rendezvous: their meeting place.
-            rank: ours.
-            deadline: seconds, for this, and again for each transfer.
+            rendezvous: the ranks' meeting place.
+            rank: this process's rank.
+            deadline: seconds for forming the group, and again for each transfer.
             device: the device of the tensors to broadcast; for ``nccl`` a GPU.
-            listening: rank 0 only: a socket at the address and port of the rendezvous, for its
-                store, which takes it over.
+            listening: rank 0 only: a socket at the rendezvous's address and port, which rank 0's
+                store takes over.
 
         Raises:
-            BroadcastError: they did not all come in time, or it cannot be formed here.
+            BroadcastError: not all ranks came in time, or the group cannot be formed here.
         """
         if not 0 <= rank < rendezvous.world_size:
             raise BroadcastError(
@@ -197,8 +197,8 @@ class WeightGroup:
         """Tell the other ranks if all arrived here, and learn if it arrived everywhere.
 
         Promised: all ranks that get an answer get the same one, and rank 0 gets True only after all
-        others did. If a rank may have missed it, rank 0 gets an error, and all get the weights by
-        the files.
+        others did. If a rank may have missed the answer, rank 0 gets an error, and all ranks get
+        the weights from the files.
 
         Returns:
             True only if all ranks said yes.
@@ -248,8 +248,8 @@ class WeightGroup:
     def _finish(self, work: dist.Work) -> None:
         """Wait for a broadcast.
 
-        It polls, for both backends alike, so that signals are handled meanwhile and no timeout of
-        torch's counts. gloo ends its side of the operation at the group's timeout.
+        It polls, for both backends, so that signals are handled meanwhile and torch's own timeouts
+        do not matter. gloo ends its side of the operation at the group's timeout.
         """
         self._check()
         pause = 0.0

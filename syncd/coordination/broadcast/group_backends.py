@@ -1,4 +1,4 @@
-"""The parts of a weight group: rank 0's store, connections to it, and a backend of torch's.
+"""The parts of a weight group: rank 0's store, connections to it, and a torch backend.
 
 A call into torch may wait forever for a stopped peer, because torch has no timeout for it;
 :func:`within` gives such a call a deadline.
@@ -36,12 +36,13 @@ _SHORTEST: Final = 0.01
 _REAP: Final = 0.1
 #: Seconds: torch rounds a connection's limit down to whole ones.
 _CONNECT: Final = 1.0
-#: With it, NCCL errors are raised to the caller; otherwise a watchdog ends the process.
+#: With this variable, NCCL errors are raised to the caller; without it, a watchdog ends the
+#: process.
 _BLOCKING: Final = "TORCH_NCCL_BLOCKING_WAIT"
 _ENVIRONMENT: Final = threading.Lock()
 
-#: Held by the thread that ends a backend. A thread that is in torch when the interpreter ends takes
-#: the process with it (std::terminate), so none may be in torch by then.
+#: Held by the thread that ends a backend. If a thread is in torch when the interpreter ends, the
+#: process crashes (std::terminate), so the interpreter's end waits for this lock.
 _ENDING: Final = threading.Lock()
 _exiting: Final = threading.Event()
 #: Seconds that the interpreter's end waits for that lock: in a fork its holder may not exist.
@@ -107,7 +108,7 @@ def make_backend(
 
     Raises:
         ValueError: this process lacks the device that it needs.
-        RuntimeError: torch's, of many kinds.
+        RuntimeError: an error of torch.
     """
     return _MAKERS[rendezvous.backend](rendezvous, rank, store, deadline=deadline, device=device)
 

@@ -1,4 +1,4 @@
-"""Meeting in the weight group: both sides' steps between an agreed transfer and its first byte.
+"""Meeting in the weight group: the steps of both sides from the agreement to the first byte.
 
 Code that needs torch is imported when a group is formed.
 """
@@ -46,7 +46,7 @@ class Meetings:
         self._room = job.layout.drafts
 
     def current(self) -> Rendezvous | None:
-        """The last rendezvous written; None if there is none, or none that can be read."""
+        """The last rendezvous written; None if there is none, or it is unreadable."""
         return self._job.read(Rendezvous, self._path)
 
     def put(self, rendezvous: Rendezvous) -> None:
@@ -57,7 +57,7 @@ class Meetings:
 class TrainerGroup:
     """The weight group of the trainer's rank 0, from one transfer to the next.
 
-    A generation lives for as long as its members are the same, all of them say that they have it
+    A generation lives as long as its members are the same, all of them report that they have it
     open, and no transfer has failed.
 
     Args:
@@ -86,11 +86,11 @@ class TrainerGroup:
         Args:
             agreed: the transfer.
             save_id: the weights to transfer.
-            deadline: seconds to form the group, if there is none; and for each transfer.
+            deadline: seconds to form the group, if none is open; and for each transfer.
             device: the tensors' device.
 
         Raises:
-            BroadcastError: it cannot be formed, or not all came; no group is open now.
+            BroadcastError: it cannot be formed, or not all members came; no group is open now.
         """
         group, known = self._group, self._rendezvous
         members = _with_ranks(agreed.offer)

@@ -60,7 +60,7 @@ class Offers:
         self._job = job
 
     def current(self) -> Offer | None:
-        """The offer that was made last; None if there is none, or none that can be read."""
+        """The last offer; None if there is none, or it is unreadable."""
         return self._job.read(Offer, self._job.layout.offer)
 
     def make(
@@ -144,7 +144,7 @@ class TrainerSide:
         self._offers.make(self._me.session.id, step, (), decided="files")
 
     def agree(self, step: int, wait: Wait) -> int | None:
-        """Wait until all live explorers have joined; the step, or None if they do not.
+        """Wait until all live explorers have joined; returns the step, or None if they do not join.
 
         It does not wait for explorers that take no part in broadcasts.
         """
@@ -202,7 +202,7 @@ class TrainerSide:
             self._decide(self._open, "off")
 
     def _decide(self, offer: Offer, wish: Decision) -> Decision:
-        """Decide the open offer, unless an explorer that has left did before."""
+        """Decide the open offer, unless an explorer that has left has decided it before."""
         self._open = None
         decided = self._offers.decide(offer.offer, wish, self._me.session.id)
         try:
@@ -222,7 +222,7 @@ class ExplorerSide:
 
     Args:
         offers: the offers of the job.
-        roster: knows if the trainer works.
+        roster: knows whether the trainer works.
         me: the explorer.
 
     Attributes:
@@ -260,7 +260,7 @@ class ExplorerSide:
                     break
                 given_up = self._called_off > called_off and not self.has_joined
                 if given_up and trainer is RunningStatus.RUNNING:
-                    break  # it gave up, and did not begin again with the others
+                    break  # the trainer gave this offer up, and has made no new one
                 if not wait.more():
                     log.error("the trainer was not ready for a transfer in time")
                     break
@@ -284,7 +284,7 @@ class ExplorerSide:
         """
         offer, joined = self._offers.current(), self._joined
         other = joined is not None and offer is not None and offer.offer != joined.offer
-        # Its trainer called it off, or another trainer has come.
+        # The trainer called the offer off, or another trainer has come.
         if other and (decided := self.leave()) is not None:
             return decided
         if self._joined is None and offer is not None and self._concerns_us(offer):
