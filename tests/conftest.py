@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ from tests.storages import Clock
 # processes would compile all tests.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+with suppress(ImportError):  # the base is tested without hypothesis
+    from hypothesis import settings
+
+    # No deadline: it would measure the machine.
+    settings.register_profile("quick", max_examples=60, deadline=None)
+    settings.load_profile("quick")
 
 #: The folder with the tests that are quick, unless they are marked as slow one by one.
 _QUICK = "tests/unit/"
