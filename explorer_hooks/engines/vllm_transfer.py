@@ -21,8 +21,6 @@ from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.protocol.names import MANIFEST
 from syncd.storage.fsio import Storage
 
-__all__ = ["FolderTransfer", "OtherInterface"]
-
 log = logging.getLogger(__name__)
 
 
