@@ -23,9 +23,9 @@ from explorer_hooks.engines.vllm_session import TransferSession
 from explorer_hooks.engines.vllm_workers import EXTENSION
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import (
+    EngineBrokenError,
     EngineMismatchError,
     ServerRefusedError,
-    ServerUnreachableError,
     VerificationError,
 )
 from syncd.protocol.names import MANIFEST
@@ -403,7 +403,7 @@ def test_a_server_that_stops_in_a_load_is_given_the_newest_once_it_goes_on(
     with hook_of(job, vllm, load_timeout=10.0) as hook:
         at_update(monkeypatch, lambda: vllm.send(signal.SIGSTOP))
         try:
-            with pytest.raises(ServerUnreachableError):
+            with pytest.raises(EngineBrokenError, match="POST /update_weights: timed out"):
                 hook.pull(LONG)
         finally:
             vllm.send(signal.SIGCONT)
