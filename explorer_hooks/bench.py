@@ -24,7 +24,7 @@ def latest(hook: ExplorerHook, timeout: float | None = None) -> Version:
     """Load the newest version; wait only if there is none yet.
 
     Args:
-        hook: of the job.
+        hook: the hook of the job.
         timeout: seconds to wait for the first version; None to wait without a limit.
 
     Raises:
@@ -40,7 +40,7 @@ def step(hook: ExplorerHook, number: int, timeout: float | None = None) -> Versi
     """Load one step from disk into this explorer only.
 
     Args:
-        hook: of the job.
+        hook: the hook of the job.
         number: the step.
         timeout: seconds until it must be built; ``sync_timeout`` by default.
 
@@ -69,7 +69,7 @@ def every_full_checkpoint(
     until :func:`latest` loads the newest version again.
 
     Args:
-        hook: of the job.
+        hook: the hook of the job.
         job_dir: the same job.
         after: only steps above this one, to continue an earlier evaluation.
         timeout: seconds until a step must be built; ``sync_timeout`` by default.
@@ -88,9 +88,9 @@ def serve(
     """Follow the job, and report each version served, until the hook is cancelled or closed.
 
     Args:
-        hook: of the job.
-        served: told of each version.
-        interval: at most so many seconds after the following thread has died, this raises.
+        hook: the hook of the job.
+        served: called with each version.
+        interval: seconds between two checks whether the following thread has died.
 
     Raises:
         NotFollowingError: the following thread has died.

@@ -19,7 +19,7 @@ class Ranks:
         group: a process group of the same ranks for this communication; by default the default one.
 
     Attributes:
-        rank: of this process.
+        rank: the rank of this process.
         world_size: the number of ranks.
     """
 

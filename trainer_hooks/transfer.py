@@ -39,7 +39,7 @@ class _Sending(NamedTuple):
     """A bucket that is being sent.
 
     Attributes:
-        memory: of the bucket; kept until it is sent.
+        memory: the memory of the bucket; kept until it is sent.
         is_buffer: whether other buckets will use that memory.
         broadcasting: the handle to wait for.
     """
@@ -96,8 +96,8 @@ class Outgoing:
         """Send a tensor. It may be freed when this returns, but must not change before the end.
 
         Args:
-            number: in the plan; tensors come in order.
-            whole: on any device.
+            number: the tensor's number in the plan; tensors come in order.
+            whole: the whole tensor, on any device.
         """
         self._unless_failed(lambda: self._put(number, flat_bytes(whole)))
         if whole.device.type in {"cpu", "cuda"}:  # other devices may lack aminmax for some dtype
@@ -217,11 +217,11 @@ class Buffers:
         self._made: deque[_BucketBuffer] = deque()
 
     def next(self, size: int, device: torch.device, source: torch.device) -> Tensor:
-        """So many bytes of the buffer that was not returned last.
+        """``size`` bytes of the buffer that was not returned last.
 
         Args:
             size: bytes.
-            device: of the buffer.
+            device: the device of the buffer.
             source: the device of the data to copy into it.
         """
         buffer = self._made.popleft() if len(self._made) == AT_A_TIME else None

@@ -75,7 +75,7 @@ def fsdp_save_state_dict(
         engine: the FSDPEngine (``engine.actor.engine`` of a worker).
         local_path: ``JOB/global_step_N/actor``; None to do nothing.
         global_step: the step, N.
-        coordinator: of this rank.
+        coordinator: the coordinator of this rank.
         logger: logs that the save has begun.
 
     Raises:

@@ -66,7 +66,7 @@ class VLLMServer(ServerEngine):
     :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
     Args:
-        url: of one server.
+        url: the address of one server.
         checksums: whether the server computes digests of its weights after each load; if a version
             is loaded again, they must be the same as the first time. The server is paused
             meanwhile, and reads all weights on one core. On a CPU some of its digests are those of

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 EXTENSION: Final = "explorer_hooks.engines.vllm_worker.SyncdWorker"
 
 
-#: Types of models of which vLLM 0.32 loads experts under the names of transformers' modules, too.
+#: The model types whose experts vLLM 0.32 also loads under the names of transformers' modules.
 _BY_BOTH: Final = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
 
 #: Seconds for an answer, in addition to those of the call itself.
@@ -101,7 +101,7 @@ class VLLMWorkers:
         extension packs them again; without it such a model is refused.
 
         Args:
-            version: of kind ``full``.
+            version: the version, of kind ``full``.
             vllm_config: vLLM's object, or a dict of its JSON; None if it is unknown.
 
         Raises:
@@ -228,8 +228,8 @@ class VLLMWorkers:
 def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
     """True if vLLM finds tensors by the names of a version.
 
-    It was measured with vLLM 0.32: of the types in ``_BY_BOTH`` vLLM finds experts by the trainer's
-    names, too. It may do so of others; if not, it fails in the middle of the load.
+    It was measured with vLLM 0.32: for the types in ``_BY_BOTH`` vLLM finds experts by the
+    trainer's names, too. It may do so for other types; if not, it fails in the middle of the load.
 
     Args:
         version: to load.

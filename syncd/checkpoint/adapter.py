@@ -1,20 +1,21 @@
-"""Telling a PEFT model's state dict, and the names of its LoRA adapter in a file. Pure.
+"""Recognizing a PEFT model's state dict, and naming its LoRA adapter's tensors in a file. Pure.
 
 PEFT puts an adapter's tensors beside those of the module that it wraps::
 
     base_model.model.layers.0.q_proj.base_layer.weight        the base model's, frozen
     base_model.model.layers.0.q_proj.lora_A.default.weight    of the adapter "default"
 
-and saves them without the adapter's name. The names alone say what a state dict is. A *half* is a
-tensor ``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module M and an adapter N (of an
-embedding, ``M.lora_embedding_A.N`` or ``…_B.N``). A state dict with a half is a PEFT model's if
+and saves them without the adapter's name. The names alone tell whether a state dict is such a
+model's. A *half* is a tensor ``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module M and an
+adapter N (of an embedding, ``M.lora_embedding_A.N`` or ``…_B.N``). A state dict with a half is a
+PEFT model's if
 
 - a module that has one has ``M.base_layer.…`` too, as all that PEFT wraps have; or
 - every tensor is below ``base_model.model.``, as in every PeftModel; or
 - every tensor is an adapter's: a ``lora_…``, or one that is trained and saved in whole.
 
-So is one of nothing but the names that PEFT writes into files. Anything else is a full model, also
-one that calls a tensor of its own ``lora_A``.
+A state dict that has only the names that PEFT writes into files is a PEFT model's too. Any other is
+a full model, even if one of its own tensors is called ``lora_A``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from syncd.protocol.records import AdaptedModel
 
 #: PeftModel's name for the model that it wraps; PEFT's files have it too.
 PREFIX: Final = "base_model.model."
-#: Of several adapters the one that PEFT saves into the folder itself, all others below it.
+#: The adapter that PEFT saves into the folder itself, and all others into folders below it.
 DEFAULT: Final = "default"
 
 _WRAPPED: Final = ".base_layer."
@@ -61,7 +62,7 @@ def are_two_models(one: str, other: str) -> bool | None:
     """True if names of base models are of two models.
 
     Returns:
-        None if it is not known: another folder, on another host say, may hold the same model.
+        None if it is not known: two folders, for example on two hosts, may hold the same model.
     """
     if one == other:
         return False
@@ -77,8 +78,8 @@ class AdapterConfig(pydantic.BaseModel):
         peft_type: which method; PEFT loads nothing without it.
         bias: which biases of the base model are trained, and saved with the adapter.
         base_model_name_or_path: the model that it is an adapter of; None, or empty, if the trainer
-            made that one of a config.
-        revision: of that model on its hub.
+            made that model from a config.
+        revision: the revision of that model on its hub.
     """
 
     model_config = pydantic.ConfigDict(frozen=True)
@@ -116,8 +117,8 @@ class Adapter:
     """A LoRA adapter that was found in a state dict.
 
     Attributes:
-        name: PEFT's name of it, e.g. ``default``; None if the state dict has no such names,
-            being what PEFT would save already.
+        name: PEFT's name for it, e.g. ``default``; None if the state dict has the names of PEFT's
+            files, which lack it.
         modules: the modules that it adapts.
         prefix: the beginning that its names lack: LoRA may be put into a bare model too.
         others: the names of the other adapters.
@@ -143,7 +144,7 @@ class Adapter:
         return None
 
     def _lora(self, name: str) -> str | None:
-        """Of an adapted module's ``lora_…``: all that is not another adapter's."""
+        """The saved name of an adapted module's ``lora_…``; None if it is another adapter's."""
         for match in re.finditer(r"\.lora_[^.]+", name):
             if name[: match.start()] not in self.modules:
                 continue
@@ -162,7 +163,7 @@ class Adapter:
         return f"{module.removesuffix(f'.{self.name}')}.{parameter}"
 
     def _beside_lora(self, name: str) -> str | None:
-        """Of ``modules_to_save``, which are trained in whole, and of trained tokens."""
+        """The saved name of a tensor of ``modules_to_save``, or of trained tokens."""
         module, found, parameter = name.partition(f".modules_to_save.{self.name}.")
         if found:
             return f"{module}.{parameter}"
@@ -187,7 +188,7 @@ def is_peft_model(names: Iterable[str]) -> bool:
 def find_adapter(names: Iterable[str]) -> Adapter | None:
     """The LoRA adapter of a state dict with these names; None if it is no PEFT model's.
 
-    Of several adapters the one named ``default`` is taken, as PEFT saves it into the folder itself.
+    If there are several adapters it takes ``default``, which PEFT saves into the folder itself.
 
     Raises:
         CheckpointError: several adapters and none is ``default``; a PeftModel inside another

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from syncd.checkpoint.placement import Shape
 
-#: So many elements are read at once although most of them are not wanted: a read costs more.
+#: Up to this many elements are read at once even if most are not wanted: another read costs more.
 _NEAR: Final = 64 * 1024
 
 
@@ -83,7 +83,7 @@ def without(box: Box, part: Box) -> list[Box]:
 
 
 def strides(shape: Shape) -> Shape:
-    """Of a C-contiguous tensor, in elements."""
+    """The strides of a C-contiguous tensor, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
@@ -122,7 +122,7 @@ def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[
         within: the box whose elements are stored, in C order.
         part: the wanted part of it; it has elements.
         limit: the most elements of one read, at least 1.
-        near: up to so many elements are read at once even if most of them are not wanted.
+        near: up to this many elements are read at once even if most of them are not wanted.
     """
     pending = [part]
     while pending:

@@ -68,17 +68,17 @@ def build_model_folder(
 ) -> Manifest:
     """Merge a save into an empty folder, durably, the manifest last.
 
-    A save of a full model becomes a Hugging Face model folder. One with a LoRA adapter, in
+    A save of a full model becomes a Hugging Face model folder. A save with a LoRA adapter, in
     ``lora_adapter/`` or among the shards' tensors, becomes a folder that PEFT and vLLM load: the
-    adapter in one file, its config, the tokenizer; not the base model's config, without whose
-    weights the folder must not look like a model.
+    adapter in one file, its config, the tokenizer. It lacks the base model's config, because
+    without the base's weights the folder must not look like a model.
 
     Args:
         storage: the shared storage.
         actor: the ``actor/`` folder of the save.
         save: as it was looked at last.
-        folder: an empty folder that nobody else looks at; its own entry is the caller's to sync.
-        options: of the merge.
+        folder: an empty folder that nobody else looks at; the caller syncs the folder's own entry.
+        options: the options of the merge.
         work: its ``cancel`` is called between chunks, its clock makes the manifest's timings.
         sequence: for the manifest; 0 for a folder that is not published.
 
@@ -146,7 +146,7 @@ def build_model_folder(
                 )
             else:
                 sources = contents.sources(opened, bias=bias)
-                # The plan has the needed part of it; of many tensors it takes much memory.
+                # The plan has the needed part of these indexes, which take much memory.
                 contents = replace(contents, indexes=())
                 opened.forget_tensors()
                 merged = run_plan(
@@ -215,7 +215,7 @@ def _names_on_hub(
     """The name map of a full model, as its trainer saved it, or by the type of the model.
 
     Raises:
-        CheckpointError: ``name_map.json`` is no such file, or nobody knows the wanted names.
+        CheckpointError: ``name_map.json`` is not a name map, or the wanted names are unknown.
     """
     if contents.kind != "full":
         return None
@@ -251,14 +251,14 @@ def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
 
 
 def _worth_checking(checked: Checked, sources: Sequence[Source]) -> Checked:
-    """If some ranks' files lack CRC-32s, those of the others are checked all the same."""
+    """The check that is possible: CRC-32s are checked even if only some ranks' files have them."""
     if checked == "stillness" and any(source.has_crc for source in sources):
         return "crc32"
     return checked
 
 
 def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
-    """True if any tensor of the save has another dtype than it is to have."""
+    """True if the cast changes the dtype of any tensor of the save."""
     return cast is not None and any(
         cast_dtype(tensor.dtype, cast) != tensor.dtype
         for index in contents.indexes
@@ -268,7 +268,7 @@ def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
 
 @contextmanager
 def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
-    """Judge only a save at rest, because a file that cannot be read may still be being written."""
+    """Judge only a save at rest, because an unreadable file may still be being written."""
     try:
         yield
     except CheckpointError:
@@ -319,7 +319,7 @@ def _copy_small_files(
     kind: Kind,
     cancel: Callable[[], None],
 ) -> tuple[VersionFile, ...]:
-    """Config and tokenizer, durably, each one as its receipt says if it has one."""
+    """Copy config and tokenizer, durably; each must match its receipt, if it has one."""
     copied: dict[str, tuple[VersionFile, ...]] = {}
     leave_out: set[str] = set()
     if kind == "adapter":
@@ -352,7 +352,7 @@ def _adapter_config(
     """The config of the adapter, as it was copied.
 
     Raises:
-        CheckpointError: there is none, or none of this adapter.
+        CheckpointError: there is none, or it is another adapter's.
     """
     if all(file.name != ADAPTER_CONFIG for file in copied):
         raise CheckpointError(
@@ -397,13 +397,13 @@ def _check_small_files(
 class FreeSpace:
     """Looks whether the filesystem of a job has room.
 
-    What a save that does not fit would take is remembered: all of it is parsed for that, and it is
-    asked for again and again while the disk is full.
+    It remembers the size of a version that does not fit: finding it takes parsing the whole save,
+    and it is asked for again and again while the disk is full.
 
     Args:
         storage: the shared storage.
         folder: where it is written.
-        root: of the job, for messages.
+        root: the root of the job, for messages.
         advice: the remedy if there is no room.
     """
 
@@ -421,7 +421,7 @@ class FreeSpace:
         options: MergeOptions,
         cancel: Callable[[], None],
     ) -> None:
-        """Refuse a merge that has no room. A quota that the filesystem hides is met on the way.
+        """Refuse a merge that has no room. A quota that the filesystem hides fails the merge later.
 
         Raises:
             NoRoomError: there is no room for this save's version.
@@ -438,7 +438,8 @@ class FreeSpace:
             and free.bytes < needed
             and not isinstance(save, Unfinished | Remote)
         ):
-            # It may be less: a file of our hook is linked, of a PEFT model the adapter is written.
+            # It may need less: a file of our hook is linked; only the adapter of a PEFT model is
+            # written.
             asked = (save.identity, options.cast, options.prefix, options.names)
             if self._sized is None or self._sized[0] != asked:
                 size = _weights_size(self._storage, actor, save, options, cancel)
@@ -465,7 +466,7 @@ def _weights_size(
 ) -> int:
     """The bytes of weights that are written for the version of a whole save.
 
-    Of a PEFT model they are the adapter's; linked files are not written.
+    For a PEFT model only the adapter counts; linked files are not written.
 
     Raises:
         SaveNotReadyError, CheckpointError, OSError: as :func:`build_model_folder`.

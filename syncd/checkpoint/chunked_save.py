@@ -1,8 +1,8 @@
 """Opening the saves of ``torch.distributed.checkpoint``: files that hold chunks of tensors.
 
-Both kinds, ``.distcp`` files with their ``.metadata`` and Hugging Face's safetensors, become what a
-merge is planned from: for each file, which of its bytes are which part of which tensor. The plan
-proves that the parts of every tensor cover it exactly once.
+Both kinds, ``.distcp`` files with their ``.metadata`` and Hugging Face's safetensors, become the
+input of a merge plan: the place of each tensor's parts in each file. The plan proves that the parts
+of every tensor cover it exactly once.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from syncd.protocol.names import DCP_METADATA
 from syncd.storage.fsio import Storage
 
 _METADATA_MIB: Final = PICKLE_LIMIT // (1024 * 1024)
-#: The beginnings of names that are no weights', if nothing else says what was saved.
+#: Names that begin so are not weights, if nothing else tells.
 _NO_MODEL: Final = ("optim.", "optimizer.", "optimizers.")
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedSave:
-    """The input that a merge is planned from, and reads.
+    """The input of a merge: its plan is made from the indexes, its bytes come from the sources.
 
     Attributes:
-        indexes: of each open file.
+        indexes: the indexes of each open file.
         sources: the open files, in the same order.
     """
 
@@ -56,7 +56,7 @@ class Opening:
     Attributes:
         storage: reads the files.
         actor: the folder.
-        files: the names of all of the save's files in it, ``.metadata`` aside, in rank order.
+        files: the names of the save's files in it except ``.metadata``, in rank order.
         parser: reads files that anyone may have written.
         prefix: the beginning of the model's names; None to find out.
         tensor_limit: the most chunks of all files together.
@@ -80,8 +80,8 @@ def open_dcp(given: Opening) -> ChunkedSave:
 
     Raises:
         ShardFormatError: a file cannot be read, or contradicts the metadata.
-        PlacementError, CoverageError: as the metadata, or an item, says.
-        CheckpointError: which tensors are the model's cannot be told.
+        PlacementError, CoverageError: the metadata, or an item, cannot be merged.
+        CheckpointError: the model's tensors cannot be told from others.
         OSError: as the storage says.
     """
     path = given.actor / DCP_METADATA
@@ -93,7 +93,7 @@ def open_dcp(given: Opening) -> ChunkedSave:
             f"{given.actor / name} is not there, and {DCP_METADATA} says that it holds "
             f"'{shown(chunks[name][0][0])}': a rank's file is missing; save again"
         )
-    # One at least, so that a model of nothing but empty tensors has a place in the plan.
+    # At least one, so that a model that has only empty tensors has a place in the plan.
     labels = [name for name in given.files if name in chunks] or list(given.files[:1])
     parse = OneByOne(given.parser.read_tensor)
     files: list[DcpFile] = []
@@ -115,9 +115,9 @@ def open_dcp(given: Opening) -> ChunkedSave:
 def holds_model_only(
     storage: Storage, actor: Path, *, prefix: str | None, cancel: Callable[[], None]
 ) -> bool:
-    """True if a folder of ``torch.distributed.checkpoint`` is known to hold nothing but a model.
+    """True if a folder of ``torch.distributed.checkpoint`` certainly holds only a model.
 
-    False in any doubt, and if a file there cannot be read.
+    False if in doubt, and if a file there cannot be read.
 
     Raises:
         OSError: as the storage says, or no child can be started: nothing is known.
@@ -146,10 +146,11 @@ def _read_metadata(
 def open_hugging_face(given: Opening) -> ChunkedSave:
     """Open the files of ``HuggingFaceStorageWriter``.
 
-    They do not say where in a state dict a tensor was: without a prefix all names are the model's.
+    They do not record the tensors' places in a state dict: without a prefix all names are the
+    model's.
 
     Raises:
-        ShardFormatError: a file is no whole safetensors file, or does not say where its chunks lie.
+        ShardFormatError: a file is not a whole safetensors file, or lacks the places of its chunks.
         PlacementError: a tensor is one of FSDP1's flat parameters.
         CoverageError: files disagree about a tensor.
         CheckpointError: no name begins with the prefix.
@@ -205,7 +206,7 @@ def _local(entry: HeaderEntry, begin: Shape, whole: Shape) -> Local:
 
 
 def _by_file(tensors: Mapping[str, Stored]) -> dict[str, list[tuple[str, Chunk]]]:
-    """The chunks in each file, and of which tensor each one is."""
+    """The chunks in each file, each with the name of its tensor."""
     found: dict[str, list[tuple[str, Chunk]]] = defaultdict(list)
     for name, tensor in tensors.items():
         for chunk in tensor.chunks:
@@ -218,9 +219,9 @@ def _indexes(
     parts: Sequence[Mapping[str, Sequence[Local]]],
     whole: Mapping[str, tuple[str, Shape]],
 ) -> list[ShardIndex]:
-    """The parts in each file; the first has all names, in their order, even with no part of them.
+    """The parts in each file. The first lists all names, in their order, even without parts there.
 
-    So the plan keeps the order, and misses tensors of which no file has a part.
+    So the plan keeps the order, and finds tensors that have no part in any file.
     """
     return [
         ShardIndex(

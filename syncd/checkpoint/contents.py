@@ -28,8 +28,8 @@ class SaveContents:
 
     Attributes:
         kind: the kind of its version.
-        indexes: of the shards, or of the one file that the weights are.
-        adapter: which of the shards' tensors are published, and by which names; None for all.
+        indexes: the indexes of the shards, or of the single file of weights.
+        adapter: selects and names the shards' tensors that are published; None for all.
     """
 
     kind: Kind
@@ -58,13 +58,13 @@ class SaveContents:
         hub: NameMap | None = None,
         cancel: Callable[[], None],
     ) -> MergePlan:
-        """The merge of the shards; an adapter is one file: PEFT reads no others.
+        """The merge of the shards; an adapter becomes one file, because PEFT reads only one.
 
         Args:
-            options: of the merge.
+            options: the options of the merge.
             bias: as in ``adapter_config.json``.
             tied: as in ``config.json``: ``tie_word_embeddings``.
-            hub: the names that a full model is to have instead of the trainer's.
+            hub: the hub's names, for a full model that gets them instead of the trainer's.
             cancel: called often; it raises to stop.
 
         Raises:
@@ -90,7 +90,7 @@ class SaveContents:
         )
 
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
-        """The input of the plan: if an adapter lies beside its base model, only its records."""
+        """The input of the plan; for an adapter beside its base model, only its records."""
         if opened.full is not None:
             return [SourceFile(opened.full.path, opened.full.fd)]
         if self.adapter is None:
@@ -156,7 +156,7 @@ def _index(file: SafetensorsFile) -> ShardIndex:
 
 
 def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
-    """It is published as it is: its names must be those that are read."""
+    """Refuse a file that engines could not read: it is published as it is, with its names."""
     found = find_adapter(entry.name for entry in file.entries)
     if is_adapter and not file.entries:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """Full checkpoints as Hugging Face models: the merged weights of a step in its ``huggingface/``.
 
-syncd never reads these files again, neither for a later merge of the step, nor to tell one save
-from another. ``manifest.json`` beside them names the save that they are from, and all their files.
+syncd never reads these files again: not for a later merge of the step, and not to tell one save
+from another. ``manifest.json`` beside them names the save that they were made from, and lists them.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ log = logging.getLogger(__name__)
 
 #: The merge is made here, beside ``huggingface/``: the daemon collects leftovers there.
 _ROOM: Final = f"{TEMPORARY}{HUGGINGFACE}-"
-#: Seconds between two signs that a merge in such a room goes on; without one for three times as
-#: long, whoever made it is gone.
+#: Seconds between two signs that a merge in such a room goes on. If none comes for three times as
+#: long, the process that made the room is gone.
 _SIGN: Final = 10.0
-#: How often such a room is begun: one may be taken away before anything is in it.
+#: How often to try to make such a room: a daemon may take away one that is still empty.
 _ATTEMPTS: Final = 5
 _INDEX_LIMIT: Final = 64 * 1024 * 1024
-#: Of a base model's config, tokenizer, chat template, and code.
+#: The suffixes of a base model's config, tokenizer, chat template, and code.
 _MODEL_SUFFIXES: Final = frozenset({".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"})
 
 
@@ -79,8 +79,8 @@ class FoundCheckpoint:
     Attributes:
         step: the step whose folder it is in.
         save: the save, as it was looked at.
-        has_weights: that its weights are in ``huggingface/`` already.
-        why_not: why it is none to convert: its trainer writes it, or it is an adapter.
+        has_weights: whether its weights are in ``huggingface/`` already.
+        why_not: the reason not to convert it: its trainer writes it, or it is an adapter.
     """
 
     step: int
@@ -92,12 +92,12 @@ class FoundCheckpoint:
 def full_steps(job: Job) -> list[int]:
     """The steps that hold a full checkpoint, lowest first.
 
-    With our hook's receipts that is said by ``.full_checkpoint`` alone; of another trainer also by
-    an optimizer's, an extra or a ``torch.distributed.checkpoint`` file in ``actor/``. What its
-    trainer has retired is none any more.
+    A step with our hook's receipts is one only if it has ``.full_checkpoint``. Another trainer's is
+    one also if ``actor/`` has a file of an optimizer, of extra state or of
+    ``torch.distributed.checkpoint``. A step that its trainer has retired is none.
 
     Raises:
-        JobUnavailableError: the job is not there, or is none.
+        JobUnavailableError: the folder is not there, or is no job.
         OSError: storage does not answer.
     """
     if not job.storage.exists(job.layout.root):
@@ -126,7 +126,7 @@ def look_at_step(job: Job, step: int) -> FoundCheckpoint:
     """The checkpoint to convert in a step's folder.
 
     Raises:
-        InvalidSettingsError: it is not there, or holds no full checkpoint.
+        InvalidSettingsError: the folder is not there, or holds no full checkpoint.
         SaveNotReadyError: its weights are not whole.
         OSError: storage does not answer.
     """
@@ -161,8 +161,9 @@ def lacks_config(storage: Storage, actor: Path) -> bool:
 def take_model_files(storage: Storage, actor: Path, base: Path) -> list[str]:
     """Copy the base model's config, tokenizer and code into a step's ``huggingface/``.
 
-    Only the files of ``base`` itself, links followed, and no weights. Existing files stay.
-    ``config.json`` comes last: cut off before it, the next call ends it.
+    It copies only the files directly in ``base``, following links, and no weights. Existing files
+    stay. ``config.json`` comes last: if the call is cut off before that, the next call finishes the
+    work.
 
     Args:
         storage: the shared storage.
@@ -220,16 +221,17 @@ def convert_step(
     """Merge a full checkpoint into its ``huggingface/`` folder.
 
     The weights, in files as ``build_model_folder`` makes them, are renamed into it, after
-    ``manifest.json``; of several files the index comes last. Cut off anywhere, there is a whole
-    model or none, and the next call does it again. Nothing else in the step's folder is changed.
+    ``manifest.json``; if there is an index, it comes last. If the call is cut off, there is a whole
+    model or none, and the next call does the work again. Nothing else in the step's folder is
+    changed.
 
-    Not promised: that a trainer which saves this step again at that very moment is noticed. Then
-    ``manifest.json`` names the save before, and the next call converts the new one.
+    Not promised: to notice a trainer that saves this step again at that very moment. Then
+    ``manifest.json`` names the earlier save, and the next call converts the new one.
 
     Args:
         job: the job.
         found: the result of :func:`look_at_step`.
-        options: of the merge.
+        options: the options of the merge.
         progress: called with the bytes of tensors that are done, and those of all.
         sleep: waits so many seconds.
         clock: seconds, monotonic.
@@ -291,7 +293,7 @@ def _is_full(job: Job, step: int) -> bool:
 def _has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:
     """True if a ``huggingface/`` folder has the weights of a save.
 
-    If it has no manifest, and so is its trainer's own, it counts if it is whole.
+    A folder without a manifest is the trainer's own, and counts if it is whole.
     """
     try:
         manifest = read_manifest(storage, folder)
@@ -326,11 +328,11 @@ def _is_whole_model(storage: Storage, folder: Path) -> bool:
 
 
 def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest) -> None:
-    """Rename the weights into the folder: nobody finds files of two merges as one model.
+    """Rename the weights into the folder; nobody finds files of two merges as one model.
 
-    The old ones go first, and what a loader looks for first; the new ones come the other way round.
-    Those too that no manifest lists: engines load whatever has such a name, if no index says
-    what counts.
+    First it removes the old weights, beginning with the file that a loader looks for first; the new
+    ones come in the opposite order. It also removes weights that no manifest lists, because without
+    an index engines load all files with such names.
     """
     weights = [file.name for file in manifest.files if is_weights_name(file.name)]
     storage.make_folder(folder, below=folder.parent)
@@ -361,10 +363,10 @@ def _listed(storage: Storage, folder: Path) -> set[str]:
 
 
 def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> None:
-    """Remove the rooms of processes that were killed: those that give no sign for long enough.
+    """Remove the rooms of killed processes: rooms without a sign of life for long enough.
 
     Raises:
-        JobUnavailableError: there is one that does.
+        JobUnavailableError: a room shows a sign of life.
     """
     before = _rooms(storage, actor)
     if not before:
@@ -385,7 +387,7 @@ def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> Non
 
 
 def _make_room(storage: Storage, room: Path, step: Path) -> None:
-    """Make a room, and something in it: the daemon takes an empty one away at once.
+    """Make a room, and something in it: the daemon removes an empty room at once.
 
     Raises:
         JobUnavailableError: another process made one at the same time.
@@ -398,7 +400,8 @@ def _make_room(storage: Storage, room: Path, step: Path) -> None:
         except FileNotFoundError:
             if not left:
                 raise
-    # After ours is there: of two that began at once, and saw none, one sees the other at least.
+    # Look once our room is there: of two processes that began at once, and saw no room, at least
+    # one then sees the other's.
     if _rooms(storage, room.parent).keys() != {room}:
         raise _busy(room.parent)
 
@@ -408,7 +411,7 @@ def _busy(actor: Path) -> JobUnavailableError:
 
 
 def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int, int]]]:
-    """Each room, and the facts in it that would change if someone were at work there."""
+    """Each room, and facts about its files that change while a process works there."""
     found = {}
     for name in storage.names(actor):
         if not name.startswith(_ROOM):
@@ -424,7 +427,7 @@ def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int
 
 
 def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
-    """Through an open: a network filesystem's client may remember a state a minute old."""
+    """The status through an open: a network filesystem's client may remember one a minute old."""
     try:
         return storage.look_into(path, storage.fstat)
     except OSError as error:
@@ -434,7 +437,7 @@ def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
 
 
 def _refresh_all(storage: Storage, room: Path) -> None:
-    """Show that this process is at work: rooms that lie still for long are collected."""
+    """Show that this process is at work: the daemon deletes rooms that do not change for long."""
     for path in (room, *(room / name for name in storage.names(room))):
         try:
             storage.refresh(path)
@@ -445,7 +448,7 @@ def _refresh_all(storage: Storage, room: Path) -> None:
 
 @contextmanager
 def _gone_means_changed(storage: Storage, folder: Path) -> Iterator[None]:
-    """A step that its trainer, or the pruner, takes away meanwhile is none to convert."""
+    """Turn "not found" into an error that says that the step was taken away meanwhile."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Pausing Python's garbage collector where many objects are made, and no cycles."""
+"""Pausing Python's garbage collector while many objects, and no cycles, are made."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Make no collections in here: half of the time would go into those, which find nothing.
+    """Make no collections meanwhile: they would take half of the time and find nothing.
 
-    The collector is the whole process's: if threads do this at a time, the one that ends first
-    may turn it on for the others, which costs them time alone.
+    All threads share one collector: if several pause it, the first to end may turn it on again for
+    the others, which only costs them time.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -3,11 +3,11 @@
 ``hub_tables.json`` is made by ``python -m tests.hub_tables``, which asks transformers. A save of
 our hook has a map of its own model (``name_map.json``), and needs no table.
 
-A table has one rule for each trainer's name, or beginning of one that ends with a dot, that is
-another on the hub; ``#`` stands for a number. Of several rules the longest counts. A rule is the
-beginning on the hub, or the pieces of a tensor: as
-:class:`~syncd.protocol.tensor_names.HubPiece`, but ``rows`` is ``[i, n]``, the i-th of n equal
-shares, and ``at`` is the part's number among those that are joined.
+A table has a rule for each trainer's name that differs on the hub, or for a beginning of names that
+ends with a dot; ``#`` stands for a number. If several rules fit, the longest counts. A rule is the
+beginning on the hub, or the pieces of a tensor, as :class:`~syncd.protocol.tensor_names.HubPiece`.
+But its ``rows`` is ``[i, n]``, the i-th of n equal shares, and its ``at`` is the part's number
+among those that are joined.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
         tensors: the shapes of the save's tensors, by the trainer's names.
 
     Returns:
-        The map; ``refused`` says if the table is not of this model. None if there is no table for
-        its type: then the names are the same, as far as anyone knows.
+        The map; it is ``refused`` if the table is for another model. None if there is no table for
+        its type: then syncd assumes that the names are the same.
     """
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not has_table(model_type):
@@ -63,15 +63,15 @@ def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
 
 
 def has_table(model_type: object) -> bool:
-    """True if there is a table of this type."""
+    """True if there is a table for this type."""
     return isinstance(model_type, str) and model_type in _tables()
 
 
 def apply_rules(rules: Rules, tensors: Mapping[str, Shape], where: str) -> NameMap:
-    """The map that a table's rules make of tensors; ``refused`` says if they do not fit.
+    """The map that a table's rules make of tensors; it is ``refused`` if they do not fit.
 
     Args:
-        rules: of the table.
+        rules: the rules of the table.
         tensors: the tensors' shapes.
         where: the table, for the message.
     """

@@ -25,21 +25,21 @@ from syncd.storage.fsio import Storage
 INDEX: Final = "model.safetensors.index.json"
 FILE_LIMIT: Final = 1024**3
 TOTAL_LIMIT: Final = 4 * 1024**3
-#: Real ones have kilobytes; what a longer one says of ties is not looked for. JSON takes up to 30
-#: times its size in memory, and anyone may have written it.
+#: Real configs have kilobytes; a longer one is not searched for ties. JSON takes up to 30 times its
+#: size in memory, and anyone may have written it.
 _CONFIG_LIMIT: Final = 4 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
-#: The most bytes of a config that is compared, how many differences are told, and how long a name
-#: or a value among them.
+#: The most bytes of a config that is compared, the most differences in a message, and the longest
+#: name or value there.
 _COMPARED: Final = 1024 * 1024
 _CHANGES: Final = 8
 _SHOWN: Final = 80
-#: Keys that name the writer of the file and its folder.
+#: Keys that only name the writer of the file, or its folder.
 _NO_SETTINGS: Final = frozenset(
     {"transformers_version", "_name_or_path", "_commit_hash", "_attn_implementation_autoset"}
 )
 _ABSENT: Final = object()
-#: Real ones have a folder or two inside each other.
+#: Real folders are one or two deep.
 _DEPTH_LIMIT: Final = 64
 
 
@@ -54,12 +54,13 @@ def copy_model_files(
 ) -> tuple[VersionFile, ...]:
     """Copy everything but weights from ``actor/huggingface/`` into a version's folder, durably.
 
-    Only regular files; links are never followed. Without such a folder there is nothing to copy.
+    It copies only regular files, and never follows links. Without such a folder there is nothing to
+    copy.
 
     Args:
         storage: the storage to write to.
         source_hf: the trainer's folder.
-        folder: the version's folder, which is there already.
+        folder: the version's folder, which must exist.
         cancel: called often; it raises to stop.
         leave_out: files that are not to be copied, by paths relative to the folder.
         recursive: whether the folders inside it are copied too.
@@ -68,8 +69,8 @@ def copy_model_files(
         The files, by paths relative to ``folder``, sorted.
 
     Raises:
-        CheckpointError: a file over 1 GiB, over 4 GiB in all, a name that no manifest can hold, or
-            ``source_hf`` is there and no folder, or folders inside folders, over 64 deep.
+        CheckpointError: a file is over 1 GiB, or all are over 4 GiB; a manifest cannot hold a name;
+            ``source_hf`` is not a folder; or folders are over 64 deep.
         OSError: storage failed, e.g. ``ENOSPC``; ``ENOENT`` if a file was deleted meanwhile.
     """
     copied = []
@@ -99,7 +100,7 @@ def copy_model_files(
 
 
 def read_model_config(storage: Storage, folder: Path, copied: Iterable[VersionFile]) -> object:
-    """The content of ``config.json``, as it was copied; None if there is none that can be read."""
+    """The content of the copied ``config.json``; None if it is missing or unreadable."""
     size = next((file.size for file in copied if file.name == MODEL_CONFIG), None)
     if size is None or size > _CONFIG_LIMIT:
         return None
@@ -112,22 +113,22 @@ def read_model_config(storage: Storage, folder: Path, copied: Iterable[VersionFi
 def says_tied(config: object) -> bool:
     """True if the content of a ``config.json`` says ``tie_word_embeddings``.
 
-    Of a model that holds a text model, both must say so that do say it: those that read it are not
-    of one mind which one counts. Silence says nothing, since a default of the model's class is left
-    out of the file.
+    If the model holds a text model, the two must not disagree, because readers differ on which one
+    counts. A missing key says nothing, because the file leaves out the defaults of the model's
+    class.
     """
     told = []
     while isinstance(config, dict):
         told.append(config.get("tie_word_embeddings"))
         config = config.get("text_config")
-    # By identity: what a file says may be a list, which no set can be asked for, or 1.
+    # By identity: the value may be 1, or a list, which cannot be looked up in a set.
     return any(said is True for said in told) and all(said is True or said is None for said in told)
 
 
 def changed_settings(storage: Storage, before: Path, after: Path) -> list[str]:
     """The settings of ``config.json`` that differ between two versions, in words.
 
-    Formatting, the order of keys, and keys that say nothing of the model do not count.
+    Formatting, the order of keys, and keys that do not concern the model do not count.
 
     Args:
         storage: the shared storage.
@@ -135,8 +136,8 @@ def changed_settings(storage: Storage, before: Path, after: Path) -> list[str]:
         after: the folder of the next one.
 
     Returns:
-        For example ``rope_scaling.factor (2.0 → 4.0)``, the first few; nothing if one of the two
-        versions has no ``config.json``, or none that can be read.
+        The first few, for example ``rope_scaling.factor (2.0 → 4.0)``; none if one of the two
+        ``config.json`` is missing or unreadable.
     """
     try:
         contents = [storage.read(folder / MODEL_CONFIG, _COMPARED) for folder in (before, after)]
@@ -188,7 +189,7 @@ def write_name_map(
 ) -> tuple[VersionFile, ...]:
     """Write ``name_map.json``, durably, if the model's names differ and its trainer wrote none.
 
-    Explorers that load in place need it, whatever the names in the folder are.
+    Explorers that load in place need it, with either set of names in the folder.
 
     Returns:
         The file, if it was written.
@@ -209,7 +210,7 @@ def _regular_files(
     *,
     recursive: bool,
 ) -> Iterator[PurePosixPath]:
-    """The regular files under a folder that are no weights, relative to ``root``."""
+    """The regular files under a folder, except weights, relative to ``root``."""
     status = storage.status(root / below)
     if status is None:
         return
@@ -225,7 +226,7 @@ def _regular_files(
     for name, kind in storage.kinds(root / below).items():
         cancel()
         path = below / name
-        # Weights are the merge's to write, and temporaries are nobody's.
+        # The merge writes weights itself; temporary files are not part of the model.
         if path == PurePosixPath(MANIFEST) or is_weights_name(name) or name.startswith(TEMPORARY):
             continue
         if kind is Kind.FOLDER and recursive:
@@ -261,7 +262,7 @@ def _copy(
 
 
 def _kind(status: os.stat_result) -> str:
-    """The word for something that is no folder."""
+    """The word for something that is not a folder."""
     if stat.S_ISLNK(status.st_mode):
         return "link"
     return "file" if stat.S_ISREG(status.st_mode) else "pipe, socket or device"

@@ -1,8 +1,8 @@
 """A model's tensors by two sets of names: the trainer's, and those that the hub and servers know.
 
 transformers 5 stacks the experts of a layer into one tensor; the checkpoints on the hub have one
-for each expert. A name map says for each tensor of the trainer's that differs which tensors of the
-hub's its elements are. It is declarative: nothing here knows any model. Pure.
+for each expert. For each trainer's tensor that differs, a name map lists the hub's tensors that
+hold its elements. It is declarative: nothing here knows any model. Pure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from syncd.protocol.errors import CoverageError, RecordError
 from syncd.protocol.records import encode, parse
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 
-#: The most bytes of a map: that of a stacked model has kilobytes, a long list of renamed tensors
+#: The most bytes of a map: a stacked model's has kilobytes, a long list of renamed tensors
 #: megabytes.
 NAME_MAP_LIMIT: Final = 64 * 1024 * 1024
 _SLOT: Final = "{}"
@@ -35,14 +35,14 @@ class HubPart:
     """A part of a trainer's tensor that is a tensor of the hub's, or rows of one.
 
     Attributes:
-        name: of the tensor on the hub.
-        shape: of this part, as the hub has it. It is the shape of the hub's tensor if ``at`` is
-            None.
-        index: along dimension 0 of the trainer's tensor, which the part lacks; None: it has it.
-        rows: begin and end along the first dimension that is left, in the trainer's tensor; None
-            for all of them.
-        transposed: whether its last two dimensions have changed places, after ``rows``.
-        at: where it begins along dimension 0 of the hub's tensor; None: it is all of it.
+        name: the name of the tensor on the hub.
+        shape: this part's shape on the hub: the shape of the hub's tensor if ``at`` is None.
+        index: the part's index along dimension 0 of the trainer's tensor, a dimension that the part
+            lacks; None if the part keeps that dimension.
+        rows: begin and end along the trainer's tensor's first dimension after ``index``; None for
+            all rows.
+        transposed: whether its last two dimensions change places, after ``rows``.
+        at: its first row along dimension 0 of the hub's tensor; None if it is the whole tensor.
     """
 
     name: str
@@ -58,9 +58,9 @@ class TrainerPart:
     """The place of a hub's tensor, or of some rows of it, in a trainer's tensor.
 
     Attributes:
-        name: of the trainer's tensor.
-        shape: of the trainer's tensor; None for a tensor that no map lists, which is the same in
-            both.
+        name: the name of the trainer's tensor.
+        shape: the shape of the trainer's tensor; None for a tensor that the map does not list, and
+            that is the same in both.
         index, rows, transposed, at: as in :class:`HubPart`.
     """
 
@@ -75,19 +75,18 @@ class TrainerPart:
 class NameMap:
     """The tensors of one model, by the trainer's names and by the hub's.
 
-    A tensor that the map does not list has the same name and shape in both. A listed one, of shape
-    S, is made of pieces, which together are all of its elements, each once. Per piece, in this
-    order:
+    A tensor that the map does not list has the same name and shape in both. A listed tensor, of
+    shape S, is made of pieces that have each of its elements once. For each piece, in this order:
 
     1. ``first`` is a number: the piece is one tensor of the hub's for each index i of dimension 0,
        with ``first + i`` in the place of ``{}`` in its name, and of shape S without dimension 0.
        None: the piece is one tensor, and keeps all dimensions.
-    2. ``rows`` is ``(begin, end)``: of these it is the rows from ``begin`` to before ``end`` along
-       the first dimension that is left. None: all rows.
+    2. ``rows`` is ``(begin, end)``: the piece has only the rows from ``begin`` to before ``end``,
+       along the first dimension that is left. None: all rows.
     3. ``transposed``: the last two dimensions that are left change places.
-    4. ``at`` is a number: the result is some rows of the hub's tensor, along the hub's dimension
-       0, from ``at`` on. All parts with that name, of any trainer's tensors, follow each other and
-       are all of it. None: the result is the whole tensor of the hub's.
+    4. ``at`` is a number: the result is some rows of the hub's tensor, along the hub's dimension 0,
+       from ``at`` on. All parts with that name, of any trainer's tensors, follow each other and
+       fill it. None: the result is the whole tensor of the hub's.
 
     For example ``experts.gate_up_proj`` [E, 2I, H] has the pieces ``experts.{}.gate_proj.weight``
     (first 0, rows 0 to I) and ``experts.{}.up_proj.weight`` (first 0, rows I to 2I). In NumPy's
@@ -100,7 +99,7 @@ class NameMap:
         where: its file, for messages.
 
     Attributes:
-        refused: why the mapping cannot be told; None if it can.
+        refused: why there is no mapping; None if there is one.
 
     Raises:
         RecordError: names are not unique or no tensor's, pieces do not tile a tensor, or there are
@@ -140,7 +139,7 @@ class NameMap:
             where: the file, for the message.
 
         Raises:
-            RecordError: it is no name map, or a wrong one.
+            RecordError: it is not a name map, or contradicts itself.
             ProtocolMismatchError: it is of a newer protocol.
         """
         return cls(parse(NameMapRecord, content, where), where)
@@ -154,11 +153,11 @@ class NameMap:
         return bool(self._record.tensors)
 
     def __eq__(self, other: object) -> bool:
-        """True if both say the same of every tensor."""
+        """True if both map every tensor alike."""
         return isinstance(other, NameMap) and self._record == other._record
 
     def __hash__(self) -> int:
-        """Of the names of the tensors that differ."""
+        """The hash of the names of the tensors that differ."""
         return hash(tuple(self._record.tensors))
 
     def __contains__(self, name: str) -> bool:
@@ -169,8 +168,8 @@ class NameMap:
         """The parts of a trainer's tensor as the hub has them, in the order of the map.
 
         Args:
-            name: of the trainer's tensor.
-            shape: of all of it.
+            name: the name of the trainer's tensor.
+            shape: the shape of that whole tensor.
 
         Raises:
             CoverageError: the map is of a tensor of another shape.
@@ -186,11 +185,10 @@ class NameMap:
         return list(_parts(tensor))
 
     def trainer(self, hub_name: str) -> list[TrainerPart]:
-        """The places of a hub's tensor in the trainer's ones, in the order of its rows.
+        """The places of a hub's tensor in the trainer's tensors, in the order of its rows.
 
-        One place, unless the hub's tensor is joined from several. Nothing if the name is that of a
-        trainer's tensor which the hub does not have under it. A name that the map does not list is
-        the same in both.
+        There is one place, unless the hub's tensor is joined from several; none if only the trainer
+        has this name. A name that the map does not list is the same in both.
         """
         found = self._of_hub.get(hub_name)
         if found is not None:
@@ -207,7 +205,7 @@ class NameMap:
         return {name: tensor.shape for name, tensor in self._record.tensors.items()}
 
     def _check(self, name: str, tensor: MappedTensor) -> int:
-        """Prove that pieces tile a tensor; returns how many parts they are."""
+        """Prove that pieces tile a tensor; returns the number of their parts."""
         fault = name_fault(name)
         if fault:
             raise self._wrong(f"{shown(name)} {fault}")

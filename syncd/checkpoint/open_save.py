@@ -1,4 +1,4 @@
-"""A save with its weights open: the descriptors that all of a merge is read through."""
+"""A save with its weights open: a merge reads everything through these descriptors."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class OpenSave:
     """A save whose weights are open; everything is read through these descriptors.
 
     Attributes:
-        save: which.
+        save: the save.
         shards: the open shards, in rank order; none if the weights are something else.
         chunked: the open files of a save of ``torch.distributed.checkpoint``.
         full: the one file, open: a full state dict or an adapter.
-        parse: reads the shards' pickles: those of another trainer in a child process.
+        parse: reads the shards' pickles; in a child process, if another trainer wrote them.
         limits: what reading may take.
     """
 
@@ -60,14 +60,14 @@ class OpenSave:
 
     @property
     def checked(self) -> Checked:
-        """The merge's means to tell that these bytes are the trainer's."""
+        """The evidence that these bytes are the trainer's."""
         if self.save.receipts:
             return "receipt"
         has_crc = bool(self.sources) and all(source.has_crc for source in self.sources)
         return "crc32" if has_crc else "stillness"
 
     def tensors(self, shard: ShardFile) -> Mapping[str, Local | Chunks]:
-        """The tensors of one of the shards; asked for once each.
+        """The tensors of one of the shards; call it once for each.
 
         Raises:
             ShardFormatError: it cannot be read, or all shards together have too many.
@@ -84,7 +84,7 @@ class OpenSave:
         return found
 
     def forget_tensors(self) -> None:
-        """Let go of the index of tensors; the sources stay open."""
+        """Drop the index of tensors; the sources stay open."""
         for shard in self.shards:
             shard.forget_tensors()
         if self.chunked is not None:
@@ -165,7 +165,7 @@ def open_save(
                         stack.callback(shard.close)
                         opened.shards.append(shard)
                         records += len(shard.records)
-                        # Some of each are no tensor's.
+                        # Some records of each file belong to no tensor.
                         if records > limits.tensors + 100 * len(save.weights):
                             raise _too_many(shard.path, limits, "records")
                         _check_vouched(

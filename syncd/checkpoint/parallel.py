@@ -12,28 +12,28 @@ T = TypeVar("T")
 #: A piece of work calls this often; it raises to stop.
 Check = Callable[[], None]
 
-#: So often ``look`` is called, in seconds.
+#: Seconds between two calls of ``look``.
 _LOOK: Final = 0.05
 
 
 def threads_here(most: int) -> int:
-    """So many threads, and no more than this process has processors."""
+    """The smaller of ``most`` and the number of this process's processors."""
     return min(most, len(os.sched_getaffinity(0)))
 
 
 class _StoppedError(Exception):
-    """Raised in the threads that are to end because another one has failed."""
+    """Raised in threads that must end because another one has failed."""
 
 
 def run_side_by_side(
     tasks: Sequence[Callable[[Check], T]], *, threads: int, look: Callable[[], None]
 ) -> list[T]:
-    """Run tasks, so many at once, and wait for all of them.
+    """Run tasks, up to ``threads`` at once, and wait for all of them.
 
-    One at a time they run in this thread, one after the other.
+    With one thread they run in the calling thread, one after the other.
 
     Args:
-        tasks: each is given the function that it has to call often.
+        tasks: each gets a function that it must call often.
         threads: how many at once.
         look: called in this thread only, every 50 ms or more often; it raises to stop them all.
 
@@ -41,8 +41,8 @@ def run_side_by_side(
         Their results, in their order.
 
     Raises:
-        BaseException: the error of ``look``, or the task that failed first. No task runs any more
-            then.
+        BaseException: the error of ``look``, or of the task that failed first. Then no task runs
+            any more.
     """
     if min(threads, len(tasks)) <= 1:
         return [task(look) for task in tasks]

@@ -1,4 +1,4 @@
-"""Placements: the part of a global tensor that a rank's local one is. Pure.
+"""Placements: which part of a global tensor a rank's local tensor holds. Pure.
 
 A tensor is placed by its own recorded mesh coordinate, never by the order of files or the names of
 mesh dimensions. The rules are those of ``torch.distributed.tensor`` (``placement_types.py`` and
@@ -49,7 +49,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A placement that is not merged, e.g. ``Partial(reduce_op=sum)``."""
+    """A placement that syncd does not merge, e.g. ``Partial(reduce_op=sum)``."""
 
     text: str
 
@@ -80,8 +80,8 @@ class Sharding:
         mesh_shape: ranks along each mesh dimension.
         coordinate: this rank's place, one index a mesh dimension.
         placements: one a mesh dimension.
-        order: which mesh dimension cuts first, if that is said apart (``shard_order`` of a
-            ``DTensorSpec`` of torch 2.10 and later); None if the placements alone say it.
+        order: the order in which mesh dimensions cut, if it is recorded separately (``shard_order``
+            of a ``DTensorSpec`` of torch 2.10 and later); None if the placements alone give it.
         mesh: the mesh's identity among those of the same shape; None if that is unknown.
     """
 
@@ -97,10 +97,10 @@ class Position(NamedTuple):
     """The position of a part of a tensor.
 
     Attributes:
-        global_shape: of the whole tensor.
+        global_shape: the shape of the whole tensor.
         offsets: the part's first index of each dimension.
-        mesh: of which device mesh it is a part; None if there is none, or it is unknown. What
-            two ranks of one mesh have of the same part is the same by torch's own account.
+        mesh: the identity of its device mesh; None if there is none, or it is unknown. If two ranks
+            of one mesh have the same part, torch guarantees that they are equal.
     """
 
     global_shape: Shape
@@ -110,13 +110,14 @@ class Position(NamedTuple):
 
 @dataclass(slots=True)  # frozen, it would take three times as long to make, 20,000 times a file
 class Local:
-    """A rank's own part of a tensor, as bytes of its shard file. Nobody changes it.
+    """A rank's own part of a tensor, as bytes of its shard file. Treat it as frozen.
 
     Attributes:
         dtype: safetensors' name, e.g. ``BF16``.
         local_shape: the shape of the part; its elements are C-contiguous in the file.
         offset: where its first element is in the file, in bytes.
-        nbytes: elements times their size, never the size of the record, which may be padded.
+        nbytes: the number of elements times their size; a record may be longer, because torch pads
+            it.
         record: the name of the record that it lies in.
         position: where it lies in the global tensor; None for a plain tensor.
     """
@@ -131,7 +132,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A rank's holding of a tensor in any number of parts, of a ShardedTensor say.
+    """A rank's parts of a tensor, any number of them, for example of a ShardedTensor.
 
     Attributes:
         dtype: safetensors' name.
@@ -148,19 +149,19 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
     """The position of a DTensor's local tensor in the global one.
 
     Each mesh dimension that shards a tensor dimension cuts it by ``torch.chunk``'s rule: n rows
-    over r ranks are blocks of ceil(n / r), the last ones shorter or empty. Where several cut the
-    same one, the later cut the block that the earlier left: left to right, unless ``_StridedShard``
-    or an explicit order says otherwise.
+    over r ranks are blocks of ceil(n / r), the last ones shorter or empty. If several mesh
+    dimensions cut the same tensor dimension, each later one cuts the block that the earlier ones
+    left: from left to right, unless ``_StridedShard`` or an explicit order says otherwise.
 
     Args:
-        local_shape: of the local tensor.
+        local_shape: the shape of the local tensor.
         layout: its layout.
         tensor: the tensor's name, for the message.
         file: its file, for the message.
 
     Raises:
-        PlacementError: a placement other than Shard, Replicate, or a ``_StridedShard`` that says an
-            order of cuts; or one of a dimension that the tensor has not.
+        PlacementError: a placement other than Shard, Replicate, or a ``_StridedShard`` that gives
+            an order of cuts; or a placement for a dimension that the tensor lacks.
         CoverageError: the local shape contradicts the placements.
     """
     cuts, fault = _cuts(layout)
@@ -193,7 +194,7 @@ def _told(*values: object) -> str:
 
 
 def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
-    """For each tensor dimension the mesh dimensions that cut it, in order; or the fault."""
+    """The mesh dimensions that cut each tensor dimension, in order; and the fault, if any."""
     found: dict[int, list[int]] = {}
     for mesh_dim in reversed(range(len(layout.placements))):
         match layout.placements[mesh_dim]:
@@ -210,7 +211,8 @@ def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
                 {},
                 f"and its shape ({_told(*layout.global_shape)}) no dimension {dim}: {_REPORT}",
             )
-        # What cuts before it stands to its right, and has made as many blocks as the factor says.
+        # The mesh dimensions that cut before this one are to its right, and make split_factor
+        # blocks.
         order = found.setdefault(dim, [])
         at, blocks = 0, 1
         while blocks != factor and at < len(order):
@@ -225,7 +227,7 @@ def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
     if layout.order is None:
         return found, ""
     told = {dim: list(mesh_dims) for dim, mesh_dims in layout.order}
-    # Strides say an order themselves, which torch 2.10 pickles beside them; without, any goes.
+    # Strides imply an order, which torch 2.10 also pickles; without strides any order is valid.
     strided = any(isinstance(placement, StridedShard) for placement in layout.placements)
     compared = list if strided else sorted
     if len(told) != len(layout.order) or {dim: compared(order) for dim, order in told.items()} != {

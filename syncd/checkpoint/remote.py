@@ -1,4 +1,4 @@
-"""Saves without weights: a line that says where they are, as Tinker-style trainers leave it."""
+"""Saves without weights: one line with the weights' path, as Tinker-style trainers write it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST: Final = 4096
 
 
 def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
-    """The save in a step's folder: its weights, or their path. Its content never raises.
+    """The save in a step's folder: its weights, or their path. No content of the folder raises.
 
     Args:
         storage: the shared storage.
@@ -50,7 +50,7 @@ def write_remote(
         storage: the shared storage.
         source: the step's folder.
         save: as it was looked at last.
-        folder: an empty folder that nobody else looks at; its own entry is the caller's to sync.
+        folder: an empty folder that nobody else looks at; the caller syncs the folder's own entry.
         sequence: for the manifest.
 
     Raises:
@@ -76,7 +76,7 @@ def write_remote(
 
 
 def _look_at_path(storage: Storage, path: Path, step: int) -> Unfinished | Remote:
-    """Two writes of the same line are two saves: the weights there may be others by now."""
+    """The remote save. Two writes of the same line are two saves: the weights may have changed."""
     try:
         content, (_, inode, size, mtime, _) = storage.read_with_signature(path, _LONGEST)
     except OSError as error:

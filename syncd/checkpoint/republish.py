@@ -1,4 +1,4 @@
-"""A published version once more, under a new sequence: its files have a second name."""
+"""Publishing a version again, under a new sequence: its files get a second name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def republish(
     Args:
         storage: the shared storage.
         source: the version's folder.
-        folder: an empty folder that nobody else looks at; its own entry is the caller's to sync.
+        folder: an empty folder that nobody else looks at; the caller syncs the folder's own entry.
         manifest: the manifest to write; it lists the files.
         cancel: called between chunks; raises to stop.
 

@@ -1,4 +1,4 @@
-"""A safetensors file that is open, with a header that was read strictly."""
+"""An open safetensors file, whose header was read strictly."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from syncd.checkpoint.safetensors_header import (
 from syncd.checkpoint.tensor_rules import METADATA
 from syncd.storage.fsio import Signature, Storage, signature
 
-#: The key of the metadata under which our hook says the :func:`content_digest` of its files, so
-#: that the digest of the header, which its receipt has, binds every byte.
+#: The metadata key under which our hook writes the :func:`content_digest` of its files. So the
+#: digest of the header, which the receipt has, binds every byte.
 CONTENT: Final = "xxh3-128"
 _TOLD: Final = re.compile(
     rf'{{"{METADATA}":{{"format":"pt","{CONTENT}":"([0-9a-f]{{32}})"'.encode()
 )
-#: How a header becomes values: in this process, or in a child.
+#: Parses a header, in this process or in a child.
 ReadFields = Callable[[bytes, str], Sequence[HeaderEntry]]
 
 
@@ -53,8 +53,8 @@ class SafetensorsFile:
         storage: what it is read through.
         path: its name when it was opened.
         fd: the descriptor.
-        size: of the file, in bytes.
-        signature: of the file when it was opened.
+        size: the size of the file, in bytes.
+        signature: the signature of the file when it was opened.
         header: the length and the JSON, as in the file.
         entries: the tensors in the order of their bytes.
     """
@@ -100,7 +100,8 @@ class SafetensorsFile:
     def told_content(self) -> str | None:
         """The :func:`content_digest` according to the header, in hexadecimal digits.
 
-        Where it is written as :func:`header_bytes` does it: a header of anyone is not parsed here.
+        It is looked for only in the place where :func:`header_bytes` writes it, because a header
+        may be anyone's and is not parsed here.
         """
         told = _TOLD.match(self.header, 8)
         return told[1].decode() if told is not None else None

@@ -1,7 +1,7 @@
 """The header of a safetensors file: building it, reading it strictly. Pure, and quick to import.
 
-Reading has two halves. :func:`read_fields` makes text into values, and its cost is not bounded by
-what the values are: for a file of somebody else it runs in a child process
+Reading has two halves. :func:`read_fields` makes text into values. A few bytes may cost it much
+memory and time, so for another trainer's file it runs in a child process
 (:mod:`~syncd.checkpoint.sandbox.isolated`). :func:`arrange` compares the values with the file.
 """
 
@@ -64,7 +64,7 @@ def header_bytes(
     text = bytearray(8) + b"{" + _members({METADATA: {"format": "pt", **(metadata or {})}})
     count = 0
     left = iter(entries)
-    # A part at a time: as objects of Python a million entries take many times their text.
+    # A part at a time, because a million entries take many times their text as Python objects.
     while part := {
         name: {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
         for name, dtype, shape, begin, end in islice(left, _PART)
@@ -95,7 +95,7 @@ def read_fields(header: bytes, where: str) -> list[HeaderEntry]:
         where: the file, for the message.
 
     Raises:
-        ShardFormatError: it is no JSON object of tensors.
+        ShardFormatError: it is not a JSON object of tensors.
     """
     try:
         fields = json.loads(header[8:].decode(), object_pairs_hook=_without_duplicates)
@@ -104,7 +104,7 @@ def read_fields(header: bytes, where: str) -> list[HeaderEntry]:
     if not isinstance(fields, dict) or not header.startswith(b"{", 8):
         raise broken(where, "its header is not a JSON object")
     metadata = fields.pop(METADATA, {})
-    # This header is published as it is, and other readers refuse other metadata.
+    # The header is published unchanged, and other readers refuse metadata that is not text.
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise broken(where, "its metadata is not text by name")
     if len(fields) > TENSOR_LIMIT:
@@ -125,7 +125,7 @@ def _field(name: str, field: object, where: str) -> HeaderEntry:
 def checked_entry(
     name: object, dtype: object, shape: object, begin: object, end: object
 ) -> HeaderEntry | None:
-    """An entry of these values, or None if one has the wrong type."""
+    """An entry with these values, or None if one has the wrong type."""
     sizes = shape_of(shape)
     if (
         isinstance(name, str)
@@ -144,12 +144,12 @@ def checked_entry(
 def arrange(
     fields: Sequence[HeaderEntry], base: int, size: int, where: str
 ) -> tuple[HeaderEntry, ...]:
-    """The entries in the order of their bytes, by offsets in the file, which they fill.
+    """The entries in the order of their bytes, with offsets in the file, which they must fill.
 
     Args:
         fields: as :func:`read_fields` read them.
         base: where the data section begins.
-        size: of the whole file.
+        size: the size of the whole file.
         where: the file, for the message.
 
     Raises:
@@ -168,7 +168,7 @@ def arrange(
 
 
 def broken(where: str, what: str) -> ShardFormatError:
-    """The error of a file that is no safetensors file."""
+    """The error for a file that is not a safetensors file."""
     return ShardFormatError(f"{where} is not a whole safetensors file: {what}; save it again")
 
 

@@ -1,8 +1,8 @@
-"""The look at a trainer's save: the files that make it, whether it is whole, and its identity.
+"""Looking at a trainer's save: its files, whether it is whole, and its identity.
 
-Two kinds of save are served. One written by ``trainer_hooks`` carries receipts, and its identity is
-the save_id that all of them name. One written by another trainer has none: its identity is made of
-the names, sizes, inodes and times of its files (:func:`fingerprint`), and it must not change.
+There are two kinds of save. A save of ``trainer_hooks`` has receipts, and its identity is the
+save_id that all of them name. Another trainer's save has none: its identity is made of the names,
+sizes, inodes and times of its files (:func:`fingerprint`), and it must not change.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import RECORD_LIMIT, Storage
 
-#: How the identity of a folder of ``torch.distributed.checkpoint`` begins; then come those of its
-#: ``.metadata``, of its ``.distcp`` files, and of all.
+#: How the identity of a folder of ``torch.distributed.checkpoint`` begins; then come digests for
+#: its ``.metadata``, for its ``.distcp`` files, and for all files.
 _DCP: Final = "foreign-dcp-"
-#: The most ranks of a save with receipts, and the most bytes of all of these: they are read at
+#: The most ranks of a save with receipts, and the most bytes of all receipts, which are read at
 #: every look.
 RANK_LIMIT: Final = 100_000
 RECEIPTS_LIMIT: Final = 16 * 1024 * 1024
@@ -60,7 +60,7 @@ _MIXED: Final = (
     "holds model_world_size_*.pt shards and files of torch.distributed.checkpoint, and nothing "
     "says which of them are of an older save: remove those"
 )
-#: The names that a folder may hold its weights by, for messages.
+#: The possible names of the files of weights, for messages.
 LOOKED_FOR: Final = (
     f"model_world_size_N_rank_R.pt, {FULL_STATE_DICT}, model-N-of-M.safetensors, {DCP_METADATA} "
     f"(torch.distributed.checkpoint) or {LORA_ADAPTER}/"
@@ -75,7 +75,7 @@ class Unfinished:
     Attributes:
         step: the step of the folder.
         reason: the missing part.
-        awaits_path: that the folder has neither weights nor a line that says where they are.
+        awaits_path: True if the folder has neither weights nor a line with their path.
     """
 
     step: int
@@ -97,7 +97,7 @@ class _WholeSave:
 
     Attributes:
         step: the step of the folder.
-        identity: tells this save from every other one.
+        identity: tells this save from every other save.
         weights: the files that hold the weights, by name inside ``actor/``, in rank order.
         receipts: the receipts of all ranks, in rank order; empty for a foreign trainer's save.
     """
@@ -145,7 +145,7 @@ class FullStateDict(_WholeSave):
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter(_WholeSave):
-    """The adapter in ``lora_adapter/``, whatever else is beside it; shards may hold one too."""
+    """The adapter in ``lora_adapter/``, with or without other files beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class HuggingFaceParts(_WholeSave):
 
 @dataclass(frozen=True, slots=True)
 class Remote(_WholeSave):
-    """No weights, but a line that says where they are (:mod:`.remote`).
+    """No weights, but a line with their path (:mod:`.remote`).
 
     Attributes:
         path: that line.
@@ -178,7 +178,7 @@ Save: TypeAlias = Unfinished | WholeSave
 
 
 def look_at_save(storage: Storage, actor: Path, step: int) -> Unfinished | SavedWeights:
-    """Look whether the save in an ``actor/`` folder is whole. Its content never raises."""
+    """Look whether the save in an ``actor/`` folder is whole. No content of the folder raises."""
     try:
         names = storage.names(actor)
         if not names:
@@ -191,15 +191,15 @@ def look_at_save(storage: Storage, actor: Path, step: int) -> Unfinished | Saved
     except OSError as error:
         if is_gone(error):
             return Unfinished(step, f"{error.filename or actor} disappeared while it was read")
-        # One folder that cannot be read (a link, a name too long, no permission) must not keep the
-        # daemon from the others.
+        # One unreadable folder (a link, a name too long, no permission) must not keep the daemon
+        # from the others.
         return Unfinished(step, f"{actor} cannot be looked at now: {error}")
 
 
 def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedWeights:
-    """The same save by the files to resume from, if those that are published were cast.
+    """The same save with the files for resuming, if the published weights were cast.
 
-    Of a save that is no full checkpoint, or whose full receipts are not whole: the save itself.
+    It is the save itself if that is no full checkpoint, or if its full receipts are not whole.
     """
     full, left = [], RECEIPTS_LIMIT
     try:
@@ -286,7 +286,7 @@ def _receipt(storage: Storage, actor: Path, name: str, left: int) -> tuple[Recei
 
 
 def _adapter_of(names: Container[str]) -> str | None:
-    """The adapter's weights among names inside ``actor/``."""
+    """The name of the adapter's weights, if it is among names inside ``actor/``."""
     return next((name for name in (ADAPTER, PICKLED_ADAPTER) if name in names), None)
 
 
@@ -295,8 +295,8 @@ def _foreign_save(
 ) -> Unfinished | SavedWeights:
     """A save of another trainer: all shards of one world size, or one file, or DCP's files.
 
-    An adapter beside shards stands for them, but it counts only when they are whole too: its
-    trainer may be writing both.
+    An adapter beside shards is published instead of them, but only when the shards are whole too,
+    because its trainer may be writing both.
     """
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for name in names:
@@ -341,7 +341,7 @@ def _foreign_save(
 def _whole(
     step: int, identity: str, weights: tuple[str, ...], receipts: tuple[Receipt, ...] = ()
 ) -> SavedWeights:
-    """The save with these files, as the kind that their names tell."""
+    """The save with these files; their names tell its kind."""
     kind: type[SavedWeights] = Shards
     if weights == (FULL_STATE_DICT,):
         kind = FullStateDict
@@ -357,8 +357,8 @@ def _whole(
 def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
     """The files of a ``torch.distributed.checkpoint`` folder, or the reason why it is incomplete.
 
-    No files if the folder has no trace of one. All ``.distcp`` files count: which of them the
-    metadata names is only known once it is parsed.
+    No files if the folder has no trace of such a save. All ``.distcp`` files count, because only
+    the parsed metadata would tell which of them it names.
     """
     files = sorted((name for name in names if name.endswith(DCP_SUFFIX)), key=distcp_order)
     if DCP_UNFINISHED in names:
@@ -376,14 +376,14 @@ def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
 
 
 def _parts(names: Sequence[str]) -> tuple[str, ...] | str:
-    """The files of a Hugging Face model of which each says of how many it is one; or why not.
+    """The files of a Hugging Face model, named ``…-N-of-M``; or why they are not complete.
 
-    Those of ranks do not say how many ranks there were: a gap in their numbers is a missing file,
-    and one behind the last cannot be seen.
+    The names of ranks' files do not give the number of ranks: a gap in them shows a missing file,
+    but missing last files do not show.
     """
     found = {name: parsed for name in names if (parsed := parse_part_name(name)) is not None}
     whole = {name: parsed for name, parsed in found.items() if parsed[0] is None}
-    used = whole or found  # chunks beside whole tensors are what these were made of
+    used = whole or found  # chunks beside whole tensors: the whole ones were made from them
     if not used:
         return f"holds no weights yet: looked for {LOOKED_FOR}"
     counts = {files for _, _, files in used.values()}
@@ -405,7 +405,7 @@ def _missing_rank(world_size: int, found: set[int]) -> int | None:
 
 
 def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
-    """The missing shard, if none of several sets is complete."""
+    """A missing shard, if no set of shards is complete."""
     size = max(ranks)
     missing = _missing_rank(size, ranks[size]) or 0
     told = f"has no {shard_name(size, missing)} yet, of {size} ranks"
@@ -416,7 +416,7 @@ def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
 
 
 def _told_world_size(storage: Storage, actor: Path) -> int | None:
-    """The content of ``fsdp_config.json``, or None if it is of no use."""
+    """The world size in ``fsdp_config.json``; None if there is no usable one."""
     try:
         content = storage.read(actor / FSDP_CONFIG)
         told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
@@ -426,7 +426,7 @@ def _told_world_size(storage: Storage, actor: Path) -> int | None:
 
 
 def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
-    """The identity of the save that is there, through fresh opens of all its weights.
+    """The identity of the save in a folder, through fresh opens of all its weights.
 
     Args:
         storage: the shared storage.
@@ -466,24 +466,24 @@ def _model_files(storage: Storage, actor: Path) -> Iterator[str]:
         names = storage.names(actor / folder)
         status = None if names else storage.status(actor / folder)
         if status is not None and not stat.S_ISDIR(status.st_mode):
-            yield folder  # no save is published with it, and one without it is another save
+            yield folder  # a save with such a folder is never published
         for name in names:
-            # Merged weights in huggingface/, which 'syncd convert' may put there at any time, are
-            # made of the save, and no part of it.
+            # Merged weights in huggingface/, which 'syncd convert' may add at any time, are not
+            # part of the save.
             merged = folder == HUGGINGFACE and (is_weights_name(name) or name == MANIFEST)
             if not name.startswith(TEMPORARY) and not merged:
                 yield f"{folder}/{name}"
 
 
 def is_saved_over(identity: str, known: str) -> bool:
-    """True if a folder is being saved into again, by ``torch.distributed.checkpoint``.
+    """True if ``torch.distributed.checkpoint`` is saving into a folder again.
 
-    That writes over the files where they are, each rank in its own time, and replaces
-    ``.metadata`` last: until then the folder looks whole, and has some files of each save.
+    It overwrites the files in place, each rank in its own time, and replaces ``.metadata`` last:
+    until then the folder looks whole, but has files of both saves.
 
     Args:
-        identity: of the folder as it is now.
-        known: that of a save that was whole, and published.
+        identity: the identity of the folder as it is now.
+        known: the identity of a save in it that was whole, and was published.
     """
     now, before = (told.removeprefix(_DCP).split("-") for told in (identity, known))
     both = identity.startswith(_DCP) and known.startswith(_DCP)

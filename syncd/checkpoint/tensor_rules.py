@@ -1,6 +1,7 @@
 """The rules for a tensor's name, dtype and shape, in any file. Pure, and quick to import.
 
-Anyone may have written a file. Text that passes here can be put into any header, record or message.
+Anyone may have written a file. Text that passes these rules is safe in any header, record or
+message.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TENSOR_LIMIT: Final = 1_000_000
 NAME_LIMIT: Final = 1000
 #: The most dimensions of a tensor or of a device mesh.
 DIMENSION_LIMIT: Final = 64
-#: Sizes and offsets are less: records, headers and system calls hold 63 bits.
+#: Sizes and offsets must be below this: records, headers and system calls hold 63 bits.
 NUMBER_LIMIT: Final = 2**63
 
 
@@ -61,7 +62,7 @@ def shape_of(value: object) -> Shape | None:
     """A sequence of sizes as a tuple, or None if it is not one that a tensor can have."""
     if not isinstance(value, tuple | list) or len(value) > DIMENSION_LIMIT:
         return None
-    for size in value:  # not all(): this runs six times a tensor
+    for size in value:  # all() would be slower, and this runs six times a tensor
         if type(size) is not int or not 0 <= size < NUMBER_LIMIT:
             return None
     return tuple(value)
@@ -73,7 +74,7 @@ def is_offset(value: object) -> TypeGuard[int]:
 
 
 def name_fault(name: object) -> str | None:
-    """The fault of a tensor's name, as the rest of a sentence; None if it has none."""
+    """The fault of a tensor's name, as the rest of a sentence; None if the name is valid."""
     if not isinstance(name, str):
         return "is a key that is not text"
     if name.isascii() and name.isprintable() and len(name) <= NAME_LIMIT and name != METADATA:
@@ -92,7 +93,7 @@ def name_fault(name: object) -> str | None:
 
 
 def shown(value: object, limit: int = 200) -> str:
-    """Text of a file, or the kind of a value that is no text, so that a message can hold it."""
+    """Text from a file, made safe for a message; the type of a value that is not text."""
     if not isinstance(value, str):
         return f"a {type(value).__name__}"
     cut = value[:limit] + ("…" if len(value) > limit else "")

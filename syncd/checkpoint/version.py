@@ -51,20 +51,20 @@ def verify_version(
 ) -> None:
     """Compare sizes, headers and, if the manifest has them, digests with the bytes on disk.
 
-    A manifest that says that it has digests must have one of each file. The folder of a published
-    version must hold no weights besides those that its manifest lists.
+    A manifest that promises digests must have one for each file. The folder of a published version
+    must hold no weights besides those that its manifest lists.
 
     Args:
-        storage: what the files are read through.
-        folder: of the version.
-        manifest: of the version.
+        storage: reads the files.
+        folder: the folder of the version.
+        manifest: the manifest of the version.
         threads: how many files are read at a time, and no more than there are processors.
         cancel: called often, in this thread; it raises to stop.
         progress: called in this thread with the bytes that are done, and those of all.
 
     Raises:
         VerificationError: a file is missing, not what the manifest says, or not in it.
-        OSError: storage failed while it was read; nothing is known.
+        OSError: storage failed while it was read, so the result is unknown.
     """
     total = sum(file.size for file in manifest.files)
     done: dict[str, int] = {}  # each file is looked at by one thread
@@ -94,17 +94,17 @@ def copy_version(
     threads: int = 4,
     cancel: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copy a version's files, the manifest aside, and verify them in the same pass.
+    """Copy a version's files, except the manifest, and verify them in the same pass.
 
-    Each byte is read once. Where both folders share a filesystem nothing is copied: the files get a
+    It reads each byte once. If both folders share a filesystem, it copies nothing: the files get a
     second name, or share blocks.
 
     Args:
-        storage: what the files are read through.
-        folder: of the version.
-        manifest: of the version.
+        storage: reads the files.
+        folder: the folder of the version.
+        manifest: the manifest of the version.
         to: the storage to write to.
-        target: an empty folder; its own entry is the caller's to sync.
+        target: an empty folder; the caller syncs the folder's own entry.
         threads: how many files are copied at a time, and no more than there are processors.
         cancel: called often, in this thread; it raises to stop.
 
@@ -119,7 +119,8 @@ def copy_version(
     each_file(copy, storage, folder, manifest, threads, cancel)
 
 
-#: Looks at one file of a version, of which it is given what the manifest says, and a check.
+#: Works on one file of a version; it gets the file's entry and tensors in the manifest, and a
+#: check.
 FileWork = Callable[[VersionFile, Mapping[str, TensorEntry], Check], None]
 
 
@@ -169,7 +170,7 @@ def _check_nothing_else(
     files like ``training_args.bin``.
 
     Raises:
-        VerificationError: there are such.
+        VerificationError: there are such weights.
     """
     if manifest.sequence == 0:
         return
@@ -209,7 +210,7 @@ class _Copy:
     path: Path
 
     def shares(self, fd: int, size: int) -> bool:
-        """True if it could be made by sharing all blocks of an open file; else nothing is there."""
+        """True if the copy was made by sharing all blocks of an open file; else it is not there."""
         made = self.storage.create(self.path)
         with self.storage.closing(made):
             if self.storage.share_range(fd, made, size, 0, 0):

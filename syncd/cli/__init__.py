@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,9 +14,13 @@ from syncd.cli import log_lines
 from syncd.protocol.errors import InvalidSettingsError, SyncdError
 from syncd.storage.errnos import unwritable_storage
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 _GROUPS: Final = {
     "Serve": {
         "run": "Serve a job: merge, publish, signal, prune.",
+        "follow": ("Follow JOB for a server that runs already: by --engine, --command, or --link."),
     },
     "Look": {
         "status": "Show the published versions, the explorers that serve them, and current waits.",
@@ -47,8 +50,8 @@ _GROUPS: Final = {
 _COMMANDS: Final = {name: said for group in _GROUPS.values() for name, said in group.items()}
 #: Entry points of commands that other packages add: the hooks, which syncd never imports itself.
 _ADDED: Final = "syncd.commands"
-#: The groups of those that are known; all others come last.
-_GROUP_OF: Final = {"follow": "Serve"}
+#: Those of the hooks: the help has them without importing them, which takes half a second.
+_OF_HOOKS: Final = frozenset({"follow"})
 _OTHERS: Final = "From other packages"
 #: The exit status of a command that Ctrl-C ended, as a shell says it.
 _INTERRUPTED: Final = 128 + signal.SIGINT
@@ -65,10 +68,10 @@ class _Lazy(click.Group):
             ctx.exit(_INTERRUPTED)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 # click's signature
-        return [*_COMMANDS, *_added()]
+        return [*_COMMANDS, *(_added().keys() - _OF_HOOKS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 # click's signature
-        if cmd_name in _COMMANDS:
+        if cmd_name in _COMMANDS.keys() - _OF_HOOKS:
             command = importlib.import_module(f"syncd.cli.{cmd_name}").command
         elif cmd_name in (added := _added()):
             command = _loaded(added[cmd_name])
@@ -79,8 +82,9 @@ class _Lazy(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 # click's signature
         groups = {group: list(commands.items()) for group, commands in _GROUPS.items()}
-        for name, point in _added().items():
-            groups.setdefault(_GROUP_OF.get(name, _OTHERS), []).append(_described(point))
+        added = [_described(point) for name, point in _added().items() if name not in _OF_HOOKS]
+        if added:
+            groups[_OTHERS] = added
         # In one column, though each group is a list of its own.
         widest = max(len(name) for commands in groups.values() for name, _ in commands)
         for group, commands in groups.items():
@@ -90,8 +94,10 @@ class _Lazy(click.Group):
 
 def _added() -> dict[str, EntryPoint]:
     """The commands of other packages by name; none of them replaces a command of syncd."""
-    found = entry_points(group=_ADDED)
-    return {point.name: point for point in found if point.name not in _COMMANDS}
+    from importlib.metadata import entry_points  # noqa: PLC0415 - it takes as long as all of this
+
+    ours = _COMMANDS.keys() - _OF_HOOKS
+    return {point.name: point for point in entry_points(group=_ADDED) if point.name not in ours}
 
 
 def _loaded(point: EntryPoint) -> Any:

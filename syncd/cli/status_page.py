@@ -37,8 +37,8 @@ def page(seen: dict[str, Any], now: float, width: int, height: int | None = None
     Args:
         seen: as :func:`syncd.operate.job_state.look` has it, or why that is not to be had.
         now: seconds since the epoch, by this host's clock.
-        width: of the terminal, in columns.
-        height: of the terminal, in lines; None if it is none.
+        width: the width of the terminal, in columns.
+        height: the height of the terminal, in lines; None if it is none.
     """
     parts = _job(seen, now, width, height)
     memory = seen.get("memory")
@@ -217,11 +217,16 @@ def _merge(merge: dict[str, Any]) -> str:
 
 def _done(counters: dict[str, int]) -> str:
     told = [
-        f"{size(count)} merged" if name == "merged_bytes" else f"{count} {name.replace('_', ' ')}"
+        f"{size(count)} merged" if name == "merged_bytes" else f"{count} {_counted(name)}"
         for name, count in counters.items()
         if count
     ]
     return ", ".join(told) or "nothing yet"
+
+
+def _counted(name: str) -> str:
+    """A counter in words; the log says "pruned" of a version that was retired and deleted."""
+    return "versions pruned" if name == "versions_retired" else name.replace("_", " ")
 
 
 def _faults(reports: list[dict[str, Any]], width: int) -> list[RenderableType]:

@@ -21,7 +21,7 @@ def local_box(name: str, tensor: DTensor) -> Box | None:
 
     Args:
         name: the tensor's, for messages.
-        tensor: of any mesh and any number of dimensions.
+        tensor: the tensor of any mesh and any number of dimensions.
 
     Raises:
         PlacementError: it has a placement that is neither Shard nor Replicate.

@@ -89,7 +89,7 @@ class LeasedVersion:
         """Verify it, and copy it in the same pass: each byte is read once.
 
         Args:
-            storage: of the copy.
+            storage: the storage of the copy.
             folder: an empty folder that nobody else looks at.
             cancel: called often; it raises to stop.
 

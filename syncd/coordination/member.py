@@ -343,7 +343,7 @@ class Member(Generic[Report]):
         one at any time.
 
         Args:
-            role: of another participant; ``trainer`` is the job's trainer, whatever its name.
+            role: another participant's role; ``trainer`` is the job's trainer, under any name.
             name: an explorer's.
 
         Returns:

@@ -271,7 +271,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """True if an explorer may not produce (``max_staleness``), and has missed the sent weights.
 
         Args:
-            save_id: of the last transfer. A member of it has missed it if it does not report
+            save_id: the last transfer's save id. A member of it has missed it if it does not report
                 serving it within three ``broadcast_timeout`` of the agreement.
         """
         newest = self._versions.newest()

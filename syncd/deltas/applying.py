@@ -1,7 +1,7 @@
 """Making a version's files from an older version and deltas, in one pass.
 
-The base is only read. Headers and small files are those of the version's own folder. The digest of
-each tensor is computed of the bytes that are written, and compared with the manifest.
+The base is only read. Headers and small files come from the version's own folder. The digest of
+each tensor is computed from the written bytes, and compared with the manifest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from syncd.storage.fsio import Storage, named
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: So many bytes are made durable at a time.
+#: How many bytes are made durable at a time.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
 
 
@@ -56,22 +56,22 @@ def apply_chain(
     cancel: Callable[[], None] = lambda: None,
     progress: Progress = unheard,
 ) -> None:
-    """Make the files of a version, the manifest aside, verified in the same pass.
+    """Make the files of a version, except the manifest, and verify them in the same pass.
 
     Args:
         storage: the storage of the deltas and of the target.
-        target: the published version; only headers and small files are read of it.
+        target: the published version, of which only headers and small files are read.
         chain: the deltas that lead from the base to the target, in order.
         base: a whole version that nobody deletes meanwhile. It is never written to.
-        to: the storage of the draft, and of the base.
-        draft: an empty folder; its own entry is the caller's to sync. After an error the caller
-            removes it.
+        to: the storage of the draft and of the base.
+        draft: an empty folder; the caller syncs the folder's own entry, and removes it after an
+            error.
         threads: how many files are made at a time, and no more than there are processors.
         cancel: called often, in this thread; it raises to stop.
         progress: called in this thread with the bytes of tensors that are done, and those of all.
 
     Raises:
-        NoDeltaError: the deltas do not make this version of this base.
+        NoDeltaError: the deltas do not make this version from this base.
         VerificationError: the target's own folder is not what its manifest says.
         OSError: one of the two storages failed.
     """
@@ -91,10 +91,10 @@ def apply_chain(
 def changed_positions(
     storage: Storage, base: Manifest, target: Manifest, chain: Sequence[Link]
 ) -> Iterator[tuple[TensorEntry, NDArray[np.int64]]]:
-    """The positions of all elements that a chain changes: of any of its deltas.
+    """The positions of all elements that any delta of a chain changes.
 
-    Give these elements the values that they have in a verified copy of the target, and a tensor
-    that held any mixture of the versions of the chain holds the target.
+    If a tensor holds any mixture of the chain's versions, and these elements get their values from
+    a verified copy of the target, the tensor then holds the target.
 
     Args:
         storage: the storage of the deltas.
@@ -103,8 +103,8 @@ def changed_positions(
         chain: the deltas between them, in order.
 
     Yields:
-        A tensor, and positions in it as if it had one dimension, ascending: int64, at most 2^20. A
-        tensor may come several times, with positions that ascend from one time to the next.
+        A tensor, and at most 2^20 ascending positions (int64) in it as if it had one dimension. A
+        tensor may come several times; its positions ascend from one time to the next.
 
     Raises:
         NoDeltaError: the deltas do not lead from the base to the target, or are damaged.
@@ -197,7 +197,7 @@ class _FileMaking:
         making.done[name] = 0
 
     def run(self, published: SafetensorsFile, digests: Sequence[bytes]) -> None:
-        """Make the header and the tensors, which must have these digests, in file order."""
+        """Make the header and the tensors; the tensors must have these digests, in file order."""
         self._write(published.header, 0)
         for entry, digest in zip(published.entries, digests, strict=True):
             if self._tensor(entry) != digest:
@@ -233,5 +233,5 @@ class _FileMaking:
             self._making.to.pwrite_all(self._fd, part, offset)
         self._unsynced += len(part)
         if self._unsynced >= _SYNC_EVERY:
-            self._making.to.fsync(self._fd)  # one of gigabytes could not be interrupted
+            self._making.to.fsync(self._fd)  # an fsync of gigabytes could not be interrupted
             self._unsynced = 0

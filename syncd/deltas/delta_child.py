@@ -1,8 +1,7 @@
 """The child process that makes a delta: it compares two versions block by block.
 
-Started by ``DeltaChild``. It reads descriptors that its parent has opened, opens nothing by itself
-and writes nothing but its standard output. The bytes that it reads must have the digests of the
-manifests.
+``DeltaChild`` starts it. It reads descriptors that its parent has opened, opens no file itself, and
+writes only to its standard output. The bytes that it reads must have the digests of the manifests.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from syncd.deltas.ends import NoDeltaError
 if TYPE_CHECKING:
     from syncd.deltas import encoding
 
-#: One block of so many is compared before all the others. If too many elements change, it shows.
+#: One block in this many is compared before the others, to find out early if too many elements
+#: change.
 _SAMPLE: Final = 20
 _WIDEST: Final = 8
 
 
 class _Pair(NamedTuple):
-    """A tensor of both versions, as :data:`TENSOR` has it."""
+    """A tensor of both versions, with the fields of :data:`TENSOR`."""
 
     number: int
     width: int
@@ -61,7 +61,7 @@ def run() -> None:
 
 class _Comparison:
     def __init__(self, requests: io.FileIO, answers: io.FileIO) -> None:
-        # Imported here, so that the parent is told if a package is missing.
+        # Imported here, so that the child can report a missing package to its parent.
         from syncd.deltas import encoding  # noqa: PLC0415
 
         self._codec = encoding
@@ -82,7 +82,7 @@ class _Comparison:
         self._tell(DONE)
 
     def _look_at_some(self) -> None:
-        """Compare some blocks, spread over all tensors, before the rest is read for nothing."""
+        """Compare some blocks, spread over all tensors, so that a hopeless attempt ends early."""
         seen = changed = 0
         for pair, block in self._sample():
             old, new = self._load(pair, block)

@@ -31,13 +31,13 @@ BLOCK: Final = 2**20
 #: number of the block in it, the bytes of the encoded block, the elements that changed in it, and
 #: the xxh3-64 of the encoded block.
 ENTRY: Final = struct.Struct("<IIIIQ")
-#: A delta above this part of changed elements is not made: it would save little.
+#: If a larger part of the elements changes, no delta is made, because it would save little.
 DENSEST: Final = 0.30
 _BUFFER: Final = 1024 * 1024
 
 
 def blocks_of(elements: int) -> int:
-    """The blocks of a tensor with so many elements."""
+    """The number of blocks of a tensor with this many elements."""
     return -(-elements // BLOCK)
 
 
@@ -77,7 +77,7 @@ def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:
     """The files of a delta by name: an index and blocks, both with a digest.
 
     Raises:
-        NoDeltaError: the record names others.
+        NoDeltaError: the record names other files.
     """
     files = {file.name: file for file in delta.files}
     if (

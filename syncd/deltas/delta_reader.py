@@ -1,6 +1,6 @@
 """Reading a delta that anybody may have written: it is checked against the version that it makes.
 
-Nothing in a delta names a place outside its two files. Before anything is allocated for it, every
+A delta cannot refer to anything outside its two files. Before memory is allocated for it, every
 length is compared with the most that the version's tensors allow.
 """
 
@@ -31,16 +31,16 @@ _ENTRIES: Final = np.dtype(
 class DeltaReader:
     """An open delta, whose index fits the tensors of its target. Close it, or use it in ``with``.
 
-    May be used by several threads, each with a :class:`~syncd.deltas.encoding.Decoder` of its own.
+    Several threads may use it, each with its own :class:`~syncd.deltas.encoding.Decoder`.
 
     Args:
         storage: the storage that the delta is on.
-        folder: of the delta.
+        folder: the folder of the delta.
         delta: its record.
-        tensors: of the target, in the order of the names.
+        tensors: the tensors of the target, in the order of the names.
 
     Raises:
-        NoDeltaError: the delta is not whole, or not one of these tensors.
+        NoDeltaError: the delta is not whole, or not a delta of these tensors.
         OSError: a file is missing, or cannot be read.
     """
 
@@ -75,7 +75,7 @@ class DeltaReader:
     def _checked(
         self, delta: Delta, counts: NDArray[Any], widths: NDArray[Any], size: int
     ) -> NDArray[np.int64]:
-        """The offset of each entry's bytes, once all entries are known to be possible."""
+        """The offset of each entry's bytes; refuses impossible entries."""
         tensors, blocks = self._entries["tensor"], self._entries["block"].astype(np.int64)
         lengths = self._entries["length"].astype(np.int64)
         changed = self._entries["count"].astype(np.int64)
@@ -112,13 +112,13 @@ class DeltaReader:
             tensor: its number in the order of the names.
             block: the number of the block.
             elements: the old ones, of the whole block.
-            decoder: of this thread.
+            decoder: the decoder of this thread.
 
         Returns:
             False if nothing changed.
 
         Raises:
-            NoDeltaError: the block is damaged; the elements are then neither the old nor the new.
+            NoDeltaError: the block is damaged; the elements are then a mixture of old and new ones.
             OSError: storage failed.
         """
         found = self._load(tensor, block)
@@ -150,7 +150,7 @@ class DeltaReader:
             raise self._broken_block(tensor, block, error) from None
 
     def _load(self, tensor: int, block: int) -> tuple[memoryview, int] | None:
-        """The encoded bytes of a block, whose digest is right, and its count of changes."""
+        """The encoded bytes of a block, with a correct digest, and its count of changes."""
         key = tensor << 32 | block
         at = int(np.searchsorted(self._keys, key))
         if at == len(self._keys) or self._keys[at] != key:

@@ -1,21 +1,22 @@
 """The encoding of one block of a delta: which elements changed, and by how much.
 
-An encoded block is a byte that says its kind, and:
+An encoded block is a byte for its kind, followed by:
 
 - ``0``: the new bytes of the whole block.
 - ``1``: three lengths (u32, little endian) and three parts. Each part is one zstd frame with its
-  size in the header, or raw bytes if a frame is not shorter; a length below the part's own says
-  that it is a frame.
+  size in the header, or raw bytes if a frame is not shorter; it is a frame if its stored length is
+  below its own.
 
 The parts of kind 1, for changes at positions p₁ < p₂ < …:
 
-1. *gaps*: pᵢ - pᵢ₋₁ - 1 (p₀ = -1), each as bytes 255 that add up, and a last byte below 255.
-   Its own length, the fourth number of the header, cannot be known otherwise.
+1. *gaps*: pᵢ - pᵢ₋₁ - 1 (p₀ = -1), each as bytes that add up: 255 as often as it fits, and a last
+   byte below 255. The fourth number of the header is this part's own length, which nothing else
+   tells.
 2. *changes*: min(z - 1, 255), one byte each; z is the zigzag of (new - old) mod 2^w, with w the
    bits of an element: z = 2d for 0 ≤ d < 2^(w-1), else 2(2^w - d) - 1.
 3. *large changes*: z - 1 as an element of w bits, for each byte 255 of the changes.
 
-Bits are compared and nothing else: NaN and -0 are exact.
+Only bits are compared, so NaN and -0 are exact.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ _HEAD: Final = struct.Struct("<BIIII")
 _MORE: Final = 255
 #: A block that does not shrink below this part of its bytes is stored as it is.
 _WORTH: Final = 0.6
-#: NumPy changes its way of looking for elements above one in so many.
+#: NumPy searches differently if more than one element in this many is set.
 _DENSE: Final = 10
-#: If a smaller part of the words differ, only their elements are compared.
+#: If a smaller part of the words differs, only the elements of these words are compared.
 _FEW: Final = 0.35
-#: Shorter parts gain nothing by a frame.
+#: Parts shorter than this gain nothing from a frame.
 _SHORT: Final = 32
 
 #: The unsigned integer of each width in bytes.
@@ -59,7 +60,7 @@ UINT: Final[dict[int, np.dtype[Any]]] = {width: np.dtype(f"<u{width}") for width
 
 
 class BlockError(ValueError):
-    """Raised when an encoded block is not one; the text says why."""
+    """Raised for a damaged block; the text is the reason."""
 
 
 def longest(elements: int, width: int) -> int:
@@ -79,10 +80,10 @@ class Encoder:
 
         Args:
             old: the elements, at most :data:`BLOCK`.
-            new: as many, of the same width.
+            new: as many elements, of the same width.
 
         Returns:
-            The encoded block, and the number of elements that differ; nothing and 0 if none does.
+            The encoded block, and the number of elements that differ; empty and 0 if none differs.
         """
         positions, differences = self._changes(old, new)
         count = len(positions)
@@ -105,7 +106,7 @@ class Encoder:
         difference: Elements = self._memory[: new.nbytes].view(new.dtype)
         np.subtract(new, old, out=difference)
         if new.nbytes % 8 == 0:
-            # Where few differ, whole words of eight bytes are passed over.
+            # If few elements differ, equal words of eight bytes are skipped.
             words = difference.view(np.uint64)
             differ = words != 0
             if np.count_nonzero(differ) < _FEW * len(differ):
@@ -139,10 +140,10 @@ def count_changed(old: Elements, new: Elements) -> int:
 
 
 def _nonzero(flags: NDArray[np.bool_]) -> Positions:
-    """The positions of all that are true.
+    """The positions of all true flags.
 
-    NumPy tests each element of a sparse array by a branch, which costs many times as much as its
-    way with a dense one: so groups of eight are looked at first.
+    In a sparse array NumPy tests each element by a branch, which is many times as slow as its
+    search in a dense one. So groups of eight are tested first.
     """
     if len(flags) % 8 or np.count_nonzero(flags) * _DENSE > len(flags):
         return np.flatnonzero(flags)
@@ -179,7 +180,7 @@ def _zigzag(difference: Elements, width: int) -> Elements:
 
 
 def _unzigzag(zigzag: Elements) -> Elements:
-    """The differences, in the memory of what :func:`_zigzag` made of them."""
+    """The differences from which :func:`_zigzag` made these values, in the same memory."""
     zigzag += 1
     sign = zigzag & 1
     zigzag >>= 1
@@ -188,11 +189,11 @@ def _unzigzag(zigzag: Elements) -> Elements:
 
 
 class Decoder:
-    """Decodes blocks, one after the other. It believes nothing that a block says."""
+    """Decodes blocks, one after the other, and checks everything in them."""
 
     def __init__(self) -> None:
         self._unpack = _unpacker()
-        self._numbers = np.arange(BLOCK)
+        self._numbers = np.arange(0)
 
     def apply(self, block: memoryview, count: int, elements: Elements) -> None:
         """Make the new elements of a block out of the old ones, in place.
@@ -200,7 +201,7 @@ class Decoder:
         Args:
             block: as :meth:`Encoder.encode` made it.
             count: the elements that changed.
-            elements: the old ones; after an error they are neither the old ones nor the new.
+            elements: the old ones; after an error they are a mixture of old and new ones.
 
         Raises:
             BlockError: it is not such a block.
@@ -218,18 +219,18 @@ class Decoder:
     def positions(self, block: memoryview, count: int, elements: int, width: int) -> Positions:
         """The positions of the elements that a block changes, ascending.
 
-        All of them, if the block holds new bytes and no changes.
+        All positions, if the block holds the new bytes instead of changes.
 
         Raises:
             BlockError: it is not such a block.
         """
         sparse = self._sparse(block, count, elements, width)
-        return self._numbers[:elements] if sparse is None else sparse[0]
+        return self._first(elements) if sparse is None else sparse[0]
 
     def _sparse(
         self, block: memoryview, count: int, elements: int, width: int
     ) -> tuple[Positions, _Bytes, Elements] | None:
-        """The positions, changes and large changes of a checked block; None of one of kind 0."""
+        """The positions, changes and large changes of a checked block; None for kind 0."""
         if not 1 <= count <= elements <= BLOCK:
             raise BlockError(f"{count} of {elements} elements are said to change")
         if not block:
@@ -260,7 +261,7 @@ class Decoder:
         return self._positions(gaps, count, elements), changes, large
 
     def _part(self, stored: memoryview, length: int) -> _Bytes:
-        """The bytes of a part, of a length that is bounded already."""
+        """The bytes of a part; its length was checked before."""
         if len(stored) > length:
             raise BlockError("a part is longer than its content")
         part = stored if len(stored) == length else self._unpack(stored, length)
@@ -273,17 +274,23 @@ class Decoder:
         reached = np.cumsum(gaps, dtype=np.int64)
         if len(gaps) != count:
             reached = reached[ends]
-        reached += self._numbers[:count]
+        reached += self._first(count)
         if reached[-1] >= elements:
             raise BlockError("a change is outside the block")
         return reached
+
+    def _first(self, count: int) -> Positions:
+        """The numbers from 0, so many; those of a whole block would take 8 MiB in each thread."""
+        if len(self._numbers) < count:
+            self._numbers = np.arange(count)
+        return self._numbers[:count]
 
 
 def _packer() -> Callable[[bytes], bytes]:
     """A function that makes a zstd frame.
 
-    Matches in gaps and changes are accidents that cost more than the entropy coding of the same
-    bytes: with few of them a frame takes half the time of level 1, and is smaller.
+    Matches in gaps and changes are accidental, and cost more than the entropy coding of the same
+    bytes: with few matches a frame takes half the time of level 1, and is smaller.
     """
     if sys.version_info >= (3, 14):
         options = {
@@ -300,9 +307,9 @@ def _packer() -> Callable[[bytes], bytes]:
 
 
 def _unpacker() -> Callable[[memoryview, int], bytes]:
-    """A function that makes a frame's content of a length that its header must say too.
+    """A function that unpacks a frame; its header must declare the expected length.
 
-    The frame's own header is asked before anything is allocated: zstandard ignores
+    It reads the frame's header before it allocates memory, because zstandard ignores
     ``max_output_size`` if the frame declares a size.
     """
     if sys.version_info >= (3, 14):

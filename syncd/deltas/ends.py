@@ -13,7 +13,7 @@ from syncd.protocol.records import Delta, DeltaEnd, Manifest, TensorEntry
 
 
 class NoDeltaError(Exception):
-    """Raised when a delta cannot be made, or not be used, and why.
+    """Raised with the reason when a delta cannot be made or used.
 
     It says nothing about the two versions: read the full version.
     """
@@ -27,9 +27,9 @@ def in_order(manifest: Manifest) -> list[TensorEntry]:
 def content_of(manifest: Manifest) -> str | None:
     """The digest of all tensors of a version: xxh3-128, as 32 hexadecimal digits.
 
-    Hashed are lines of JSON in ASCII, one for each tensor in the order of the names (by code
-    point): ``["name","dtype",[shape],"digest"]``, without spaces. File names, headers and small
-    files have no part in it.
+    It hashes lines of JSON in ASCII, one for each tensor in the order of the names (by code point):
+    ``["name","dtype",[shape],"digest"]``, without spaces. File names, headers and small files are
+    not hashed.
 
     Returns:
         None if a tensor has no digest.

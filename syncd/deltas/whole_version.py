@@ -22,8 +22,8 @@ class WholeVersion:
     """A whole version on disk: a published one, or a copy of one.
 
     Attributes:
-        folder: with the files that the manifest lists.
-        manifest: of the version.
+        folder: the folder with the files that the manifest lists.
+        manifest: the manifest of the version.
     """
 
     folder: Path
@@ -39,14 +39,14 @@ Places = Mapping[str, tuple[SafetensorsFile, HeaderEntry]]
 
 @contextmanager
 def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
-    """Open all files of weights of a version; the headers must be what the manifest says.
+    """Open all files of weights of a version; their headers must match the manifest.
 
     Yields:
         The place of each tensor, by its name.
 
     Raises:
         NoDeltaError: the files are not those of the manifest.
-        OSError: one is missing, or cannot be read.
+        OSError: a file is missing, or cannot be read.
     """
     told: dict[str, dict[str, TensorEntry]] = {
         file.name: {} for file in version.manifest.files if file.name.endswith(WEIGHTS)
@@ -71,7 +71,7 @@ def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
 
 
 def check_header(file: SafetensorsFile, told: Mapping[str, TensorEntry]) -> None:
-    """See that a file's header has the tensors that a manifest has in this file.
+    """Check that a file's header has the tensors that a manifest lists for this file.
 
     Raises:
         NoDeltaError: it has others.

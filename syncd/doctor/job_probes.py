@@ -124,7 +124,7 @@ def rights(job: Job, facts: Facts, refused: str | None) -> Finding:
 
     Args:
         job: the job.
-        facts: of this process.
+        facts: the facts of this process.
         refused: the error at the first folder that this process made; None if there was none.
     """
     if refused is None:

@@ -197,7 +197,7 @@ def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) 
         refused: the reason why it may not write; None if it may.
         kept: the reason why it could not delete steps; None if there are none, empty if it could.
         to_delete: the remedy for that.
-        facts: of this process.
+        facts: the facts of this process.
     """
     us = f"user {facts.user}, groups {_listed(facts.groups or (facts.group,))}, umask {facts.umask}"
     if refused is not None:

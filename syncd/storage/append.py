@@ -1,7 +1,7 @@
 """The daemon's files that grow by a line for each event, up to a bound.
 
-At :data:`LIMIT` bytes such a file becomes the one with the older lines, by one rename, and a new
-one is begun: so there are two at most, of which the older one goes as a whole.
+At :data:`LIMIT` bytes such a file replaces the file of older lines, by one rename, and a new file
+begins. So there are at most two files, and older lines are lost a file at a time.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ LIMIT: Final = 4 * 1024 * 1024
 def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: int = LIMIT) -> None:
     """Append to a file, which is made if it is missing.
 
-    If something else than a file has that name, it is renamed first. Not promised: the older lines,
-    where a daemon that was superseded just then begins a new file as well.
+    If something other than a file has that name, it is renamed first. Not promised: that older
+    lines stay if a daemon that was just superseded begins a new file too.
 
     Args:
         storage: the shared storage.
         path: the file.
         data: whole lines.
-        durable: whether they are to survive a power loss.
+        durable: whether they must survive a power loss.
         limit: the most bytes before a new file is begun.
 
     Raises:
-        OSError: storage refused; some of it may be there.
+        OSError: storage refused; a part of the data may be in the file.
     """
     status = storage.status(path)
     if status is not None and status.st_size >= limit:
@@ -53,7 +53,7 @@ def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: i
 
 
 def _turn_over(storage: Storage, path: Path) -> None:
-    """Let the lines that are there be the older ones."""
+    """Make the present file the file of older lines."""
     older = older_lines(path)
     try:
         storage.rename(path, older)
@@ -63,7 +63,7 @@ def _turn_over(storage: Storage, path: Path) -> None:
 
 
 def last_lines(storage: Storage, path: Path, limit: int = 2 * LIMIT) -> list[bytes]:
-    """The last lines of such a file, oldest first; none if it is missing, or is no file.
+    """The last lines of such a file, oldest first; none if it is missing, or is not a file.
 
     A line may be there twice if a new file was begun meanwhile.
 

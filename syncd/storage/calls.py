@@ -1,11 +1,11 @@
 """The system calls on shared storage, one a method: the seam for fault injection.
 
-A subclass that counts, fails or kills at the k-th of them reaches every state that a crash can
-leave. Reading goes through here too, so that a read may fail as well.
+A subclass that counts, fails or kills at the k-th call reaches every state that a crash can leave.
+Reads go through here too, so that tests can fail them as well.
 
-Below the job directory no link is ever followed: a link there could lead a daemon to read, or
-delete, files outside the job. So :class:`Beneath` opens each folder on the way by itself, with
-``O_NOFOLLOW``, and gives the system call the last name and the descriptor of its folder.
+Below the job directory syncd never follows a link, because a link there could lead a daemon to
+read, or delete, files outside the job. So :class:`Beneath` opens each folder on the way separately,
+with ``O_NOFOLLOW``, and gives the system call the last name and the descriptor of its folder.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Kind(Enum):
 
 
 class Free(NamedTuple):
-    """The room that this user may still take; None if the filesystem does not say."""
+    """The bytes and inodes that are free for this user; None if the filesystem does not say."""
 
     bytes: int | None
     inodes: int | None
 
 
 class Calls:
-    """The calls, each done as soon as it is asked for.
+    """The calls, each done at once.
 
     Args:
         root: the job directory: links are followed on the way to it, and never below it. Paths
@@ -98,7 +98,7 @@ class Calls:
             os.utime(name, dir_fd=folder, follow_symlinks=False)
 
     def chgrp(self, path: Path, group: int) -> None:
-        """Give a folder to a group of this user's."""
+        """Give a folder to one of this user's groups."""
         with self._beneath.at(path) as (name, folder):
             os.chown(name, -1, group, dir_fd=folder, follow_symlinks=False)
 
@@ -143,7 +143,7 @@ class Calls:
         """Let a file share the blocks of another: ``FICLONERANGE`` of ioctl_ficlonerange(2).
 
         Raises:
-            OSError: these two cannot, or the range is not one of whole blocks.
+            OSError: these two files cannot share, or the range is not whole blocks.
         """
         fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, at, count, to))
 
@@ -215,7 +215,7 @@ class Calls:
         """The entries of a folder.
 
         Raises:
-            NotADirectoryError: it is no folder; also if it is a link to one.
+            NotADirectoryError: it is not a folder; also if it is a link to a folder.
         """
         status = self.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
@@ -240,7 +240,7 @@ class Calls:
     def may_change(self, path: Path) -> bool:
         """True if this user may make and delete names in a folder, as far as storage says now.
 
-        On NFS it is the server that is asked; an answer that does not come counts as a no.
+        On NFS the server decides; no answer counts as a no.
         """
         with self._beneath.at(path) as (name, folder):
             return os.access(
@@ -266,13 +266,13 @@ class Calls:
     # -- descriptors ---------------------------------------------------------------------------
 
     def _open(self, path: Path, flags: int) -> int:
-        # So that it does not hang on a pipe that somebody put under this name.
+        # O_NONBLOCK, so that the open does not hang on a pipe that somebody put under this name.
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with self._beneath.at(path) as (name, folder):
             return os.open(name, flags, 0o666, dir_fd=folder)
 
     def _regular(self, fd: int, path: Path) -> os.stat_result:
-        """The status of an opened file; closes it if that is no regular file, or not told."""
+        """The status of an opened file; closes a file that is not regular, or has no status."""
         try:
             status = os.fstat(fd)
         except OSError:  # ESTALE on NFS, if it was replaced since
@@ -309,7 +309,7 @@ class Beneath:
         """A path, for one system call. Errors that pass through here name the whole path.
 
         Raises:
-            OSError: ``ELOOP`` if a folder on the way is a link; as the system says otherwise.
+            OSError: ``ELOOP`` if a folder on the way is a link; otherwise the system's error.
         """
         text = os.fspath(path)
         parts = self._parts(_absolute(text))
@@ -359,7 +359,7 @@ class Beneath:
 
 
 def _absolute(text: str) -> str:
-    """Not ``os.path.abspath``: what ``..`` behind a link is, only the system knows."""
+    """An absolute path; it keeps ``..``, which only the system can resolve behind a link."""
     return text if text.startswith("/") else os.path.join(os.getcwd(), text)
 
 

@@ -1,7 +1,8 @@
 """Exclusive names: at most one live participant holds each.
 
-An exclusive marker under ``.syncd/claims/`` says which session holds a name. The marker of a dead
-session is broken (:class:`~.judge.Judge`); a name that a live session holds is refused.
+A marker under ``.syncd/claims/``, created exclusively, names the session that holds a name. A
+newcomer breaks the marker of a dead session (:class:`~.judge.Judge`), and is refused a name that a
+live session holds.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from syncd.storage.sessions import Session, process_of
 
 log = logging.getLogger(__name__)
 
-#: Lease times after which a name counts as taken though its holder could not be judged.
+#: Lease times after which a name counts as taken although its holder could not be judged.
 _PATIENCE: Final = 3
-#: Looks at which a heartbeat must be missing: it is for a moment while its owner renews it.
+#: How many looks must miss a heartbeat: it is missing for a moment while its owner renews it.
 _MISSING_LOOKS: Final = 2
 #: The most characters of a name that go into a message.
 _SHOWN: Final = 200
@@ -37,9 +38,9 @@ _SHOWN: Final = 200
 class HeldName:
     """A name in a role, held by this process's session.
 
-    Promised: of two participants whose hosts and storage work, one at a time has the name. Not
-    promised: that a participant which was paused for longer than a lease still has it; it notices
-    at its next :meth:`check`, and a write that it had begun may still be done.
+    Promised: if the hosts and storage of two participants work, only one at a time has the name.
+    Not promised: that a participant that was paused for longer than a lease still has it. It
+    notices at its next :meth:`check`; a write that it had begun may still take effect.
     """
 
     def __init__(self, job: Job, path: Path, session: str, name: str) -> None:
@@ -64,8 +65,8 @@ class HeldName:
 
         Args:
             job: the job.
-            role: ``explorer``, or ``trainer``, of which a job has one whatever its name is.
-            name: the participant's.
+            role: ``explorer``, or ``trainer``; a job has only one trainer, under any name.
+            name: the participant's name.
             session: this process's heartbeat, which beats already.
             clock: seconds, monotonic.
             pause: waits for seconds, between two looks.
@@ -74,7 +75,7 @@ class HeldName:
             NameTakenError: a live participant has it.
         """
         held = cls(job, job.layout.claim(role, name), session.id, name)
-        # Not with the folders above it: in an unmounted job nothing is made.
+        # Without the folders above it: nothing may be made in an unmounted job.
         job.storage.make_folder(job.layout.claims, below=job.layout.state)
         watch = _Holder(job, held._path, session.lease_time, clock)
         while not held._create():
@@ -91,7 +92,7 @@ class HeldName:
 
         Raises:
             NameTakenError: another participant took it while we were counted as dead.
-            CancelledError: we gave it up.
+            CancelledError: this participant gave it up.
         """
         if self._given_up:
             raise CancelledError(f"{self._path} was released, because this participant is closed")
@@ -113,9 +114,9 @@ class HeldName:
         """The sentence that names the participant which has the name."""
         try:
             holder = name_in(self._job.storage.read(self._path))
-        except OSError:  # gone, or none that can be read: its session is all that is known
+        except OSError:  # gone, or unreadable: only its session is known
             holder = None
-        if role == "trainer":  # of which a job has one: another name is of no use
+        if role == "trainer":  # a job has only one, so another name does not help
             other = "give this one a job directory of its own"
             who = "a trainer" if holder is None else f"trainer {holder[:_SHOWN]!r}"
         else:
@@ -128,7 +129,7 @@ class HeldName:
         )
 
     def _create(self) -> bool:
-        """Make the marker, whole at once; whether it is ours."""
+        """Make the marker, complete at once; returns whether it is ours."""
         draft = self._job.layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
         try:
             self._job.storage.write_new(
@@ -145,7 +146,7 @@ class HeldName:
 
 
 def read_claim(storage: Storage, path: Path) -> str | None:
-    """The session that has a name; None if nobody has, or if the file names none."""
+    """The session that has a name; None if nobody has the name, or the file names no session."""
     try:
         session = session_of(storage.read(path))
     except OSError as error:
@@ -176,13 +177,13 @@ class _Holder:
 
     def is_dead(self) -> bool:
         """Look once more."""
-        # Looked at before it is read: so it is broken only if it is the one that was read.
+        # Look at the marker before reading it, so that only the marker that was read can be broken.
         marker = self._judge.look(self._path)
         session = read_claim(self._job.storage, self._path)
         if session != self.session:
             self.session, self._first, self._missing = session, None, 0
         if session is None:
-            return marker is Liveness.DEAD  # it says nothing, and has said so for a lease
+            return marker is Liveness.DEAD  # it has named no session for a lease
         heartbeat = self._job.layout.session(session)
         seen = self._judge.look(heartbeat)
         if seen is Liveness.MISSING:
@@ -198,7 +199,7 @@ class _Holder:
         return seen is Liveness.DEAD
 
     def take_away(self) -> None:
-        """Break the marker, unless it is another's by now."""
+        """Break the marker, unless another participant has it by now."""
         if self._judge.break_dead(self._path):
             log.info(
                 "session %s is dead and loses %s",

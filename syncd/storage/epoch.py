@@ -1,9 +1,9 @@
 """The fence: each active daemon works in a room of its own, and commits by renaming out of it.
 
-A lease only says who *should* work: a daemon that was paused for a minute would still rename. So a
-take-over makes a new room ``.syncd/epoch/<n>-<suffix>/`` and empties every lower one until it can
-be removed; from then on a rename out of, or into, a lower room finds no such folder. The argument,
-and what was explored of it, is in ``docs/protocol.md`` and ``tests/model``.
+``daemon.lock`` only says which daemon *should* work: a daemon that was paused for a minute would
+still rename. So a take-over makes a new room ``.syncd/epoch/<n>-<suffix>/`` and empties every lower
+room until it can be removed; from then on a rename out of, or into, a lower room finds no such
+folder. ``docs/protocol.md`` has the argument, and ``tests/model`` explores it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from syncd.storage.record_files import move_away
 
 log = logging.getLogger(__name__)
 
-#: No daemon ever comes to such a number: someone made that folder.
+#: No daemon reaches this number by counting: someone else made such a folder.
 _LAST_ROOM: Final = 10**17
-#: The most bytes of a name that are kept where something is set aside.
+#: The most bytes of a name that are kept when something is set aside.
 _LONGEST: Final = 200
-#: How often a lower room is emptied before its folder is believed to be in the way.
+#: How often to empty a lower room before giving up.
 _ROUNDS: Final = 100
-#: The suffix makes a room's name one that was never used: a paused daemon whose room was removed
-#: must not find another's in its place.
+#: The suffix makes every room's name new: a paused daemon whose room was removed must not find
+#: another daemon's room in its place.
 _ROOM: Final = re.compile(r"([1-9][0-9]{0,17})-([0-9a-f]{8})", re.ASCII)
 
 
@@ -42,14 +42,15 @@ class Epoch:
     """The room of one active daemon.
 
     Promised: after :meth:`take_over` returned, no daemon of a lower epoch commits or prunes
-    anything; and once a higher epoch's ``take_over`` returned, neither does this one: each method
-    with an effect that others see raises :class:`SupersededError` then. Not promised: that a daemon
+    anything. Once a higher epoch's ``take_over`` returned, neither does this one: then each method
+    with an effect that others see raises :class:`SupersededError`. Not promised: that a daemon
     knows that it was superseded before it tries.
 
     Attributes:
         number: the epoch, for people; rooms are ordered by it, and then by their suffix.
         building: where versions are made.
-        in_background: the names in it that another thread works on: a sweep leaves them alone.
+        in_background: the names in ``building`` that another thread works on: a sweep leaves them
+            alone.
     """
 
     def __init__(self, job: Job, room: str) -> None:
@@ -92,7 +93,7 @@ class Epoch:
         try:
             for folder in (epoch._doomed, epoch._trash, epoch.building):
                 epoch._within(job.storage.mkdir, folder)
-            # Before anything is moved in, because a lost folder loses its content too.
+            # Sync before anything is moved in, because a lost folder would lose its content too.
             epoch._within(job.storage.sync_folder, epoch._room)
             job.storage.sync_folder(job.layout.epochs)
             for lower in rooms:
@@ -118,15 +119,15 @@ class Epoch:
     def open_leasing(self, sequence: int) -> None:
         """Let a version be leased: one rename of an empty folder out of this room.
 
-        Made in place, by mkdir, it could be the work of a superseded daemon, and bring back the
-        folder of a version that was retired meanwhile.
+        If the folder were made in place, by mkdir, a superseded daemon could bring back the folder
+        of a version that was retired meanwhile.
 
         Raises:
             SupersededError: this room is gone.
         """
         source = self.building / f"leases-{version_folder(sequence)}"
         target = self._job.layout.lease_folder(sequence)
-        if not self._job.storage.exists(source):  # else an attempt before this one left it
+        if not self._job.storage.exists(source):  # else an earlier attempt left it
             self._within(self._job.storage.mkdir, source)
         try:
             self._rename(
@@ -137,7 +138,7 @@ class Epoch:
         except OSError as error:
             if error.errno not in NOT_EMPTY:
                 raise
-            self._job.storage.rmdir(source)  # it is there, and someone holds a lease in it
+            self._job.storage.rmdir(source)  # the target is there, and someone holds a lease in it
             return
         self._job.storage.sync_folder(target.parent)
 
@@ -172,7 +173,7 @@ class Epoch:
         return target
 
     def publish_file(self, target: Path, data: bytes, *, durable: bool = True) -> None:
-        """Replace a file of the daemon's, such as LATEST: one rename out of this room.
+        """Replace one of the daemon's files, such as LATEST: one rename out of this room.
 
         A hint need not be ``durable``: after a power loss it may be gone, or torn.
 
@@ -198,7 +199,7 @@ class Epoch:
         """Take a folder out of everybody's sight, to look at it once more.
 
         Returns:
-            Where it is now: nothing deletes it there. :meth:`condemn` it, or put it back.
+            Its path now, where nothing deletes it. :meth:`condemn` it, or put it back.
 
         Raises:
             SupersededError: this room is gone.
@@ -207,7 +208,7 @@ class Epoch:
         return self._move(path, self._trash)
 
     def condemn(self, path: Path) -> Path:
-        """Decide that a folder goes: one rename to where :meth:`sweep` deletes.
+        """Decide to delete a folder: one rename to the folder that :meth:`sweep` deletes from.
 
         Raises:
             SupersededError: this room is gone.
@@ -216,7 +217,7 @@ class Epoch:
         return self._move(path, self._doomed)
 
     def undecided(self) -> list[Path]:
-        """Names that a daemon, this or an earlier one, set aside: not condemned, not put back."""
+        """Names that this or an earlier daemon set aside, and neither condemned nor put back."""
         return [self._trash / name for name in self._job.storage.names(self._trash)]
 
     def condemned(self) -> list[Path]:
@@ -243,10 +244,10 @@ class Epoch:
         return all(self._job.storage.exists(folder) for folder in folders)
 
     def raise_if_superseded(self, error: OSError) -> None:
-        """Translate an error if this room is gone and the job is not.
+        """Translate an error if this room is gone but the job is there.
 
         Raises:
-            SupersededError: it means that another daemon has taken over.
+            SupersededError: another daemon has taken over.
         """
         if (
             is_gone(error)
@@ -267,11 +268,11 @@ class Epoch:
                 log.debug("cannot remove %s: %s", folder, error)
 
     def _close_room(self, room: Path) -> None:
-        """Empty a lower room and remove it: all that is not finished there ends here.
+        """Empty a lower room and remove it, which ends all unfinished work there.
 
         The folders that its daemon renames out of, or into, are emptied and removed, never moved: a
-        rename goes by the handle that a folder had when its name was looked up (always on NFS, and
-        for a moment everywhere), and a handle is worth nothing only once its folder is removed.
+        rename uses the handle that a folder had when its name was looked up (always on NFS, and for
+        a moment everywhere), and that handle is useless only once its folder is removed.
         """
         homes = {
             room / "building": self._doomed,
@@ -285,7 +286,7 @@ class Epoch:
         for _ in range(_ROUNDS):  # its daemon may make something new in it, but not for ever
             for folder, home in homes.items():
                 if folder != room and not _is_folder(self._job.storage, folder):
-                    continue  # a link, say, is found in the room, and taken
+                    continue  # for example a link, which is found in the room and moved
                 for name, kind in self._found(folder):
                     if kind is not Kind.FOLDER or folder / name not in homes:
                         self._take(folder / name, home)
@@ -305,7 +306,7 @@ class Epoch:
             raise
 
     def _removed(self, folder: Path) -> bool:
-        """Remove an empty folder; False if it is not empty, whatever its listing said."""
+        """Remove an empty folder; False if it is not empty, even if its listing was empty."""
         try:
             self._job.storage.rmdir(folder)
         except FileNotFoundError:
@@ -328,15 +329,15 @@ class Epoch:
         except OSError as error:
             if not is_gone(error):
                 raise
-            # else: its daemon, or a third one, was faster
+            # else: its daemon, or a third daemon, was faster
 
     def _move(self, path: Path, into: Path) -> Path:
-        """Rename into a folder of this room, under a name that nothing has there."""
-        # A name may have as many bytes as any can have: there must be room for the rest.
+        """Rename into a folder of this room, under a name that is free there."""
+        # The name may have the maximal length: leave room for the suffix.
         name = os.fsdecode(os.fsencode(path.name)[:_LONGEST])
         target = into / f"{name}-{secrets.token_hex(6)}"
         self._rename(path, target, lambda: self._job.storage.exists(target))
-        # Before anything in it is deleted: else a power loss could bring back half of it.
+        # Sync before anything in it is deleted: else a power loss could bring back half of it.
         for folder in (into, path.parent):
             self._job.storage.sync_folder(folder)
         return target
@@ -344,7 +345,8 @@ class Epoch:
     def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:
         """Rename; after an error, check if the server did it nevertheless.
 
-        A server that did the rename but whose answer was lost is asked again, and says ENOENT.
+        If the server did the rename but its answer was lost, the client asks again, and gets
+        ENOENT.
         """
         try:
             self._job.storage.rename(source, target)
@@ -356,11 +358,11 @@ class Epoch:
                 raise
 
     def _ask_anew(self, folder: Path) -> None:
-        """Let this client forget that a name was not there before its own rename."""
+        """Make this client forget that a name was missing before its own rename."""
         try:
             self._job.storage.refresh(folder)
         except OSError:
-            pass  # the folder is gone, or nothing can be made in it: the cached state has to do
+            pass  # the folder is gone, or nothing can be made in it: use the cached state
 
     def _within(self, change: Callable[[Path], None], path: Path) -> None:
         try:

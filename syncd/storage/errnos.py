@@ -14,12 +14,13 @@ GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
 NOT_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 #: The disk, or this user's part of it, is full.
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-#: The work may well succeed if it is done again from the start. Not a full disk or a refused right.
+#: Errors after which the work may succeed if it is done again from the start. Not a full disk, nor
+#: a refused right.
 PASSING: Final = GONE | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
-#: Errors of a read if the thing there can be no record: a link, a pipe, a socket, a folder, or
-#: far too long. It stays so until someone changes it: there is nothing to wait for.
+#: Errors of a read if the thing there cannot be a record: it is a link, a pipe, a socket, a folder,
+#: or far too long. It stays so until someone changes it, so waiting does not help.
 _NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG})
-#: Errors that come again at the next look: they are about this one name, not about the storage.
+#: Errors that come again at the next look: they concern this one name, not the storage.
 _REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 
 
@@ -27,7 +28,7 @@ def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
     """The syncd error for storage on which nobody can write; None for any other error.
 
     Args:
-        error: of a write.
+        error: the error of a write.
         path: the path of the write, if the error itself does not name it.
     """
     where = error.filename or path
@@ -55,15 +56,15 @@ def is_gone(error: OSError) -> bool:
 
 
 def is_no_record(error: OSError) -> bool:
-    """True if an error of a read says that the thing there can be no record."""
+    """True if an error of a read says that the thing there cannot be a record."""
     return error.errno in _NO_RECORD
 
 
 def is_refused_here(error: OSError) -> bool:
-    """True if an error is about one name alone: a link, or one that this user may not see."""
+    """True if an error concerns one name alone: a link, or a name that this user may not see."""
     return error.errno in _REFUSED_HERE
 
 
 def is_unreadable(error: OSError) -> bool:
-    """True if an error says that this user can read no record under a name that is there."""
+    """True if an error says that a name is there, but this user can read no record under it."""
     return is_no_record(error) or is_refused_here(error)

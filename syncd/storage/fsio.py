@@ -1,8 +1,8 @@
-"""The only way by which shared storage is changed, filelock's own markers aside.
+"""The only code that changes shared storage, except filelock's own markers.
 
-What is one system call is in :mod:`.calls`; what is built from several, and from them alone, is
-here. Errors are the operating system's (``OSError``): what an ``ENOENT`` means is known where it
-happens.
+Single system calls are in :mod:`.calls`; operations built from these calls alone are here. Errors
+are the operating system's (``OSError``), because only the caller knows the meaning of, for example,
+``ENOENT``.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from syncd.protocol.names import TEMPORARY
 from syncd.storage.calls import Calls, Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone
 
-#: This way of copying is not to be had between these two files; another may be.
+#: Errors if this way of copying does not work between these two files; another way may.
 _REFUSED: Final = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 )
-#: Nor is sharing blocks; or they are not on disk yet (ZFS), or fail, which a copy will say too.
+#: Errors if sharing blocks does not work, if the blocks are not on disk yet (ZFS), or if storage
+#: fails, which a copy will report too.
 _NOT_SHARED: Final = _REFUSED | {errno.ENOTTY, errno.EAGAIN, errno.EINTR, errno.EIO}
-#: There are no hard links here, not between these two names, or the file has as many as it may.
+#: Errors if there are no hard links here, or not between these two names, or the file has the most
+#: links that it may have.
 _NO_LINKS: Final = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 )
 #: The limit for a record of a few fields, in bytes; syncd writes no larger one.
 RECORD_LIMIT: Final = 1024 * 1024
-#: A record that grows with a job or a model: the manifest, the saves on record.
+#: The limit for a record that grows with a job or a model: the manifest, the saves on record.
 LONG_RECORD_LIMIT: Final = 256 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
-#: How often a small file is begun, to be written or to be read.
+#: How often to try to write or read a small file.
 _ATTEMPTS: Final = 5
-#: How many folders below the top a tree is removed in place.
+#: How many folders deep a tree is removed in place.
 _DEEPEST: Final = 16
 
-#: (device, inode, size, mtime_ns, ctime_ns): equal for as long as a file was not touched.
+#: (device, inode, size, mtime_ns, ctime_ns): stays equal while a file is not touched.
 Signature = tuple[int, int, int, int, int]
 
 T = TypeVar("T")
@@ -70,7 +72,7 @@ class Storage(Calls):
     def copy_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
         """Copy up to ``count`` bytes the cheapest way that these two files allow.
 
-        ``copy_file_range``, then ``sendfile``, then ``pread`` and ``pwrite``.
+        It tries ``copy_file_range``, then ``sendfile``, then ``pread`` and ``pwrite``.
 
         Returns:
             The bytes copied; 0 only at the end of the source.
@@ -84,16 +86,16 @@ class Storage(Calls):
                 continue
             if copied:
                 return copied
-            # Some filesystems say 0 if they mean that they cannot: read(2) knows the end.
+            # Some filesystems return 0 if they cannot copy: only read(2) knows the end.
         data = self.pread(source, min(count, _BUFFER), at)
         self.pwrite_all(target, data, to)
         return len(data)
 
     def share_range(self, source: int, target: int, count: int, at: int, to: int) -> bool:
-        """Let a file share blocks of another one, if this storage can: no byte is copied.
+        """Let a file share blocks of another, if this storage can: no byte is copied.
 
         Returns:
-            False if it cannot, or not now: the range is to be copied.
+            False if it cannot, or not now: copy the range instead.
         """
         try:
             self.clone_range(source, target, count, at, to)
@@ -118,7 +120,7 @@ class Storage(Calls):
         return True
 
     def write_new(self, path: Path, data: bytes) -> None:
-        """Write a new, durable file. The folder's entry is the caller's to sync."""
+        """Write a new, durable file. The caller syncs the folder's entry."""
         fd = self.create(path)
         with named(path), self.closing(fd):
             self.write_all(fd, data)
@@ -130,19 +132,20 @@ class Storage(Calls):
         try:
             yield fd
         except BaseException:
-            os.close(fd)  # the error that is on its way says more than a failing close
+            os.close(fd)  # the error that is being raised says more than a failing close
             raise
         self.close(fd)
 
     def replace(self, path: Path, data: bytes, *, room: Path | None = None) -> None:
-        """Replace a file by one rename, durably; ``room`` is where its temporary name is."""
+        """Replace a file by one rename, durably; its temporary name is in the folder ``room``."""
         for left in reversed(range(_ATTEMPTS)):
             try:
                 with Draft(self, path, room=room) as draft:
                     draft.write(data)
                     draft.commit()
             except FileNotFoundError:
-                # A process that stood still for very long finds its temporary file collected.
+                # If this process was stopped for very long, a daemon may have deleted the temporary
+                # file.
                 if not left:
                     raise
             else:
@@ -153,8 +156,8 @@ class Storage(Calls):
 
         Args:
             path: the folder.
-            below: a folder above it that is never made: when that is gone (a job that was
-                unmounted, a room that was taken over) nothing may be built in its place.
+            below: a folder above it that is never made: if that is gone (the job was unmounted, a
+                successor removed the room), nothing may be built in its place.
 
         Raises:
             FileNotFoundError: ``below`` is not there.
@@ -177,8 +180,8 @@ class Storage(Calls):
         """Make this client ask the server for the names in a folder, not its cache.
 
         Clients of network filesystems cache missing names, and the files that names refer to. On
-        NFS 4.2 even rmdir is then answered from the cache (measured). A change that the client
-        makes to the folder drops the cache: setting its times is enough, and needs no disk space.
+        NFS 4.2 even rmdir is then answered from the cache (measured). If the client changes the
+        folder, it drops that cache: setting the folder's times is enough, and needs no disk space.
         """
         self.utime(path)
 
@@ -194,10 +197,10 @@ class Storage(Calls):
 
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and all in it, and follow no link. Missing files are fine."""
-        # Not by recursion: a tree may be deeper than Python's stack. Nor by ever longer paths: what
-        # is deep down comes up first, or the way there would take longer each time.
+        # Not by recursion, because a tree may be deeper than Python's stack. Deep folders are first
+        # moved up, because ever longer paths would take ever longer.
         pending, emptied = [(path, 0)], []
-        refused: OSError | None = None  # one name that stays keeps nobody from the rest
+        refused: OSError | None = None  # one name that cannot be removed does not stop the rest
         while pending:
             folder, depth = pending.pop()
             try:
@@ -252,8 +255,8 @@ class Storage(Calls):
     def look_into(self, path: Path, look: Callable[[int], T]) -> T:
         """Open a regular file by name, and look into it.
 
-        A server may forget a file that is replaced between the open and the read (NFS 3): the name
-        is not gone then, and is opened anew.
+        A server may forget a file that is replaced between the open and the read (NFS 3). The name
+        is still there then, and is opened again.
         """
         for _ in range(_ATTEMPTS - 1):
             try:
@@ -279,7 +282,7 @@ class Storage(Calls):
         return self.read_with_signature(path, limit)[0]
 
     def read_with_signature(self, path: Path, limit: int = RECORD_LIMIT) -> tuple[bytes, Signature]:
-        """All bytes of a regular file, and its identity while it is not touched."""
+        """All bytes of a regular file, and its signature."""
 
         def all_of(fd: int) -> tuple[bytes, Signature]:
             status = self.fstat(fd)
@@ -301,7 +304,7 @@ class Storage(Calls):
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Let an error of a call on a descriptor name the file: a full disk is said at a write."""
+    """Make errors of calls on a descriptor name the file, for example a full disk at a write."""
     try:
         yield
     except OSError as error:
@@ -311,11 +314,11 @@ def named(path: Path) -> Iterator[None]:
 
 
 class Draft:
-    """A file being written under a temporary name; it takes its own by one rename.
+    """A file being written under a temporary name; it takes its final name by one rename.
 
     The commit point is the rename in :meth:`commit`: before it there is only garbage under a
-    ``.tmp-`` name, after it the file is whole and durable. Left without a commit, the garbage is
-    removed. Not promised: removal when the process is killed.
+    ``.tmp-`` name, after it the file is whole and durable. Without a commit, leaving the ``with``
+    block removes the garbage. Not promised: its removal if the process is killed.
 
     Args:
         storage: the storage to write to.
@@ -344,7 +347,7 @@ class Draft:
         return length
 
     def overwrite(self, data: bytes, offset: int) -> None:
-        """Replace bytes that were written already, e.g. a header that is known at the end."""
+        """Replace bytes that were already written, e.g. a header that is only known at the end."""
         self._storage.pwrite_all(self._fd, data, offset)
 
     def finish(self, *, durable: bool = True) -> None:
@@ -360,7 +363,7 @@ class Draft:
                 self._storage.fsync(fd)
 
     def commit(self) -> None:
-        """Finish, take the final name, and make that durable."""
+        """Finish, take the final name, and make the name durable."""
         self.finish()
         self._storage.rename(self.temporary, self._path)
         self._committed = True

@@ -27,7 +27,7 @@ class Job:
     """A job directory.
 
     Attributes:
-        storage: the storage that it is on, as this host has it mounted.
+        storage: its storage, as this host has mounted it.
         layout: the paths in it.
     """
 
@@ -36,7 +36,7 @@ class Job:
 
     @classmethod
     def at(cls, root: str | Path, storage: Storage | None = None) -> Self:
-        """The job in a folder. Nothing is looked at.
+        """The job in a folder, without looking at the folder.
 
         Args:
             root: the job directory.
@@ -52,7 +52,7 @@ class Job:
         hosts with different lease times would take leases from each other.
 
         Args:
-            lease_time: seconds, for a job that has none yet. Default 30.
+            lease_time: seconds, for a job that has no lease time yet. Default 30.
 
         Returns:
             The format of the job.
@@ -98,24 +98,24 @@ class Job:
     def is_there(self) -> bool:
         """True if a job that was opened is there now.
 
-        If not, nothing may be concluded from its files: a storage that is not mounted looks empty.
+        If not, conclude nothing from its files: storage that is not mounted looks empty.
         """
         return self.storage.exists(self.layout.format)
 
     def check_is_there(self) -> None:
-        """Look that it is.
+        """Check that the job is there.
 
         Raises:
-            JobUnavailableError: its folder, or ours in it, is missing.
+            JobUnavailableError: its folder, or ``.syncd`` in it, is missing.
         """
         if not self.is_there():
             raise JobUnavailableError(f"{self.layout.format} is not there: is its storage mounted?")
 
     def lease_time(self) -> float:
-        """The lease time of a job that is there already, in seconds; nothing is made.
+        """The lease time of an existing job, in seconds; makes nothing.
 
         Raises:
-            JobUnavailableError: this is no job that syncd has served.
+            JobUnavailableError: syncd has never served a job here.
             RecordError: its format cannot be read.
         """
         self.check_folders()
@@ -133,7 +133,7 @@ class Job:
             raise JobUnavailableError(f"{path} cannot be read: {error}") from error
 
     def check_folders(self) -> None:
-        """Look that our folders are folders: filelock would follow a link out of the job.
+        """Check that syncd's folders are folders: filelock would follow a link out of the job.
 
         Raises:
             JobUnavailableError: one of them is something else.
@@ -147,7 +147,7 @@ class Job:
                 )
 
     def _agree(self, lease_time: float | None) -> Format:
-        """The format on disk, or ours if there is none: a link never replaces another's."""
+        """The format on disk, or ours if there is none; a hard link never replaces another's."""
         storage, layout = self.storage, self.layout
         if not storage.exists(layout.format):
             ours = Format() if lease_time is None else Format(lease_time=lease_time)
@@ -174,12 +174,11 @@ class Job:
         """Read a record of at most ``limit`` bytes.
 
         Returns:
-            None if there is no file; ``unreadable`` if there is one without a record in it.
+            None if there is no file; ``unreadable`` if the file holds no record.
 
         Raises:
-            OSError: storage failed in a way that the policy does not pass over.
-            ProtocolMismatchError: a newer protocol wrote it, and the policy does not pass over
-                that.
+            OSError: storage failed in a way that the policy does not ignore.
+            ProtocolMismatchError: a newer protocol wrote it, and the policy does not ignore that.
         """
         try:
             return parse(model, self.storage.read(path, limit), path)
@@ -196,7 +195,7 @@ class Job:
         return unreadable
 
     def previous_loads(self, name: str) -> tuple[Load, ...]:
-        """The last loads in the report under an explorer's name, for the next one of that name.
+        """The last loads in an explorer's report, for the next explorer of that name.
 
         The daemon may not have read them yet.
         """
@@ -211,7 +210,7 @@ class Job:
         Args:
             names: the names in the folder of these reports.
             policy: the failures that leave a report out.
-            most: how many files are read.
+            most: the most files to read.
 
         Raises:
             OSError, ProtocolMismatchError: as :meth:`read`.
@@ -229,7 +228,7 @@ def no_folder(path: object) -> JobUnavailableError:
 
 @contextmanager
 def registering(layout: JobLayout) -> Iterator[None]:
-    """Around a process's first writes to a job that is open: storage may take none.
+    """Translate errors of a process's first writes to an open job, which storage may refuse.
 
     Raises:
         JobUnavailableError: it is mounted read-only.
@@ -248,8 +247,8 @@ def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
 
     Args:
         folder: the job directory, or the memory directory of a job.
-        lives: whether a daemon works there, as far as is known.
-        is_memory: which of the two it is.
+        lives: whether a daemon seems to work there.
+        is_memory: whether ``folder`` is a memory directory.
     """
     path = shlex.quote(str(folder))
     if lives:

@@ -1,7 +1,7 @@
 """The judge: tells dead heartbeats from live ones, and breaks the leftovers of a dead session.
 
-It goes by its own monotonic clock alone (``docs/protocol.md``, "Sessions and time"). A
-:class:`Lookout` spreads the looks at hundreds of heartbeats over many ticks.
+It uses only its own monotonic clock (``docs/protocol.md``, "Sessions and time"). A :class:`Lookout`
+spreads the looks at hundreds of heartbeats over many ticks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 Clock = Callable[[], float]
 #: A watch counts only the time between two looks that are at most this part of a lease apart.
 LOOKS_PER_LEASE: Final = 3
-#: So few are looked at each time, at no cost that anyone would notice.
+#: If there are at most this many heartbeats, all are looked at each time, because that costs
+#: little.
 _FEW: Final = 16
 
 
@@ -52,15 +53,15 @@ class _Watch:
 class Judge:
     """Tells dead heartbeats from live ones, by this process's own monotonic clock alone.
 
-    A heartbeat is dead when its file did not change for a lease time, counted only between looks at
-    most a third of a lease apart, so that time during which this process was paused does not count.
+    A heartbeat is dead when its file has not changed for a lease time. Only time between looks that
+    are at most a third of a lease apart counts, so that a pause of this process does not count.
 
     Args:
         storage: the shared storage.
         lease_time: seconds.
         clock: seconds, monotonic.
-        counts_pauses: whether a longer time between two looks counts as a third of a lease, and not
-            as nothing: if a wrong judgement does no harm.
+        counts_pauses: whether a longer time between two looks counts as a third of a lease instead
+            of nothing. Set it only if a wrong judgement does no harm.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class Judge:
             fd = self._storage.open_read(path)
         except OSError as error:
             if is_unreadable(error):
-                # It is no heartbeat, or this user may not read it. Its owner may be alive, so it is
-                # not broken. The other heartbeats are still looked at.
+                # It is not a heartbeat, or this user may not read it. Its owner may be alive, so do
+                # not break it. The other heartbeats are still looked at.
                 self._watched.pop(path, None)
                 if self._repeats.due(path):
                     log.error(
@@ -107,7 +108,7 @@ class Judge:
         watch = self._watched.get(path)
         if watch is None or watch.key != key:
             self._watched[path] = _Watch(key, 0.0, now, beats=watch is not None)
-            return Liveness.ALIVE  # its first look, or a heartbeat since the last one
+            return Liveness.ALIVE  # the first look, or it beat since the last look
         longest = self.lease_time / LOOKS_PER_LEASE
         if now - watch.looked <= longest or self._counts_pauses:
             watch.still += min(now - watch.looked, longest)
@@ -120,7 +121,7 @@ class Judge:
         return watch is not None and watch.beats
 
     def look_again(self, path: Path) -> Liveness:
-        """Look at one that seems to be missing, and let the server be asked.
+        """Look at a heartbeat that seems to be missing, and make the client ask the server.
 
         This client may remember that it was not there.
         """
@@ -131,7 +132,7 @@ class Judge:
         """Take away the file that the last look found dead, unless it lives again.
 
         Returns:
-            Whether it is gone. False if its owner came back in between: the file is put back.
+            Whether it is gone. False if its owner came back meanwhile; then the file is put back.
         """
         watch = self._watched.pop(path, None)
         if watch is None:
@@ -144,21 +145,21 @@ class Judge:
                 return True
             raise
         status = self._storage.status(aside)
-        # A rename changes ctime, a heartbeat mtime.
+        # A rename changes ctime, a heartbeat changes mtime.
         same = status is not None and signature(status)[:4] == watch.key[:4]
         if not same:
             try:
                 self._storage.link(aside, path)
             except OSError as error:
-                # Someone took the free name meanwhile, or tidied up: the one that we moved has lost
-                # it, and will notice.
+                # Someone took the free name meanwhile, or tidied up: the owner of the file that we
+                # moved has lost the name, and will notice.
                 if error.errno != errno.EEXIST and not is_gone(error):
                     raise
         self._storage.unlink_if_there(aside)
         return same
 
     def forget(self, path: Path) -> None:
-        """Stop watching one."""
+        """Stop watching a file."""
         self._watched.pop(path, None)
 
     def forget_all_but(self, paths: set[Path]) -> None:
@@ -168,7 +169,7 @@ class Judge:
 
 
 def sweep_broken(job: Job) -> None:
-    """Remove the leftovers of breakers that were killed half-way, beside the broken files."""
+    """Remove files that a process was breaking when it was killed, beside the broken ones."""
     for folder in (
         job.layout.state,
         job.layout.sessions,
@@ -185,7 +186,7 @@ def sweep_broken(job: Job) -> None:
             if ".broken-" in name:
                 try:
                     job.storage.unlink_if_there(folder / name)
-                except OSError as error:  # a folder, say: no breaker made it
+                except OSError as error:  # for example a folder, which no judge made
                     log.warning(
                         "cannot remove %s: %s",
                         folder / name,
@@ -198,12 +199,11 @@ class Lookout:
     """Gives the last look's result for each heartbeat, and looks at a slice of them each time.
 
     Promised: called once a tick, it looks at each heartbeat often enough for the judge's stopwatch
-    to run, and at those that it sees for the first time at once; one that seems to be missing is
-    asked for of the server. Not promised: a heartbeat's state right now; an answer may be a third
-    of a lease old.
+    to run, and at new heartbeats at once. For a heartbeat that seems to be missing it asks the
+    server. Not promised: a heartbeat's state right now; an answer may be a third of a lease old.
 
     Args:
-        judge: looks at one; it should be nobody else's.
+        judge: looks at a heartbeat; share it with nobody else.
         layout: the job.
         tick: seconds between two calls, about.
         clock: seconds, monotonic.
@@ -225,10 +225,10 @@ class Lookout:
         self._last: dict[str, Liveness] = {}
 
     def look(self, sessions: Collection[str]) -> Mapping[str, Liveness]:
-        """Look at those whose turn it is; all others than these are forgotten.
+        """Look at the heartbeats whose turn it is; forget all but ``sessions``.
 
         Raises:
-            OSError: as :meth:`Judge.look`; those not looked at are the first of the next slice.
+            OSError: as :meth:`Judge.look`; the rest of the slice comes first in the next one.
         """
         wanted = set(sessions)
         left = self._last.keys() - wanted
@@ -257,11 +257,11 @@ class Lookout:
         return self._last[session]
 
     def _share(self) -> int:
-        """The number that are due, by the time since the last slice."""
+        """The number of heartbeats that are due, by the time since the last slice."""
         count = len(self._order)
         now = self._clock()
         since, self._at = now - self._at, now
-        # All of them in a third of a lease, with two ticks to spare for one that comes late.
+        # All of them within a third of a lease, with two ticks to spare for a late call.
         turn = max(0.0, self._judge.lease_time / LOOKS_PER_LEASE - 2 * self.tick)
         if count <= _FEW or since >= turn:
             self._owed = 0.0

@@ -1,17 +1,16 @@
 """Leases and pins: files that keep a version, or a step, from being pruned.
 
-A lease is an explorer's, of the version that it serves: a file in the version's lease folder that
-names the session that keeps it.
+An explorer leases the version that it serves: a file in the version's lease folder names the
+explorer's session.
 
-A pin is a user's: an empty file at the place where pruning itself looks, so that no daemon has to
-hear of it. From the moment that the call returns, nothing prunes the pinned version or step:
+A user sets a pin: an empty file in the folder that pruning looks at, so it needs no message to a
+daemon. From the moment that the call returns, nothing prunes the pinned version or step:
 
-- A version is pinned in its lease folder. Retiring it begins with the rmdir of that folder, which
-  fails while anything is in it, on the server, whatever a daemon has decided before.
-- A step is pinned in its folder. Pruning takes that out of sight by a rename, looks inside once
-  more, and puts it back if anything changed. So a pin that is seen under the step's own name
-  after it was made is seen by every prune that comes after, and each one before has put the folder
-  back.
+- A version is pinned in its lease folder. Retiring begins with the rmdir of that folder, which the
+  server refuses while anything is in it, whatever a daemon has decided before.
+- A step is pinned in its folder. Pruning renames that folder out of sight, looks inside once more,
+  and puts it back if anything changed. So once the new pin is seen under the step's own name, every
+  later prune sees it too, and every earlier prune has put the folder back.
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ _PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class Lease:
-    """An explorer's hold on one version: while it is there, the version's files are.
+    """An explorer's hold on one version: while it is there, the version's files stay.
 
-    Made by :meth:`take`. Promised: from the moment ``take`` returns until ``release`` is called, or
-    the session has been dead for the daemon's ``dead_reader_grace``, no file of the version goes.
+    :meth:`take` makes it. Promised: no file of the version is deleted from the moment ``take``
+    returns until ``release`` is called, or the session has been dead for the daemon's
+    ``dead_reader_grace``.
     """
 
     def __init__(self, job: Job, sequence: int, name: str, session: str) -> None:
@@ -69,15 +69,15 @@ class Lease:
         return lease
 
     def release(self) -> None:
-        """Let the version go. Safe to call twice.
+        """Release the version. Safe to call twice.
 
         Raises:
-            OSError: storage refused it, or the job is not there now: it is still held.
+            OSError: storage refused it, or the job is not there now: the version is still held.
         """
         if self._storage.unlink_if_there(self._path):
             return
         leases = self._path.parent.parent
-        if not self._storage.exists(leases):  # unmounted, say: our marker is not gone
+        if not self._storage.exists(leases):  # for example unmounted: our marker is still there
             raise FileNotFoundError(errno.ENOENT, "the job's folder is missing", str(leases))
 
 
@@ -95,7 +95,7 @@ def pin_version(job: Job, sequence: int) -> None:
         if not (is_gone(error) or is_no_record(error)):
             raise
         raise VersionGoneError(_gone(job.layout, sequence)) from error
-    # A lease folder is there before its version is.
+    # A lease folder exists before its version does.
     job.storage.refresh(job.layout.published)
     if not job.storage.exists(job.layout.version(sequence) / MANIFEST):
         job.storage.unlink_if_there(marker)
@@ -103,7 +103,7 @@ def pin_version(job: Job, sequence: int) -> None:
 
 
 def unpin_version(job: Job, sequence: int) -> bool:
-    """Let a version go by the usual rules; False if it was not pinned."""
+    """Let the usual rules prune a version again; False if it was not pinned."""
     job.storage.refresh(job.layout.leases)
     return job.storage.unlink_if_there(job.layout.lease_folder(sequence) / PINNED)
 
@@ -116,7 +116,7 @@ def pin_step(
 ) -> None:
     """Keep syncd from pruning a step's folder, until :func:`unpin_step`.
 
-    Not promised: that its trainer leaves it alone.
+    Not promised: that its trainer does not delete it.
 
     Raises:
         InvalidSettingsError: there is no such folder.
@@ -127,7 +127,8 @@ def pin_step(
             job.storage.refresh(job.layout.root)
             _make(job.storage, marker)
             job.storage.refresh(job.layout.root)
-            # By its own name: the file may have been made in a folder that was moved meanwhile.
+            # Look by the step's own name: the folder with the new file may have been moved
+            # meanwhile.
             if job.storage.exists(marker):
                 return
         except OSError as error:
@@ -146,7 +147,7 @@ def unpin_step(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Let a step's folder go by the usual rules; False if it was not pinned."""
+    """Let the usual rules prune a step's folder again; False if it was not pinned."""
     folder = job.layout.step(step)
     for pause in (*_PAUSES, None):
         job.storage.refresh(job.layout.root)
@@ -160,7 +161,7 @@ def unpin_step(
 
 
 def _make(storage: Storage, marker: Path) -> None:
-    """Make a pin durable; one that is there already may not be so yet."""
+    """Make a pin, durably; an existing pin may not be durable yet."""
     try:
         storage.write_new(marker, b"")
     except FileExistsError:

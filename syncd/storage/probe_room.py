@@ -1,7 +1,7 @@
 """The temporary folder in which ``syncd doctor`` measures; it changes nothing outside it.
 
-``.syncd/doctor/NAME.alive`` is there before the folder ``NAME`` is, and until after it is gone: a
-folder without it was left behind, and may be removed by anybody.
+``.syncd/doctor/NAME.alive``, its mark, exists before the folder ``NAME`` and until after its
+removal: a folder without a mark was left behind, and anybody may remove it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from syncd.storage.job import Job
 log = logging.getLogger(__name__)
 
 _ALIVE: Final = ".alive"
-#: How often the folder of all rooms is made anew, since whoever leaves last removes it; and how
-#: often what was a room is emptied.
+#: How often to make the folder of all rooms again, because the last run to end removes it; and how
+#: often to empty a room that is being removed.
 _ATTEMPTS: Final = 5
 
 
 class ProbeRoom:
-    """A folder of one run, to do in as one likes.
+    """The folder of one run, whose content is free.
 
-    Promised: nothing of the job's own is touched; :meth:`remove` leaves nothing. Of a run that was
-    killed, what is left goes with the next run on the same host (:func:`sweep_rooms`), or with a
-    daemon's :func:`left_rooms`.
+    Promised: the job's own files are not touched; :meth:`remove` leaves nothing. The leftovers of a
+    killed run are removed by the next run on the same host (:func:`sweep_rooms`), or by a daemon
+    (:func:`left_rooms`).
 
     Attributes:
         path: the folder.
@@ -59,7 +59,7 @@ class ProbeRoom:
                 if not left or not job.storage.exists(job.layout.root):
                     raise
             except BaseException:
-                with suppress(OSError):  # the error that is on its way says more
+                with suppress(OSError):  # the error that is being raised says more
                     room.remove()
                 raise
             else:
@@ -75,7 +75,7 @@ class ProbeRoom:
         self._job.storage.mkdir(self.path)
 
     def _make_folder(self, path: Path) -> bool:
-        """Make a folder that need not survive anything; False if it is there."""
+        """Make a folder that need not be durable; False if it exists."""
         try:
             self._job.storage.mkdir(path)
         except FileExistsError:
@@ -83,7 +83,7 @@ class ProbeRoom:
         return True
 
     def beat(self) -> None:
-        """Say that this run goes on: a room that lies still for long counts as left behind.
+        """Show that this run goes on: a room that does not change for long counts as left behind.
 
         Raises:
             JobUnavailableError: it counted as left behind, so this measurement means nothing.
@@ -100,14 +100,14 @@ class ProbeRoom:
 
     def remove(self) -> None:
         """Remove all of it. Safe to call twice."""
-        # A run in the middle of a probe finds nothing here from now on, and adds nothing.
+        # From now on a run in the middle of a probe finds no folder here, and adds nothing.
         aside = self.path.with_name(f"{self.path.name}.removed")
         try:
             self._job.storage.rename(self.path, aside)
         except OSError as error:
             if not is_gone(error):
                 raise
-        for _ in range(_ATTEMPTS):  # but what he had begun already
+        for _ in range(_ATTEMPTS):  # except the call that it had already begun
             self._job.storage.remove_tree(aside)
             if not self._job.storage.exists(aside):
                 break
@@ -118,7 +118,7 @@ class ProbeRoom:
 
 
 def rooms(job: Job, prefix: str) -> list[Path]:
-    """The rooms whose names begin so, whoever made them, and whether he is still there or not."""
+    """The rooms whose names begin with ``prefix``, of running and of killed runs."""
     names = set(job.storage.names(job.layout.doctor))
     return [
         job.layout.doctor / name
@@ -139,9 +139,9 @@ def sweep_rooms(job: Job) -> None:
 
 
 def left_rooms(job: Job) -> list[Path]:
-    """Remove rooms without a mark; returns the marks of the others, to be watched by a collector.
+    """Remove rooms without a mark; returns the marks of the others, for a collector to watch.
 
-    A run that finds one that lies still removes it, and this function the rest.
+    The collector removes a mark that does not change, and this function then removes its room.
     """
     names = job.storage.names(job.layout.doctor)
     _remove_unmarked(job, names)
@@ -159,7 +159,7 @@ def _remove_unmarked(job: Job, names: list[str]) -> None:
 
 
 def _try_to_remove(storage: Storage, room: Path) -> bool:
-    """Remove a leftover; False if it is another user's."""
+    """Remove a leftover; False if it belongs to another user."""
     try:
         storage.remove_tree(room)
     except PermissionError as error:
@@ -177,7 +177,7 @@ def _remove_if_empty(storage: Storage, folder: Path) -> None:
 
 
 def _this_process() -> str:
-    """This boot of the host, this namespace of processes, and this process in it."""
+    """The identity of this process: boot of the host, process namespace, and process."""
     return f"{_here()} {_process(os.getpid())}"
 
 
@@ -192,12 +192,12 @@ def _process(pid: int) -> str | None:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # Its name, in brackets, may hold anything; the 20th field after it is the start.
+    # The process's name, in brackets, may contain anything; the 20th field after it is the start.
     return f"{pid} {status.rpartition(')')[2].split()[19]}"
 
 
 def _has_ended(storage: Storage, mark: Path) -> bool:
-    """True if a mark is of a process of this host that is gone."""
+    """True if a mark's process was on this host and is gone."""
     try:
         said = storage.read(mark).decode(errors="replace").strip()
     except OSError as error:

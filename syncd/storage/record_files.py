@@ -24,13 +24,14 @@ def _warn(path: Path, error: Exception) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPolicy:
-    """The failures of a read that are no errors. By default: no file, and no record in it.
+    """The failures of a read that are not errors: by default a missing file, and a damaged record.
 
     Attributes:
-        absent: whether an OSError counts as if there were no file; nothing is logged.
-        damaged: whether another OSError counts as a record that cannot be read.
-        newer: whether the record of a newer protocol counts as one too; if not, it is an error.
-        say: logs the path and the error of a record that cannot be read.
+        absent: whether an OSError counts as a missing file; then nothing is logged.
+        damaged: whether another OSError counts as an unreadable record.
+        newer: whether a record of a newer protocol counts as unreadable too; if not, it is an
+            error.
+        say: logs the path and the error of an unreadable record.
     """
 
     absent: Callable[[OSError], bool] = is_gone
@@ -40,22 +41,23 @@ class ReadPolicy:
 
 
 EXPECTED: Final = ReadPolicy()
-#: The same without a word.
+#: The same, without logging.
 SILENT: Final = ReadPolicy(say=lambda *_: None)
-#: No single file keeps the reader from the other files; only failing storage is an error.
+#: For many files: an unreadable one does not stop the reading of the others; only failing storage
+#: is an error.
 OF_OTHERS: Final = ReadPolicy(
     absent=lambda error: is_gone(error) or is_unreadable(error),
     say=lambda _, error: log.debug("%s", error),
 )
-#: People are shown all that can be read: nothing is an error.
+#: For showing people all that can be read: nothing is an error.
 IF_ANY: Final = ReadPolicy(absent=lambda _: True, say=lambda *_: None)
 
 
 def readable_lines(model: type[R], lines: Iterable[bytes], path: Path) -> Iterator[R]:
     """The records in a file of one record a line.
 
-    Lines that cannot be read are left out: torn ones, those of a newer syncd, and the empty one
-    between those of two daemons.
+    Unreadable lines are left out: torn lines, a newer syncd's, and the empty line between two
+    daemons' lines.
     """
     for line in lines:
         try:

@@ -1,4 +1,4 @@
-"""Repeated messages: logged once, and again while the cause lasts, but not at each look."""
+"""Repeated messages: logged at first, and again at times while the cause lasts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final
 
-#: Seconds for which a thing is not said again: at first, and at most.
+#: Seconds for which a message is not logged again: at first, and at most.
 _FIRST: Final = 60.0
 _LONGEST: Final = 3600.0
-#: How many things are remembered; the oldest is forgotten first, and would be said once more.
+#: How many messages are remembered; the oldest is forgotten first, and would be logged once more.
 _MOST: Final = 1000
 
 
@@ -25,11 +25,11 @@ class _Said:
 
 
 class Repeats:
-    """Tells a new message from one that was just said.
+    """Tells a new message from one that was just logged.
 
-    A thing may be said ``burst`` times in a minute. A thing that is found more often is said
-    again after a minute, then after two, and so on up to once an hour, for as long as it goes on.
-    Safe to use from any thread.
+    A message may be logged ``burst`` times in a minute. If it comes more often, it is logged again
+    after a minute, then after two, and so on up to once an hour, for as long as it goes on. Safe to
+    use from any thread.
 
     Args:
         burst: how often in one window.
@@ -43,11 +43,11 @@ class Repeats:
         self._lock = threading.Lock()
 
     def due(self, key: Hashable) -> bool:
-        """True if a thing is to be said now."""
+        """True if a message is to be logged now."""
         return self.held_back(key) is not None
 
     def held_back(self, key: Hashable) -> int | None:
-        """The number of times it was held back since it was last said; None if not due now."""
+        """How often a message was held back since it was last logged; None if it is not due now."""
         with self._lock:
             now = self._clock()
             said = self._said.get(key)
@@ -60,7 +60,7 @@ class Repeats:
             return None
 
     def forget(self, key: Hashable) -> None:
-        """Let a thing be new: it is over, and worth saying if it comes again."""
+        """Forget a message whose cause is over: if it comes again, it is logged at once."""
         with self._lock:
             self._said.pop(key, None)
 

@@ -1,4 +1,4 @@
-"""A little room kept back, so that a full disk can be pruned: a take-over needs room itself."""
+"""A little reserved disk space, so that a daemon can take over, and prune, on a full disk."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ log = logging.getLogger(__name__)
 
 _FILES: Final = 16
 _SIZE: Final = 64 * 1024
-#: Filled only if many times as much is free: others that need the room come first.
+#: It is filled only if this many times as much is free, because others need the room more.
 _PLENTY: Final = 16
 
 
 class Reserve:
-    """Files that are there to be removed when nothing else fits: 16 of 64 KiB.
+    """16 files of 64 KiB, which are removed when nothing else fits.
 
-    Enough for a heartbeat, a room, a report and the audit lines of the deletions. Not
-    promised: that nobody else takes the room first.
+    They are enough for a heartbeat, a room, a report and the audit lines of the deletions. Not
+    promised: that nobody else takes the freed room first.
 
     Args:
         job: the job.
@@ -52,7 +52,7 @@ class Reserve:
                 raise
 
     def relieve(self, error: OSError) -> bool:
-        """Give all of it up if an error says that there is no room.
+        """Remove the files if an error says that there is no room.
 
         Returns:
             Whether the error says so.
@@ -63,7 +63,7 @@ class Reserve:
         return True
 
     def give_up(self) -> bool:
-        """Make room; False if nothing was kept back."""
+        """Make room; False if nothing was reserved."""
         freed = [
             self._job.storage.unlink_if_there(self._job.layout.reserve / name)
             for name in self._job.storage.names(self._job.layout.reserve)

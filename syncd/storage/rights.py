@@ -1,6 +1,6 @@
 """This user's rights in a job: to write to it, and to delete folders that trainers made.
 
-A daemon needs both. No answer is a promise: storage has the last word, at each call.
+A daemon needs both. The answers are no promise, because storage decides at each call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from syncd.storage.step_folders import step_folders
 
 #: The mode bits of a folder whose files belong to the group, and which the group may change.
 _SHARED: Final = stat.S_ISGID | stat.S_IRWXG
-#: How many step folders are looked at: one trainer's are alike.
+#: How many step folders are looked at, because all of one trainer's have the same rights.
 _FEW: Final = 4
 #: The remedy if steps cannot be deleted.
 TO_DELETE: Final = (
@@ -32,14 +32,14 @@ TO_DELETE: Final = (
 
 
 def share_with_group(job: Job, group: str) -> None:
-    """Give a job's folder, and ours in it, to a group.
+    """Give a job's folder, and syncd's folders in it, to a group.
 
     Files made below a folder with the setgid bit get its group; folders get the bit too. This
     process's umask decides whether the group may write the files that it makes.
 
     Args:
         job: the job.
-        group: its name, or its number.
+        group: the group's name or number.
 
     Raises:
         InvalidSettingsError: there is no such group, this process is not in it, or a folder is
@@ -54,13 +54,13 @@ def share_with_group(job: Job, group: str) -> None:
     for folder in (job.layout.root, job.layout.state, *_ours(job.layout)):
         status = job.storage.status(folder)
         if status is None or not stat.S_ISDIR(status.st_mode):
-            continue  # opening the job makes it, or says what is wrong
+            continue  # opening the job makes it, or reports the fault
         mode = stat.S_IMODE(status.st_mode)
         if status.st_gid == number and mode & _SHARED == _SHARED:
             continue
         try:
             if status.st_gid != number:
-                job.storage.chgrp(folder, number)  # which may clear the bit: first
+                job.storage.chgrp(folder, number)  # first, because it may clear the setgid bit
             job.storage.chmod(folder, mode | _SHARED)
         except PermissionError as error:
             root = job.layout.root
@@ -72,10 +72,10 @@ def share_with_group(job: Job, group: str) -> None:
 
 
 def check_rights(job: Job) -> None:
-    """Look whether this user may write to the job's folder, and to ours in it.
+    """Check that this user may write to the job's folder, and to syncd's folders in it.
 
     Raises:
-        JobUnavailableError: one of them may not be written.
+        JobUnavailableError: this user may not write to one of them.
     """
     folder = unwritable(job)
     if folder is not None and job.storage.is_read_only(folder):
@@ -88,8 +88,8 @@ def check_rights(job: Job) -> None:
 
 
 def unwritable(job: Job) -> Path | None:
-    """The first of the job's folder, and of ours in it, that this user may not write to."""
-    # Folders of requests or explorers that someone keeps from us keep nobody from being served.
+    """The first folder, of the job's and syncd's in it, that this user may not write to."""
+    # A daemon serves the others even if it may not write to the folders of requests or explorers.
     for folder in (job.layout.root, job.layout.state, *_working(job.layout)):
         if job.storage.exists(folder) and not job.storage.may_change(folder):
             return folder
@@ -97,11 +97,11 @@ def unwritable(job: Job) -> Path | None:
 
 
 def unprunable(job: Job) -> str | None:
-    """Why this user could not delete the steps that are there, as far as a look can tell.
+    """The reason why this user could not delete existing steps, as far as a look can tell.
 
     Returns:
-        A sentence for people, which :data:`TO_DELETE` goes on; an empty one if nothing is in the
-        way; None if there is no step to tell it by yet.
+        A sentence for people, which :data:`TO_DELETE` continues; empty if nothing prevents it; None
+        if there is no step yet.
     """
     steps = step_folders(job)[-_FEW:]
     if not steps:
@@ -131,7 +131,7 @@ def _sentence(folder: Path, why: str) -> str:
 
 
 def _kept_from_us(storage: Storage, step: Path) -> Path | None:
-    """The first of a step's folder and those in it that cannot be emptied."""
+    """The first folder, of a step's folder and those in it, that this user cannot empty."""
     if not storage.may_change(step):
         return step
     try:

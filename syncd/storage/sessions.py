@@ -1,8 +1,7 @@
-"""Sessions, one heartbeat a process, and the lock by which one daemon of several works.
+"""Sessions, with one heartbeat a process, and the lock that elects the working daemon.
 
 A heartbeat is a file under ``.syncd/sessions/`` that filelock's ``SoftFileLease`` creates,
-refreshes and releases, and so is ``daemon.lock``. Whether one still beats is judged by
-:mod:`.judge`.
+refreshes and releases; so is ``daemon.lock``. :mod:`.judge` judges whether one still beats.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def new_session_id(prefix: str = "") -> str:
 
 
 def process_of(session: str) -> str:
-    """``process 12 on host h, `` for a message about a session; empty if its name says neither."""
+    """``process 12 on host h, `` for a message about a session; empty if its name has neither."""
     found = re.fullmatch(rf"(?:{DAEMON_SESSION})?(.+)-([0-9]+)-[0-9a-f]{{8}}", session)
     return f"process {found[2]} on host {found[1]}, " if found else ""
 
@@ -47,14 +46,14 @@ def process_of(session: str) -> str:
 class Session:
     """This process's heartbeat in one job.
 
-    Promised: while the process runs and its storage answers, others see it live; and when the
-    storage was away for longer than a lease, they see it again soon after it is back. Not promised:
-    that it stops the moment the process hangs; a loop that makes no progress must end its process.
+    Promised: while the process runs and its storage answers, others see it alive; if the storage
+    was away for longer than a lease, they see it alive again soon after. Not promised: that the
+    heartbeat stops when the process hangs; a loop that makes no progress must end its process.
 
     Args:
         layout: the job.
         lease_time: seconds, from the job's format.
-        prefix: the beginning of its name.
+        prefix: the beginning of the session's name.
     """
 
     def __init__(self, layout: JobLayout, lease_time: float, *, prefix: str = "") -> None:
@@ -66,13 +65,13 @@ class Session:
         self._lock.take()
 
     def close(self) -> None:
-        """Take the heartbeat away; from now on others may break this session's leases."""
+        """Remove the heartbeat; from now on others may break this session's leases."""
         self._closed.set()
         with self._changing:
             self._lock.release()
 
     def _renew_soon(self, lost: LeaseCompromise) -> None:
-        """Begin again: a heartbeat ends when it could not refresh for most of a lease."""
+        """Begin again: filelock ends a heartbeat that it could not refresh for most of a lease."""
         why = lost.error or lost.reason
         log.warning(
             "the heartbeat of session %s stopped: %s",
@@ -114,7 +113,7 @@ class DaemonLock:
     Args:
         job: the job.
         lease_time: seconds.
-        judge: how a dead holder is found.
+        judge: finds a dead holder.
     """
 
     def __init__(self, job: Job, lease_time: float, judge: Judge) -> None:
@@ -130,18 +129,19 @@ class DaemonLock:
         A holder that has another lease time is dead after the longer of the two.
 
         Raises:
-            FileNotFoundError: the job is not there: unmounted, say.
+            FileNotFoundError: the job is not there, for example unmounted.
             OSError: ``ELOOP`` if its folder is a link.
         """
         if self._judge.look(self._path) is Liveness.DEAD:
             self._judge.break_dead(self._path)
         try:
-            # filelock itself breaks a lock whose process it can prove to be gone from this host.
+            # filelock itself breaks a lock if it can prove that its process has gone from this
+            # host.
             self._lock.take()
         except Timeout:
             return False
         except LeaseSettingsMismatch:
-            # The first look at a lock is too early for its end: each is judged by its own time.
+            # A first look never finds a lock dead. Each lock is judged by its own lease time.
             owner = self._lock.owner
             if owner is not None and owner.lease_duration is not None:
                 theirs = min(owner.lease_duration, LONGEST_LEASE_TIME)
@@ -160,10 +160,10 @@ class DaemonLock:
 
 
 class _Lease(SoftFileLease):
-    """A filelock lease below a job, whose file is made where no link leads.
+    """A filelock lease below a job, whose file is never made through a link.
 
-    filelock resolves the whole path anew at each call, and would follow a link that someone puts in
-    the place of a folder. While the lease is taken, its paths begin at a descriptor of the folder.
+    filelock resolves the whole path again at each call, and would follow a link that replaces a
+    folder. While the lease is being taken, its path begins at a descriptor of the folder.
     """
 
     beneath: Beneath
@@ -174,14 +174,14 @@ class _Lease(SoftFileLease):
         return self._place or super()._lock_path
 
     def _start_heartbeat(self, *given: Any, **named: Any) -> None:
-        self._place = None  # it touches the open file, and only looks whether the name is still its
+        self._place = None  # the heartbeat touches the open file, and only checks its name
         super()._start_heartbeat(*given, **named)
 
     def take(self) -> None:
-        """Take it, without waiting, in a folder that is there.
+        """Take it, without waiting, in an existing folder.
 
-        filelock would make the folder, and those above it: also in the empty folder that is there
-        while the job is not mounted.
+        filelock would make the folder and its parents, even inside the empty mount point of an
+        unmounted job.
         """
         with self.beneath.at(Path(self.lock_file)) as (name, folder):
             self._place = None if folder is None else f"/proc/self/fd/{folder}/{name}"

@@ -29,24 +29,24 @@ def step_folders(job: Job) -> list[int]:
 
 
 def ask_server(job: Job) -> None:
-    """Let the next looks at pointers and step folders be answered by the server."""
+    """Make the server answer the next looks at pointers and step folders."""
     try:
         job.storage.refresh(job.layout.root)
     except OSError as error:
         if not is_refused_here(error):
             raise
-        # A user who may only read there sees a change as late as the client's cache allows.
+        # A user who may only read there sees changes as late as the client's cache shows them.
         log.debug("reading %s as this client has cached it: %s", job.layout.root, error)
 
 
 def check_on_disk(job: Job, step: int) -> None:
-    """See that a step has a folder, by its name and on the server: listings may be late.
+    """Check on the server, by its name, that a step has a folder: listings may be late.
 
-    Whether the save in it is whole is not looked at.
+    It does not check whether the save in it is whole.
 
     Raises:
-        SaveNotReadyError: it has none; says which steps have.
-        JobUnavailableError: the job is not there now: unmounted, say.
+        SaveNotReadyError: it has none; the message names the steps that have one.
+        JobUnavailableError: the job is not there now, for example unmounted.
     """
     ask_server(job)
     if job.storage.exists(job.layout.step(step)):
@@ -61,15 +61,16 @@ def check_on_disk(job: Job, step: int) -> None:
 
 
 def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
-    """Make the step's folder, if it is not there, by a rename out of a folder of syncd's.
+    """Make the step's folder, if it is missing, by a rename out of ``drafts/``.
 
     If the job is not mounted, its mount point may be an empty folder: nothing is created in it.
 
     Args:
         job: the job.
-        step: whose.
-        mark: an empty file that the folder is born with. A folder that is empty is replaced by the
-            rename of a process that makes it at the same time; one with a file in it is not.
+        step: the step.
+        mark: an empty file that the folder has from the start. Another process that makes the
+            folder at the same time would replace an empty folder by its rename, but not one with a
+            file in it.
     """
     folder = job.layout.step(step)
     for left in reversed(range(_ATTEMPTS)):
@@ -83,7 +84,8 @@ def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
             _remove(job.storage, draft, mark)
             if error.errno in NOT_EMPTY:
                 return
-            # A daemon that collects leftovers takes a draft that lies still for one.
+            # A daemon may have deleted the draft as a leftover, if this process was stopped for
+            # long.
             if not (is_gone(error) and left):
                 raise
         else:
@@ -102,5 +104,5 @@ def _remove(storage: Storage, draft: Path, mark: str | None) -> None:
 
 
 def point(job: Job, pointer: Path, step: int) -> None:
-    """Let a pointer name a step, by one rename."""
+    """Make a pointer name a step, by one rename."""
     job.storage.replace(pointer, f"{step}\n".encode(), room=job.layout.drafts)

@@ -1,7 +1,7 @@
 """The watcher: waits for hints from the filesystem, and never longer than a deadline.
 
-Events only shorten a wait. If every one of them is lost (network filesystems send none), all
-waits still go on, at their ticks.
+Events only shorten a wait. If all events are lost (network filesystems send none), waits still look
+at their ticks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Opening and reading a file are events too; if they counted, every look would cause the next.
+#: The events that count. Opens and reads do not: otherwise every look would cause the next.
 _CHANGES: Final[list[type[FileSystemEvent]]] = [
     DirCreatedEvent,
     FileClosedEvent,
@@ -45,7 +45,7 @@ _CHANGES: Final[list[type[FileSystemEvent]]] = [
     FileModifiedEvent,
     FileMovedEvent,
 ]
-#: Seconds to wait for others that begin or end to watch, milliseconds each.
+#: Seconds to wait for other watchers that begin or stop a watch; each takes milliseconds.
 _PATIENCE: Final = 10.0
 
 
@@ -64,8 +64,8 @@ class Watcher:
 
     def __init__(self, names: Mapping[Path, frozenset[str]]) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Closed with the last reference, not by close(): a wake that comes late must not write to
-        # whatever file has the number by then.
+        # Closed with the last reference, not by close(): a late wake must not write to another file
+        # that has the number by then.
         weakref.finalize(self, os.close, self._event)
         # Not select(): a process with many files open has descriptors above its limit of 1023.
         self._poll = select.poll()
@@ -81,7 +81,7 @@ class Watcher:
                 hints = _Hints(self.wake, wanted)
                 self._watched.append((self._shared.begin(folder, hints), hints))
         except OSError as error:
-            # Out of inotify instances or watches, say: a hint less is no harm.
+            # For example no inotify instance or watch is left. Missing hints do no harm.
             log.warning(
                 "no filesystem events, waiting by polling alone: %s",
                 error,
@@ -103,7 +103,7 @@ class Watcher:
             try:
                 os.eventfd_read(self._event)
             except BlockingIOError:
-                pass  # another thread that waits here took it
+                pass  # another waiting thread has read it
         return bool(ready)
 
     def wake(self) -> None:
@@ -111,13 +111,13 @@ class Watcher:
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """Stop watching. Safe to call twice, and in a fork, where its parent goes on watching."""
+        """Stop watching. Safe to call twice, and in a fork, whose parent goes on watching."""
         while self._watched:
             watched = self._watched.pop()
             try:
                 self._shared.end(*watched)
             except TimeoutError:
-                # Until it can be ended it wakes a watcher that nobody waits for any more.
+                # Until the watch can be ended, it wakes a watcher on which nobody waits any more.
                 self._watched.append(watched)
                 return
 
@@ -144,8 +144,8 @@ class _Hints(FileSystemEventHandler):
 class _Emitter(InotifyEmitter):
     """Ends its thread before it forgets its inotify watch.
 
-    The library does it the other way round. Its thread holds an event back for half a second if a
-    file was moved away, and logs an error when it comes back to a watch that is forgotten.
+    The library does it in the opposite order. If a file was moved away, its thread holds the event
+    back for half a second, and then logs an error because its watch is forgotten.
     """
 
     def on_thread_stop(self) -> None:
@@ -181,17 +181,17 @@ class _Shared:
 
     @classmethod
     def renew(cls) -> None:
-        """After a fork: the watches are the parent's, and none of its threads is here."""
+        """Start anew after a fork: the parent keeps the watches, and its threads are not here."""
         cls.of_this_process = cls()
 
     def begin(self, folder: Path, hints: _Hints) -> ObservedWatch:
-        """Let the hints hear of changes in a folder.
+        """Pass changes in a folder on to the hints.
 
         Raises:
-            OSError: it cannot be watched, or some other folder's storage does not answer.
+            OSError: the folder cannot be watched, or another folder's storage does not answer.
         """
-        # The observer looks it up under a lock that all need. Storage that does not answer is
-        # waited for here, if that holds up nobody else.
+        # The observer looks the folder up under a lock that all need. So look it up here first: if
+        # its storage does not answer, only this thread waits.
         os.scandir(folder).close()
         with self._locked():
             try:
@@ -204,10 +204,10 @@ class _Shared:
             return watch
 
     def end(self, watch: ObservedWatch, hints: _Hints) -> None:
-        """Let them hear no more.
+        """Stop passing changes on to the hints.
 
         Raises:
-            TimeoutError: some folder's storage does not answer; they may hear more.
+            TimeoutError: another folder's storage does not answer; more changes may be passed on.
         """
         if self is not _Shared.of_this_process:
             return  # in a fork: the watches of the instance are its parent's
@@ -235,10 +235,10 @@ class _Shared:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the lock, for which no job waits for ever.
+        """Holds the lock, which no job awaits for ever.
 
-        Storage may cease to answer just after it did. A thread that then looks up a path under the
-        lock keeps the lock.
+        Storage may stop answering just after ``begin`` looked. A thread that then looks up a path
+        under the lock keeps the lock.
         """
         if not self._lock.acquire(timeout=_PATIENCE):
             raise TimeoutError("the storage of another watched folder does not answer")

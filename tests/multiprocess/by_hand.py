@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import secrets
-import struct
+from array import array
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import xxhash
 
@@ -32,16 +33,20 @@ from syncd.storage.step_folders import make_step_folder, point
 from tests.shards import chunk, shard, sharded, tensor
 
 _CONFIG = b'{"model_type": "tiny"}'
+#: One element in so many is another one in the next save of an era.
+_EVERY: Final = 128
 
 
 class TrainerByHand:
-    """Saves whose weights all are one number, so that a mixture of two saves shows.
+    """Saves that are one number each, all of them, so that a mixture of two saves shows.
 
     Args:
         job: the job directory, as the trainer's host has it.
         megabytes: of float32 in all tensors together.
         tensors: how many there are.
         ranks: how many files the tensors are cut into, each in equal parts.
+        era: so many saves differ in few elements (:func:`elements`), at most 128; the next ones
+            differ from them in all. By default all elements are the number.
         run: of all its save ids.
     """
 
@@ -52,6 +57,7 @@ class TrainerByHand:
         megabytes: float = 0.1,
         tensors: int = 4,
         ranks: int = 2,
+        era: int = 1,
         run: str | None = None,
     ) -> None:
         self._storage = Storage(job)
@@ -59,13 +65,14 @@ class TrainerByHand:
         self._part = int(megabytes * 1e6 / 4 / tensors / ranks)
         self._tensors = tensors
         self._ranks = ranks
+        self._era = era
         self._run = run or f"hand{secrets.token_hex(2)}"
         self._saves = 0
 
     def save(self, step: int, number: float | None = None) -> None:
         """Write a whole save, rank by rank, and let the pointer name it.
 
-        ``number`` is what all weights are: the step, where nothing else is said.
+        ``number`` is the save's, a whole one: the step, where nothing else is said.
         """
         layout, storage = self._layout, self._storage
         save_id = SaveId(self._run, step, self._saves)
@@ -116,12 +123,27 @@ class TrainerByHand:
             )
             for key in range(self._tensors)
         }
-        data = struct.pack("<f", number) * part
+        data = elements(number, range(rank * part, (rank + 1) * part), self._era)
         return shard(state, **{f"data/{key}": data for key in range(self._tensors)})
 
 
-def numbers(version: LeasedVersion) -> set[float]:
-    """The numbers that a version's tensors are made of, each of one alone.
+def elements(number: float, places: range, era: int = 1) -> bytes:
+    """Some elements of each tensor of a save, as float32.
+
+    An era begins with a number that it divides: all elements of that save are it. In each later
+    save of the era one element in 128 becomes the number of the save, and another one each time.
+    So any two saves differ in any 128 elements in a row, and those of one era differ in few.
+    """
+    begun = number - number % era
+    found = array("f", [begun]) * len(places)
+    for later in range(int(begun) + 1, int(number) + 1):
+        first = (later - places.start) % _EVERY
+        found[first::_EVERY] = array("f", [later]) * len(found[first::_EVERY])
+    return found.tobytes()
+
+
+def numbers(version: LeasedVersion, era: int = 1) -> set[float]:
+    """The numbers that a version's tensors are of, each of one alone.
 
     Raises:
         AssertionError: a tensor is a mixture.
@@ -130,6 +152,9 @@ def numbers(version: LeasedVersion) -> set[float]:
     for file in version.open_weights():
         for entry in file.entries:
             data = file.storage.pread_all(file.fd, entry.end - entry.begin, entry.begin)
-            assert data == data[:4] * (len(data) // 4), f"{entry.name} is a mixture of saves"
-            found.add(struct.unpack("<f", data[:4])[0])
+            number = max(array("f", data[: 4 * _EVERY]))
+            assert data == elements(number, range(len(data) // 4), era), (
+                f"{entry.name} is a mixture of saves"
+            )
+            found.add(number)
     return found

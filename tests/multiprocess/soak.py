@@ -1,11 +1,12 @@
 """Everything at once, for minutes or hours: ``python -m tests.multiprocess.soak --minutes 2``.
 
 A trainer's ranks, two daemons on a mount each, five explorers and a pruner, on a small disk of
-their own, in rounds: in each some of them are killed, or stopped for longer than a lease, the disk
-is full, or the job is not mounted here or there, while training goes on; then all is put right, and
-every explorer must come to serve what is trained from then on. ``soak_watch`` says what must hold
-all the time. Ends with what happened, and exits with 1 where anything was not as it must be; with
-77 where no disk can be mounted.
+their own, and four explorers that stage elsewhere, two on the host of each mount, in rounds: in
+each some of them are killed, or stopped for longer than a lease, the disk is full, or the job is
+not mounted here or there, while training goes on; then all is put right, and every explorer must
+come to serve what is trained from then on. Most saves change few elements, so that stages make
+versions by deltas. ``soak_watch`` says what must hold all the time. Ends with what happened, and
+exits with 1 where anything was not as it must be; with 77 where no disk can be mounted.
 """
 
 from __future__ import annotations
@@ -26,12 +27,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
+from syncd.deltas.delta_folder import read_delta, verify_delta
+from syncd.deltas.ends import NoDeltaError
+from syncd.protocol.errors import SyncdError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import parse_step_folder
+from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.multiprocess.mounts import Filler
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, latest, wait_until
-from tests.multiprocess.soak_actors import EXPLORERS, LEASE_TIME, Explorer, Mount, Trainer
+from tests.multiprocess.soak_actors import (
+    EXPLORERS,
+    LEASE_TIME,
+    STAGING,
+    Explorer,
+    Mount,
+    Trainer,
+)
 from tests.multiprocess.soak_watch import Findings, Vitals, Watch
 
 _DISK: Final = "192m"
@@ -41,6 +53,8 @@ _OPTIONS: Final = (
     "--keep", "1", "--deltas", "on", "--dead-reader-grace", str(_GRACE),
     "--leftover-grace", str(2 * LEASE_TIME),
 )  # fmt: skip
+#: Seconds of a soak in which at least one copy is made by a delta.
+_SURELY: Final = 120.0
 #: A namespace of its own: whatever becomes of this process, its mounts go with it.
 _INSIDE: Final = "SYNCD_SOAK_INSIDE"
 _CANNOT: Final = 77
@@ -71,6 +85,7 @@ class Soak:
         self._filler = Filler(disk)
         self._mounts = [Mount(self._layout.root, base / name, self.found) for name in ("a", "b")]
         a, b = self._mounts
+        self._stages = [base / "stage-a", base / "stage-b"]
         #: The first of each kind is stopped, and never killed: it must not grow.
         self._daemons = [stack.enter_context(self._daemon(mount)) for mount in self._mounts]
         self._stack = stack
@@ -78,14 +93,23 @@ class Soak:
             stack.enter_context(Explorer(f"explorer-{number}", (a, b)[number % 2], self.found))
             for number in range(EXPLORERS)
         ]
+        self._explorers += [
+            stack.enter_context(
+                Explorer(
+                    f"staging-{number}", (a, b)[number % 2], self.found, self._stages[number % 2]
+                )
+            )
+            for number in range(STAGING)
+        ]
+        self._lasting = [self._explorers[0], self._explorers[EXPLORERS]]
         self._trainer = stack.enter_context(Trainer(b.path, self.found, self._random.random()))
         paths = {mount.path: mount.away for mount in self._mounts}
-        self._watch = Watch(self._layout.root, paths, self.found)
+        self._watch = Watch(self._layout.root, paths, self._stages, self.found)
         stack.callback(self._watch.stop)
         self._all_come_to_serve(self._trainer.next_save())
-        self._vitals = Vitals(
-            {"daemon": self._daemons[0].pid, "explorer": self._explorers[0].pid}, seconds
-        )
+        pids = [one.pid for one in (self._daemons[0], *self._lasting)]
+        names = ("daemon", "explorer", "staging explorer")
+        self._vitals = Vitals(dict(zip(names, pids, strict=True)), seconds)
 
     def run(self) -> None:
         begun = time.monotonic()
@@ -144,7 +168,7 @@ class Soak:
                 daemon.resume()
 
     def _kill_an_explorer(self) -> None:
-        explorer = self._random.choice(self._explorers[1:])
+        explorer = self._random.choice([e for e in self._explorers if e not in self._lasting])
         explorer.kill()
         time.sleep(self._random.uniform(0, 2 * LEASE_TIME))
         explorer.restart()
@@ -229,6 +253,13 @@ class Soak:
         self._wait(lambda: not leftovers(layout), lambda: f"nothing is left: {leftovers(layout)}")
         for explorer in self._explorers:
             explorer.terminate()
+        for stage in self._stages:
+            (room,) = stage.iterdir()
+            if os.listdir(room) != [".copier"]:
+                self.found.violated(f"{room} has {os.listdir(room)}, and nobody uses it")
+        if self._seconds >= _SURELY and not self.found.counts["deltas used"]:
+            self.found.violated("no stage has used a delta")
+        self._check_deltas()
         for daemon in self._daemons:
             if status := daemon.terminate(DEADLINE):
                 self.found.violated(f"a daemon ended with {status}: {daemon.log[-20:]}")
@@ -237,12 +268,28 @@ class Soak:
             if left := os.listdir(folder):
                 self.found.violated(f"{folder} is not empty: {left}")
 
+    def _check_deltas(self) -> None:
+        """All that are left are whole, and of versions that were published."""
+        storage, last = Storage(self._layout.root), latest(self._layout.root)
+        for name in os.listdir(self._layout.deltas):
+            folder = self._layout.deltas / name
+            try:
+                delta = read_delta(storage, folder)
+                verify_delta(storage, folder, delta)
+            except (SyncdError, NoDeltaError, OSError) as error:
+                self.found.violated(f"{folder} is no delta: {error}")
+            else:
+                if last is None or delta.target.sequence > last.sequence:
+                    self.found.violated(f"{folder} leads to a version above LATEST, {last}")
+
     def tell(self) -> None:
         self._vitals.tell(self.found)
         last = latest(self._layout.root)
         print(f"versions published: {last.sequence if last else 0}, "
               f"of them read by the watchers: {len(self.found.numbers)}")  # fmt: skip
         print(*(f"{what}: {count}" for what, count in sorted(self.found.counts.items())), sep="\n")
+        for why, count in self.found.no_delta.most_common():
+            print(f"full reads, because {why}: {count}")
         print(f"the job's disk, at most: {self.found.most / 1e6:.1f} MB")
         print(f"violations: {len(self.found.violations)}")
 
@@ -281,7 +328,7 @@ def leftovers(layout: JobLayout) -> list[str]:
     found += [str(path) for path in (layout.publish_lock,) if path.exists()]
     # The two daemons, and the explorers.
     sessions = os.listdir(layout.sessions)
-    return found + (sessions if len(sessions) != 2 + EXPLORERS else [])
+    return found + (sessions if len(sessions) != 2 + EXPLORERS + STAGING else [])
 
 
 def main() -> None:

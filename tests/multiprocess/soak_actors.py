@@ -24,7 +24,9 @@ from tests.multiprocess.soak_programs import Away, rank_of_a_trainer
 from tests.multiprocess.soak_watch import Findings
 
 LEASE_TIME: Final = 2.0
+#: They read versions where they are; those beside them stage, two on each host.
 EXPLORERS: Final = 5
+STAGING: Final = 4
 RANKS: Final = 2
 _PROGRAM: Final = "tests.multiprocess.soak_programs"
 #: Imports torch once for all ranks.
@@ -96,12 +98,21 @@ class Mount:
 class Explorer:
     """A process that holds one version after the other.
 
+    Args:
+        name: its own.
+        mount: where it has the job.
+        findings: where it is told what it sees.
+        stage: where it makes copies, if it does.
+
     Attributes:
         number: that all weights are of the version that it holds; 0 before the first.
     """
 
-    def __init__(self, name: str, mount: Mount, findings: Findings) -> None:
+    def __init__(
+        self, name: str, mount: Mount, findings: Findings, stage: Path | None = None
+    ) -> None:
         self._name = name
+        self._stage = [] if stage is None else [stage]
         self._mount = mount
         self._findings = findings
         self._changing = threading.Lock()
@@ -120,7 +131,7 @@ class Explorer:
         self.number = 0.0
         self._process = subprocess.Popen(
             [sys.executable, "-m", _PROGRAM,
-             str(self._mount.path), self._name, str(self._mount.path) + ".away"],
+             str(self._mount.path), self._name, str(self._mount.path) + ".away", *self._stage],
             stdout=subprocess.PIPE, text=True, env=ENVIRONMENT,
         )  # fmt: skip
         listener = threading.Thread(target=self._listen, args=[self._process])
@@ -171,6 +182,8 @@ class Explorer:
                     sequence = said["holds"]
                     self._findings.count("leases taken")
                     self._findings.version_is(sequence, said["save_id"], said["number"])
+                    if said["read"] is not None:
+                        self._findings.copied(**said["read"])
                     if process is self._process:
                         self.number = said["number"]
 
@@ -265,7 +278,9 @@ class Trainer:
         else:
             self._findings.count("saves that failed")
         if not self._last:
-            time.sleep(self._random.uniform(0.0, 0.6))
+            # Now and then there is time for a delta before the next version.
+            between = (1.0, 3.0) if self._random.random() < 0.2 else (0.0, 0.6)
+            time.sleep(self._random.uniform(*between))
 
     @contextmanager
     def _started(self, run: str) -> Iterator[list[Rank]]:

@@ -1,8 +1,9 @@
 """The processes of a soak that are not the daemon's: a trainer's rank, and an explorer.
 
 A rank saves what it is ordered to, through the writer of ``TrainerHook``. An explorer,
-``python -m tests.multiprocess.soak_programs JOB NAME AWAY``, holds one version after the other,
-reads all of each when it takes it and before it lets it go, and says so on stdout as JSON lines.
+``python -m tests.multiprocess.soak_programs JOB NAME AWAY [STAGE]``, holds one version after the
+other, reads all of each when it takes it and before it lets it go, and says so on stdout as JSON
+lines. With a stage folder it holds copies there.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import random
 import signal
 import sys
 import time
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
 from explorer_hooks.reader import LeasedVersion, Reader
+from explorer_hooks.staging import NotStagedError, Staging
 from syncd.protocol.errors import (
     CancelledError,
     JobUnavailableError,
@@ -36,8 +39,12 @@ from tests.multiprocess.by_hand import TrainerByHand, numbers
 
 #: Of each version, in all tensors together.
 MEGABYTES: Final = 1.0
+#: So many saves differ in few elements, and deltas lead from one to the next.
+ERA: Final = 20
 _SAVE_TIMEOUT: Final = 10.0
 _AGAIN: Final = 0.2
+#: A copy of a megabyte counts as one of gigabytes, so that a delta is waited for.
+_SLOWER: Final = 1000.0
 
 
 # -- a trainer's rank ----------------------------------------------------------------------------
@@ -52,7 +59,7 @@ def rank_of_a_trainer(orders: Connection, job: Path, rank: int, world_size: int,
 
     logging.disable(logging.WARNING)  # what fails is told in the answer
     storage, layout = Storage(job), JobLayout(job)
-    content = TrainerByHand(job, megabytes=MEGABYTES, ranks=world_size)
+    content = TrainerByHand(job, megabytes=MEGABYTES, ranks=world_size, era=ERA)
     writer = RankWriter(Job(storage, layout), rank, world_size, save_timeout=_SAVE_TIMEOUT)
 
     def report(step: int | None) -> None:
@@ -117,12 +124,25 @@ class Away:
 
 
 class Explorer:
-    """Takes versions, and never lets one go before it has read it twice."""
+    """Takes versions, and never lets one go before it has read it twice.
 
-    def __init__(self, job: Path, name: str, away: Away) -> None:
+    Args:
+        job: as its host has it.
+        name: its own.
+        away: says when the job is not there.
+        stage: where it makes copies, which it holds in place of the versions; None to make none.
+    """
+
+    def __init__(self, job: Path, name: str, away: Away, stage: Path | None) -> None:
         self._job = job
         self._name = name
         self._away = away
+        self._staging: Staging | None = None
+        if stage is not None:
+            # With the first delta otherwise: the memory that it takes is no growth.
+            import syncd.deltas.applying  # noqa: F401, PLC0415
+
+            self._staging = Staging(stage, clock=lambda: _SLOWER * time.monotonic())
         self._held: LeasedVersion | None = None
         self._reader: Reader | None = None
         self._stopping = False
@@ -139,7 +159,7 @@ class Explorer:
                 continue
             except AssertionError as error:
                 self._fail(error)
-            except VerificationError as error:
+            except (VerificationError, NotStagedError) as error:
                 if not self._away.excuses(before):
                     self._fail(error)
                 time.sleep(_AGAIN)
@@ -148,7 +168,7 @@ class Explorer:
                 time.sleep(_AGAIN)
         while self._held is not None:
             try:
-                self._let_go()
+                self._replace_by(None)
             except (OSError, VerificationError) as error:  # the job may be away: it comes back
                 tell(refused=str(error))
                 time.sleep(_AGAIN)
@@ -160,30 +180,36 @@ class Explorer:
             self._reader = Reader(self._job, self._name, poll=0.1)
         sequence = self._held.sequence if self._held else 0
         newer = self._reader.next_version(sequence, 1.0)
+        using = [newer]
         try:
-            newer.verify()
-            found = numbers(newer)
+            read = None
+            if self._staging is not None:
+                using.append(self._staging.stage(newer, cancel=self._reader.check_open))
+                read = asdict(self._staging.fetched)
+            using[-1].verify()
+            found = numbers(using[-1], ERA)
             assert len(found) == 1, f"version {newer.sequence} is a mixture of the saves {found}"
-            self._let_go()
-        except BaseException:
-            newer.release()
-            raise
-        self._held = newer
+            self._replace_by(using.pop())
+        finally:
+            for version in using:
+                version.release()
         tell(
             holds=newer.sequence,
             step=newer.step,
             save_id=newer.manifest.save_id,
             number=found.pop(),
+            read=read,
         )
         self._reader.report(RunningStatus.RUNNING, sequence=newer.sequence, step=newer.step)
         time.sleep(random.random())
 
-    def _let_go(self) -> None:
-        if self._held is None:
-            return
-        self._held.verify()
-        self._held.release()
-        self._held = None
+    def _replace_by(self, newer: LeasedVersion | None) -> None:
+        if self._held is not None:
+            self._held.verify()
+            self._held.release()
+        self._held = newer
+        if self._staging is not None:
+            self._staging.tidy()
 
     def _fail(self, error: Exception) -> None:
         """Say what must not be, and do not look at it again."""
@@ -197,8 +223,8 @@ class Explorer:
 
 
 def main() -> None:
-    job, name, away = sys.argv[1:]
-    Explorer(Path(job), name, Away(Path(away))).run()
+    job, name, away, *stage = sys.argv[1:]
+    Explorer(Path(job), name, Away(Path(away)), Path(*stage) if stage else None).run()
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -24,11 +25,13 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import parse_lease_marker, parse_version_folder
 from syncd.storage.fsio import Storage
 from tests.multiprocess.by_hand import numbers
-from tests.multiprocess.soak_programs import MEGABYTES, Away
+from tests.multiprocess.soak_programs import ERA, MEGABYTES, Away
 
 _EVERY: Final = 0.05
 #: Of each version: what is leased, what dead explorers left, what is built, and steps beside it.
 _MOST_VERSIONS: Final = 60
+#: Two of each explorer there, and what those left that were killed.
+_MOST_COPIES: Final = 10
 #: What may be more at the end than at the beginning: MiB, and descriptors.
 _MORE_MEMORY: Final = 8.0
 _MORE_DESCRIPTORS: Final = 8
@@ -43,6 +46,7 @@ class Findings:
         numbers: sequence → the number that all weights of that version are.
         told: save_id → the number that it was to be.
         counts: what happened how often, to be printed.
+        no_delta: why stages read full versions, and how often.
         most: bytes of the job, at most.
     """
 
@@ -50,6 +54,7 @@ class Findings:
     numbers: dict[int, float] = field(default_factory=dict)
     told: dict[str, float] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    no_delta: Counter[str] = field(default_factory=Counter)
     most: int = 0
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -61,6 +66,19 @@ class Findings:
     def count(self, what: str) -> None:
         with self._changing:
             self.counts[what] += 1
+
+    def copied(self, full_bytes: int, delta_bytes: int | None, no_delta: str | None) -> None:
+        """A stage has a copy of a version: by deltas, by a full read, or from another process."""
+        if delta_bytes is not None:
+            self.count("deltas used")
+            if full_bytes + delta_bytes > MEGABYTES * 1e6 / 2:
+                self.violated(f"{full_bytes} bytes were read, and {delta_bytes} of deltas")
+        elif full_bytes:
+            self.count("full reads")
+            with self._changing:
+                self.no_delta[re.sub(r"/\S*|\d+(\.\d+)?", "…", no_delta or "")] += 1
+        else:
+            self.count("copies of another process used")
 
     def version_is(self, sequence: int, save_id: str, number: float) -> None:
         """A version was read whole: it is the save that it says, and newer than those before it."""
@@ -81,11 +99,15 @@ class Watch:
     Args:
         truth: the job, where it never goes away.
         paths: where explorers have it, each with what says when it is away there.
+        stages: where they make copies.
         findings: where they write down what they see.
     """
 
-    def __init__(self, truth: Path, paths: dict[Path, Away], findings: Findings) -> None:
+    def __init__(
+        self, truth: Path, paths: dict[Path, Away], stages: Sequence[Path], findings: Findings
+    ) -> None:
         self._layout = JobLayout(truth)
+        self._stages = stages
         self._found = findings
         self._stopping = threading.Event()
         works: list[Callable[[], None]] = [self._latest, self._leases, self._room]
@@ -151,15 +173,20 @@ class Watch:
                     self._found.violated(f"version {sequence} is gone, and {kept} have leased it")
 
     def _room(self) -> None:
-        """The job's disk is bounded."""
-        limit = int(_MOST_VERSIONS * MEGABYTES * 1e6)
-        over = False
+        """The job's disk is bounded, and those of the stages."""
+        limits = dict.fromkeys(self._stages, _MOST_COPIES * MEGABYTES * 1e6)
+        limits[self._layout.root] = _MOST_VERSIONS * MEGABYTES * 1e6
+        over: set[Path] = set()
         while not self._stopping.wait(10 * _EVERY):
-            used = used_by(self._layout.root)
-            self._found.most = max(self._found.most, used)
-            if used > limit and not over:
-                self._found.violated(f"the job has {used / 1e6:.0f} MB")
-            over = used > limit
+            for path, limit in limits.items():
+                used = used_by(path)
+                if path == self._layout.root:
+                    self._found.most = max(self._found.most, used)
+                if used <= limit:
+                    over.discard(path)
+                elif path not in over:
+                    over.add(path)
+                    self._found.violated(f"{path} has {used / 1e6:.0f} MB")
 
     def _read(self, path: Path, name: str, away: Away) -> None:
         """Each version that LATEST names can be leased, and is whole, one save, and the newest."""
@@ -176,7 +203,7 @@ class Watch:
                     version = reader.lease(latest)
                     try:
                         version.verify()
-                        found = numbers(version)
+                        found = numbers(version, ERA)
                         last = version.sequence
                         self._found.version_is(last, version.manifest.save_id, max(found))
                         self._found.count("leases taken")

@@ -67,6 +67,13 @@ def test_the_group_lists_every_command_there_is() -> None:
     assert set(COMMANDS) == ours | added
 
 
+def test_the_help_says_of_a_hooks_command_what_it_says_of_itself() -> None:
+    with click.Context(cli) as context:
+        command = cli.get_command(context, "follow")
+    assert command is not None
+    assert command.get_short_help_str(limit=100) in syncd_cli._COMMANDS.values()
+
+
 def test_an_unknown_command_or_option_is_an_error_of_use() -> None:
     assert syncd("nothing").exit_code == 2
     assert syncd("status", "job", "--nothing").exit_code == 2

@@ -41,7 +41,7 @@ class Held:
 
     Attributes:
         dtype: the name in safetensors.
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         parts: the boxes in the file, and their positions there.
     """
 

@@ -91,7 +91,7 @@ class LookedAtBytes:
     """One tensor that is checked as its bytes come, in parts of any size.
 
     Args:
-        dtype: of the tensor.
+        dtype: the dtype of the tensor.
 
     Attributes:
         is_finite: whether no element so far is NaN or Inf.

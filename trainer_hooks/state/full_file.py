@@ -79,7 +79,7 @@ class FullStateStream:
             :func:`ties_embeddings`): then it is left out, as in the merge of shards.
         derived: by name, tensors to write in place of those of ``state``; they have the same dtype
             and shape.
-        name: of the file, as in the receipt.
+        name: the name of the file, as in the receipt.
         cast: the dtype that floating tensors are written in; None for their own. Each is cast
             before it is gathered, a derived one once it is computed.
     """

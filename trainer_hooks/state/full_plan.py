@@ -55,8 +55,8 @@ class _Outline:
     """A rank's tensors, for comparison with the other ranks'.
 
     Attributes:
-        digest: of the names, kinds, dtypes and shapes, in order.
-        count: of the tensors.
+        digest: the digest of the names, kinds, dtypes and shapes, in order.
+        count: the number of tensors.
         fault: the reason why they cannot be gathered or written.
         memory: for each tensor the number of the first one with the same memory.
     """

@@ -81,7 +81,7 @@ class _Layer(NamedTuple):
     """A layer of PEFT, and the tensors that its adapters change.
 
     Attributes:
-        path: of the module.
+        path: the path of the module.
         module: over tensors without content.
         parts: the names of all tensors that ``merge`` reads or changes.
         targets: attribute and name of the base layer's tensors that it changes.

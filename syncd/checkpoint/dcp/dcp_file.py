@@ -1,4 +1,4 @@
-"""An open ``.distcp`` file: a row of ``torch.save`` zips, of a tensor each."""
+"""An open ``.distcp`` file: ``torch.save`` zips one after the other, each of one tensor."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from syncd.storage.fsio import Storage
 
 #: A pickle of one tensor has some 200 bytes.
 _PICKLE_LIMIT: Final = 64 * 1024
-#: How many different ones are remembered.
+#: How many different pickles are remembered.
 _KNOWN: Final = 1000
-#: What is read around what is asked for: the directory of an item has some 600 bytes, and what is
-#: before its data some 1,000. The end of one item and the beginning of the next are one read.
+#: How many bytes to read around the wanted ones: an item's directory has some 600 bytes, and the
+#: part before its data some 1,000. So the end of one item and the beginning of the next are one
+#: read.
 _BEFORE: Final = 2 * 1024
 _AFTER: Final = 3 * 1024
 
@@ -36,10 +37,10 @@ class ReadTensor(Protocol):
 
 
 class DcpFile:
-    """A ``.distcp`` file, open, of which items are looked up one by one.
+    """An open ``.distcp`` file whose items are looked up one by one.
 
-    Owns its descriptor; close it. Everything is read through that descriptor. Not promised: that
-    the tensors' bytes are whole; the merge checks them.
+    It owns its descriptor, and reads everything through it; close it. It does not check the
+    tensors' bytes; the merge does.
 
     Attributes:
         path: its name when it was opened.
@@ -80,16 +81,16 @@ class DcpFile:
         """A chunk as bytes of this file.
 
         Args:
-            name: of its tensor, for messages.
-            dtype: of its tensor, by safetensors' name.
-            shape: of the whole tensor.
-            chunk: where the metadata says that it is.
+            name: the name of its tensor, for messages.
+            dtype: the dtype of its tensor, by safetensors' name.
+            shape: the shape of the whole tensor.
+            chunk: its place according to the metadata.
             parse: reads the pickle of an item.
 
         Raises:
-            ShardFormatError: it lies outside the file, is no whole zip of torch.save, not its
-                CRC-32, not contiguous, or asks for code.
-            CoverageError: it is of another dtype or shape than the metadata says.
+            ShardFormatError: it lies outside the file, is not a whole zip of torch.save, does not
+                match its CRC-32, is not contiguous, or asks for code.
+            CoverageError: it has another dtype or shape than the metadata says.
             OSError: it cannot be read now.
         """
         if chunk.at + chunk.length > self._size:
@@ -137,9 +138,9 @@ class DcpFile:
 
 
 class OneByOne:
-    """Reads the pickles of items, each that is another one once.
+    """Reads the pickles of items, equal ones only once.
 
-    Those of chunks of one dtype and shape are the same bytes: 20,000 tensors have some dozen.
+    Chunks of one dtype and shape have equal pickles: 20,000 tensors have about a dozen.
 
     Args:
         parse: reads them.
@@ -161,7 +162,7 @@ class OneByOne:
 
 
 class _Windows:
-    """The bytes of a file that were read last: the begins and ends of items, some KB each."""
+    """The bytes of a file that were read last: beginnings and ends of items, some KB each."""
 
     def __init__(self, storage: Storage, fd: int) -> None:
         self.storage = storage
@@ -190,6 +191,6 @@ class _Item:
 
     def pread_all(self, fd: int, count: int, offset: int) -> bytes:
         """``count`` bytes from an offset in the item; fewer only at its end."""
-        del fd  # that of the file
+        del fd  # the windows have the file's
         count = min(count, self._length - offset)
         return self._windows.pread_all(count, self._at + offset) if count > 0 else b""

@@ -6,9 +6,9 @@ metadata is checked here as far as it can be without those files.
 
 DCP flattens the state that it saves: ``{"model": model.state_dict(), "optim": …}`` becomes tensors
 ``model.layers.0.weight`` and so on, and its metadata keeps the *path* of each: ``("model",
-"layers.0.weight")``. The last part is the key in the dict that held the tensor, and all before it
-that dict's own place, here called its *parent*. A model's tensors come out of one flat
-``state_dict()`` and so have one parent in common; :func:`select_model` finds it.
+"layers.0.weight")``. The last part is the key in the dict that held the tensor. The part before it
+is that dict's own place, here called the tensor's *parent*. A model's tensors come out of one flat
+``state_dict()``, so they have one parent in common; :func:`select_model` finds it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Chunk(NamedTuple):
 
     Attributes:
         offsets: the part's first index of each dimension of the tensor.
-        shape: of the part.
+        shape: the shape of the part.
         file: the name of the file that it is in.
         at: where the item begins in that file, in bytes.
-        length: of the item, in bytes.
+        length: the length of the item, in bytes.
     """
 
     offsets: Shape
@@ -60,7 +60,7 @@ class StoredModel(NamedTuple):
 
     Attributes:
         tensors: by their names in the model, in the order of the checkpoint.
-        is_model_only: whether nothing else is in it, as an optimizer's state would be.
+        is_model_only: True if the checkpoint has nothing else, such as an optimizer's state.
     """
 
     tensors: Mapping[str, Stored]
@@ -72,7 +72,7 @@ _Place = tuple[str, int, int]
 
 
 def is_distcp(name: object) -> bool:
-    """True if a name is one of a file in a checkpoint's folder, and leads nowhere else."""
+    """True if this is the name of a ``.distcp`` file, and not a path to another folder."""
     return isinstance(name, str) and _FILE.fullmatch(name) is not None
 
 
@@ -84,15 +84,15 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
         where: the file, for the message, which begins with it.
         prefix: the beginning of the model's names; None to find out
             (:func:`select_model`).
-        intact: whether something bounds the memory that a damaged pickle takes.
+        intact: whether the memory that a damaged pickle takes is bounded anyway.
 
     Raises:
-        ShardFormatError: the pickle is broken, asks for code, is no metadata of DCP, or says what
-            no checkpoint has: items that overlap or lie in another folder, a transformed one, a
-            dtype or name that safetensors files lack.
+        ShardFormatError: the pickle is broken, asks for code, is not DCP's metadata, or lists items
+            that no checkpoint has: ones that overlap, lie in another folder or were transformed, or
+            that have a dtype or name that safetensors files lack.
         PlacementError: a tensor is one of FSDP1's flat parameters.
         CoverageError: a chunk is in no file.
-        CheckpointError: which tensors are the model's cannot be told.
+        CheckpointError: the model's tensors cannot be told from others.
     """
     root = load_inert(data, where, intact=intact)
     said = root.state if isinstance(root, Inert) and type(root).__name__ == "Metadata" else {}
@@ -121,7 +121,7 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
 
 
 def _path(name: object, paths: object) -> tuple[str, ...]:
-    """The path of a tensor in the saved state; without a planner's word, the top level."""
+    """The path of a tensor in the saved state; the top level if the planner recorded none."""
     told = paths.get(name) if isinstance(paths, dict) else None
     if isinstance(told, tuple) and told and all(type(part) in {str, int} for part in told):
         path = tuple(map(str, told))
@@ -178,7 +178,7 @@ def _place(name: str, place: Inert, where: str) -> _Place:
 
 
 def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> None:
-    """Items follow each other in a file; those of another format all say that they begin at 0."""
+    """Refuse items that overlap in a file; in another format, all items begin at 0."""
     before, end, other = "", 0, ""
     for file, at, length, name in sorted(places):
         if file == before and at < end:
@@ -193,7 +193,7 @@ def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> 
 def _stored(
     name: str, value: Inert, items: Mapping[tuple[str, Shape | None], _Place], where: str
 ) -> Stored:
-    """A tensor and where its chunks are."""
+    """A tensor with the places of its chunks."""
     shape = shape_of(value.state.get("size"))
     properties, chunks = value.state.get("properties"), value.state.get("chunks")
     told = properties.state if isinstance(properties, Inert) else {}
@@ -224,13 +224,13 @@ def _stored(
 #: The keys that lead to a value in the saved state.
 Keys = tuple[str, ...]
 
-#: The place of a dict that is no model's.
+#: Matches the place of a dict that is not the model's.
 _NO_MODEL: Final = re.compile(
     r"(optim|lr_?sched|sched|data_?loader|train_?state|trainer|rng|random|grad_?scaler|scaler).*"
     r"|opt|step|meta|metadata|(.*_)?extra_?state",
     re.IGNORECASE | re.DOTALL,
 )
-#: State that is no weight, and is left out: that of TransformerEngine, say.
+#: State that is no weight, for example TransformerEngine's; it is left out.
 EXTRA_STATE: Final = "_extra_state"
 _TOLD: Final = 5
 
@@ -240,7 +240,7 @@ class SavedName(NamedTuple):
 
     Attributes:
         path: its path in the saved state.
-        dimensions: of a tensor; None of anything else.
+        dimensions: how many a tensor has; None for anything else.
     """
 
     path: Keys
@@ -251,8 +251,9 @@ class Selected(NamedTuple):
     """The model's names.
 
     Attributes:
-        names: of tensors: in the checkpoint → in the model, in the order of the checkpoint.
-        others: entries of the model's dict that are no tensors, by their names in the checkpoint.
+        names: each tensor's name in the checkpoint → its name in the model, in the checkpoint's
+            order.
+        others: entries of the model's dict that are not tensors, by their names in the checkpoint.
         is_all: True if it has nothing except the model.
     """
 
@@ -264,11 +265,11 @@ class Selected(NamedTuple):
 def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: str) -> Selected:
     """Tell the model's tensors from all others.
 
-    With a prefix, they are those whose names begin with it, without it; with an empty one, those at
-    the top level. Without, they are the tensors of the one parent that can be a model's: an
-    optimizer, a scheduler, a data loader and the like are told by what their place is called, and
-    what is at the top level beside a dict of tensors must have dimensions. Of several, it is the
-    one called ``model``.
+    With a prefix, they are the tensors whose names begin with it; the prefix is cut off. An empty
+    prefix means the tensors at the top level. Without a prefix, they are the tensors of the one
+    parent that can be a model: optimizers, schedulers, data loaders and the like are recognized by
+    the names of their places, and an entry at the top level beside a dict of tensors must have
+    dimensions. If several parents remain, it is the one called ``model``.
 
     Args:
         entries: by name, in the order of the checkpoint.
@@ -297,7 +298,7 @@ def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: st
 
 
 def _own_name(entry: SavedName, parent: Keys) -> str:
-    """The name of something in the model's dict; nothing where it is in another one."""
+    """The name of an entry in the model's dict; empty if it is in another dict."""
     within = entry.path[len(parent) :]
     own = ".".join(within)
     if entry.path[: len(parent)] != parent or not within:
@@ -309,7 +310,7 @@ def _own_name(entry: SavedName, parent: Keys) -> str:
 
 
 def _is_extra(name: str) -> bool:
-    """True if it is a module's extra state, other than tensors, or inside one."""
+    """True if it is a module's extra state, or inside such state."""
     return f"{EXTRA_STATE}." in f"{name}."
 
 

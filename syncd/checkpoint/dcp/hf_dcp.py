@@ -1,9 +1,9 @@
 """The files of ``HuggingFaceStorageWriter``: safetensors, with chunks of tensors. Pure.
 
-Each rank's file is a safetensors file by itself, whose tensors are that rank's parts of the whole
-ones; its metadata says, under ``DCP_SHARDING_INFO``, where each of them begins. How large the whole
-tensor is, no file says: it ends where the last part does. Without that metadata, as in a plain
-Hugging Face folder, every tensor is whole.
+Each rank's file is a safetensors file whose tensors are that rank's parts of the whole ones. Its
+metadata gives, under ``DCP_SHARDING_INFO``, the offset of each part. No file gives the size of a
+whole tensor: it ends where its last part ends. Without that metadata, as in a plain Hugging Face
+folder, every tensor is whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from syncd.protocol.errors import CoverageError
 SHARDING: Final = "DCP_SHARDING_INFO"
 _OFFSETS: Final = "saved_offsets"
 
-#: A tensor of a file, and where it begins in the whole one.
+#: A tensor of a file, and its offset in the whole tensor.
 Chunked = tuple[HeaderEntry, Shape]
 
 
@@ -34,7 +34,7 @@ def read_chunked_fields(header: bytes, where: str) -> list[Chunked]:
         where: the file, for the message.
 
     Raises:
-        ShardFormatError: it is no JSON object of tensors, or says of one not where it lies.
+        ShardFormatError: it is not a JSON object of tensors, or lacks the place of a tensor.
         PlacementError: one is a flat parameter of FSDP1.
     """
     entries = read_fields(header, where)

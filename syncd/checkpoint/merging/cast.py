@@ -27,10 +27,11 @@ TILE: Final = 1024 * 1024
 #: Bytes of a slot: the input of a cast, and its output behind it.
 SLOT: Final = 2 * TILE
 _SLOTS_EACH: Final = 2
-#: How many threads may cast at a time: one child keeps up with two that read and write.
+#: How many threads may cast at a time; one child keeps up with two.
 THREADS: Final = 4
 _SIZE: Final = THREADS * _SLOTS_EACH * SLOT
-#: Which slot, how many elements, from which dtype to which. The answer is the slot, in one byte.
+#: A slot, the number of elements, their dtype and the wanted one. The answer is the slot, in one
+#: byte.
 REQUEST: Final = struct.Struct("<BQ8s8s")
 #: The child's first message, once it has imported torch.
 READY: Final = b"\xff"
@@ -42,7 +43,7 @@ class Caster:
     """A child that casts, for :data:`THREADS` threads. Close it, or use it as a context manager.
 
     Args:
-        where: the save that it is started for, for messages.
+        where: the save that it casts, for messages.
         python: the interpreter.
 
     Raises:
@@ -61,7 +62,7 @@ class Caster:
             fd = os.memfd_create("syncd-cast")
             stack.callback(os.close, fd)
             os.ftruncate(fd, _SIZE)
-            # It is given back with the last view of it: an error may hold one.
+            # The memory is freed with the last view of it, which an error may hold.
             self._memory = memoryview(mmap.mmap(fd, _SIZE))
             self._child = ChildProcess(
                 "checkpoint.merging.cast_child",
@@ -99,17 +100,17 @@ class Caster:
         """Cast elements as they are read.
 
         Args:
-            read: fills a buffer with the next ones.
+            read: fills a buffer with the next elements.
             count: how many there are in all.
             given: their dtype, by safetensors' name.
-            wanted: what they are to become.
+            wanted: their dtype after the cast.
             cancel: called every 50 ms while the child works; it raises to stop.
 
         Yields:
-            What has become of them, in order; each is gone with the next one.
+            The cast elements, in order; each buffer is valid until the next one.
 
         Raises:
-            OSError: the child has ended, or did not work: nothing is known of the file.
+            OSError: the child has ended, or did not answer: nothing is known of the file.
         """
         before, after = ITEMSIZE[given], ITEMSIZE[wanted]
         most = TILE // max(before, after)
@@ -129,7 +130,7 @@ class Caster:
             self._wait(slot, cancel)
             begin = slot * SLOT + TILE
             yield self._memory[begin : begin + tile * after]
-        # Not if it was left half way: answers for these slots are still to come.
+        # Not if the caller stopped half way: answers for these slots are still to come.
         self._free.put(first)
 
     def _ask(self, request: bytes, cancel: Callable[[], None]) -> None:
@@ -145,7 +146,7 @@ class Caster:
                 raise self._failed() from None
 
     def _wait(self, slot: int, cancel: Callable[[], None]) -> None:
-        """Until a slot is answered; answers for other threads that come first are kept for them."""
+        """Wait until a slot is answered; keep answers for other threads that come first."""
         with self._hearing:
             while slot not in self._answered:
                 answer = self._hear(cancel)

@@ -1,8 +1,8 @@
 """The child process that casts tensors: the one module here that imports torch.
 
-Started by ``Caster``. It maps memory that it shares with its parent, and is told over its standard
-input which bytes in it to cast. It is given numbers and nothing else, so that nothing in a file can
-do it harm.
+``Caster`` starts it. It maps memory that it shares with its parent, which tells it over its
+standard input which bytes there to cast. It gets only numbers, so that nothing in a file can do it
+harm.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from syncd.checkpoint.tensor_rules import DTYPES
 
 def run() -> None:
     """Be the child, with the shared memory's descriptor as argument: cast until the input ends."""
-    # What is sent to a whole service, or from a terminal, is for the parent to hear.
+    # A signal to a whole service, or from a terminal, is for the parent to handle.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # One is faster than storage. Two that share a tile wait for each other, on a busy machine for
-    # many times as long as the cast takes.
+    # One thread is faster than storage. Two that share a tile wait for each other, on a busy
+    # machine for many times as long as the cast takes.
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dtypes = {name: getattr(torch, key) for key, (name, _) in DTYPES.items() if hasattr(torch, key)}

@@ -1,15 +1,16 @@
 """Writing one planned file: byte ranges of the shards, in order, and the digest of each tensor.
 
-Three ways, the cheapest that is right for a range:
+There are three ways; each range takes the cheapest one that is right for it:
 
-- Where the filesystem can, blocks are *shared* (a reflink: XFS, btrfs, NFS 4.2): nothing is copied.
-  That takes ranges that begin at a page in both files: our trainer hook lays its saves out for it,
-  and so are merged files. A file that a foreign trainer may still be writing is never shared.
-- The kernel copies (``Storage.copy_range``), if a server may do it and nothing is computed of the
-  bytes.
+- If the filesystem can, blocks are *shared* (a reflink: XFS, btrfs, NFS 4.2): nothing is copied.
+  That takes ranges that begin at a page in both files, so our trainer hook and the merge begin
+  large tensors at pages. Blocks of a file that another trainer may still be writing are never
+  shared.
+- The kernel copies (``Storage.copy_range``), if a file server may do it and nothing is computed
+  from the bytes.
 - Bytes go through one buffer.
 
-Which is the fastest where was measured: ``docs/performance.md``.
+``docs/performance.md`` has the measurements.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from syncd.storage.fsio import Storage
 
 #: Formats of ``memoryview.cast`` by their size in bytes.
 _FORMATS: Final[dict[int, Literal["Q", "I", "H", "B"]]] = {8: "Q", 4: "I", 2: "H", 1: "B"}
-#: Up to so many elements a row are moved column by column, which Python does faster then.
+#: Rows of up to this many elements are moved column by column, which is faster in Python then.
 _FEW_COLUMNS: Final = 32
 BUFFER: Final = 1024 * 1024
-#: The kernel copies at most so much before ``cancel`` is asked again.
+#: The kernel copies at most this many bytes before ``cancel`` is called again.
 _CHUNK: Final = 64 * 1024 * 1024
-#: So many bytes are made durable at a time.
+#: How many bytes are made durable at a time.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
-#: Shorter runs are gathered: a copy in the kernel may be a round trip to a server each.
+#: Shorter runs go through the buffer together: each copy in the kernel may be a round trip to a
+#: server.
 _WORTH_A_CALL: Final = 512 * 1024
 
 
@@ -47,9 +49,9 @@ class FileCopy:
 
     Args:
         storage: the storage to write to.
-        reader: of the sources.
+        reader: the reader of the sources.
         sources: the open shards.
-        options: of the merge.
+        options: the options of the merge.
         checked: as :func:`~syncd.checkpoint.merging.merge.run_plan` has it.
         caster: casts; needed if the plan says so.
         cancel: called often; it raises to stop.
@@ -116,9 +118,9 @@ class FileCopy:
             self._gather(TensorStream(self._reader, (left,)), left.length, hasher)
 
     def _share(self, run: Run, hasher: xxhash.xxh3_128 | None) -> int:
-        """Let the output have the blocks of a run that begin it; returns how many bytes they are.
+        """Share the first blocks of a run with the output; returns how many bytes they are.
 
-        They are read for their digest alone.
+        The bytes are read only for their digest.
         """
         to = self._at + self._filled
         count = run.length // PAGE * PAGE
@@ -132,7 +134,7 @@ class FileCopy:
             self._cancel()
             part = min(count - done, _SYNC_EVERY)
             if not self._storage.share_range(source, self._fd, part, run.offset + done, self._at):
-                self._shares = False  # nor will it the next one
+                self._shares = False  # nor will the next one succeed
                 break
             if hasher is not None:
                 self._digest(stream, part, hasher)
@@ -209,7 +211,7 @@ class FileCopy:
                 self._filled += len(tile)
 
     def _differs(self, tensor: PlannedTensor, number: int, offset: int) -> CoverageError:
-        """The error for a tensor that differs from a copy of it, at an offset in bytes."""
+        """The error for a tensor that differs from one of its copies, at an offset in bytes."""
         copy = tensor.copies[number]
         name = shown(tensor.name)
         if copy.tied is not None:
@@ -249,11 +251,11 @@ class FileCopy:
 class TensorStream:
     """Reads the bytes of parts in order, into buffers of any size.
 
-    Needs no memory of its own beyond the largest buffer that it is given. A weave is read by
+    It needs no more memory of its own than the largest buffer that it gets. A weave is read by
     tiles: as many whole rows as fit, each source in one piece.
 
     Args:
-        reader: of the sources.
+        reader: the reader of the sources.
         parts: the parts to read.
     """
 
@@ -268,7 +270,7 @@ class TensorStream:
 
         Raises:
             SaveNotReadyError: a source became shorter.
-            ShardFormatError: a record is not its CRC-32.
+            ShardFormatError: a record does not match its CRC-32.
         """
         while view:
             if self._done == self._leaf.length:
@@ -284,7 +286,7 @@ class TensorStream:
             view = view[count:]
 
     def _weave(self, weave: Weave, view: memoryview) -> int:
-        """Read the next rows that fit, or what comes next of one that does not; says how much."""
+        """Read the next rows that fit, or a part of a row that does not; returns how many bytes."""
         width = weave.length // weave.turns
         row, within = divmod(self._done, width)
         rows = 0 if within else min(len(view) // width, weave.turns - row)
@@ -307,12 +309,12 @@ class TensorStream:
 
 
 class ComparedStream:
-    """A stream of bytes that must be the same in other places.
+    """A stream of bytes, compared with copies that must be equal.
 
     Args:
         stream: the stream to read.
         copies: the same bytes.
-        differs: the error for one of the copies, by its number, that differs at an offset.
+        differs: makes the error for a copy, by its number, that differs at an offset.
         cancel: called for each copy: there can be thousands. It raises to stop.
     """
 

@@ -51,12 +51,12 @@ def run_plan(
 
     Args:
         storage: the storage to write to.
-        plan: of the indexes of ``sources``, in the same order.
+        plan: made from the indexes of ``sources``, in the same order.
         sources: the open shards.
-        folder: where to; the entry of the folder itself is the caller's to sync.
-        options: of the merge; the plan was made with the same.
-        checked: ``crc32`` checks every record of every source that has a CRC-32, also those that no
-            output needs. ``receipt`` shares blocks with the sources: only if nobody writes to them
+        folder: the output folder; the caller syncs the folder's own entry.
+        options: the options of the merge; the plan was made with the same.
+        checked: ``crc32`` checks every record of every source that has a CRC-32, even records that
+            no output needs. ``receipt`` shares blocks with the sources, which nobody may write to
             any more, because they are read for their digests later. ``stillness`` does neither.
         work: its ``cancel`` is called often.
         caster: casts; needed if the plan says so.
@@ -65,7 +65,7 @@ def run_plan(
         SaveNotReadyError: a source became shorter.
         ShardFormatError: a record does not match its CRC-32.
         CoverageError: a plain tensor differs between ranks, or from the tensor that it is tied to.
-        OSError: as the storage says, e.g. ``ENOSPC``.
+        OSError: storage failed, e.g. ``ENOSPC``.
     """
     checks = record_checks(sources, check_crc=checked == "crc32")
     counted = _Counted(plan.data_size, work.progress)
@@ -115,7 +115,7 @@ def _written(
     digests: Sequence[bytes] | None,
     cancel: Check,
 ) -> _Written:
-    """A file as the manifest has it, with the digests of its tensors, if they are not off."""
+    """A file's entry for the manifest, with the digests of its tensors unless they are off."""
     entries = []
     for number, tensor in enumerate(tensors):
         cancel()
@@ -133,7 +133,7 @@ def _written(
 
 
 class _Counted:
-    """The bytes that all threads have done; one of them tells."""
+    """The number of bytes that all threads have done; one thread reports it."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self._lock = Lock()

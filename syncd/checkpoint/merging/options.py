@@ -1,4 +1,4 @@
-"""The settings of a merge, and the caller that it answers to while it runs."""
+"""The settings of a merge, and its caller's callbacks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Literal
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.protocol.records import Names
 
-#: How the bytes of a save are known to be those that its trainer wrote: by its receipts, by the
-#: CRC-32 of its records, or only because its files did not change.
+#: The evidence that a save's bytes are those that its trainer wrote: its receipts, the CRC-32 of
+#: its records, or only that its files did not change.
 Checked = Literal["receipt", "crc32", "stillness"]
 #: Called with the bytes of tensors that are done, and those of all.
 Progress = Callable[[int, int], None]
 
 
 def unheard(done: int, total: int) -> None:
-    """Nobody watches the progress."""
+    """Ignore the progress: nobody watches it."""
 
 
 def may_copy_remotely(fd: int) -> bool:
-    """True if a copy inside the kernel into this file may be handed on to a server (NFS 4.2, SMB).
+    """True if the kernel may hand a copy into this file on to a server (NFS 4.2, SMB).
 
-    Not on a block device, where the kernel goes page by page.
+    Not on a block device, because there the kernel copies page by page.
     """
     return os.major(os.fstat(fd).st_dev) == 0
 
@@ -42,11 +42,10 @@ class MergeOptions:
         prefix: the beginning of the model's names, in a save of ``torch.distributed.checkpoint``;
             None to find out.
         names: the tensors' names: ``hub``, as on the hub, or ``trainer``, as they were saved.
-        may_keep: True if tensors may keep the trainer's names if those of the hub cannot be told;
-            otherwise that is an error.
-        threads: how many files are written at a time, and no more than there are processors: into
-            one file several gain nothing, for they wait for its lock.
-        in_kernel: whether the kernel copies into this open file, if nothing is computed of the
+        may_keep: if the hub's names cannot be told: True keeps the trainer's, False is an error.
+        threads: how many files are written at a time, and no more than there are processors. Each
+            file has one thread, because several would wait for the file's lock.
+        in_kernel: whether the kernel copies into this open file, if nothing is computed from the
             bytes.
     """
 
@@ -62,7 +61,7 @@ class MergeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The caller of a merge, while it runs.
+    """The callbacks of a merge's caller.
 
     Attributes:
         cancel: called between chunks; it raises to stop.

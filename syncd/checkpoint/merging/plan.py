@@ -49,9 +49,9 @@ class PlannedTensor:
     Attributes:
         name: its name.
         dtype: safetensors' name.
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         length: in bytes.
-        source_dtype: of the parts; another one if it is to be cast.
+        source_dtype: the dtype of the parts; another one if it is to be cast.
         parts: its parts, in order.
         copies: the tensors with the same bytes.
     """
@@ -104,26 +104,26 @@ def plan_merge(
 ) -> MergePlan:
     """Plan how to make one model of all ranks' shards.
 
-    Files are filled in the order of the state dict (that of the first rank, then what only later
-    ones have), so that a layer stays together, to about the same size, so that they are written in
-    about the same time; a tensor over ``max_file_size`` has a file of its own. Inside a file
-    tensors of whole pages come first, so that all of them begin at one, then wider dtypes, so that
-    every tensor is aligned to its dtype.
+    Files are filled in the order of the state dict (the first rank's, then tensors that only later
+    ranks have), so that a layer stays together. They get about the same size, so that they are
+    written in about the same time; a tensor over ``max_file_size`` has a file of its own. Inside a
+    file tensors of whole pages come first, so that each begins at a page; then wider dtypes come
+    first, so that every tensor is aligned to its dtype.
 
     Args:
         shards: the :class:`ShardIndex` of each rank's file, in the order of the ranks.
         max_file_size: how many bytes of tensors one output file may hold.
         rename: a tensor's name in the output; None leaves it out.
         stem: the beginning of the names of the output files.
-        tied: whether the model's config says that the output embedding is the input embedding; then
-            it is left out, as Hugging Face's ``save_pretrained`` does.
-        hub: the names that the output is to have instead, after ``rename``; None to keep those.
+        tied: whether the model's config says that the output embedding is the input embedding. Then
+            the output embedding is left out, as by Hugging Face's ``save_pretrained``.
+        hub: maps the names after ``rename`` to the output's names; None keeps them.
         cast: the dtype for floating tensors.
         cancel: called often; it raises to stop.
 
     Raises:
-        CoverageError: the pieces of a tensor overlap, leave a gap, or disagree; or there is none;
-            or two are to have one name; or ``hub`` is of another model.
+        CoverageError: the pieces of a tensor overlap, leave a gap, or disagree; or there is no
+            tensor; or two would get one name; or ``hub`` is another model's.
     """
     indexes = [ShardIndex(*shard) for shard in shards]
     names: dict[str, str] = {}
@@ -189,7 +189,7 @@ def _file(name: str, group: list[PlannedTensor], cancel: Callable[[], None]) -> 
 def header_entries(
     tensors: Iterable[PlannedTensor], cancel: Callable[[], None] = lambda: None
 ) -> Iterator[HeaderEntry]:
-    """The entries of a file's header, whose tensors follow each other."""
+    """The entries of a file's header; its tensors follow each other."""
     at = 0
     for tensor in tensors:
         cancel()
@@ -197,7 +197,7 @@ def header_entries(
         at += tensor.length
 
 
-#: How Hugging Face models call their output and their input embeddings.
+#: Hugging Face models' names for their output and input embeddings.
 _HEADS: Final = frozenset({"lm_head", "embed_out"})
 _EMBEDDINGS: Final = frozenset(
     {"embed_tokens", "shared", "wte", "word_embeddings", "embed_in", "tok_embeddings"}
@@ -223,7 +223,7 @@ def _without_tied(tensors: list[PlannedTensor], cancel: Callable[[], None]) -> l
             and (tensor.dtype, tensor.shape) == (head.dtype, head.shape)
         ]
         if alike:
-            # Of several, take the most similar name: one model is wrapped in another.
+            # If there are several, take the most similar name: one model may wrap another.
             same = max(alike, key=lambda tensor: _begins_alike(tensor.name, head.name))
             same = next((tensor for tensor in alike if tensor.parts == head.parts), same)
             known = {same.parts, *(copy.parts for copy in same.copies)}
@@ -237,7 +237,7 @@ def _without_tied(tensors: list[PlannedTensor], cancel: Callable[[], None]) -> l
 def _by_hub_names(
     tensors: Iterable[PlannedTensor], names: NameMap, cancel: Callable[[], None]
 ) -> list[PlannedTensor]:
-    """The same bytes as tensors of the hub."""
+    """The same bytes, as tensors with the hub's names and shapes."""
     found: dict[str, list[tuple[HubPart, PlannedTensor]]] = {}
     for tensor in tensors:
         stacked = _Stacked(tensor)
@@ -257,7 +257,7 @@ def _by_hub_names(
 
 
 class _Stacked:
-    """A planned tensor that is several of the hub's, which are cut out of it."""
+    """A planned tensor from which several of the hub's tensors are cut."""
 
     def __init__(self, tensor: PlannedTensor) -> None:
         self._tensor = tensor
@@ -265,7 +265,7 @@ class _Stacked:
         self._parts = [(own, ends(own)) for own in parts]
 
     def tensor(self, part: HubPart) -> PlannedTensor:
-        """One of them."""
+        """One of the hub's tensors."""
         tensor, itemsize = self._tensor, ITEMSIZE[self._tensor.source_dtype]
         if part == HubPart(tensor.name, tensor.shape):
             return tensor
@@ -297,7 +297,7 @@ class _Stacked:
 def _joined(
     name: str, pieces: Sequence[tuple[HubPart, PlannedTensor]], names: NameMap
 ) -> PlannedTensor:
-    """A tensor of the hub's that several of the trainer's are, one after the other."""
+    """A tensor of the hub's that joins several of the trainer's, one after the other."""
     tensors = [tensor for _, tensor in pieces]
     missing = {place.name for place in names.trainer(name)} - {name}
     dtypes = {tensor.dtype for tensor in tensors}
@@ -393,7 +393,7 @@ def _block(source: int, local: Local) -> Block:
 
 
 def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
-    """All ranks must agree on these: the dtype, the whole tensor's shape, whether it is plain."""
+    """The facts on which all ranks must agree: dtype, shape of the whole, whether it is plain."""
     if isinstance(value, Chunks):
         return value.dtype, value.global_shape, False
     if value.position is None:
@@ -402,7 +402,7 @@ def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
 
 
 def _described(value: Local | Chunks) -> str:
-    """The same in words."""
+    """These facts in words."""
     dtype, shape, is_plain = _agreed(value)
     if is_plain:
         return f"a plain {dtype} tensor of shape {shape}"

@@ -1,4 +1,4 @@
-"""Reading the shards' bytes, with the CRC-32 of their records checked by the same bytes."""
+"""Reading the shards' bytes, and checking the CRC-32 of their records in the same pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUFFER: Final = 1024 * 1024
 
 
 class Source(Protocol):
-    """A shard as the merge sees it: :class:`~syncd.checkpoint.torch_files.shard_file.ShardFile`."""
+    """An open shard, such as a :class:`~syncd.checkpoint.torch_files.shard_file.ShardFile`."""
 
     @property
     def path(self) -> Path:
@@ -39,7 +39,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of which only some records are read and checked, or none has a check."""
+    """A source of which only some records are read and checked, or which has no CRC-32."""
 
     path: Path
     fd: int
@@ -50,14 +50,14 @@ class SourceFile:
 class SourceReader:
     """Reads the sources, and checks the CRC-32 of their records if asked.
 
-    A record's check goes forward from its first byte. Bytes that a read skips are read for the
-    check alone; bytes that come again (tied weights) are not checked again. Readers in several
-    threads share the checks: the first that reads from a record checks it.
+    The check of a record goes forward from its first byte. Bytes that the merge skips are read only
+    for the check; bytes that it reads again (tied weights) are not checked again. Readers in
+    several threads share the checks: the first that reads from a record checks it.
 
     Args:
         storage: reads them.
         sources: the open shards.
-        checks: of the sources' records, by :func:`record_checks`.
+        checks: of the sources' records, made by :func:`record_checks`.
         cancel: called between reads for the check alone; it raises to stop.
     """
 
@@ -91,7 +91,7 @@ class SourceReader:
                 checks.extend(number, offset, part)
 
     def finish(self) -> None:
-        """Check the bytes that were not read, once no other reader reads any more.
+        """Check the bytes that were not read yet; call it when no other reader reads any more.
 
         Raises:
             SaveNotReadyError: a source became shorter.
@@ -141,7 +141,7 @@ class RecordChecks:
         return bisect_right(self.starts, offset) - 1
 
     def extend(self, number: int, offset: int, part: memoryview) -> None:
-        """Take bytes at ``offset``, at most the end of those taken so far; compare at the end."""
+        """Take bytes that begin at most where those taken so far end; compare at the end."""
         fresh = part[self.at[number] - offset :]
         if not fresh:
             return
@@ -155,7 +155,7 @@ class RecordChecks:
 
 
 def record_checks(sources: Sequence[Source], *, check_crc: bool) -> list[RecordChecks | None]:
-    """The checks of each source: none if it has no CRC-32, or if they are not asked for."""
+    """The checks of each source; None if it has no CRC-32, or ``check_crc`` is False."""
     return [RecordChecks(source) if check_crc and source.has_crc else None for source in sources]
 
 

@@ -1,4 +1,4 @@
-"""Blocks of a tensor as the bytes of the whole one, in order, proved to be all of it. Pure."""
+"""Putting the blocks of a tensor in order, and proving that they are all of it. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from syncd.protocol.errors import CoverageError
 
 
 class Run(NamedTuple):
-    """Bytes to copy: which source, from which offset in it, how many."""
+    """Bytes to copy: the source, the offset in it, and their number."""
 
     source: int
     offset: int
@@ -22,8 +22,8 @@ class Run(NamedTuple):
 class Weave(NamedTuple):
     """Parts that take turns: first one of ``turns`` equal slices of each, then the next of each.
 
-    Tensors are cut along other dimensions than the first this way: the rows of the whole are made
-    of one piece of every part.
+    Tensors that are cut along another dimension than the first need this: each row of the whole is
+    made of one piece of every part.
     """
 
     turns: int
@@ -39,8 +39,8 @@ class Transposed(NamedTuple):
     """Matrices whose rows become columns: one element of each row, then the next one of each.
 
     Attributes:
-        rows, columns: of each of the matrices in ``parts``, which lie one after the other.
-        itemsize: of an element, in bytes.
+        rows, columns: the sizes of each matrix in ``parts``, where the matrices follow each other.
+        itemsize: the size of an element, in bytes.
         parts: all elements, row by row.
     """
 
@@ -72,7 +72,7 @@ Part = Run | Weave | Transposed
 
 
 def leaves(parts: Iterable[Part]) -> Iterator[Part]:
-    """The same bytes as runs, and weaves of nothing but runs."""
+    """The same bytes as runs, and as weaves of runs alone."""
     for part in parts:
         if isinstance(part, Transposed):
             yield from part.weaves()
@@ -141,7 +141,7 @@ def _within(part: Part, begin: int, end: int) -> Iterator[Run | Weave]:
 
 
 def source_at(parts: Iterable[Part], offset: int) -> int:
-    """The source that a byte of these comes from.
+    """The source of one of these bytes.
 
     Raises:
         IndexError: there is no such byte.
@@ -162,8 +162,8 @@ class Block(NamedTuple):
 
     Attributes:
         offsets: where it begins.
-        shape: of the box.
-        run: the bytes that it is.
+        shape: the shape of the box.
+        run: its bytes.
         mesh: as in :class:`~syncd.checkpoint.placement.Position`.
     """
 
@@ -190,19 +190,20 @@ def tile(
 ) -> Tiled:
     """Prove that blocks cover a tensor exactly once, and put their bytes in order.
 
-    Equal blocks are replicas, of which the first is used. Those of one mesh are the same by torch's
-    account. Those of different meshes, of which one may not know, must turn out to be the same:
-    experts of different ranks can have one name.
+    Equal blocks are replicas, of which the first is used. On one mesh torch guarantees that
+    replicas are equal. On different or unknown meshes their bytes are compared, because experts of
+    different ranks can have one name.
 
     Args:
         name: the tensor's, for messages.
-        shape: of the whole tensor, which has elements.
+        shape: the shape of the whole tensor, which has elements.
         blocks: in any order, each with as many dimensions as the tensor.
         labels: the sources' names, for messages.
         cancel: called often; it raises to stop.
 
     Raises:
-        CoverageError: they overlap otherwise, leave a gap, or reach beyond the tensor.
+        CoverageError: blocks that are not equal overlap; or they leave a gap, or reach beyond the
+            tensor.
     """
     filled = [block for block in blocks if block.run.length]
     rows = _rows(shape, filled)
@@ -223,7 +224,7 @@ def tile(
 
 
 def _rows(shape: Shape, blocks: Sequence[Block]) -> tuple[Run, ...] | None:
-    """The bytes of blocks of whole rows, each of which begins where the one before ends.
+    """The bytes of blocks of whole rows, each of which begins at the end of the one before.
 
     Most tensors are cut like this, so this case has its own, cheaper proof. None if the blocks do
     not follow one another, or do not cover all rows.
@@ -253,7 +254,7 @@ class _Tiling:
         Args:
             blocks: no two of them equal.
             dim: the next dimension to look at.
-            rows: how many rows of that dimension and all later ones the blocks have, in the
+            rows: how many rows, of that dimension and all later ones, the blocks have in the
                 dimensions since the last one that was cut.
         """
         if dim == len(self._shape):

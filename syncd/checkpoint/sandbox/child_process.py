@@ -1,7 +1,7 @@
 """A child process, with requests and answers over pipes, and waits that can be cancelled.
 
-A daemon with threads must not fork itself: the child is a fresh interpreter that runs a module of
-this package. It ends with its standard input, and so with this process.
+A daemon with threads must not fork itself, so the child is a fresh interpreter that runs a module
+of this package. It ends when its standard input ends, and so when this process ends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Final
 from syncd.storage.errnos import GONE
 
 _PACKAGE: Final = str(Path(__file__).resolve().parents[3])
-#: Not ``-m``, which would look for modules in the working folder before all others. The package
-#: comes last, so that it hides no module either.
+#: Not ``-m``, which would look for modules in the working folder first. The package's folder comes
+#: last, so that it hides no other module.
 _PROGRAM: Final = "import sys; sys.path.append(sys.argv[1]); from syncd.{module} import run; run()"
-#: So often ``cancel`` is asked while the child works.
+#: Seconds between two calls of ``cancel`` while the child works.
 _LOOK: Final = 0.05
 _PIPE: Final = 1024 * 1024
 
@@ -36,15 +36,15 @@ class ChildProcess:
     """A running child. Close it.
 
     Args:
-        module: of ``syncd``; its ``run()`` is called, with ``arguments`` from
+        module: a module of ``syncd``, whose ``run()`` is called, with ``arguments`` from
             ``sys.argv[2]`` on.
         arguments: numbers.
-        where: the file that it is started for, for messages.
+        where: the file that the child works on, for messages.
         task: a verb for its work with files, for messages.
-        flags: of the interpreter.
-        pass_fds: descriptors that it has too.
+        flags: the interpreter's options.
+        pass_fds: descriptors that the child inherits.
         cancel: called every 50 ms while it works, unless a call brings its own; it raises to stop.
-        wall_seconds: how long one answer may take: a guard, for a machine that stands still.
+        wall_seconds: how long one answer may take: a guard for a machine that hangs.
         python: the interpreter.
         clock: seconds, monotonic.
 
@@ -99,7 +99,7 @@ class ChildProcess:
         return self._process.pid
 
     def expect(self, where: str) -> None:
-        """Begin to wait for an answer about a file."""
+        """Begin to wait for an answer about the file ``where``."""
         self._where = where
         self._deadline = self._clock() + self._wall_seconds
 
@@ -140,7 +140,7 @@ class ChildProcess:
         return b"".join(parts)
 
     def _wait(self, fd: int, event: int, cancel: Callable[[], None]) -> None:
-        """Until the child takes or gives a byte, or has ended."""
+        """Wait until the child takes or gives a byte, or has ended."""
         poll = select.poll()
         poll.register(fd, event)
         cancel()
@@ -160,7 +160,7 @@ class ChildProcess:
         return self._process.wait()
 
     def close(self) -> None:
-        """End it, and give its pipes back."""
+        """End it, and close its pipes."""
         self.end()
         for pipe in (self._stdin, self._stdout):
             pipe.close()

@@ -1,9 +1,9 @@
 """Reading untrusted files in a child process that cannot exhaust this one.
 
-A pickle of a few bytes can ask for all memory, or for more time than there is; so can JSON. The
-child (``parser_child``) is a fresh interpreter, since a daemon with threads must not fork itself,
-and lives as long as one save is open. It is handed bytes and opens nothing, so that storage which
-does not answer is never taken for a file that is to blame.
+A pickle of a few bytes can ask for all memory, or for endless time; so can JSON. The child
+(``parser_child``) is a fresh interpreter, because a daemon with threads must not fork itself, and
+lives as long as one save is open. It gets bytes and opens no file, so that storage that does not
+answer is never mistaken for a bad file.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from syncd.protocol.errors import CheckpointError, ShardFormatError
 
 T = TypeVar("T")
 _MIB: Final = 1024 * 1024
-#: Bytes by which an answer may be longer than the file it is about. A header says the same in
-#: more words, and a pickle in twice as many; a small one may name one tensor many times.
+#: How many bytes longer than its file an answer may be. Headers and pickles usually take more bytes
+#: than their answers, but a small pickle may name one tensor many times.
 _SLACK: Final = _MIB
 
 
@@ -41,13 +41,13 @@ class ParseLimits:
 
     Attributes:
         memory: bytes.
-        memory_factor: more bytes for each byte that is read.
+        memory_factor: additional bytes of memory for each byte that is read.
         memory_most: the most bytes in all.
-        cpu_seconds: of processor time.
-        wall_seconds: a guard, for a child that does not work: a machine that stands still.
+        cpu_seconds: seconds of processor time.
+        wall_seconds: a guard for a child that does not run, on a machine that hangs.
         tensors: the most tensors, and records, of all shards of a save together.
-        answers: the most bytes of all that is said of one save. A tensor has some 100; here it
-            takes 0.2 KB until it is merged, and 0.5 KB more if no other rank has its name.
+        answers: the most bytes of all answers about one save. A tensor takes about 100 there, and
+            0.2 KB in this process until it is merged; 0.5 KB more if no other rank has its name.
     """
 
     memory: int = 256 * _MIB
@@ -60,11 +60,11 @@ class ParseLimits:
 
 
 class _MemoryError(EndedError):
-    """Raised when the child says that it has no memory to go on."""
+    """Raised when the child reports that it has no memory left."""
 
 
 class IsolatedParser:
-    """Reads pickles and headers in one child process; started when it is first asked.
+    """Reads pickles and headers in one child process, which starts with the first request.
 
     Use it as a context manager, or close it. A child that failed is ended, and the next
     request starts another.
@@ -117,7 +117,7 @@ class IsolatedParser:
             CoverageError: as there.
             OSError: the child cannot be started, or did not work: nothing is known of the file.
         """
-        del intact  # what it protects from is the limits' to hold
+        del intact  # the limits protect from damaged pickles too
 
         def read(rows: Iterator[wire.Row]) -> dict[str, Piece | Pieces]:
             found: dict[str, Piece | Pieces] = {}
@@ -192,12 +192,12 @@ class IsolatedParser:
         what: str,
         read: Callable[[Iterator[wire.Row]], T],
     ) -> T:
-        """Give the child bytes to read, and ``read`` all rows of its answer; a ValueError ends it.
+        """Give the child bytes, and ``read`` all rows of its answer; a ValueError ends the child.
 
         Raises:
             ShardFormatError: the bytes are to blame for the child's failure.
             PlacementError, CoverageError: as the child found.
-            OSError: they are not.
+            OSError: the bytes are not to blame.
         """
         try:
             child = self._child or self._start(where)
@@ -210,7 +210,7 @@ class IsolatedParser:
         except ValueError as error:
             fault = f"made the process that reads it give an impossible answer ({error})"
         except CheckpointError:
-            raise  # the child has said so itself, and goes on
+            raise  # the child has reported this error itself, and goes on
         except BaseException:
             self.close()
             raise
@@ -221,7 +221,7 @@ class IsolatedParser:
         )
 
     def _rows(self, child: ChildProcess, where: str, limit: int) -> Iterator[wire.Row]:
-        """The rows as they come, of an answer of so many bytes at most."""
+        """The rows of an answer as they come; the answer has at most ``limit`` bytes."""
         count = size = 0
         while True:
             self._cancel()
@@ -253,7 +253,7 @@ class IsolatedParser:
             OSError: it cannot be started: that says nothing about any file.
         """
         given = self._limits
-        # Without ``site``, which may run what others installed.
+        # Without ``site``, which may run code of other packages.
         self._child = child = ChildProcess(
             "checkpoint.sandbox.parser_child",
             (given.memory, given.memory_factor, given.memory_most, given.cpu_seconds),
@@ -288,7 +288,7 @@ class IsolatedParser:
         raise wire.ERRORS[kind](f"{where}{separator}{message}")
 
     def _fault(self, error: EndedError) -> str:
-        """The effect of a file on the child, as the rest of a sentence."""
+        """The file's effect on the child, as the rest of a sentence."""
         limits = self._limits
         assert self._child is not None  # noqa: S101 - for the type checker
         status = self._child.end()

@@ -1,8 +1,8 @@
 """The child process that reads untrusted pickles and JSON headers.
 
-Started by :class:`~syncd.checkpoint.sandbox.isolated.IsolatedParser`; it speaks ``wire``
-over its standard input and output and opens nothing. It takes no more memory and processor time
-than its limits allow: then the kernel ends it, and not the daemon.
+:class:`~syncd.checkpoint.sandbox.isolated.IsolatedParser` starts it. It speaks ``wire`` over its
+standard input and output, and opens no file. If it exceeds its limits of memory or processor time,
+the kernel ends it, and not the daemon.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from syncd.checkpoint.sandbox.wire import (
 )
 from syncd.checkpoint.torch_files.pieces import read_pieces, read_tensor
 
-#: Exit status when there is not even memory to say so.
+#: Exit status if there is not even memory to report the lack of it.
 EXIT_MEMORY: Final = 70
 _PAGE: Final = resource.getpagesize()
 
 
 def run() -> None:
-    """Be the child: the arguments of :func:`main` are those of the command line, behind a path."""
+    """Be the child: :func:`main` gets the arguments of the command line after the path."""
     try:
         main(*map(int, sys.argv[2:]))
     except MemoryError:
@@ -60,16 +60,16 @@ def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) ->
     """Answer requests until standard input ends.
 
     Args:
-        memory: how many bytes a request may take,
-        memory_factor: and how many more for each of its own bytes,
-        memory_most: but never more than so many in all.
+        memory: how many bytes a request may take.
+        memory_factor: additional bytes for each byte of the request.
+        memory_most: the most bytes in all.
         cpu_seconds: how much processor time a request may take.
     """
     _confine()
     base = _address_space()
     # Lowered for good: a request may move the soft limit below it and never above.
     resource.setrlimit(resource.RLIMIT_AS, (base + memory_most, base + memory_most))
-    gc.disable()  # half of the time would go into collections that find nothing
+    gc.disable()  # collections would take half of the time and find nothing
     requests, answers = io.FileIO(0, "r"), io.FileIO(1, "w")
     _send(answers, frame(READY, b""))
     while head := _take(requests, REQUEST.size):
@@ -87,7 +87,7 @@ def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) ->
 
 
 def _confine() -> None:
-    """Give up what reading takes no part in, and be the first to go when memory is short."""
+    """Drop rights that parsing does not need, and be the first to be killed if memory is short."""
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
             score.write("1000")
@@ -95,8 +95,8 @@ def _confine() -> None:
         pass  # a container without /proc: then the kernel chooses by size
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
         resource.setrlimit(limit, (0, 0))
-    # Besides the kernel only the parent ends it: what is sent to a whole service, or from a
-    # terminal, says nothing about a file.
+    # Only the kernel and the parent end it: a signal to a whole service, or from a terminal, says
+    # nothing about a file.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
@@ -109,7 +109,7 @@ def _address_space() -> int:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[0]) * _PAGE
     except OSError:
-        return 256 * 1024 * 1024  # likewise; more than it has
+        return 256 * 1024 * 1024  # no /proc: more than it has
 
 
 def _answer(answers: io.FileIO, kind: bytes, data: bytes) -> None:
@@ -122,8 +122,8 @@ def _answer(answers: io.FileIO, kind: bytes, data: bytes) -> None:
         _send(answers, failure(type(error).__name__, str(error)))
 
 
-# Messages begin with the file's name, which the parent knows better. Pickles are read in C also
-# where no CRC-32 vouches for the bytes: the limit holds what a damaged memo index makes it take.
+# Messages begin with the file's name, which the parent adds. Pickles are read in C even if no
+# CRC-32 vouches for the bytes: the limit bounds the memory that a damaged memo index takes.
 
 
 def _pieces(data: bytes) -> Iterable[Row]:

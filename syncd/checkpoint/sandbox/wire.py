@@ -1,8 +1,8 @@
 """The messages of a parsing child and its parent: requests as bytes, answers as JSON.
 
 A request is a kind, the number of bytes, and the bytes. An answer is frames: any number of ``ROWS``
-and one ``DONE``, or one ``FAILED``. The child may have been taken over by what it read, so that
-the parent takes nothing from it but JSON of a limited length, and checks every value.
+and one ``DONE``, or one ``FAILED``. A hostile file may have taken over the child, so the parent
+accepts only JSON of limited length from it, and checks every value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from syncd.protocol.errors import (
 REQUEST: Final = struct.Struct("<cQ")
 PICKLE: Final = b"P"
 HEADER: Final = b"H"
-#: A safetensors header with the places of chunks in it.
+#: A safetensors header that has the places of chunks.
 CHUNKED_HEADER: Final = b"C"
 #: These two begin with a word (:func:`asked`): a tensor's name, and the prefix of a model's names.
 TENSOR: Final = b"T"
@@ -45,19 +45,19 @@ READY: Final = b"+"
 ROWS: Final = b"R"
 DONE: Final = b"."
 FAILED: Final = b"!"
-#: The most bytes of one frame: a batch, and the longest row that there can be behind it.
+#: The most bytes of one frame: a batch, and the longest possible row after it.
 FRAME_LIMIT: Final = 1024 * 1024
 _BATCH: Final = 64 * 1024
 _TEXT_LIMIT: Final = 200
 
-#: The kinds of error in ``FAILED``. Others are a mistake of syncd's or a lie, and of no kind.
+#: The kinds of error in ``FAILED``. Any other is a bug in syncd, or a lie.
 ERRORS: Final = {
     kind.__name__: kind
     for kind in (ShardFormatError, PlacementError, CoverageError, CheckpointError)
 }
 OUT_OF_MEMORY: Final = "MemoryError"
 
-#: Names were checked before: none has half a surrogate pair, which UTF-8 cannot encode.
+#: Names were checked before, so none has half a surrogate pair, which UTF-8 cannot encode.
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 #: Any JSON.
@@ -150,7 +150,7 @@ def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Piece
 
     Args:
         row: any JSON.
-        known: positions and shapes that were read before, which are kept once.
+        known: positions and shapes that were read before; equal ones are kept once.
 
     Raises:
         ValueError: it is not in the form that :func:`piece_row` writes.
@@ -177,7 +177,7 @@ def read_bare(row: Row) -> Piece:
     """The piece of a row that is a tensor by itself.
 
     Raises:
-        ValueError: it is none, or has a name or a place in another tensor.
+        ValueError: it is not, or has a name or a place in another tensor.
     """
     if isinstance(row, list) and row[:1] == [""]:
         piece = _read_piece(row[1:], {})
@@ -205,10 +205,10 @@ def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:
 
 
 def read_entry(row: Row) -> HeaderEntry:
-    """The entry of a row, which is its five values.
+    """The header entry in a row of five values.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the row is not one.
     """
     entry = checked_entry(*row) if isinstance(row, list) and len(row) == 5 else None
     if entry is None:

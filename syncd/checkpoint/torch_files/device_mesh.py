@@ -26,7 +26,7 @@ class Mesh(NamedTuple):
         shape: ranks along each dimension.
         coordinate: this rank's place; None if it is not on the mesh.
         ascends: for each dimension, whether the ranks along it are in ascending order.
-        identity: of the set of ranks that are on it; None if that is unknown.
+        identity: a digest of the set of its ranks; None if that is unknown.
     """
 
     shape: Shape
@@ -42,7 +42,7 @@ def read_mesh(mesh: Inert) -> Mesh | None:
         return None
     shape = tuple(math.prod(sizes) for sizes, _ in axes)
     if "_flatten_rank_map" not in mesh.state:
-        # The ranks that are told are those of this mesh alone, one row after the other.
+        # The recorded ranks are those of this mesh alone, one row after the other.
         axes = [((size,), (math.prod(shape[dim + 1 :]),)) for dim, size in enumerate(shape)]
     told = mesh.state.get("_coordinate_on_dim", ())
     at = shape_of(told)
@@ -69,7 +69,7 @@ def _identity(
 ) -> int | None:
     """A digest of the ranks on the mesh.
 
-    They are all of ``ranks``, or of several meshes that these make the one that has ``own``.
+    The mesh has all of ``ranks``; or, if ``ranks`` form several meshes, it is the one with ``own``.
     """
     if at is None or math.prod(size for sizes, _ in axes for size in sizes) > len(ranks):
         return None
@@ -89,7 +89,7 @@ def _identity(
 
 
 def _axes(mesh: Inert) -> list[tuple[Shape, Shape]] | None:
-    """For each mesh dimension sizes and strides, by which it goes through the ranks."""
+    """The sizes and strides by which each mesh dimension goes through the ranks."""
     layout = mesh.state.get("_layout")
     if not isinstance(layout, Inert):
         ranks = mesh.state.get("mesh")
@@ -102,15 +102,15 @@ def _axes(mesh: Inert) -> list[tuple[Shape, Shape]] | None:
         sizes, strides = _flat(size), _flat(stride)
         if sizes is None or 0 in sizes:
             return None
-        # Where the strides cannot be read, nothing is known of the ranks' order.
+        # If the strides cannot be read, the ranks' order is unknown.
         found.append((sizes, strides if strides and len(strides) == len(sizes) else ()))
     return found
 
 
 def _layout(given: Mapping[Any, Any]) -> list[tuple[object, object]]:
-    """Sizes and strides of each dimension, as they are told; nothing where they are unknown."""
+    """Sizes and strides of each dimension, as recorded; empty if they are unknown."""
     axes = given.get("axes")
-    if isinstance(axes, tuple | list):  # torch 2.13: a layout of its own for each dimension
+    if isinstance(axes, tuple | list):  # torch 2.13: a separate layout for each dimension
         known = len(axes) <= DIMENSION_LIMIT and all(isinstance(axis, Inert) for axis in axes)
         return [(axis.state.get("shape"), axis.state.get("stride")) for axis in axes if known]
     sizes, strides = given.get("shape", given.get("sizes")), given.get("stride")
@@ -127,7 +127,7 @@ def _flat(sizes: object) -> Shape | None:
     """Nested sizes one after the other; None if something else is among them, or too many."""
     pending = [sizes]
     flat: list[int] = []
-    for _ in range(DIMENSION_LIMIT):  # what is nested in itself has no end
+    for _ in range(DIMENSION_LIMIT):  # a list that contains itself has no end
         if not pending:
             return tuple(flat)
         size = pending.pop()
@@ -169,13 +169,13 @@ _UNREADABLE: Final[Order] = ((-1, ()),)
 
 
 class Spec(NamedTuple):
-    """A DTensor's own account of its layout, besides the mesh; None for unreadable parts.
+    """The recorded layout of a DTensor, without the mesh; None for unreadable parts.
 
     Attributes:
-        shape: of the whole tensor.
-        told_shape: the same, of the spec's own account of the tensor, if it has one.
+        shape: the shape of the whole tensor.
+        told_shape: the same shape according to the spec's ``tensor_meta``, if it has one.
         placed: its placements.
-        unordered: whether they are of a torch that does not save which of them cut first.
+        unordered: True if a torch release wrote them that does not record which of them cut first.
         order: its ``shard_order``.
     """
 
@@ -187,7 +187,7 @@ class Spec(NamedTuple):
 
 
 def read_spec(tensor: DTensorRef, spec: Mapping[Any, Any]) -> Spec:
-    """The layout of a DTensor, as the attributes of its ``DTensorSpec`` say."""
+    """The layout of a DTensor, from the attributes of its ``DTensorSpec``."""
     shape = shape_of(tensor.shape)
     meta = spec.get("tensor_meta")
     told_shape = shape_of(meta.args[0]) if isinstance(meta, Inert) and meta.args else shape
@@ -206,14 +206,14 @@ def sharding(spec: Spec, mesh: Mesh | None, *, tensor: str, file: str) -> Shardi
     """The layout of a DTensor; its shape alone if this rank is not on its mesh.
 
     Args:
-        spec: its own account.
-        mesh: its mesh; None if that is of an unknown layout.
+        spec: its recorded layout.
+        mesh: its mesh; None if the mesh's layout is unknown.
         tensor: its name, for the message.
         file: its file, for the message.
 
     Raises:
-        ShardFormatError: it does not say its shape.
-        PlacementError: mesh and placements do not say where this rank's part lies.
+        ShardFormatError: its shape is missing.
+        PlacementError: mesh and placements do not determine this rank's part.
     """
     if mesh is None or spec.placed is None or len(spec.placed) != len(mesh.shape):
         raise PlacementError(
@@ -262,7 +262,7 @@ def _placement(value: object) -> placement.Placement:
     return placement.Other(shown(f"{kind}({', '.join(told)})", 199))
 
 
-#: The same object for the same dimension: these are made, and compared, once for each tensor.
+#: One object for each dimension, because placements are made, and compared, once for each tensor.
 _shard: Final = lru_cache(maxsize=DIMENSION_LIMIT)(placement.Shard)
 
 
@@ -271,7 +271,7 @@ def _is_number(value: object) -> TypeGuard[int]:
 
 
 def _order(spec: Mapping[Any, Any]) -> Order | None:
-    """``shard_order``, if a spec has one; one that cannot be read contradicts everything."""
+    """A spec's ``shard_order``, if any; an unreadable one contradicts all placements."""
     told = spec.get("shard_order")
     if told is None:
         return None

@@ -1,12 +1,12 @@
 """An unpickler for state dicts that builds inert records: nothing of torch is imported or run.
 
 Every global that a pickle may name is in one table, :data:`ALLOWED`, and stands for a class or
-callable of *ours* that only keeps its arguments; any other is refused by name. The objects that a
-pickle can reach refuse ``BUILD`` on themselves (``__setstate__``), so that one file cannot change
-how the next is read.
+callable of syncd that only keeps its arguments; any other is refused by name. The objects that a
+pickle can reach refuse ``BUILD`` (``__setstate__``), so that one file cannot change how the next is
+read.
 
-Not promised: a bound on the memory and the time of a pickle that was made to exhaust them. Those of
-other people are read in a child process (:mod:`~syncd.checkpoint.sandbox.isolated`).
+Not promised: a bound on the memory and the time of a hostile pickle. Other trainers' pickles are
+read in a child process (:mod:`~syncd.checkpoint.sandbox.isolated`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Final, NamedTuple, NoReturn, Self
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import ShardFormatError, SyncdError
 
-#: The state of objects without one: one for all, which nothing can change.
+#: The state of objects without state: one immutable mapping for all.
 _STATELESS: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
@@ -35,14 +35,15 @@ class Inert:
 
     __slots__ = ("args", "state")
 
-    #: Of a placement of torch before 2.5, whose FSDP2 cuts after tensor parallelism, and says not.
+    #: True for a placement of torch before 2.5, whose FSDP2 cuts after tensor parallelism but does
+    #: not record that.
     unordered: ClassVar[bool] = False
     args: tuple[object, ...]
     state: Mapping[Any, Any]
 
     def __new__(cls, *args: object) -> Self:
         """Keep the arguments, whatever they are."""
-        self = object.__new__(cls)  # not by super(): this runs five times a tensor
+        self = object.__new__(cls)  # super() would be slower, and this runs five times a tensor
         self.args = args
         self.state = _STATELESS
         return self
@@ -52,7 +53,7 @@ class Inert:
 
 
 class _Sealed:
-    """Refuses ``BUILD``: it keeps the arguments that it was made with."""
+    """Refuses ``BUILD``, so that its arguments stay."""
 
     __slots__ = ()
 
@@ -91,7 +92,7 @@ class TensorRef(_Sealed):
     offset: object
     shape: object
     stride: object
-    #: The changes at reading: ``{"neg": True}``, ``{"conj": True}``; nothing of most tensors.
+    #: Changes that apply on reading: ``{"neg": True}``, ``{"conj": True}``; most tensors have none.
     bits: object = None
 
 
@@ -134,14 +135,14 @@ class _StateDict(dict[Any, Any]):
 
 
 class _Call(_Sealed):
-    """A stand-in callable. An instance, since a function would let ``BUILD`` set its defaults."""
+    """A stand-in callable. It is an instance, because ``BUILD`` could set a function's defaults."""
 
     __slots__ = ()
     __call__: Callable[..., object]
 
 
 def _call(function: Callable[..., object]) -> _Call:
-    """An instance of a class of its own, so that a call is a call of the function itself."""
+    """An instance of a class made for it, so that a call goes directly to the function."""
     members = {"__slots__": (), "__call__": staticmethod(function)}
     made = type(function.__name__, (_Call,), members)()
     assert isinstance(made, _Call)  # noqa: S101 - for the type checker
@@ -153,7 +154,7 @@ def _inert(name: str, *, unordered: bool = False) -> type[Inert]:
 
 
 class _Fields(Inert):
-    """Of a class whose state is a tuple: its values are kept by their places."""
+    """A stand-in for a class whose state is a tuple: it keeps the values by their places."""
 
     __slots__ = ()
 
@@ -257,7 +258,7 @@ _OPAQUE: Final = {
         "StorageMeta _MEM_FORMAT_ENCODING"
     ),
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    # Where torch.distributed.checkpoint was told to write, in its metadata; the second of 3.13.
+    # The path in the metadata of torch.distributed.checkpoint; the second module is Python 3.13's.
     "pathlib": "PosixPath WindowsPath",
     "pathlib._local": "PosixPath WindowsPath",
 }
@@ -302,12 +303,12 @@ def _allowed() -> dict[tuple[str, str], object]:
     return table
 
 
-#: By the module and the name of a global.
+#: The stand-ins, by the module and the name of the global.
 ALLOWED: Final = _allowed()
 
 
 class _Loading:
-    """The two methods of an unpickler that decide the reach of a pickle."""
+    """The two methods of an unpickler that limit the reach of a pickle."""
 
     where: str
 
@@ -323,7 +324,7 @@ class _Loading:
     def persistent_load(self, pid: object) -> StorageRef:
         match pid:
             case ("storage", kind, key, location, numel):
-                # Asked here, and not of the pattern, which is half as fast.
+                # Checked here, because the pattern would take twice as long.
                 if isinstance(kind, StorageType) and isinstance(key, str):
                     return StorageRef(key, kind.dtype, location, numel)
         raise pickle.UnpicklingError("names a storage in an unknown format")
@@ -338,9 +339,9 @@ class _Frugal(_Loading, pickle._Unpickler):  # noqa: SLF001 - the only one witho
 
 
 class _Peekable(io.BytesIO):
-    """Bytes that an unpickler can look ahead in; else it asks for each opcode, at half the speed.
+    """Bytes in which an unpickler can look ahead; without that it has half the speed.
 
-    No ``BufferedReader``, which takes all the memory that a length in a damaged pickle asks for.
+    Not ``BufferedReader``, which takes all the memory that a length in a damaged pickle asks for.
     """
 
     def peek(self, count: int) -> bytes:
@@ -350,7 +351,7 @@ class _Peekable(io.BytesIO):
 
 
 def load_inert(data: bytes, where: str, *, intact: bool) -> object:
-    """The content of a pickle, with inert records for all that is not plain Python.
+    """The content of a pickle, with inert records for everything but plain Python values.
 
     Args:
         data: the pickle.
@@ -368,7 +369,7 @@ def load_inert(data: bytes, where: str, *, intact: bool) -> object:
     except SyncdError:
         raise
     except Exception as error:
-        # Whatever it is, the bytes brought it about: nothing else takes part, not even a disk.
+        # Any error comes from the bytes: nothing else takes part, not even a disk.
         raise ShardFormatError(
             f"{where} has a pickle that cannot be read ({type(error).__name__}: "
             f"{shown(str(error))}): save it again"
@@ -384,7 +385,7 @@ def load_state_dict(data: bytes, where: str, *, intact: bool) -> dict[Any, Any]:
         intact: whether a CRC-32 says that these are the bytes that were pickled.
 
     Raises:
-        ShardFormatError: as :func:`load_inert`, or it is no dict.
+        ShardFormatError: as :func:`load_inert`; or it is not a dict.
     """
     found = load_inert(data, where, intact=intact)
     if not isinstance(found, dict):

@@ -1,7 +1,8 @@
 """From the bytes of a ``data.pkl`` to the pieces of tensors that it names. Pure.
 
-What a pickle says is checked here as far as it can be without the file around it; where a piece is
-in that file, and whether it lies in it, :mod:`~syncd.checkpoint.torch_files.shard_file` says.
+This module checks a pickle as far as possible without the file around it;
+:mod:`~syncd.checkpoint.torch_files.shard_file` finds each piece in that file, and checks that it
+lies inside.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Piece(NamedTuple):
 
     Attributes:
         dtype: safetensors' name, e.g. ``BF16``.
-        shape: of the part; its elements are C-contiguous.
-        key: of its storage, which is the record ``data/<key>``.
-        offset: of its first element in the storage, in elements.
+        shape: the shape of the part; its elements are C-contiguous.
+        key: the key of its storage, which is the record ``data/<key>``.
+        offset: the offset of its first element in the storage, in elements.
         position: where it lies in the global tensor; None for a plain tensor.
     """
 
@@ -58,11 +59,11 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The parts of a tensor that a rank holds, if they need not be one.
+    """The parts of a tensor that a rank holds, if there may be several.
 
     Attributes:
         dtype: safetensors' name.
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         pieces: its parts, each with a position.
     """
 
@@ -82,8 +83,8 @@ def read_pieces(
         data: the pickle.
         where: the file, for the message, which begins with it.
         intact: whether a CRC-32 says that these are the bytes that were pickled.
-        plain: takes the values that are no tensors but plain (:func:`is_plain`), by name, as in the
-            state of an optimizer. Without it they are errors, as in that of a model.
+        plain: receives plain values (:func:`is_plain`), by name, as an optimizer's state has them.
+            Without it they are errors, as in a model's state.
 
     Raises:
         ShardFormatError: the pickle is broken, asks for code, or has a value that is no tensor, not
@@ -113,12 +114,12 @@ def read_pieces(
 
 
 def read_tensor(data: bytes, where: str, name: str, *, intact: bool) -> Piece:
-    """The one piece of a pickle that is a tensor by itself, and no state dict.
+    """The piece of a pickle that holds a single tensor, not a state dict.
 
     Args:
         data: the pickle.
         where: the file, for the message, which begins with it.
-        name: of the tensor, for the message.
+        name: the name of the tensor, for the message.
         intact: whether a CRC-32 says that these are the bytes that were pickled.
 
     Raises:
@@ -131,12 +132,12 @@ def check_name(name: object, where: str) -> str:
     """A tensor's name, if it is one that can be merged.
 
     Args:
-        name: as the file has it.
+        name: the name in the file.
         where: the file, for the message, which begins with it.
 
     Raises:
-        ShardFormatError: it is no text that safetensors files can have for a name.
-        PlacementError: it has FSDP1's name for parameters end to end.
+        ShardFormatError: safetensors files cannot have it as a name.
+        PlacementError: it is FSDP1's name for a flat parameter.
     """
     fault = name_fault(name)
     if not isinstance(name, str) or fault is not None:
@@ -166,11 +167,12 @@ class _Reader:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        # Most tensors share one of a few layouts and shapes: what follows from these is found once,
-        # and kept once. Every number in a key has been seen to be an int: True and 1.0 equal 1.
+        # Most tensors share one of a few layouts and shapes, so positions are computed, and kept,
+        # once for each. Every number in a key was checked to be an int, because True and 1.0 equal
+        # 1.
         self._positions: dict[tuple[int, Shape, Spec], Position] = {}
         self._contiguous: set[tuple[Shape, Shape]] = set()
-        # By identity: the state dict keeps every mesh alive for as long as this reader is used.
+        # Keyed by id(): the state dict keeps every mesh alive for as long as this reader is used.
         self._meshes: dict[int, Mesh | None] = {}
 
     def piece(self, name: object, value: object) -> Piece | Pieces:
@@ -216,7 +218,7 @@ class _Reader:
         return Piece(dtype, shape, key, offset, position)
 
     def _sharded(self, name: str, tensor: ShardedTensorRef) -> Pieces:
-        """A ShardedTensor says itself where its chunks lie (``ShardMetadata``)."""
+        """The chunks of a ShardedTensor, which records their offsets itself (``ShardMetadata``)."""
         shape = shape_of(tensor.shape)
         chunks = tensor.state[0] if isinstance(tensor.state, tuple) and tensor.state else None
         if not isinstance(tensor.dtype, DType) or shape is None or not isinstance(chunks, list):
@@ -255,7 +257,7 @@ class _Reader:
         return DTYPES[dtype][0]
 
     def _part(self, name: str, tensor: TensorRef) -> tuple[str, Shape, str, int]:
-        """A tensor by itself: all that its piece is but the position."""
+        """The dtype, shape, key and offset of a tensor: its piece without the position."""
         storage, shape, stride = tensor.storage, shape_of(tensor.shape), shape_of(tensor.stride)
         if not isinstance(storage, StorageRef) or shape is None or stride is None:
             raise self._wrong(name, "is a tensor that cannot be read")
@@ -282,7 +284,7 @@ class _Reader:
 
 
 def _contiguous(shape: Shape, stride: Shape) -> bool:
-    """True if elements follow each other in C order; dimensions of one element have no stride."""
+    """True if elements follow each other in C order, ignoring strides of dimensions of size 1."""
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size > 1 and step != expected:

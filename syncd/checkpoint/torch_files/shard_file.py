@@ -1,4 +1,4 @@
-"""An open ``torch.save`` shard: which bytes of the file are which tensor. Nothing of it is run."""
+"""An open ``torch.save`` shard: which bytes of the file are which tensor. It runs no code in it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class ReadPieces(Protocol):
 class ShardFile:
     """A shard file, open, with a valid zip directory.
 
-    Owns its descriptor; close it, or use it as a context manager. Everything is read through that
-    descriptor, so a rename or a removal of the name changes nothing. Not promised: that the
-    tensors' bytes are whole; the merge checks them.
+    It owns its descriptor; close it, or use it as a context manager. It reads everything through
+    that descriptor, so a rename or a removal of the name changes nothing. It does not check the
+    tensors' bytes; the merge does.
 
     Attributes:
         path: its name when it was opened.
         fd: the descriptor.
-        size: of the file, in bytes.
-        signature: of the file when it was opened.
+        size: the size of the file, in bytes.
+        signature: the signature of the file when it was opened.
         directory_digest: xxh3-128 of the raw central directory, 32 hexadecimal digits.
         records: the zip's records by name, without torch's leading folder.
         has_crc: False when the trainer switched CRC-32 off: every record's is 0.
@@ -65,7 +65,7 @@ class ShardFile:
         self.records = records
         self.has_crc = any(record.crc32 for record in records.values())
         self._tensors: dict[str, Local | Chunks] | None = None
-        # Most tensors are of a few shapes, which need not be kept 20,000 times, nor their lengths.
+        # Most tensors have one of a few shapes, so shapes and lengths are kept once.
         self._kinds: dict[tuple[str, Shape], tuple[str, Shape, int]] = {}
 
     @classmethod
@@ -80,7 +80,7 @@ class ShardFile:
             cancel: called often; it raises to stop.
 
         Raises:
-            ShardFormatError: it is not a whole file of torch.save, or of another byte order.
+            ShardFormatError: it is not a whole file of torch.save, or has another byte order.
             OSError: it cannot be opened or read.
         """
         fd = storage.open_read(path)
@@ -118,14 +118,14 @@ class ShardFile:
         Keys that end with ``_extra_state`` are left out.
 
         Args:
-            parse: reads the pickle; that of an ``IsolatedParser``
-                for a file that anyone may have written.
+            parse: reads the pickle; use an ``IsolatedParser``'s for a file that anyone may have
+                written.
 
         Raises:
-            ShardFormatError: the pickle is broken, is not its CRC-32, asks for code, or has a value
-                that is no tensor, not contiguous, of a dtype that safetensors lacks, or outside
-                its record.
-            PlacementError: a tensor has a device mesh or a placement that is not merged.
+            ShardFormatError: the pickle is broken, does not match its CRC-32, asks for code, or has
+                a value that is not a tensor, is not contiguous, has a dtype that safetensors lacks,
+                or lies outside its record.
+            PlacementError: a tensor has a device mesh or a placement that syncd does not merge.
             CoverageError: a local shape contradicts its placements.
             OSError: it cannot be read now.
         """
@@ -141,7 +141,7 @@ class ShardFile:
         return self._tensors
 
     def forget_tensors(self) -> None:
-        """Let go of the tensors that :meth:`tensors` keeps: it would read them again."""
+        """Drop the tensors that :meth:`tensors` keeps; its next call reads them again."""
         self._tensors = None
 
     def _pickle(self) -> bytes:

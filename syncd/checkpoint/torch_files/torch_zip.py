@@ -1,8 +1,8 @@
 """A strict reader of the zip files that ``torch.save`` writes.
 
-Stricter than a general zip reader on purpose: an uncompressed, single-volume zip without a comment
-that ends with the file, all records under one folder, none overlapping another. What torch does not
-write is an error, so that a torn file is never taken for a whole one.
+It is stricter than a general zip reader on purpose: an uncompressed, single-volume zip without a
+comment, which ends with the file, all records under one folder, none overlapping another. Anything
+that torch does not write is an error, so that a torn file is never taken for a whole one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from syncd.storage.fsio import Storage
 DIRECTORY_LIMIT: Final = 256 * 1024 * 1024
 RECORD_LIMIT: Final = 1_000_000
 _CANCEL_EVERY: Final = 1000
-#: Local headers up to so many bytes apart are read many at a time, by reads of _WINDOW bytes.
+#: Local headers up to this many bytes apart are read many at a time, by reads of _WINDOW bytes.
 _NEAR: Final = 8 * 1024
 _WINDOW: Final = 64 * 1024
 
@@ -40,14 +40,14 @@ _FULL32: Final = 0xFFFFFFFF
 
 
 class Bytes(Protocol):
-    """The reader of a zip: storage, or a view that shows a part of a file as if it were all."""
+    """Reads a zip: storage, or a view that shows a part of a file as if it were a whole file."""
 
     def pread_all(self, fd: int, count: int, offset: int) -> bytes:
         """``count`` bytes from an offset; fewer only at the end."""
 
 
 class ZipRecord(NamedTuple):
-    """One record of the zip: where its bytes are in the file, how many, and their CRC-32."""
+    """One record of the zip: the offset, number and CRC-32 of its bytes."""
 
     offset: int
     size: int
@@ -84,7 +84,7 @@ def _broken(path: Path, what: str) -> ShardFormatError:
 def central_directory_digest(storage: Storage, path: Path) -> tuple[int, str]:
     """The size in bytes of a ``torch.save`` file, and the digest of its central directory.
 
-    For the trainer's receipt. The directory holds the CRC-32 of every record, so that the digest
+    The trainer's receipt has both. The directory holds the CRC-32 of every record, so the digest
     binds the content without reading it again.
 
     Raises:
@@ -154,7 +154,8 @@ def read_records(
 ) -> dict[str, ZipRecord]:
     """All records by name, without the folder that torch puts them all under.
 
-    Reads the local header of each record, since only that says where its bytes begin.
+    It reads the local header of each record, because only the header tells where the record's bytes
+    begin.
 
     Args:
         storage: reads the file.
@@ -176,7 +177,7 @@ def read_records(
     _check_disjoint(entries, nexts, path)
     records: dict[str, ZipRecord] = {}
     end = 0
-    window, begin = b"", 0  # what was read last of the file, and where it begins in it
+    window, begin = b"", 0  # the bytes that were read last, and their offset in the file
     for number, entry in enumerate(entries):
         if number % _CANCEL_EVERY == 0:
             cancel()
@@ -188,7 +189,7 @@ def read_records(
             raise _overlaps(path, entry)
         end = offset + entry.size
         try:
-            # Also the names are the same on all ranks.
+            # All ranks have the same names, which are kept once.
             name = sys.intern(entry.name.removeprefix(prefix).decode())
         except UnicodeDecodeError:
             raise _broken(path, f"{_shown(entry)} is not named in UTF-8") from None
@@ -199,7 +200,7 @@ def read_records(
 
 
 def _near(entries: Sequence[_Entry], nexts: Sequence[int], number: int) -> int:
-    """The end of the last of the local headers that are near each other and fit in a window."""
+    """The end of the last local header that is near the ones before and fits in the window."""
     begin = entries[number].header
     end = begin + _LOCAL.size + len(entries[number].name)
     for at in range(number + 1, len(entries)):
@@ -211,7 +212,7 @@ def _near(entries: Sequence[_Entry], nexts: Sequence[int], number: int) -> int:
 
 
 def _check_disjoint(entries: Sequence[_Entry], nexts: Sequence[int], path: Path) -> None:
-    """Check the facts in the directory itself, before reads for up to a million records."""
+    """Refuse records that overlap according to the directory, before reading any of them."""
     for entry, after in zip(entries, nexts, strict=True):
         if entry.header + _LOCAL.size + len(entry.name) + entry.size > after:
             raise _overlaps(path, entry)
@@ -276,7 +277,7 @@ def _data_offset(window: bytes, at: int, entry: _Entry, path: Path) -> int:
     if len(window) < at + _LOCAL.size + len(entry.name) or not window.startswith(b"PK\3\4", at):
         raise _broken(path, f"{_shown(entry)} has no local header")
     _, _, flags, method, _, _, _, packed, size, names, extras = _LOCAL.unpack_from(window, at)
-    # torch writes the sizes behind the bytes; a writer that puts them here writes them right.
+    # torch writes the sizes behind the bytes; a writer that has them here must have them right.
     told = entry.size if entry.size < _FULL32 else _FULL32
     sizes_differ = not flags & _SIZES_FOLLOW and not {packed, size} <= {told, _FULL32}
     if (

@@ -61,7 +61,7 @@ class TrainerGroup:
     open, and no transfer has failed.
 
     Args:
-        meetings: of the job.
+        meetings: the meetings of the job.
         run: the trainer's identity among all trainers.
         place: the meeting place of new groups.
     """
@@ -161,8 +161,8 @@ class ExplorerGroup:
     """The meeting of an explorer's workers with the trainer, and the group of the worker here.
 
     Args:
-        meetings: of the job.
-        offers: of the job.
+        meetings: the meetings of the job.
+        offers: the offers of the job.
         name, session: the explorer's.
     """
 

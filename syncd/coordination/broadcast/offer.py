@@ -119,7 +119,7 @@ class TrainerSide:
     """Makes an offer and decides it.
 
     Args:
-        offers: of the job.
+        offers: the offers of the job.
         roster: the participants that must join.
         me: the trainer.
 
@@ -221,7 +221,7 @@ class ExplorerSide:
     """Joins an offer, and leaves it if the transfer does not take place.
 
     Args:
-        offers: of the job.
+        offers: the offers of the job.
         roster: knows if the trainer works.
         me: the explorer.
 

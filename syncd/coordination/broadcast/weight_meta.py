@@ -67,7 +67,7 @@ class WeightSpec(NamedTuple):
     Attributes:
         name: the same as in a published version of the model.
         dtype: safetensors' name.
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Header(NamedTuple):
     """The beginning of a transfer: :data:`HEADER` bytes, before anything else.
 
     Attributes:
-        digest: of the meta.
+        digest: the digest of the meta.
         meta_bytes: the size of the encoded meta.
         bucket_bytes: the size of the buckets that the image is cut into.
         has_digests: True if the digests of the buckets follow them.
@@ -221,7 +221,7 @@ class Image:
 
     Attributes:
         offsets: the offset of each tensor of the meta, in bytes.
-        size: of the whole image, in bytes.
+        size: the size of the whole image, in bytes.
         buckets: in the order in which they travel. An empty tensor is in none.
     """
 
@@ -239,7 +239,7 @@ class Image:
         many broadcasts.
 
         Args:
-            meta: of the transfer.
+            meta: the meta of the transfer.
             bucket_bytes: the most in a bucket, at least :data:`ALIGNED`, and rounded down to a
                 multiple of that.
         """
