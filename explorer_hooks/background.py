@@ -85,8 +85,8 @@ class Follower:
     """At most one following thread; its death is reported once.
 
     Args:
-        name: the explorer's.
-        serving: the state that the thread's pulls change; it is told when a thread starts and dies.
+        name: the explorer's name.
+        serving: the state that the thread's pulls change; told when a thread starts and dies.
         poll, is_away: as of :func:`follow`.
     """
 

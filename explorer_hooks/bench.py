@@ -89,8 +89,8 @@ def serve(
 
     Args:
         hook: the hook of the job.
-        served: told of each version.
-        interval: at most so many seconds after the following thread has died, this raises.
+        served: called with each version.
+        interval: seconds between two checks whether the following thread has died.
 
     Raises:
         NotFollowingError: the following thread has died.

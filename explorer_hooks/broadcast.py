@@ -43,7 +43,7 @@ def greet(
 
     Args:
         group: the weight group in which a transfer begins.
-        known: the meta of an earlier transfer, which need not be sent again.
+        known: the meta of an earlier transfer; the same meta is not sent again.
         prepare: prepares for the announced tensors. If it raises, nothing is sent.
 
     Raises:
@@ -80,7 +80,7 @@ class Arriving(Generic[T]):
         prepared: the result of the receiver's ``prepare``.
 
     Attributes:
-        fault: the reason why the transfer will be refused though it arrives; None if there is none.
+        fault: the reason to refuse the transfer although it arrives; None if there is none.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ def _go_on_if_all(group: WeightGroup) -> None:
 
 
 def _told(group: WeightGroup, size: int) -> bytes:
-    """A tensor of so many bytes that rank 0 sends."""
+    """A tensor of ``size`` bytes, which rank 0 sends."""
     content = torch.empty(size, dtype=torch.uint8, device=group.device)
     group.broadcast(content).wait()
     return bytes(bytes_of(content.cpu()))

@@ -1,4 +1,4 @@
-"""Copies on this host that a version can be made from by deltas, and the wait for a delta."""
+"""Copies on this host from which deltas can make a version, and the wait for a delta."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ log = logging.getLogger(__name__)
 _MOST: Final = 0.5
 #: Seconds between two looks at a delta that is being made.
 _LOOK: Final = 0.25
-#: Seconds without a sign of life after which a delta is not waited for any more.
+#: Seconds without a sign of life after which nobody waits for a delta any more.
 _SILENCE: Final = 10 * DELTA_SIGN
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaBase:
-    """A whole copy on this host, held, and the deltas that make a newer version of it.
+    """A held copy on this host, and the deltas that make a newer version from it.
 
     Attributes:
-        copy: the hold on it.
-        version: the copy.
+        copy: the hold on the copy.
+        version: the copy as a version.
         chain: the deltas in order, each with its folder.
     """
 
@@ -57,10 +57,10 @@ class DeltaBase:
     def make(
         self, target: LeasedVersion, to: Storage, draft: Path, cancel: Callable[[], None]
     ) -> None:
-        """Make the target's files in an empty folder, the manifest aside, verified.
+        """Make the target's files, except the manifest, in an empty folder, and verify them.
 
         Raises:
-            NoDeltaError: the deltas do not make this version of this copy.
+            NoDeltaError: the deltas do not make this version from this copy.
             VerificationError: the target's own folder is not what its manifest says.
             OSError: one of the two storages failed.
         """
@@ -83,7 +83,7 @@ class DeltaBases:
 
     Args:
         storage: the storage of the copies.
-        room: the folder that they are in.
+        room: the folder of the copies.
     """
 
     def __init__(self, storage: Storage, room: Path) -> None:
@@ -101,16 +101,16 @@ class DeltaBases:
     ) -> DeltaBase:
         """Hold the copy from which the fewest bytes of deltas lead to a version.
 
-        If the daemon is about to make a delta from a copy that is here, it is waited for.
+        If the daemon is making a delta from a copy on this host, it waits for that delta.
 
         Args:
-            target: held; of kind ``full``.
+            target: the held version, of kind ``full``.
             names: the names of the copies.
             patience: how long to wait for a delta, in seconds.
             cancel: called often; it raises to stop.
 
         Raises:
-            NoDeltaError: there is none, and why.
+            NoDeltaError: there is none; the message has the reason.
             OSError: one of the two storages failed.
         """
         why = why_not_here()
@@ -153,7 +153,7 @@ class DeltaBases:
     def _chain(
         self, target: LeasedVersion, here: dict[str, WholeVersion], content: str
     ) -> tuple[str, list[tuple[Path, Delta]]] | None:
-        """The copy with the fewest bytes of deltas to the target, and these."""
+        """The copy with the fewest bytes of deltas to the target, with these deltas."""
         folders = {delta: folder for folder, delta in _deltas(_job_of(target))}
         found = []
         for name, version in here.items():
@@ -173,7 +173,7 @@ class DeltaBases:
         patience: float,
         cancel: Callable[[], None],
     ) -> None:
-        """Wait until a delta to the target from a copy here is made, if one is on its way.
+        """If a delta from a copy here to the target is being made, wait until it is there.
 
         Raises:
             NoDeltaError: there will be none, or not in time.

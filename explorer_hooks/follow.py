@@ -309,7 +309,7 @@ class CommandEngine(InProcessEngine):
     """
 
     kinds: frozenset[str] = frozenset({"full", "adapter", "remote"})
-    hub_names = True  # as any folder that is downloaded from there
+    hub_names = True  # a folder from the hub has them too
 
     def __init__(self, command: str, *, timeout: float, fits: Fits | None = None) -> None:
         self._command = command
@@ -370,7 +370,7 @@ class LinkEngine(InProcessEngine):
         fits: the model to compare versions with first; None to compare nothing.
 
     Raises:
-        InvalidSettingsError: there is something else than a link, or the parent folder is missing.
+        InvalidSettingsError: something other than a link is there, or the parent folder is missing.
     """
 
     kinds: frozenset[str] = frozenset({"full", "adapter"})

@@ -1,7 +1,7 @@
 """The names of a version: tensors under the hub's names as parts of those under the trainer's.
 
-A version's :class:`~syncd.checkpoint.name_map.NameMap` says how its model is named on the hub. Here
-is what follows for parts of tensors and for views; nothing is read or copied.
+A version's :class:`~syncd.checkpoint.name_map.NameMap` has the names of its model on the hub. This
+module applies it to parts of tensors and to views; it reads and copies nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 
 
 class NamedPiece(NamedTuple):
-    """A part of a version's tensor, which is a part of a tensor of its other name.
+    """A part of a version's tensor, and the same part in a tensor with the other kind of names.
 
     Attributes:
         own: the version's tensor.
-        own_box: the part of it.
-        other: the tensor that the version has not: the trainer's, if the version has the hub's
-            names, else the hub's.
-        other_box: the same part in that one. A trainer's stack has a dimension more, of size 1.
-        swaps: whether the last two dimensions have changed places.
+        own_box: the part of that tensor.
+        other: the tensor that the version lacks: the trainer's, if the version has the hub's names,
+            else the hub's.
+        other_box: the same part in ``other``. In a trainer's stack it has one more dimension, of
+            size 1.
+        swaps: whether the last two dimensions change places.
     """
 
     own: str
@@ -43,7 +44,7 @@ class NamedPiece(NamedTuple):
     swaps: bool
 
     def to_own(self, part: Box) -> Box:
-        """A part of the other tensor, which lies in this piece, as one of the version's."""
+        """A part of the other tensor, inside this piece, as a part of the version's tensor."""
         offsets = tuple(a - b for a, b in zip(part.offsets, self.other_box.offsets, strict=True))
         shape, more = part.shape, self._more
         if self.swaps:
@@ -60,12 +61,12 @@ class NamedPiece(NamedTuple):
 
     @property
     def _more(self) -> int:
-        """How many dimensions the version's tensor has more."""
+        """How many more dimensions the version's tensor has."""
         return len(self.own_box.shape) - len(self.other_box.shape)
 
 
 class NamedShape(Protocol):
-    """A tensor as far as its names go."""
+    """A tensor's name and shape."""
 
     @property
     def name(self) -> str:
@@ -77,15 +78,15 @@ class NamedShape(Protocol):
 
 
 class GivenNames:
-    """The names of a version's tensors, and those that they have not.
+    """The names of a version's tensors, and their names in the other set.
 
     Args:
-        name_map: of the trainer's names to the hub's.
-        given: which of the two the tensors have.
+        name_map: maps the trainer's names to the hub's.
+        given: the set that the tensors have.
 
     Attributes:
-        given: that.
-        unknown: why nobody knows the hub's names; None if they are known.
+        given: the same.
+        unknown: why the hub's names are unknown; None if they are known.
     """
 
     def __init__(self, name_map: NameMap, given: Names) -> None:
@@ -123,7 +124,7 @@ class GivenNames:
         return found
 
     def shown(self, name: str) -> str:
-        """A name for messages, with the other one if there is one."""
+        """A name for messages, with its other name if there is one."""
         if (shape := self._map.tensors().get(name)) is not None:
             first, *others = dict.fromkeys(part.name for part in self._map.hub(name, shape))
             return f"{shown(name)} (on the hub {shown(first)}{', …' if others else ''})"
@@ -139,7 +140,7 @@ class GivenNames:
         try:
             return self._map.hub(name, shape)
         except CoverageError:
-            return []  # it is another model's, as far as anyone knows
+            return []  # the map seems to be another model's
 
 
 SAME_NAMES: Final = GivenNames(NameMap(NameMapRecord()), "trainer")
@@ -156,12 +157,12 @@ def names_of(version: LeasedVersion) -> GivenNames:
 
 
 def _piece(name: str, shape: Shape, part: HubPart) -> NamedPiece:
-    """Of a trainer's tensor, in a version with the trainer's names."""
+    """The piece of a trainer's tensor, in a version with the trainer's names."""
     return NamedPiece(name, _in_trainer(shape, part), part.name, _in_hub(part), part.transposed)
 
 
 def _place(hub: str, place: TrainerPart) -> NamedPiece:
-    """Of a hub's tensor, in a version with the hub's names."""
+    """The piece of a hub's tensor, in a version with the hub's names."""
     assert place.shape is not None  # noqa: S101 # the caller's
     box = _in_trainer(place.shape, place)
     shape = box.shape if place.index is None else box.shape[1:]

@@ -26,6 +26,7 @@ from syncd.protocol.policy import (
     SyncSettings,
     SyncStyle,
     Version,
+    check_step,
     explorer_sync_is_due,
     explorer_syncs,
     given_or_default,
@@ -56,7 +57,7 @@ class ExplorerHook:
 
     Args:
         job_dir: the job directory.
-        name: this explorer's, unique in the job.
+        name: this explorer's name, unique in the job.
         engine: the engine to load versions into.
         settings: who syncs when. With method ``nccl`` an engine that supports broadcasts takes
             them, and loads versions if they fail. Any other engine follows the versions.
@@ -68,7 +69,7 @@ class ExplorerHook:
         on_remote: called with the path of each version of kind ``remote``, and the version. Without
             it such versions are refused, unless the engine takes them. If it raises an
             EngineMismatchError the version is refused; after any other error it is tried again.
-        poll: at most so many seconds between two looks, if the filesystem sends no events.
+        poll: the most seconds between two looks, if the filesystem sends no events.
         storage: the seam for tests.
 
     Raises:
@@ -152,8 +153,8 @@ class ExplorerHook:
     def folder(self) -> Path | None:
         """The folder that the engine's version was read from; it stays until the next is applied.
 
-        With a stage folder it is the copy's. After a broadcast it is the folder of the newest
-        version that was published by then, or of the broadcast's own weights.
+        With a stage folder it is the copy's folder. After a broadcast it is the folder of the
+        newest version that was published by then, or of the broadcast's own weights.
         """
         held = self._pipeline.held
         return held.folder if held else None
@@ -172,8 +173,8 @@ class ExplorerHook:
     def synchronizer(self) -> ExplorerSynchronizer:
         """The participant that this hook is registered as.
 
-        For saved states (``save_state``, ``load_state``), and to see which modules are there and
-        which wait (``modules``, ``get_trainer_status``, ``trainer_requires_weight_sync``,
+        Use it for saved states (``save_state``, ``load_state``), and to see which participants are
+        there and which wait (``modules``, ``get_trainer_status``, ``trainer_requires_weight_sync``,
         ``get_explorer_status_counts``). The hook itself waits for weights, reports, and sets the
         status.
         """
@@ -317,8 +318,10 @@ class ExplorerHook:
         Raises:
             WaitTimeoutError: none of these events came within ``sync_timeout``.
             EngineBrokenError, CancelledError, NotFollowingError: as :meth:`pull`.
-            InvalidSettingsError: ``fully_async``, and :meth:`start` was not called.
+            InvalidSettingsError: ``fully_async``, and :meth:`start` was not called; or the step is
+                not a whole number.
         """
+        check_step(step)
         self._follower.check()
         if self._settings.style is SyncStyle.FULLY_ASYNC and not self._follower.is_on:
             raise InvalidSettingsError("style fully_async: call start() before the first step")
@@ -328,7 +331,7 @@ class ExplorerHook:
         try:
             if waits := self._waits(step):
                 self._puller.sync(self._settings.sync_timeout)
-            else:  # it may have missed versions that are there as files
+            else:  # it may have missed versions that were published as files
                 self._puller.what_is_there()
         except RefusedError:
             pass  # it is in the log and in the report

@@ -165,7 +165,7 @@ class Pipeline:
             return self.version
 
     def ends_bench(self) -> None:
-        """Note that the served version, if one of the job, no longer counts as an evaluation."""
+        """Note that serving the held version no longer counts as an evaluation."""
         held = self.held
         if self._benches and held is not None and held.sequence:
             self._benches = False

@@ -38,7 +38,7 @@ class Reader:
 
     Args:
         job_dir: the job directory.
-        name: this explorer's, unique in the job: 1 to 64 letters, digits, ``_`` or ``-``.
+        name: this explorer's name, unique in the job: 1 to 64 letters, digits, ``_`` or ``-``.
         poll: seconds between two looks at LATEST if the filesystem sends no events.
         storage: the seam for tests.
         clock: seconds, monotonic.
@@ -79,7 +79,7 @@ class Reader:
         return self._session.id
 
     def latest(self) -> Latest | None:
-        """The version that LATEST names; None if there is none, or none that can be read yet.
+        """The version that LATEST names; None if LATEST is missing, or cannot be read yet.
 
         Raises:
             ProtocolMismatchError: the daemon is of a newer protocol.

@@ -49,7 +49,7 @@ class OnRemoteError(Exception):
 
 
 def refuses(error: BaseException) -> bool:
-    """Whether an error lies in the version and not in the moment: then it is not tried again.
+    """Whether the version itself causes an error: then the version is not tried again.
 
     Errors of storage, of a connection (any OSError) and of ``on_remote``, and the end of the
     caller, may pass: then the next try may succeed.
@@ -102,7 +102,7 @@ class Reloader:
         """Let the engine serve a version that it has accepted.
 
         Args:
-            version: the new one.
+            version: the new version.
             before: the version that it serves; None before the first.
             told: the measurements of this pull so far.
 
@@ -197,8 +197,8 @@ class Reloader:
         try:
             self._on_remote(version.remote_path, version)
         except Exception as error:
-            # The errors of the service behind it may pass. Only EngineMismatchError says for
-            # certain that the version is at fault.
+            # Other errors may pass. Only EngineMismatchError says for certain that the version is
+            # at fault.
             if isinstance(error, EngineMismatchError) or not refuses(error):
                 raise
             raise OnRemoteError(version.remote_path, error) from error

@@ -65,8 +65,8 @@ class Fits:
     Args:
         of: the manifest of a version that it serves, or the folder of the model that it was started
             with, whose headers are read once, now.
-        casts: whether the server casts the tensors that it loads, as vLLM does. Then any floating
-            dtype may stand for another.
+        casts: whether the server casts the tensors that it loads, as vLLM does. Then floating
+            dtypes may differ.
         whose: the name of the server, for messages.
 
     Raises:
@@ -104,7 +104,7 @@ class Fits:
         Args:
             given: all of its tensors.
             what: a name for the tensors, for messages.
-            names: by which a tensor is the same under the trainer's name and the hub's.
+            names: maps between the trainer's names and the hub's.
 
         Raises:
             EngineMismatchError: some differ; the message lists them.
@@ -113,11 +113,11 @@ class Fits:
         refuse(what, self._whose, differences(alike, wanted, self._whose, names.shown))
 
     def has_names_of(self, version: LeasedVersion) -> bool:
-        """Whether the server has each tensor by the name that the version gives it."""
+        """Whether the server has each tensor under the version's name for it."""
         return self._alike(tensor_specs(version.manifest)).keys() == self._wanted.keys()
 
     def _alike(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """The tensors to compare: a tied output embedding may be there or not."""
+        """The tensors to compare: without a tied output embedding, which may be missing."""
         return {
             name: TensorSpec("floating", spec.shape)
             if self._casts and spec.dtype in _FLOATING
@@ -128,9 +128,9 @@ class Fits:
 
 
 def fits_if_here(named: str, whose: str) -> Fits | None:
-    """Compare with the model that a server names; None if that is no folder here with weights.
+    """Compare with the model that a server names; None if that is not a folder here with weights.
 
-    A relative path is the server's own, or a name on the hub, and no folder of this process.
+    A relative path is the server's own, or a name on the hub, and not a folder of this process.
     """
     if not (Path(named).is_absolute() and Path(named).is_dir()):
         return None
@@ -148,7 +148,7 @@ def model_tensors(folder: Path) -> dict[str, TensorSpec]:
     hub's cache consists of links.
 
     Raises:
-        InvalidSettingsError: there is no such file, or one that cannot be read.
+        InvalidSettingsError: a file is missing or unreadable.
     """
     storage = Storage()
     try:

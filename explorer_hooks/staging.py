@@ -60,9 +60,9 @@ class Fetched:
     """The bytes that were read from a job to make a copy of a version.
 
     Attributes:
-        full_bytes: of the version's own files.
-        delta_bytes: of deltas; None if none was used.
-        no_delta: why none was used, if one could have been.
+        full_bytes: the bytes of the version's own files.
+        delta_bytes: the bytes of deltas; None if no delta was used.
+        no_delta: why no delta was used, if one could have been.
     """
 
     full_bytes: int = 0
@@ -123,7 +123,7 @@ class Staging:
         self._room = self.folder / f"{self._rooms}{_boot()}"
         self._kept: str | None = None
         self._bases = DeltaBases(self._storage, self._room)
-        #: Seconds that the last copy took of which all bytes were read from the job.
+        #: Seconds that the last full copy from the job took.
         self._full_copy_took = 0.0
         self._clock = clock
         self.fetched = Fetched()
@@ -249,7 +249,7 @@ class Staging:
             yield
 
     def _make(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        """Make a copy: of an older copy on this host and deltas, or else of the version's files."""
+        """Make a copy: from an older copy here and deltas, or else from the version's files."""
         base, why = None, None
         if version.kind == "full" and self._is_elsewhere(version):
             try:
@@ -277,7 +277,7 @@ class Staging:
     def _make_of(
         self, base: DeltaBase, version: LeasedVersion, name: str, cancel: Callable[[], None]
     ) -> str | None:
-        """Make a copy of a held base and deltas; returns why that is not possible."""
+        """Make a copy from a held base and deltas; returns the reason if that is not possible."""
         self._sweep()  # it passes over the base, which is held
         try:
             with self._draft(version, name) as draft:
@@ -376,7 +376,7 @@ class Staging:
                 self._discard(self.folder / name)
 
     def _is_held(self, room: Path) -> bool:
-        """Whether a copy there is held: by another host, if the folder is on a network."""
+        """Whether any copy there is held, perhaps by another host if the folder is on a network."""
         for name, kind in self._storage.kinds(room).items():
             if kind is Kind.FOLDER:
                 with StagedCopy.unheld(self._storage, room / name) as is_free:

@@ -46,12 +46,12 @@ class Span(NamedTuple):
 
 
 class _OtherNames(NamedTuple):
-    """The names that a version's tensors have not.
+    """The names of a version's tensors in the other set.
 
     Attributes:
         pieces: such a name → its parts in the tensors of the version.
-        of: a tensor of the version → the names in its place. One that is joined of several comes
-            with the first of these.
+        of: a tensor of the version → the names in its place. A tensor that is joined from several
+            comes with the first of these.
     """
 
     pieces: Mapping[str, Sequence[NamedPiece]]
@@ -59,7 +59,7 @@ class _OtherNames(NamedTuple):
 
     @classmethod
     def of_version(cls, version: LeasedVersion) -> _OtherNames:
-        """Those of a version.
+        """The other names of a version's tensors.
 
         Raises:
             VerificationError: its map of names is damaged.

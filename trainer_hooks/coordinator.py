@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class CheckpointCoordinator:
     """One rank's saves, which a thread writes one after the other; Trinity-RFT has the same class.
 
-    Trinity's asks a Ray actor, the CheckpointMonitor. It counts threads, and moves
+    Trinity's class asks a Ray actor, the CheckpointMonitor, which counts threads and moves
     ``latest_state_dict_iteration.txt`` when as many have finished as were registered. Here each
     rank writes a receipt for its own shard, and rank 0 moves the pointer when it has seen the
     receipts of all ranks; no actor is needed.
@@ -104,7 +104,7 @@ class CheckpointCoordinator:
                 called again, from its start.
             global_step: the step.
             is_state_dict: whether the pointer should name the step, once all ranks have written
-                theirs. If not, nothing is announced.
+                their part. If not, nothing is announced.
 
         Raises:
             SaveFailedError: an earlier save did not become whole, or this one had to wait too long.
@@ -140,7 +140,7 @@ class CheckpointCoordinator:
             model: a plain module, or one of DDP, FSDP1, FSDP2, tensor parallelism. Collective for
                 FSDP1.
             global_step: the step.
-            model_files: on rank 0: each writes config or tokenizer into the folder it is given.
+            model_files: on rank 0: functions that write config or tokenizer into the given folder.
 
         Raises:
             SaveFailedError: an earlier save did not become whole, or this one had to wait too long.

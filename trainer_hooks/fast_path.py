@@ -57,7 +57,7 @@ class Cadence:
     After n failed broadcasts in a row, the next 2**(n-1) - 1 syncs, at most 15, go by files.
 
     Args:
-        checkpoint_every: save every so many syncs by the checkpoint path.
+        checkpoint_every: one sync in this many is also saved by the checkpoint path.
     """
 
     def __init__(self, checkpoint_every: int) -> None:
@@ -225,7 +225,7 @@ class Sent(NamedTuple):
     """The result of one transfer.
 
     Attributes:
-        nbytes: of all tensors.
+        nbytes: the bytes of all tensors.
         buckets: the number of broadcasts.
         seconds: from the first gathering until all have confirmed.
         nonfinite: on rank 0 the tensors that hold NaN or Inf.
@@ -252,7 +252,7 @@ class WeightSender:
     Not promised: LoRA adapters, which go by files.
 
     Args:
-        model: as the trainer's hook has it.
+        model: the trainer's model, in its wrappers.
         bucket_bytes: the most bytes of one broadcast.
         digests: whether receivers check each bucket; by default if the group is on the CPU.
         cast: the dtype that floating tensors are sent in; None for their own. Rank 0 has a cast

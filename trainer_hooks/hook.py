@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.policy import SyncMethod, SyncSettings, given_or_default
+from syncd.protocol.policy import SyncMethod, SyncSettings, check_step, given_or_default
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.background import raise_first
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A broadcast takes at most so many broadcast_timeouts: until all are ready, to meet, to transfer.
+#: A broadcast takes at most this many broadcast_timeouts: until all are ready, to meet, to
+#: transfer.
 _BROADCAST_WAITS: Final = 3
 #: Torch's default limit in seconds of one rank's wait for another; rank 0 may also need that long.
 _TORCH_TIMEOUT: Final = 1800.0
@@ -159,11 +160,11 @@ class TrainerHook:
     def synchronizer(self) -> TrainerSynchronizer | None:
         """The participant that this hook is registered as, on rank 0; None on the other ranks.
 
-        For saved states (``save_state``, ``load_state``), and to see which modules are there and
-        which of them ask (``modules``, ``get_explorer_status_counts``,
-        ``explorer_requires_sync``). The hook itself
-        announces saves, answers requests, and sets the status. Unlike the hook's methods, those of
-        the synchronizer are for rank 0 alone, and raise if storage fails.
+        Use it for saved states (``save_state``, ``load_state``), and to see which participants are
+        there and which of them ask (``modules``, ``get_explorer_status_counts``,
+        ``explorer_requires_sync``). The hook itself announces saves, answers requests, and sets the
+        status. Unlike the hook's methods, those of the synchronizer are for rank 0 alone, and raise
+        if storage fails.
         """
         explorers = self._job.explorers
         return None if explorers is None else explorers.synchronizer
@@ -178,9 +179,11 @@ class TrainerHook:
             Metrics, in seconds, bytes and counts; ``docs/trainer.md`` lists them.
 
         Raises:
+            InvalidSettingsError: the step is not a whole number.
             SaveFailedError: an earlier save did not become whole; or the hook is closed.
             OutOfStepError: a collective failed in a broadcast: end this training.
         """
+        check_step(step)
         begun = self._begun()
         self._step = step
         metrics = self._carry_out(self._planner.by_policy(step, waiting=False), step)
@@ -193,7 +196,8 @@ class TrainerHook:
     def sync_while_waiting(self) -> dict[str, float]:
         """Sync if a sync is due now; for a trainer that waits for data.
 
-        On all ranks alike: as often, and between the same steps. A full checkpoint is never made.
+        Call it on all ranks alike: equally often, and between the same steps. It never makes a full
+        checkpoint.
 
         Returns:
             As :meth:`after_step`.
@@ -213,9 +217,11 @@ class TrainerHook:
             As :meth:`after_step`.
 
         Raises:
+            InvalidSettingsError: the step is not a whole number.
             SaveFailedError: an earlier save did not become whole; or the hook is closed.
             OutOfStepError: a collective failed in a broadcast: end this training.
         """
+        check_step(step)
         begun = self._begun()
         self._step = step
         return self._told(self._carry_out(self._planner.sync(step), step), begun)
@@ -229,7 +235,8 @@ class TrainerHook:
 
         Args:
             step: the step that the model has just finished.
-            block_until_saved: wait until it is announced, on rank 0; on others, written.
+            block_until_saved: on rank 0, wait until it is announced; on others, until it is
+                written.
             save_as_hf: whether to add the full weights as a Hugging Face model; by default as
                 ``save_as_hf`` of the settings.
 
@@ -237,8 +244,10 @@ class TrainerHook:
             As :meth:`after_step`.
 
         Raises:
+            InvalidSettingsError: the step is not a whole number.
             SaveFailedError: an earlier save failed, or this one, if the call waited for it.
         """
+        check_step(step)
         begun = self._begun()
         self._step = step
         with_hf = self._saving.save_as_hf is SaveAsHf.ALWAYS if save_as_hf is None else save_as_hf
@@ -251,17 +260,17 @@ class TrainerHook:
     def close(self) -> None:
         """Save the last step, wait for saves under way, and report that this trainer has stopped.
 
-        Collective: call it on all ranks, before the process group is destroyed. If the weights of
-        the last step went to explorers by a broadcast, or not at all, they go by the files now
-        (``SaveSettings.final``). If full checkpoints are made (``save_interval``, or
-        ``save_as_hf = last``) and the last step is none, it becomes one. The model is saved as it
-        is now, under the number of the last step.
+        Collective: call it on all ranks, before the process group is destroyed. If explorers got
+        the last step's weights only by a broadcast, or not at all, these go by the files now
+        (``SaveSettings.final``). If full checkpoints are made (``save_interval``, or ``save_as_hf =
+        last``), the last step becomes one too, unless it is one. The model is saved as it is now,
+        under the number of the last step.
 
-        If a rank does not come within the ``save_timeout``, the others log a warning and make no
-        last save. It then waits at most twice the ``save_timeout`` for each save; that for each
-        rank, if they write one at a time. Safe to call twice, and in a fork, where it does nothing.
-        Not for signal handlers, which may interrupt an optimizer in the middle of its step: raise
-        ``SystemExit`` there.
+        If a rank does not call it within the ``save_timeout``, the others log a warning and make no
+        last save. Then each rank waits at most twice the ``save_timeout`` for each save; if ranks
+        write one at a time, that long for each rank. Safe to call twice, and in a fork, where it
+        does nothing. Do not call it in a signal handler, which may interrupt an optimizer in the
+        middle of its step: raise ``SystemExit`` there.
 
         Raises:
             SaveFailedError: the last save failed, or was given up because it took too long.

@@ -22,7 +22,7 @@ class Begun(NamedTuple):
     """The saves of a plan.
 
     Attributes:
-        sync: the save for explorers; None if ``full`` is for them too, or there is none.
+        sync: the save for explorers; None if ``full`` is also for them, or explorers get none.
         full: the full checkpoint.
         hugging_face: the full checkpoint that gets the full weights.
     """
@@ -42,9 +42,9 @@ class Planner:
     Args:
         decisions: carries rank 0's decisions to the others.
         settings, saving: when, and how, saves are made.
-        run_id: the run id of all save ids.
+        run_id: the run id in all save ids.
         one_save: whether a step that is due for both is saved once; False with a memory folder.
-        explorers: rank 0's.
+        explorers: on rank 0, the communication with explorers; None on others.
         fast_path: for method ``nccl``; else None.
         thread: the writing thread; rank 0 checks its work.
         progress: the outcome of earlier saves.
@@ -90,8 +90,8 @@ class Planner:
         self._hugging_face: SaveId | None = None
         self._owed = Plan.NOTHING
         self._counter = 0
-        #: The last broadcast, tried or done, whose step is not saved yet: a save of it has the same
-        #: id.
+        #: The last broadcast, successful or not, whose step is not saved yet: its save gets the
+        #: same id.
         self._sent: SaveId | None = None
 
     def by_policy(self, step: int | None, *, waiting: bool) -> Plan:

@@ -72,7 +72,7 @@ class SaveQueue:
         contents: RankContents,
         buffers: HostBuffers | None = None,
     ) -> None:
-        """Have a save written; its memory is free again when it is over."""
+        """Have a save written; its memory is free again once the save is over."""
 
         def work() -> int:
             """In the thread, because storage must not stop the training for longer than a copy."""

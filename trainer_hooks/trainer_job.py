@@ -52,7 +52,7 @@ class TrainerJob:
 
     Args:
         job_dir, memory_dir: the folders.
-        name: the trainer's.
+        name: the trainer's name.
         ranks: all of them.
         settings, saving: how it syncs and saves.
         progress: records announcements.
@@ -194,7 +194,7 @@ class TrainerJob:
         """In rank 0's thread: the pointer that explorers follow names the weights."""
         if self.explorers is not None:
             self.explorers.weights_announced(save_id.step)
-        # Only now, because explorers that asked for it must not be told that nothing comes.
+        # Only now: before, explorers that asked for this save could be told that nothing comes.
         self._progress.announced(save_id)
 
     def _checkpoint_announced(self, save_id: SaveId) -> None:

@@ -96,8 +96,8 @@ class Outgoing:
         """Send a tensor. It may be freed when this returns, but must not change before the end.
 
         Args:
-            number: in the plan; tensors come in order.
-            whole: on any device.
+            number: the tensor's number in the plan; tensors come in order.
+            whole: the whole tensor, on any device.
         """
         self._unless_failed(lambda: self._put(number, flat_bytes(whole)))
         if whole.device.type in {"cpu", "cuda"}:  # other devices may lack aminmax for some dtype
@@ -217,7 +217,7 @@ class Buffers:
         self._made: deque[_BucketBuffer] = deque()
 
     def next(self, size: int, device: torch.device, source: torch.device) -> Tensor:
-        """So many bytes of the buffer that was not returned last.
+        """``size`` bytes of the buffer that was not returned last.
 
         Args:
             size: bytes.

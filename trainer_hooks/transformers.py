@@ -53,9 +53,8 @@ class SyncdCallback(TrainerCallback):
     ``load_best_model_at_end`` nothing is published at the end, because the loaded model is not the
     last step's; nor with ``SaveSettings(final=False)``. Not promised: that a rank whose training
     fails reports that, unless its ``train`` is called inside ``with callback:``. Without, it counts
-    as dead a lease time after its process has ended.
-    ``trainer.add_callback(callback)``, or, so that its metrics reach W&B and the like, by
-    :meth:`add_to`.
+    as dead a lease time after its process has ended. Add it by ``trainer.add_callback(callback)``
+    or, so that its metrics reach W&B and the like, by :meth:`add_to`.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share;

@@ -62,10 +62,10 @@ class Subject:
     """An engine under test.
 
     Attributes:
-        make: makes a new engine, over a model of its own.
+        make: makes a new engine with its own model.
         served: returns the content that an engine serves: name → bytes of each tensor, or the form
             that ``expected`` returns for a version.
-        tensors: the tensors that a version must have, by name; of tied tensors one name.
+        tensors: the tensors that a version must have, by name; tied tensors under one name.
         expected: returns the content to serve after a version was loaded.
         kind: the kind of the versions.
         files: additional files in each version, by name.

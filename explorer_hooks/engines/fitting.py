@@ -91,10 +91,10 @@ def differences(
     """The differences between two sets of tensors, a line each; empty if there are none.
 
     Args:
-        given: the version's.
-        wanted: the engine's.
+        given: the version's tensors.
+        wanted: the engine's tensors.
         whose: the engine.
-        say: writes a name for people.
+        say: formats a name for people.
     """
     return [
         *(f"{say(name)} is not in {whose}" for name in given.keys() - wanted.keys()),
@@ -115,13 +115,14 @@ def named(version: LeasedVersion) -> str:
     return f"version {version.sequence} (step {version.step})"
 
 
-def refuse(what: str, whose: str, wrong: Iterable[str]) -> None:
+def refuse(what: str, whose: str, wrong: Iterable[str], *, remedy: str = "") -> None:
     """Raise an error that lists the differences; do nothing if there are none.
 
     Args:
         what: the thing that is refused.
         whose: the engine.
         wrong: the differences, each a clause of the message.
+        remedy: a sentence for the end of the message.
 
     Raises:
         EngineMismatchError: there is a difference; the message names the first few and counts the
@@ -134,6 +135,7 @@ def refuse(what: str, whose: str, wrong: Iterable[str]) -> None:
     raise EngineMismatchError(
         f"{what} does not fit {whose}, which keeps its weights: {'; '.join(ordered[:_MOST_NAMED])}"
         + (f"; and {more} more" if more > 0 else "")
+        + (f". {remedy}" if remedy else "")
     )
 
 

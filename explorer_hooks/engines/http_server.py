@@ -131,7 +131,7 @@ class HttpServer:
         Args:
             route: ``METHOD /path``.
             body: sent as JSON; None for no body.
-            params: of the query.
+            params: the query parameters.
             timeout: limit in seconds of each part of the request (the connection gets at most 3);
                 the server's ``timeout`` by default.
 

@@ -18,7 +18,7 @@ from syncd.coordination.broadcast.weight_meta import padded
 from syncd.coordination.host_memory import HostMemory
 from syncd.coordination.tensors import bytes_of
 
-#: About so many bytes one thread reads or copies at a time.
+#: About how many bytes one thread reads or copies at a time.
 _BATCH: Final = 16 * 1024 * 1024
 #: The most temporary host memory, except for a single larger tensor.
 _BOUND: Final = 256 * 1024 * 1024
@@ -148,7 +148,7 @@ class _Part(NamedTuple):
 
 
 def _read_parts(reader: WeightsReader, parts: Sequence[_Part], threads: int) -> None:
-    """Read all parts, in so many threads; after an error no further part is read."""
+    """Read all parts, in up to ``threads`` threads; after an error no further part is read."""
     reader.open(part.name for part in parts)  # not in the threads, which share it
     tasks = [partial(_read, reader, batch) for batch in _batches(parts)]
     run_side_by_side(tasks, threads=threads_here(threads), look=lambda: None)
@@ -201,7 +201,7 @@ class _Move(NamedTuple):
 
 
 def _move(moves: Sequence[_Move], threads: int) -> None:
-    """Copy memory, with so many batches at a time.
+    """Copy memory, with up to ``threads`` batches at a time.
 
     Not by ``Tensor.copy_``, whose threads must all meet at the end of each tensor: that takes many
     times as long on processors that are busy with something else.

@@ -16,7 +16,7 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _takes_names_of(self, version: LeasedVersion) -> bool:
-        """Whether it finds tensors by the trainer's names, if the version has these."""
+        """Whether the server finds tensors by the names that the version has."""
 
     @abstractmethod
     def _find_kinds(self) -> frozenset[str]:

@@ -54,14 +54,14 @@ class ServerEngine(ServerCalls):
         base: the model folder that the server was started with. By default the folder that the
             server names, if it is on this host; else the first version is taken without comparison.
         is_local: whether the server reads files on this host alone; if not, staging is off. By
-            default whether its address is this host's; give False for a server that spans hosts.
+            default True if its address is this host's; give False for a server that spans hosts.
         api_key: the key that it was started with.
         admin_api_key: the ``--admin-api-key`` of SGLang, if it was started with one: its routes for
             weights then take no other key.
         cacert: a file of PEM certificates to trust instead of the host's, for ``https``.
         lora_name: the model name under which it serves the adapters.
         timeout: seconds for a short request.
-        load_timeout: seconds for a pause, a load, and the token after it, each.
+        load_timeout: seconds for each of a pause, a load, and the token after it.
         start_timeout: seconds to wait at the beginning for a server that is not up yet.
         cancel: called each half second of that wait; it raises to stop.
         transport: the seam for tests.
@@ -76,7 +76,7 @@ class ServerEngine(ServerCalls):
     modes: ClassVar[tuple[str, ...]]
     #: The routes that need the admin key, if the server has one.
     _admin: ClassVar[tuple[str, ...]] = ()
-    #: The hub's are those that servers know best.
+    #: Every server knows the hub's names.
     hub_names: bool = True
 
     def __init__(

@@ -4,8 +4,8 @@ It follows the sources of SGLang 0.5.23; it was not compared with a real server.
 traps:
 
 - A flush is refused while a request runs, or while a paused server has a grammar to compile.
-- An update is reported as failed though the weights have changed.
-- An update is reported as done though tensors of unknown names were left out.
+- An update is reported as failed although the weights have changed.
+- An update is reported as done although tensors of unknown names were left out.
 - The model's name is the folder of the last update.
 - An unload waits for requests that are held.
 - Some routes need another key.
@@ -37,8 +37,8 @@ class FakeSGLang:
         model_path: the model folder that it was started with.
         without: routes that this release lacks.
         api_key, admin_api_key: the keys that it was started with.
-        knows: the names of the tensors that its model loads; None to load all. Others are dropped
-            without a word, as qwen3_moe drops experts that are stacked.
+        knows: the names of the tensors that its model loads; None to load all. Other tensors are
+            dropped without an error, as qwen3_moe drops stacked experts.
 
     Attributes:
         transport: the client's connection to it.

@@ -25,6 +25,11 @@ from syncd.protocol.errors import CheckpointError, EngineMismatchError
 #: The entry for ``get_extra_state`` of a module, which is never a parameter or a buffer.
 _EXTRA: Final = "_extra_state"
 
+#: The remedy if the floating dtypes differ.
+_TO_CAST: Final = (
+    "Cast floating values at the load (cast=True), or publish another dtype (syncd run --dtype)"
+)
+
 #: The module's name of a tensor of the version; None if the module does not take it.
 Rename = Callable[[str], str | None]
 
@@ -41,9 +46,10 @@ class Target(NamedTuple):
     """A tensor to fill.
 
     Attributes:
-        name: in the version.
-        dtype: in the version.
-        tensor: this rank's own part of the module's, on any device; changing it changes the module.
+        name: the name in the version.
+        dtype: the dtype in the version.
+        tensor: this rank's own part of the module's tensor, on any device; changing it changes the
+            module.
         box: the position of that part in the whole tensor.
     """
 
@@ -65,7 +71,7 @@ class Target(NamedTuple):
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """A module's parameters and buffers by their names in its state dict: themselves, no copies.
+    """A module's own parameters and buffers (no copies), by their names in its state dict.
 
     Raises:
         EngineMismatchError: its state dict holds copies.
@@ -111,7 +117,7 @@ class Fit(NamedTuple):
     Attributes:
         targets: the parts of the module that each tensor fills, in the version's order.
         unknown: pairs of names of the version, the earlier one first, that share one tensor in the
-            module. Without digests nobody knows yet whether their values are the same.
+            module. Without digests it is not known yet whether their values are equal.
     """
 
     targets: list[Target]
@@ -123,7 +129,7 @@ class _Filling(NamedTuple):
 
     Attributes:
         entry: the version's tensor.
-        piece: how the two lie to each other; None if they are the same.
+        piece: the relation of the two; None if they are the same.
     """
 
     entry: DescribedTensor
@@ -147,7 +153,7 @@ def find_targets(
 ) -> Fit:
     """The target of each tensor of a version.
 
-    Each tensor of the module must be in the version; of tied tensors, one name is enough. If the
+    Each tensor of the module must be in the version; for tied tensors, one name is enough. If the
     version has other names than the module, the map between them decides: a tensor is then filled
     from its pieces, or from a part of one.
 
@@ -184,6 +190,7 @@ def find_targets(
     targets: list[Target] = []
     unknown: list[tuple[str, str]] = []
     first: dict[object, DescribedTensor] = {}
+    castable = False
     for name, fillings in given.items():
         if name not in tensors:
             continue
@@ -195,6 +202,8 @@ def find_targets(
             target = _target(entry, value, piece, cast=cast, whose=whose)
             if isinstance(target, str):
                 wrong.append(f"{_told(entry.name, name)} {target}")
+                dtype = DTYPES.get(entry.dtype)
+                castable = castable or (dtype != value.dtype and _casts(dtype, value.dtype))
                 continue
             tied = first.setdefault((_memory(value), part), entry)
             if tied is entry:
@@ -203,14 +212,14 @@ def find_targets(
                 unknown.append((tied.name, entry.name))
             elif tied.digest != entry.digest or tied.dtype != entry.dtype:
                 wrong.append(differ(tied.name, entry.name, whose))
-    refuse(what, whose, wrong)
+    refuse(what, whose, wrong, remedy=_TO_CAST if castable and not cast else "")
     return Fit(targets, unknown)
 
 
 def _fillings(
     entry: DescribedTensor, tensors: Mapping[str, Tensor], rename: Rename, names: GivenNames
 ) -> Iterator[tuple[str, _Filling]]:
-    """The module's names of the tensors that one of the version fills, all or in part."""
+    """The tensors of the module, by name, that a tensor of the version fills, wholly or in part."""
     name = rename(entry.name)
     others = [(rename(piece.other), piece) for piece in names.pieces_of(entry)]
     if any(other in tensors for other, _ in others) and (
@@ -294,7 +303,7 @@ def _target(
 
 
 def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
-    """The part of a tensor that a piece fills, of one that is filled by several; or nothing."""
+    """The part that one of several pieces fills in a tensor; empty if there is none here."""
     part = common(target.box, piece.other_box)
     if part is None:
         return ()

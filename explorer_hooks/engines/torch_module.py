@@ -214,7 +214,8 @@ class TorchModule(InProcessEngine):
             )
         with self._lock_to_look():
             tensors = tensors_of(self._module)
-        # Trainers broadcast their own tensors, of which the last version says the hub's names.
+        # Trainers broadcast their own tensors; the map of the last version has the hub's names for
+        # them.
         names = self._names.of_trainer
         return self._compared(meta.tensors, tensors, names, "what is broadcast")
 

@@ -57,7 +57,7 @@ class VLLMEngine(InProcessEngine):
     :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
     Args:
-        llm: of vLLM 0.12 or newer.
+        llm: an ``LLM`` of vLLM 0.12 or newer.
         base: the model folder that it was made from. By default the folder that it names, if it is
             on this host; else the first version is taken without comparison.
         is_local: whether all of its workers are on this host.

@@ -1,8 +1,8 @@
 """All workers of a vLLM, and calls of :class:`~.vllm_worker.SyncdWorker`'s methods. No torch.
 
-vLLM's own weight transfer (``/init_weight_transfer_engine``, ``/update_weights``, …) is not used,
-for three reasons. Its waits have no deadline, so a trainer that dies in one leaves the server
-hanging. It changes the model before everything has arrived. Its ``nccl`` is for GPUs alone.
+Broadcasts do not use vLLM's own ``nccl`` transfer, for three reasons. Its waits have no deadline,
+so a trainer that dies in one leaves the server hanging. It changes the model before everything has
+arrived. It is for GPUs alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 EXTENSION: Final = "explorer_hooks.engines.vllm_worker.SyncdWorker"
 
 
-#: Types of models of which vLLM 0.32 loads experts under the names of transformers' modules, too.
+#: The model types whose experts vLLM 0.32 also loads under the names of transformers' modules.
 _BY_BOTH: Final = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
 
 #: Seconds for an answer, in addition to those of the call itself.
@@ -101,7 +101,7 @@ class VLLMWorkers:
         extension packs them again; without it such a model is refused.
 
         Args:
-            version: of kind ``full``.
+            version: the version, of kind ``full``.
             vllm_config: vLLM's object, or a dict of its JSON; None if it is unknown.
 
         Raises:
@@ -126,9 +126,10 @@ class VLLMWorkers:
             if stays is not None:
                 raise EngineMismatchError(
                     f"{named(version)} is not loaded into {self._whose}, which runs on a CPU: "
-                    f"{stays}, which vLLM's own reload leaves wrong. Start vLLM with "
-                    f"--worker-extension-cls {EXTENSION}, or start it anew from each version's "
-                    "folder (syncd follow --command)"
+                    f"{stays}, which vLLM's own reload leaves wrong. Start the server with "
+                    f'--weight-transfer-config \'{{"backend": "syncd"}}\' (an LLM in this process '
+                    f"with --worker-extension-cls {EXTENSION}), or start it anew from each "
+                    "version's folder (syncd follow --command)"
                 )
 
     def load_folder(self, folder: str, timeout: float) -> None:
@@ -227,8 +228,8 @@ class VLLMWorkers:
 def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
     """True if vLLM finds tensors by the names of a version.
 
-    It was measured with vLLM 0.32: of the types in ``_BY_BOTH`` vLLM finds experts by the trainer's
-    names, too. It may do so of others; if not, it fails in the middle of the load.
+    It was measured with vLLM 0.32: for the types in ``_BY_BOTH`` vLLM finds experts by the
+    trainer's names, too. It may do so for other types; if not, it fails in the middle of the load.
 
     Args:
         version: to load.

@@ -217,11 +217,16 @@ def _merge(merge: dict[str, Any]) -> str:
 
 def _done(counters: dict[str, int]) -> str:
     told = [
-        f"{size(count)} merged" if name == "merged_bytes" else f"{count} {name.replace('_', ' ')}"
+        f"{size(count)} merged" if name == "merged_bytes" else f"{count} {_counted(name)}"
         for name, count in counters.items()
         if count
     ]
     return ", ".join(told) or "nothing yet"
+
+
+def _counted(name: str) -> str:
+    """A counter in words; the log says "pruned" of a version that was retired and deleted."""
+    return "versions pruned" if name == "versions_retired" else name.replace("_", " ")
 
 
 def _faults(reports: list[dict[str, Any]], width: int) -> list[RenderableType]:

@@ -30,10 +30,11 @@ from syncd.protocol.requests import RollbackRequest
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock
 
-#: Seconds between two attempts at a merge that storage refuses, at most: a full disk, say.
+#: Seconds between two attempts at a merge that storage refuses, for example on a full disk, at
+#: most.
 _LONGEST_WAIT: Final = 30.0
 _MOST_DOUBLINGS: Final = 16
-#: How often a rollback that storage refuses is tried, one round each.
+#: How many rounds try a rollback that storage refuses.
 _ROLLBACK_ATTEMPTS: Final = 6
 
 
@@ -44,7 +45,7 @@ class Attempts:
         job: the job.
         publisher: makes the versions.
         journal: records the outcome.
-        reporter: is told how far a merge is.
+        reporter: receives the progress of a merge.
         tidying: removes leftovers of a failed attempt.
         deltas: makes the deltas to published versions.
         clock: seconds, monotonic.
@@ -79,10 +80,10 @@ class Attempts:
         """Publish a save, or quarantine it.
 
         Args:
-            save: as it was looked at last.
-            whole_since: when it was first seen as it is, by ``clock``.
+            save: the save, as it was last looked at.
+            whole_since: when it was first seen in this state, by ``clock``.
             tick: seconds until the first of the next attempts.
-            heard: told how far the merge is.
+            heard: receives the merge's progress.
 
         Returns:
             The reason why it has to wait; None if it may go on.
@@ -148,7 +149,7 @@ class Attempts:
         """Make an old version LATEST again, and answer the request; new saves wait meanwhile.
 
         Raises:
-            OSError: storage refuses it; it may be tried again, some times.
+            OSError: storage refuses it; it may be tried again a few times.
             SyncdError: as :meth:`publish`.
         """
         if request.id != self._asked:
@@ -185,7 +186,7 @@ class Attempts:
         return tell
 
     def _check_room(self, save: WholeSave) -> None:
-        """Check that there is room for a version; deltas make it, if there is too little.
+        """Check that there is room for a version; if there is too little, delete all deltas.
 
         Raises:
             NoRoomError, SaveNotReadyError, CheckpointError: as :meth:`Publisher.check_room`.

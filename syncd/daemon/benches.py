@@ -65,13 +65,13 @@ class Benches:
         job: the job.
         epoch: the active daemon's room.
         publisher: merges, and answers.
-        attempts: says how far a merge is.
-        journal: is told of it.
+        attempts: reports the progress of a merge.
+        journal: records builds and refusals.
         reporter: reports the daemon's work.
         tidying: removes leftovers of a failed build.
-        turn: asked before each build whether this job may merge now.
+        turn: tells, before each build, whether this job may merge now.
         lease_time: seconds, from the job's format.
-        publishes: whether anything is built; without, builds are only deleted.
+        publishes: whether to build; if False, builds are only deleted.
         clock: seconds, monotonic.
 
     Attributes:
@@ -104,7 +104,7 @@ class Benches:
         self._turn = turn
         self._publishes = publishes
         self._clock = clock
-        # Merges may follow each other for hours, and nobody looks meanwhile.
+        # Merges may follow each other for hours without a look at heartbeats.
         judge = Judge(job.storage, lease_time, clock=clock, counts_pauses=True)
         self._longest_tick = lease_time / 4
         self._lookout = Lookout(judge, job.layout, tick=self._longest_tick, clock=clock)
@@ -117,10 +117,11 @@ class Benches:
         """Delete builds that no explorer needs; then make one build, if one is requested.
 
         Args:
-            tick: seconds between two calls, about; a step without receipts must lie still so long.
+            tick: seconds between two calls, about; for so long a step without receipts must not
+                change.
 
         Returns:
-            Why a build has to wait; nothing if none does.
+            Why a build has to wait; empty if none does.
 
         Raises:
             OSError: storage refuses something; the next call tries it again.
@@ -192,13 +193,13 @@ class Benches:
     def _tidy(
         self, session: str, held: Mapping[str, BenchRequest], refused: list[OSError]
     ) -> set[str]:
-        """Delete the builds of a session that no request holds; returns the names of the others."""
+        """Delete a session's builds that no request holds; returns the names of the rest."""
         folder = self._job.layout.bench / session
         kept: set[str] = set()
         try:
             names = set(self._job.storage.kinds(folder))
             if names - held.keys():
-                # A listing may be older than a request: each is asked for by its own name.
+                # A listing may be older than a request, so look each up by its own name.
                 self._job.storage.refresh(self._job.layout.bench)
             for name in sorted(names):
                 if name in held or self._job.storage.exists(self._job.layout.bench_request(name)):

@@ -92,7 +92,7 @@ class Tidying:
             self._reserve.relieve(error)
 
     def leftovers(self) -> None:
-        """Note that a delta may have left some; its failure affects nothing else."""
+        """Note that a delta may have left unfinished files; its failure affects nothing else."""
         self._untidy = True
 
     def gave_up_deltas(self, error: Exception) -> bool:
@@ -114,7 +114,8 @@ class Tidying:
 
         Args:
             leased: the sessions that hold leases.
-            leftover_grace: seconds that a leftover must lie still, those too that are watched.
+            leftover_grace: seconds that a leftover must not change, also one that is watched
+                already.
 
         Raises:
             OSError: storage refuses something; it is tried again by the next call.
@@ -145,14 +146,14 @@ class Tidying:
 class Collector:
     """Removes leftovers that have not changed for so long that their maker must be gone.
 
-    Promised: nothing that changes is removed, and nothing under a committed name but the heartbeat
-    of a dead session that holds no lease, explorers' reports and claims of names whose session has
-    no heartbeat, and answers that nobody takes. A process that comes back after all finds its
+    Promised: it removes nothing that changes. Of files under committed names it removes only the
+    heartbeat of a dead session that holds no lease, reports and claims whose session has no
+    heartbeat, and answers that nobody takes. A process that comes back after all finds its
     temporary name gone at the rename, and writes again. A call does a bounded part of the due work.
 
     Args:
         job: the job.
-        grace: seconds that a leftover must lie still.
+        grace: seconds that a leftover must not change.
         clock: seconds, monotonic.
 
     Attributes:
@@ -266,7 +267,7 @@ class Collector:
                 yield from self._temporaries(folder)
             yield from self._temporaries(actor / HUGGINGFACE, depth=_DEEPEST)
         yield from self._orphans()
-        # Last: thousands of live heartbeats must not take the places of leftovers.
+        # Heartbeats last: thousands of live ones must not take the places of leftovers.
         for name in self._job.storage.names(layout.sessions):
             yield layout.sessions / name
 

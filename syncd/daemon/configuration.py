@@ -1,6 +1,6 @@
 """The daemon's configuration: default < file < environment < command line; read, checked, reloaded.
 
-Messages say in words which values a key allows; these words are read off the key's type.
+Messages list the values that a key allows, from the key's type.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEFAULT: Final = "default"
 #: The most bytes of a file that is read as a configuration, and characters of it in a message.
 _LIMIT: Final = 1024 * 1024
 _SHOWN: Final = 200
-#: How alike a name must be to one that is meant.
+#: How similar a name must be to a key for a suggestion.
 _ALIKE: Final = 0.7
 
 
@@ -43,7 +43,7 @@ class GivenValue:
     Attributes:
         value: the value.
         source: for people: a file, an environment variable, or an option.
-        is_local: whether a relative path is meant from the working directory.
+        is_local: whether a relative path starts at the working directory.
     """
 
     value: object
@@ -176,8 +176,8 @@ class ConfigReloader:
     while the daemon runs stays as it was, which is logged; the rest takes effect.
 
     Args:
-        read: reads it, at once for the first time.
-        applied: called with each one that was taken over, the first one too.
+        read: reads it; called at once for the first time.
+        applied: called with each configuration that takes effect, the first one too.
 
     Attributes:
         current: the configuration in force.
@@ -264,7 +264,7 @@ def _from_file(file: Path) -> dict[str, GivenValue]:
         )
     try:
         found = tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits is the first alone
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits is only a ValueError
         raise InvalidSettingsError(f"{printable(file)} is not TOML: {error}") from error
     return {key: GivenValue(value, printable(file)) for key, value in found.items()}
 

@@ -56,8 +56,8 @@ class StepSeen:
         full, retired, saving, resumable, critic, pinned: the other marks in the folder.
         model_only: whether the record says that the save holds only a model; None if it is not
             known.
-        unread: that nothing but its ``.metadata`` can say whether it can be resumed from, and
-            nobody has looked: it counts as resumable until then.
+        unread: True if only its ``.metadata`` can tell whether it can be resumed from, and nobody
+            has read that: until then it counts as resumable.
     """
 
     step: int
@@ -95,7 +95,7 @@ class Observation:
         quarantined: whether that save is on record as one that cannot be published.
         published_save: the identity of the save that LATEST was made from.
         latest: LATEST's sequence; 0 before the first.
-        full_bytes: of LATEST's files; None if unknown.
+        full_bytes: the bytes of LATEST's files; None if unknown.
         versions: the published sequences.
         deltas: the deltas on disk.
         lease_folders: the sequences that can be leased.
@@ -103,11 +103,11 @@ class Observation:
         steps: step folders on record.
         unrecorded: whole saves below the pointer that are not on record.
         vanished: recorded steps without a folder.
-        announced_step: the step that the trainer last announced a save for, if it says so.
+        announced_step: the step that the trainer last announced a save for, if its report has one.
         pause: if set, the daemon publishes and prunes nothing.
         rollbacks: the requested rollbacks without an answer.
-        served_request: the request that LATEST is the result of, if it is that of one.
-        delta_base: the version that a delta is made from now.
+        served_request: the request that LATEST is the result of, if any.
+        delta_base: the version from which a delta is being made.
     """
 
     pointer: Pointer
@@ -141,7 +141,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Quarantine a step that has not become a save in time."""
+    """Quarantine a step whose save did not become complete in time."""
 
     save: Unfinished
 
@@ -196,7 +196,7 @@ class RetireVersion:
 
 @dataclass(frozen=True, slots=True)
 class CloseLeaseFolder:
-    """Remove the lease folder of a version that is gone already."""
+    """Remove the lease folder of a version that is already deleted."""
 
     sequence: int
 
@@ -244,8 +244,9 @@ class Decision:
     """The actions of a round in order, and the reason for waiting.
 
     Attributes:
-        pending: whether something is published, answered or given up now, or will be by waiting,
-            though no trainer or explorer were there any more. A pause counts: someone is at work.
+        pending: whether something is published, answered or given up now, or will be after a wait,
+            even if no trainer or explorer were there any more. A pause counts, because someone is
+            at work.
     """
 
     actions: tuple[Action, ...]
@@ -257,7 +258,7 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
     """The actions for an observation. New weights come first, so nobody waits for a deletion."""
     new: tuple[Publish | GiveUp | Republish | AnswerRequest, ...]
     if seen.rollbacks:
-        # Until a request is answered nothing else is published: a daemon that takes over knows by
+        # Until a request is answered nothing else is published, so that a successor can tell from
         # LATEST alone whether it was carried out.
         new, waiting_for = (_rollback(seen.rollbacks[0], seen),), ""
     elif seen.pause is not None:
@@ -337,12 +338,12 @@ def _versions(
 ) -> Iterable[RetireVersion | CloseLeaseFolder]:
     """Versions outside the retention rules; never LATEST, never one above it.
 
-    A lease folder above LATEST may be the one of a version that our successor is about to publish:
-    nothing above LATEST is ever touched. A version below it without a lease folder was retired by a
-    daemon that did not come to delete it: it goes, and is never leased again.
+    A lease folder above LATEST may belong to a version that our successor is about to publish, so
+    nothing above LATEST is ever touched. A version below LATEST without a lease folder was retired
+    by a daemon that ended before deleting it: it is deleted, and never leased again.
     """
     keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
-    leased = {lease.sequence for lease in seen.leases}  # or pinned: that is a name in there too
+    leased = {lease.sequence for lease in seen.leases}  # or pinned: a pin is in that folder too
     leased.update(request.sequence for request in seen.rollbacks)
     if seen.delta_base is not None:
         leased.add(seen.delta_base)
@@ -358,10 +359,10 @@ def _versions(
 
 
 def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
-    """Deltas beyond the newest few: a chain of more bytes than half a version serves nobody.
+    """Deltas beyond the newest few: a chain of more bytes than half a version helps nobody.
 
-    Behind the first one that goes all older ones go too, because a chain ends with the newest.
-    Nothing above LATEST is touched, as with versions.
+    If one is pruned, all older ones are too, because every chain ends with the newest. Nothing
+    above LATEST is touched, as with versions.
     """
     together = 0
     newest_first = sorted(seen.deltas, key=lambda delta: -delta.sequence)
@@ -377,7 +378,7 @@ def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
             yield PruneDelta(delta.sequence, why)
 
 
-#: Given all published sequences, lowest first: those that must stay.
+#: Returns the sequences that must stay, of all published ones, lowest first.
 KeepRule = Callable[[Sequence[int]], frozenset[int]]
 
 
@@ -410,7 +411,7 @@ def _steps(seen: Observation, config: DaemonConfig) -> Iterable[PruneStep | Lear
 
 
 def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> str:
-    """The reason why a step folder may be pruned, or nothing. Every doubt keeps it."""
+    """The reason why a step folder may be pruned; empty if it must stay, also if in doubt."""
     if seen.pointer.step is None:
         return ""
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step
@@ -425,7 +426,7 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     if any(doubts):
         return ""
     if step.retired:
-        # Its trainer keeps a newer one to resume from: the pointer must name it.
+        # The pointer must name a newer full checkpoint, so that the trainer can resume from that.
         newer = seen.checkpoint.step is not None and seen.checkpoint.step > step.step
         return f"{step.outcome}, and retired by its trainer" if newer else ""
     return "" if step.resumable or step.critic else f"{step.outcome}, and not a full checkpoint"

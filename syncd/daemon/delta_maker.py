@@ -1,7 +1,7 @@
 """The daemon's deltas: made in the background, after LATEST names their version.
 
-A version is never late, and never fails, because of its delta: if making it fails, there
-is none, and its version is read instead. ``docs/protocol.md`` has the order ("Deltas").
+A version is never late, and never fails, because of its delta: if making the delta fails, there is
+none, and explorers read the version. ``docs/protocol.md`` has the order ("Deltas").
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from syncd.storage.job import Job
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "on", "off"]
-#: One host that reads deltas saves as much as the daemon reads more to make them.
+#: With a single host, the reads that deltas save are no more than the daemon's own reads.
 _FEWEST: Final = 2
 #: Seconds to wait at the end for a thread whose storage does not answer.
 _PATIENCE: Final = 5.0
@@ -41,11 +41,11 @@ _ALL: Final = "deltas"
 class MakeDelta(Protocol):
     """Writes a delta into an empty folder, ``delta.json`` last, all of it durably.
 
-    ``cancel`` is called often and raises to stop; ``progress`` with the bytes that are compared,
-    and those of all, whenever the work has advanced.
+    ``cancel`` is called often and raises to stop; ``progress`` is called with the compared bytes
+    and all bytes whenever the work has advanced.
 
     Raises:
-        NoDeltaError: the two versions have no delta, or none that is worth it.
+        NoDeltaError: the two versions can have no delta, or none that is worth it.
         OSError, SyncdError: something failed.
     """
 
@@ -59,7 +59,7 @@ class MakeDelta(Protocol):
         cancel: Callable[[], None],
         progress: Progress,
     ) -> Delta:
-        """Make one."""
+        """Make a delta."""
         ...
 
 
@@ -102,9 +102,9 @@ class DeltaWork:
     """How deltas are made; a seam for tests.
 
     Attributes:
-        make: makes one.
+        make: makes a delta.
         start: runs it beside the loop.
-        why_not_here: the reason why this host cannot make any; None if it can.
+        why_not_here: the reason why this host cannot make deltas; None if it can.
     """
 
     make: MakeDelta = by_a_child
@@ -117,12 +117,12 @@ class DeltaOutcome:
     """The outcome of a delta.
 
     Attributes:
-        sequence, base: the version that it leads to, and the one that it leads from.
+        sequence, base: the target version, and the version that the delta starts from.
         seconds: how long it took.
         delta: its record; None if there is none.
         why: why there is none.
         is_overtaken: True if there is none because a newer version came, which is no failure.
-        error: the failure; None if there was none.
+        error: the failure; None without a failure.
     """
 
     sequence: int
@@ -136,7 +136,7 @@ class DeltaOutcome:
 
 @dataclass(slots=True)
 class _Making:
-    """A delta on its way; the loop's thread sets ``ended``, the other one ``outcome``."""
+    """A delta being made; the loop's thread sets ``ended``, the other thread ``outcome``."""
 
     base: int
     target: Manifest
@@ -155,8 +155,7 @@ class _EndedError(Exception):
 class DeltaMaker:
     """Makes the delta to each new version from the one before it, one at a time.
 
-    The methods are called by the loop's thread. None of them waits for the work, or raises because
-    of it.
+    The loop's thread calls the methods. None of them waits for the work, or raises because of it.
 
     Args:
         job: the job.
@@ -166,7 +165,7 @@ class DeltaMaker:
         wall: seconds since the epoch, for people.
 
     Attributes:
-        mode: the mode of the next version; the loop sets it at each round.
+        mode: ``deltas`` of the configuration for the next version; the loop sets it at each round.
         takers: the live explorers that could use a delta; the loop sets it likewise.
     """
 
@@ -192,14 +191,14 @@ class DeltaMaker:
 
     @property
     def base(self) -> int | None:
-        """The version that must not be pruned now, because a delta is made from it."""
+        """The version that must not be pruned now, because a delta is being made from it."""
         return self._making.base if self._making else None
 
     def forget_others(self) -> None:
-        """After a take-over: no daemon before this one makes a delta any more."""
+        """Discard the progress of earlier daemons' deltas, which ended with those daemons."""
         try:
             self._job.storage.unlink_if_there(self._job.layout.delta_progress)
-        except OSError as error:  # a hint, which shows no sign of life
+        except OSError as error:  # only a hint: without changes nobody waits for it
             log.debug("cannot remove %s: %s", self._job.layout.delta_progress, error)
 
     def announce(self, base: Latest | None, target: Manifest) -> int | None:

@@ -1,9 +1,8 @@
-"""The end of a process that hangs: its heartbeat thread would otherwise go on forever.
+"""Ending a process that hangs: its heartbeat thread would otherwise go on forever.
 
-Progress is a call to shared storage that was answered, be it by an error: all that a daemon does is
-made of these, the copying threads of a merge too, and while it has nothing to do it looks at the
-job each tick. A thread that only tells the time is none, and neither is the one that waits for
-others.
+Progress is a call to shared storage that was answered, even by an error: all of a daemon's work
+consists of such calls, also in a merge's copying threads, and an idle daemon looks at the job each
+tick. A thread that only tells the time makes no progress, nor does a thread that waits for others.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from syncd.storage.judge import Clock
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Signs of life in the time after which one is missed.
+#: How many signs of life are sent in ``hang_time``.
 _SIGNS: Final = 10
-#: The file descriptor for messages while Python itself may stand still.
+#: The file descriptor for messages while Python itself may hang.
 _STDERR: Final = 2
 
 
@@ -33,16 +32,16 @@ class HangGuard:
 
     The process is ended by :func:`faulthandler.dump_traceback_later`: a C thread, which does not
     need Python, writes the stack of every thread to standard error and exits with status 1. The
-    daemon that takes over recovers half-made work, as after a kill. If a service manager expects
-    signs of life, the thread that made the progress sends them, and none while any job makes
-    none.
+    daemon that takes over recovers unfinished work, as after a kill. If a service manager expects
+    signs of life, the thread that made the progress sends them; it sends none while any job makes
+    no progress.
 
-    With many independent jobs (``together`` is off) one job that hangs does not end the process; it
-    ends only if no job makes progress.
+    With many independent jobs (``together`` is off) one job that hangs does not end the process;
+    the process ends only if no job makes progress.
 
-    Armed while it is open as a context manager; only a process that serves and does nothing else
-    may do that. Not promised: an end while the process is stopped (SIGSTOP); the service manager's
-    watchdog sees to that.
+    It is armed while it is open as a context manager; use it only in a process that does nothing
+    but serve. Not promised: an end while the process is stopped (SIGSTOP); the service manager's
+    watchdog does that.
 
     Args:
         hang_time: seconds.

@@ -61,22 +61,22 @@ class Loop:
 
     Args:
         job: the job.
-        config: for the first round, and for all if its keys are not in ``LIVE_KEYS``.
+        config: the configuration; keys outside ``LIVE_KEYS`` never change.
         session: this process's heartbeat.
         lock: the daemon lock, held.
         judge: tells which explorers live.
         epoch: the room.
         cancel: called between chunks of a merge; raises to stop.
-        publishes: whether new versions are made; without, the loop only prunes.
-        turn: asked before each merge whether this job may merge now, and during it.
-        notice: told of the first look at the job, and of the present work.
+        publishes: whether to make new versions; if False, the loop only prunes.
+        turn: asked before and during each merge whether this job may merge now.
+        notice: receives the first look at the job, and the present work.
         meter: counts the work.
         deltas: how deltas are made.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for records that people read.
 
     Attributes:
-        config: for the next round. Only the keys in ``LIVE_KEYS`` may differ from before.
+        config: the configuration of the next round. Only the keys in ``LIVE_KEYS`` may change.
         pruned: the names that the last round deleted.
     """
 
@@ -200,8 +200,8 @@ class Loop:
         whole_since = begun - seen.save_still_for
         self._meter.scanned(seen)
         refused: dict[str, str] = {}
-        # New weights first. After a merge nothing is pruned by the older observation, so the next
-        # round prunes first; otherwise merges that follow each other would starve the pruning.
+        # New weights first. After a merge the observation is too old to prune by, so the next round
+        # prunes first; otherwise merges that follow each other would starve the pruning.
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
         merges = any(isinstance(action, Publish | Learn) for action in actions)
         if not (merges or self._benches.awaits_turn):
@@ -236,7 +236,7 @@ class Loop:
         return self._scanner.has_more or (self._prunings_left and bool(self.pruned))
 
     def leave(self) -> None:
-        """End the work in the background; to be called however the loop ends."""
+        """End the work in the background; call it in any case when the loop ends."""
         self._deltas.leave()
 
     def end(self) -> None:
@@ -337,7 +337,7 @@ class Loop:
                 self._tidying.leftovers()
 
     def _look_who_is_live(self, seen: Observation) -> None:
-        latest = self._publisher.latest  # of this round: explorers may have it already
+        latest = self._publisher.latest  # published in this round: explorers may have it already
         try:
             self._publisher.naming.look()
             for load in self._going_live.look(seen.leases, latest.sequence if latest else 0):
@@ -373,7 +373,7 @@ class Loop:
     def _learn_in_turn(self, step: int) -> None:
         """Learn about a save in turn, because it needs as much memory as planning its merge.
 
-        Never the one that a save of this job waits for.
+        It never takes the turn that a save of this job waits for.
         """
         if not self._refused_turn and self._turn.take():
             try:

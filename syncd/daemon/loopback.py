@@ -34,7 +34,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
     Args:
         port: on 127.0.0.1; 0 for a free one.
         request: the class that answers.
-        most: how many connections are open at a time.
+        most: the most open connections at a time.
 
     Raises:
         OSError: the port cannot be used.
@@ -66,7 +66,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
             self._open[request] = False, time.monotonic()
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread is to be had
+        except RuntimeError:  # no more threads
             self._room.release()
             raise
 
@@ -115,7 +115,8 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
     def _end(self, request: socket.socket) -> None:
         """Shut a connection down, so that its thread wakes up and closes it.
 
-        The caller holds the lock, because a descriptor that is closed may be another's already.
+        The caller holds the lock, because a closed descriptor's number may already be another
+        file's.
         """
         del self._open[request]
         try:

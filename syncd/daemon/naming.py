@@ -26,9 +26,9 @@ class NewNames:
     """A version has other names than the one before, or is the first one that could have others.
 
     Attributes:
-        names: the version's.
-        before: those of the version before; None for the first.
-        why: the reason that they are the trainer's, if nobody has asked for these.
+        names: the version's names.
+        before: the names of the version before; None for the first.
+        why: the reason for the trainer's names, if nobody has asked for them.
     """
 
     names: Names
@@ -45,8 +45,8 @@ class Naming:
         clock: seconds, monotonic.
 
     Attributes:
-        newest: the names of the newest version; None if the hub and its trainer name them alike, or
-            before the first.
+        newest: the names of the newest version; None before the first, or if the hub's and the
+            trainer's are the same.
         change: the change that came with the newest version, if any.
     """
 
@@ -64,7 +64,7 @@ class Naming:
         self.change: NewNames | None = None
 
     def look(self) -> None:
-        """In a job without versions, look at the explorers, so that dead ones are known as such.
+        """In a job without versions, look at the explorers, to find out in time which are dead.
 
         Raises:
             OSError: storage does not answer.
@@ -76,7 +76,7 @@ class Naming:
         """The names of the next version.
 
         Args:
-            told: by the configuration; None for nothing.
+            told: the configured names; None if none are configured.
 
         Raises:
             OSError: storage does not answer.

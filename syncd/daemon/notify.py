@@ -18,7 +18,7 @@ from syncd.protocol.names import printable
 
 log = logging.getLogger(__name__)
 
-#: By how much each sign of life puts off the end of a start or a stop, in seconds. Signs come ten
+#: By how many seconds each sign of life extends the timeout of a start or a stop. Signs come ten
 #: times in ``hang_time``, and at least each :data:`LONGEST_SILENCE`.
 _EXTENSION: Final = 60
 #: Seconds between two signs of life while there is progress, at most.
@@ -28,12 +28,12 @@ LONGEST_SILENCE: Final = 10.0
 class ServiceManager:
     """The service manager that has started this process, if there is one.
 
-    Safe to call from any thread. Not promised: that it hears; a manager that does not answer is
-    nothing to the daemon.
+    Safe to call from any thread. Not promised: that messages arrive; the daemon ignores a manager
+    that does not answer.
 
     Args:
         address: the address of its socket: a path, or ``@`` and an abstract name; None for nobody.
-        watchdog: within how many seconds it wants to hear :meth:`alive`; None for never.
+        watchdog: within how many seconds it expects :meth:`alive`; None for never.
     """
 
     def __init__(self, address: str | None = None, *, watchdog: float | None = None) -> None:

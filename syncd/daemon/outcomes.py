@@ -97,12 +97,12 @@ class Outcomes:
         Does nothing if a newer save of the step is on record.
 
         Args:
-            step: the step of the save.
-            prefix: the prefix of the names of the model's tensors; None to find out.
+            step: the save's step.
+            prefix: the prefix of the model's tensor names; None to find out.
             cancel: called between reads; raises to stop.
 
         Raises:
-            OSError: as the storage says: nothing is known.
+            OSError: storage failed: nothing is known.
         """
         outcome = self.of_step.get(step)
         if outcome is None:

@@ -9,12 +9,12 @@ from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
 from syncd.storage.sessions import DAEMON_SESSION
 
-#: filelock's name for a heartbeat; it has others beside it, for moments.
+#: The suffix of filelock's heartbeats; it makes other files beside them for moments.
 _HEARTBEAT: Final = ".lock"
 
 
 class Participants:
-    """Watches all heartbeats of a job but those of daemons.
+    """Watches all heartbeats of a job except those of daemons.
 
     Promised: leftovers of a process that died before this one began never count as a live
     participant. Not promised: to see a trainer without a heartbeat, e.g. one without syncd's hooks.

@@ -1,4 +1,4 @@
-"""Pruning of versions, deltas, step folders and dead leases, by way of the trash, on record."""
+"""Pruning of versions, deltas, step folders and dead leases, through the trash, with records."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Pruner:
     Args:
         job: the job.
         epoch: the active daemon's room; condemned files are first moved to its trash.
-        session: for the audit log.
-        needed: asked of a step that is out of sight: whether it is needed after all.
+        session: this process's session, for the audit log.
+        needed: tells, once a step is out of sight, whether it is needed after all.
         wall: seconds since the epoch, for the audit log.
     """
 
@@ -74,8 +74,8 @@ class Pruner:
     def retire_version(self, action: RetireVersion) -> bool:
         """End the leasing of a version, then delete it.
 
-        Leasing ends with the rmdir of its lease folder, which succeeds only when that is empty, at
-        that moment and on the server.
+        Leasing ends with the rmdir of its lease folder, which succeeds only if the folder is empty
+        at that moment on the server.
 
         Returns:
             Whether the version is gone; False if it was leased meanwhile.
@@ -123,11 +123,13 @@ class Pruner:
         """Move a step folder to the trash, look inside once more, then delete it.
 
         Returns:
-            Whether it is gone; False if its content was not the one decided on; it is put back.
+            Whether it is gone; False if its content had changed since the decision: then it is put
+            back.
         """
         step = action.seen.step
         folder = self._job.layout.step(step)
-        # The newer pointer may not be synced yet: it must not fall back to a deleted step.
+        # The newer pointer may not be synced yet: after a power loss it must not name a deleted
+        # step.
         self._job.storage.sync_folder(self._job.layout.root)
         try:
             trash = self._epoch.set_aside(folder)
@@ -167,7 +169,7 @@ class Pruner:
         for trash in self._epoch.undecided():
             name = trash.name.partition("-")[0]
             if parse_step_folder(name) is None:
-                # Its name could lead anywhere; daemons set aside nothing but step folders.
+                # Its name could lead anywhere; daemons set aside only step folders.
                 log.error(
                     "leaving %s alone: no daemon put it there",
                     trash,
@@ -217,7 +219,7 @@ class Pruner:
             except OSError as error:
                 if not is_gone(error):
                     raise
-        # A first open may be of a file that was replaced: the second look counts.
+        # A first open may still find a replaced file: the second look counts.
         look_at_step(self._job.storage, folder, step, outcome)
         return look_at_step(self._job.storage, folder, step, outcome)
 
@@ -245,11 +247,11 @@ class Pruner:
         else:
             return
         self._link_back(trash, folder)
-        # Move it from the place that a successor puts back from, before deleting anything in it.
+        # Condemn it before deleting anything in it, so that no successor puts it back.
         doomed = self._epoch.condemn(trash)
         self._link_back(
             doomed, folder
-        )  # files that a trainer wrote into it meanwhile, by its handle
+        )  # files that a trainer wrote into it meanwhile, through its handle
         self._job.storage.remove_tree(doomed)
 
     def _link_back(self, trash: Path, folder: Path) -> None:
@@ -277,11 +279,11 @@ class Pruner:
         )
         line = AuditLine(time=self._wall(), what=what, name=name, why=why, session=self._session)
         try:
-            # Before the deletion that it records.
+            # Write the line before the deletion that it records.
             data = self._end_of_torn + encode(line)
             append(self._job.storage, self._job.layout.audit, data, durable=True)
         except OSError as error:
-            self._end_of_torn = b"\n"  # some of the line may be there, and not its end
+            self._end_of_torn = b"\n"  # a part of the line may be there, without its end
             if error.errno not in NO_ROOM:
                 raise
             # A full disk must not stop the deletions that free it.

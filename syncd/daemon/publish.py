@@ -39,7 +39,7 @@ from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
 
-#: Given a version that LATEST is about to name: the version that a delta to it will be made from.
+#: Takes a version that LATEST is about to name; returns the base of the delta to it, if any.
 DeltaFrom = Callable[[Manifest], int | None]
 
 
@@ -52,18 +52,18 @@ class Publisher:
 
     Args:
         job: the job.
-        config: the daemon's.
+        config: the daemon's configuration.
         epoch: the active daemon's room.
-        session: for the notice that something is coming.
+        session: this process's session, for ``publish.lock``.
         naming: chooses the names of tensors.
         cancel: called between chunks; raises to stop.
         wall: seconds since the epoch, for records that people read.
         clock: seconds, monotonic, for timings.
 
     Attributes:
-        config: the config of the next version; the loop sets it at each round.
+        config: the configuration for the next version; the loop sets it at each round.
         latest: LATEST, as this daemon wrote or found it; None before the first version.
-        latest_bytes: the bytes of the files of the version that LATEST names, if that is whole.
+        latest_bytes: the bytes of LATEST's version's files, if the version is whole.
         published_save: the identity of the save that LATEST was made from, or stands in for.
         served_request: the request that LATEST is the result of; None for a save's version.
         outcomes: of the saves.
@@ -143,7 +143,7 @@ class Publisher:
         return found.adopted
 
     def _discard_delta(self, sequence: int) -> None:
-        """Discard a delta to a version above LATEST. One that stays harms no one."""
+        """Discard a delta to a version above LATEST. If it cannot be discarded, it does no harm."""
         name = delta_folder(sequence)
         log.warning(
             "discarding %s: LATEST does not name its version",
@@ -176,7 +176,7 @@ class Publisher:
         """Check for NaN and Inf, if ``refuse_nonfinite`` is set.
 
         Raises:
-            NonFiniteError: the save's receipts name tensors that hold some.
+            NonFiniteError: the save's receipts name tensors with NaN or Inf.
         """
         found = save.nonfinite
         if self.config.refuse_nonfinite and found is not None and found.count:
@@ -220,7 +220,7 @@ class Publisher:
         target = self._job.layout.bench_build(request.session, request.id)
         try:
             manifest = self._build(save, folder, 0, progress)
-            # Made by a superseded daemon it is an empty folder, which its successor removes.
+            # If a superseded daemon makes it, it stays empty, and the successor removes it.
             self._job.storage.make_folder(target.parent, below=self._job.layout.bench)
             self._epoch.commit_build(request.id, target)
         except OSError as error:
@@ -328,7 +328,7 @@ class Publisher:
             manifest = build(folder, sequence)
             # building/leases-VERSION, empty, is renamed to leases/VERSION; fsync of leases/.
             epoch.open_leasing(sequence)
-            self._floor = sequence  # even after an error, which may hide that it was done
+            self._floor = sequence  # even after an error, because the rename may have taken place
             # building/VERSION is renamed to published/VERSION; fsync of published/.
             epoch.publish_version(sequence)
             # delta_progress.json, a hint as publish.lock, if a delta will be made.
@@ -341,7 +341,7 @@ class Publisher:
         finally:
             if self._job.storage.exists(folder):
                 self._job.storage.remove_tree(folder)
-            if epoch.is_live():  # else the notice is our successor's by now
+            if epoch.is_live():  # else publish.lock is our successor's by now
                 self._take_notice_down()
         self._serve(manifest)
         return manifest

@@ -22,8 +22,8 @@ from syncd.storage.record_files import OF_OTHERS, ReadPolicy
 
 log = logging.getLogger(__name__)
 
-#: A number that lies further above LATEST was not come to by counting: it is not believed, or one
-#: mistake would use up all numbers.
+#: No daemon reaches a number further above LATEST by counting, so such numbers are ignored:
+#: otherwise one mistake would use up all numbers.
 _BELIEVED: Final = 10**15
 
 
@@ -32,8 +32,8 @@ class FoundVersions:
     """The versions and records that a daemon finds after its take-over.
 
     Attributes:
-        latest: LATEST; None if there is none, or none that can be read.
-        served: the manifest of the version that LATEST names; None if that is damaged.
+        latest: LATEST; None if it is missing or unreadable.
+        served: the manifest of LATEST's version; None if it is damaged.
         adopted: a finished version that LATEST does not name yet: the highest one.
         unfinished: the versions above LATEST, and above ``adopted``, that are not whole.
         deltas_above: the deltas to versions above ``adopted``, or LATEST if none is adopted: no
@@ -122,7 +122,7 @@ def _lost(path: Path, error: Exception) -> None:
     )
 
 
-#: Of the records that daemons alone write: a damaged one is like none.
+#: For records that only daemons write: a damaged one counts as missing.
 _OURS: Final = ReadPolicy(
     absent=lambda error: error.errno == errno.ENOENT, damaged=is_no_record, newer=False, say=_lost
 )
@@ -209,8 +209,8 @@ class _Look:
         named = [0, *self.published(), *self.deltas()]
         if found.latest is not None:
             named.append(found.latest.sequence)
-        # With LATEST at hand, an empty one above it is of a version that was never published: its
-        # number is still free.
+        # If LATEST is known, an empty lease folder above it belongs to a version that was never
+        # published: its number is still free.
         named.extend(
             parse_version_folder(name) or 0
             for name in self._job.storage.names(self._job.layout.leases)

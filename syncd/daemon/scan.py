@@ -39,8 +39,8 @@ class Known:
 
     Attributes:
         latest: LATEST's sequence, 0 before the first.
-        full_bytes: of LATEST's files; None if unknown.
-        delta_base: the version that a delta is made from now.
+        full_bytes: the bytes of LATEST's files; None if unknown.
+        delta_base: the version from which a delta is being made.
         published_save: the identity of the save that LATEST was made from.
         outcomes: step → the outcome of its last save.
         served_request: the request that LATEST is the result of.
@@ -80,7 +80,7 @@ class Scanner:
         self._save: Save | None = None
         self._save_since = 0.0
         self._looked: object = None  # pointer and save as they were at the last look
-        self._settled: object = None  # pointer as it was when its save needed no more looks
+        self._settled: object = None  # the pointer when its save needed no more looks
         self._settled_at = 0.0
         self._dead_since: dict[str, float] = {}
         self._delta_bytes: dict[int, int] = {}  # a delta never changes
@@ -221,8 +221,8 @@ class Scanner:
                 and outcome.outcome == "quarantined"
             )
         )
-        # Settled only if two looks agree: on some storage a first open still gives the previous
-        # save, and a listing does so for longer.
+        # Settled only if two looks agree: on some storage a first open still finds the previous
+        # save, and a listing shows it even longer.
         before, self._looked = self._looked, (key, save.identity)
         settled = settled and before == self._looked
         self._settled = (key, known.published_save) if settled else None
@@ -289,6 +289,6 @@ class Scanner:
         try:
             return parse(TrainerReport, self._job.storage.read(path), path).step or 0
         except RecordError:
-            return 0  # it says something that we cannot read: prune nothing below it
+            return 0  # the report is unreadable: prune nothing
         except OSError as error:
             return None if is_gone(error) else 0

@@ -41,8 +41,8 @@ from syncd.storage.watch import Watcher
 log = logging.getLogger(__name__)
 
 
-#: A look may show replaced files. So nothing is left to publish only if this many rounds say so
-#: that began after all participants had gone.
+#: A look may show replaced files. So the job counts as published only if this many rounds, begun
+#: after all participants had gone, find nothing to publish.
 _QUIET: Final = 2
 
 
@@ -50,8 +50,8 @@ class Service:
     """One daemon process on one job: active, or standing by for the active one.
 
     Promised: after :meth:`stop`, :meth:`run` returns within one copy chunk, and leaves no
-    unfinished work. Not promised: that two daemons never both believe to be active; but only one of
-    them can commit.
+    unfinished work. Not promised: that two daemons never both take themselves for the active one;
+    only one of them can commit.
 
     Args:
         root: the job directory.
@@ -181,9 +181,9 @@ class Service:
 
     @property
     def _tick(self) -> float:
-        """Seconds between two looks: often enough for the stopwatches of liveness too.
+        """Seconds between two looks: short enough for the judges' stopwatches too.
 
-        And often enough that an idle daemon does not seem to hang.
+        It is also short enough that an idle daemon does not seem to hang.
         """
         return min(self._config.tick, self._lease_time / 4, self._config.hang_time / 4)
 
@@ -238,7 +238,8 @@ class Service:
         """Whether a trainer without hooks has begun another job: a pointer, but no ``.syncd``.
 
         A job that is being deleted stays the same folder to its end, so nothing is created in it.
-        Nor in a folder on another device: there the storage is not mounted.
+        Nothing is created in a folder on another device either, because there the storage is not
+        mounted.
         """
         layout, storage = self._job.layout, self._job.storage
         folder, pointer = storage.status(layout.root), layout.root / self._config.pointer
@@ -276,8 +277,8 @@ class Service:
             self._config,
             session,
             lock,
-            # Merges may follow each other for hours; that an explorer is dead has to be found out
-            # all the same, and the grace of its lease is longer than any slip.
+            # Merges may follow each other for hours. Dead explorers have to be found all the same,
+            # and the grace of their leases is longer than any error of this judge.
             Judge(self._job.storage, self._lease_time, counts_pauses=True),
             epoch,
             cancel=self._check_stopping,
@@ -309,11 +310,11 @@ class Service:
         """Run one round; if storage refuses something for now, the epoch goes on."""
         quiet, self._quiet_rounds = self._quiet_rounds, 0
         try:
-            # In this order: participants that are gone now have written everything. A round that
-            # saw one of them tells nothing about its last writes.
+            # Look for participants first: those that are gone now have written everything. A round
+            # that saw one of them alive tells nothing about its last writes.
             self._look_for_participants()
             self._look_at_rights()
-            loop.config = self._config  # which any thread may replace in the middle of a round
+            loop.config = self._config  # any thread may replace it in the middle of a round
             if not loop.run_once().pending and not self._participants.alive:
                 self._quiet_rounds = quiet + 1
         except OSError as error:

@@ -13,7 +13,7 @@ from syncd.storage.record_files import ReadPolicy
 
 
 class Steering:
-    """Reads requests; a request that is damaged is no error, only failing storage is.
+    """Reads requests; a damaged request is not an error, only failing storage is.
 
     Args:
         job: the job.
@@ -45,8 +45,8 @@ class Steering:
         if not self.asked():
             return ()
         try:
-            # It asks whether an answer may be written, and lets the server say whether there is
-            # one: another daemon's, that came after this client's last look.
+            # This shows whether an answer may be written, and makes the server show answers of
+            # another daemon that came after this client's last look.
             self._job.storage.refresh(self._job.layout.requests)
         except OSError as error:
             if not (is_gone(error) or is_refused_here(error)):

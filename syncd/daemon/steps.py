@@ -33,7 +33,7 @@ from syncd.storage.job import Job
 from syncd.storage.judge import Clock
 from syncd.storage.step_folders import step_folders
 
-#: How many step folders one look is into: the rest wait for the next ones.
+#: How many step folders one look reads; the rest wait for the next look.
 _AT_A_TIME: Final = 64
 #: Seconds after which an unchanged folder is read again.
 LOOK_AGAIN: Final = 60.0
@@ -89,7 +89,8 @@ class Steps:
                     seen.append(look)
                     if look.found in {None, outcome.identity}:
                         continue
-                    # else it was saved again since, and that save may have been passed too
+                    # else the step was saved again since, and the pointer may have passed that save
+                    # too
                 if pointer.step is not None and step < pointer.step:
                     save = self._skipped_save(step)
                     # Without receipts, a trainer may be writing there in place at this moment.
@@ -104,8 +105,8 @@ class Steps:
     def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
         """Make step folders due: when a pointer moved, after a version, and now and then.
 
-        The newest come first, and a round that has begun goes on behind them, so that the oldest of
-        very many get their turn however often something moves.
+        The newest come first, and then a round that has begun goes on, so that the oldest of very
+        many folders get their turn even if something moves often.
         """
         now = self._clock()
         moved = key != self._key
@@ -127,8 +128,8 @@ class Steps:
     def _note_passed(self, pointer: Pointer, steps: set[int], *, is_time: bool) -> None:
         """Note which folders were there when the pointer was seen to move.
 
-        A trainer without syncd's hook that resumes at a lower step does not announce it. Its writes
-        below the pointer, before it moves the pointer back, are no skipped saves.
+        A trainer without syncd's hook that resumes at a lower step does not announce that. Its
+        writes below the pointer, before it moves the pointer back, do not count as skipped saves.
         """
         if pointer.step is None:
             return  # it is being written: the position before the move is still known
@@ -163,13 +164,13 @@ def look_at_step(
         (is_dcp or REMOTE_PATH in names)
         and not names <= {REMOTE_PATH, RETIRED, PINNED, ACTOR, CRITIC, FULL, SAVING}
     )
-    if is_dcp:  # an optimizer's own folder, say
+    if is_dcp:  # for example an optimizer's own folder
         told = {HUGGINGFACE, LORA_ADAPTER, FULL_STATE_DICT, RECEIPTS}
         beside = beside or any(not is_dcp_file(name) and name not in told for name in actor_names)
     # DCP writes the kind only in a pickle: in any doubt the save counts as complete.
     unread = is_dcp and not beside and outcome.model_only is None
     resumable = beside or (is_dcp and not outcome.model_only)
-    # A save that failed leaves the folder, and nothing in it.
+    # A failed save leaves an empty folder.
     critic = CRITIC in names and bool(storage.names(folder / CRITIC))
     kept = full or SAVING in names or PINNED in names
     protected = kept or (((resumable and not unread) or critic) and not retired)

@@ -10,22 +10,22 @@ from typing import Final
 
 from syncd.storage.judge import Clock
 
-#: Seconds without a sign of life after which a job counts neither as one that merges nor as one
-#: that waits. A loop asks once a tick, and a tick is a minute at most.
+#: Seconds without a sign of life after which a job counts neither as merging nor as waiting. A loop
+#: asks once a tick, and a tick is a minute at most.
 PATIENCE: Final = 90.0
-#: The reason of a save that waits, although it could be merged now.
+#: The reason why a save waits, although it could be merged now.
 OTHERS_FIRST: Final = "other jobs are merged first: no more at a time than concurrent_merges"
-#: A merge is late after so many times its fair time,
+#: A merge is late after this many times its fair time,
 FAIR_TIMES: Final = 20
-#: but never before so many seconds.
+#: but never before this many seconds.
 LEAST: Final = 120.0
-#: Seconds between two checks of a late merge: for waiting jobs, and its trainer's pointer.
+#: Seconds between two checks of a late merge, for waiting jobs and for a newer save.
 _LOOK: Final = 1.0
 #: The assumed rate in bytes a second before the first measurement, and its upper bound: a merge
 #: that shares blocks is arbitrarily fast, which tells nothing about a later one that must copy.
 _FIRST_RATE: Final = 100e6
 _BEST_RATE: Final = 1e9
-#: The time of smaller merges does not show a rate in bytes.
+#: Smaller merges (in bytes) are not measured, because their time does not show the rate.
 _MEASURED: Final = 64 * 1024 * 1024
 
 
@@ -52,8 +52,7 @@ class Turn:
         """Called often by a merge.
 
         Args:
-            is_overtaken: asked of a merge that is late: whether its trainer has announced another
-                save.
+            is_overtaken: tells, for a late merge, whether its trainer has announced another save.
 
         Returns:
             Whether the merge has just been found late, and goes on beside the others.
@@ -93,7 +92,7 @@ class _Known:
 
     Attributes:
         rate: bytes a second of its last merge that copied enough to tell.
-        put_off: the save whose merge was ended for waiting jobs.
+        put_off: the save whose merge was ended because other jobs waited.
         ended: how many merges in a row were ended.
     """
 
@@ -105,24 +104,24 @@ class _Known:
 class Turns:
     """Limits the number of jobs that merge at a time; first come, first served.
 
-    A job that merges again queues behind all that asked meanwhile. If a job's storage hangs, in
-    mid-merge or while it waits, the others wait for it at most :data:`PATIENCE`. So until it has
-    come back and ended its merge, one more job may merge.
+    A job that merges again queues behind all that asked meanwhile. If a job's storage hangs, during
+    its merge or its wait, the others wait for it at most :data:`PATIENCE`. Then one more job may
+    merge, until the first has come back and ended its merge.
 
-    A merge is *late* after :data:`FAIR_TIMES` times as long as its tensors should take, and
-    :data:`LEAST` seconds. The first that is late goes on beside the others, and does not count.
-    If another one is late meanwhile and somebody waits for a turn, that one ends: its save is put
-    off until the place beside is free, and is merged there. So waiting jobs end the merge of one
-    save once, and the second attempt holds up nobody.
+    A merge is *late* after :data:`FAIR_TIMES` times as long as its tensors should take, and at
+    least :data:`LEAST` seconds. The first late merge goes on beside the others, and does not count.
+    If a second merge is late meanwhile, and a job waits for a turn, the second one ends: its save
+    is put off until the place beside is free, and is merged there. So waiting jobs end a save's
+    merge only once, and its second attempt delays nobody.
 
-    A late merge also ends if its trainer has announced a newer save, for that one to be merged.
-    Each end in a row doubles the time that the job's next merge has until then, so that a trainer
-    that saves faster than its merges is served nevertheless. A newer save ends no merge that
-    is not late.
+    A late merge also ends if its trainer has announced a newer save, which is then merged. Each
+    such end in a row doubles the time until the job's next merge is late, so that even a trainer
+    that saves faster than its merges end is served. A newer save never ends a merge that is not
+    late.
 
     Args:
-        most: how many merge at a time.
-        silence: asked of a job that merges: for how many seconds its storage has not answered.
+        most: how many jobs may merge at a time.
+        silence: returns for how many seconds a merging job's storage has not answered.
         clock: seconds, monotonic.
     """
 
@@ -138,7 +137,7 @@ class Turns:
         self._known: dict[str, _Known] = {}
 
     def of(self, job: str, wake: Callable[[], None]) -> Turn:
-        """The turn of a job, which is woken when it may have come."""
+        """The turn of a job; ``wake`` is called when it may have come."""
         return _InTurn(self, job, wake)
 
     def take(self, job: str, wake: Callable[[], None], save: str | None) -> bool:
@@ -163,7 +162,7 @@ class Turns:
                 if other == job:
                     break
                 if now - waiting.asked_at >= PATIENCE:
-                    del self._waiting[other]  # it comes last when it comes back
+                    del self._waiting[other]  # if it comes back, it queues last
                 elif waiting.aside == aside:
                     left -= 1
             del self._waiting[job]
@@ -267,7 +266,8 @@ class Turns:
     def _limit(self, merging: _Merging) -> float:
         """Seconds after which a merge is late.
 
-        The rate is the median over jobs, so that no job sets it for the others by many saves.
+        The rate is the median over jobs, so that a job with many saves does not set it for the
+        others.
         """
         rates = sorted(known.rate for known in self._known.values() if known.rate is not None)
         rate = min(rates[len(rates) // 2], _BEST_RATE) if rates else _FIRST_RATE

@@ -208,12 +208,12 @@ class NoRoomError(SyncdError):
 
 
 class EngineBrokenError(SyncdError):
-    """Raised when an engine took neither the new weights nor, again, those that it had.
+    """Raised when an engine took neither the new weights nor its previous ones again.
 
-    Or it has weights, and does not serve.
+    It is also raised when the engine has weights but does not serve.
 
     Attributes:
-        refuses: whether it is for the new version that it broke, which is then not tried again.
+        refuses: True if the new version broke the engine: that version is not tried again.
     """
 
     exit_code = 15
@@ -245,8 +245,8 @@ class ServerRefusedError(ServerError):
     """Raised when a server answers with an error.
 
     Attributes:
-        answer: its JSON; None if there is none in it.
-        status: the status of HTTP; None if the answer itself was no error.
+        answer: the answer's JSON; None if it has none.
+        status: the HTTP status; None if the answer itself was not an error.
     """
 
     def __init__(self, message: str, *, answer: object = None, status: int | None = None) -> None:
@@ -270,18 +270,18 @@ class UnfitStorageError(SyncdError):
 
 
 class BroadcastError(SyncdError):
-    """Raised when weights did not travel by broadcast: nothing of them may be served.
+    """Raised when weights did not travel by broadcast: no part of them may be served.
 
-    The message says why in words. The same weights travel by the checkpoint path.
+    The message has the reason. The same weights travel by the checkpoint path.
     """
 
     exit_code = 20
 
 
 class OutOfStepError(SyncdError):
-    """Raised when a collective of a training failed on one of its ranks: it must not go on.
+    """Raised when a collective failed on one rank of a training, which must not go on.
 
-    The other ranks may still be in that collective, and take this rank's next one for it.
+    The other ranks may still be in that collective, and would mistake this rank's next one for it.
     """
 
     exit_code = 21

@@ -1,6 +1,6 @@
 """The events of the log: names that scripts may rely on, because messages may be reworded.
 
-A line of the log belongs to an event if its call says so::
+A log call names the event that its line belongs to::
 
     log.info("version %d is there", 7, extra=Event.VERSION_ADOPTED(version=7))
 

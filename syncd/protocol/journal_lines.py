@@ -1,4 +1,4 @@
-"""The records that are one line each of a growing file: of the audit, and of the journal."""
+"""The records of growing files, one a line: the audit log and the journal."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class JournalLine(Record):
             other names than those of the version before, or could have).
         version: the version that it is about.
         step: its step, or that of the save.
-        kind, bytes: of the version that was published.
-        seconds: of ``published`` the merge, to LATEST; of ``live`` since LATEST named the version,
-            None if a daemon before this one published it.
-        pause: of ``live``: seconds for which the explorer's engine did not serve while it loaded
-            the version, as its report says; None if it does not.
+        kind, bytes: the published version's.
+        seconds: for ``published``, from the start of the merge to LATEST; for ``live``, since
+            LATEST named the version, None if an earlier daemon published it.
+        pause: for ``live``: seconds for which the explorer's engine did not serve while it loaded
+            the version; None if its report has none.
         latency: seconds from the first look that found the save whole to LATEST.
-        of: the version that is served again; of ``delta`` and ``no_delta`` the base.
-        changed: of ``delta``: the part of the elements that differ, 0 to 1.
-        delta_bytes: of ``delta`` its bytes; of ``live`` those of the deltas that the explorer has
-            read instead of the version's files, None if it has read the files.
+        of: the version that is served again; for ``delta`` and ``no_delta``, the base.
+        changed: for ``delta``: the fraction of the elements that differ, 0 to 1.
+        delta_bytes: for ``delta``, its bytes; for ``live``, the bytes of the deltas that the
+            explorer read instead of the version's files, None if it read the files.
         by: who asked for a rollback.
         explorer: the explorer that serves it.
         names: whose names the tensors have.
-        why: why it was quarantined or refused, or why there is no delta; of ``published`` the NaN
-            and Inf in it, if any; of ``names`` the reason that they are the trainer's, if nobody
-            asked for these.
+        why: why it was quarantined or refused, or why there is no delta; for ``published``, its NaN
+            and Inf, if any; for ``names``, the reason for the trainer's names, if nobody asked for
+            them.
     """
 
     time: float

@@ -1,6 +1,6 @@
 """Every path of a job directory. Pure: nothing here touches the disk.
 
-The picture of a job directory is in ``docs/protocol.md``.
+``docs/protocol.md`` shows a job directory.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class JobLayout:
 
     @property
     def latest(self) -> Path:
-        """``LATEST``: which version explorers should serve."""
+        """``LATEST``: the version that explorers should serve."""
         return self.state / "LATEST"
 
     @property
@@ -86,12 +86,12 @@ class JobLayout:
 
     @property
     def daemon_lock(self) -> Path:
-        """The lease of the daemon that should be working."""
+        """The lock of the daemon that should be working."""
         return self.state / "daemon.lock"
 
     @property
     def publish_lock(self) -> Path:
-        """A new version is on its way."""
+        """The hint that a new version is on its way."""
         return self.state / "publish.lock"
 
     @property
@@ -171,7 +171,7 @@ class JobLayout:
         return self.offer.with_name("group.json")
 
     def verdict(self, offer: str) -> Path:
-        """The verdict on an offered transfer: it takes place, or does not."""
+        """The verdict on an offered transfer: whether it takes place."""
         return self.offer.with_name(f"{offer}.verdict")
 
     def saved_state(self, role: str, name: str) -> Path:
@@ -189,12 +189,12 @@ class JobLayout:
 
     @property
     def reserve(self) -> Path:
-        """Room kept back for a take-over on a full disk."""
+        """Reserved disk space for a take-over on a full disk."""
         return self.state / "reserve"
 
     @property
     def paused(self) -> Path:
-        """While it is there nothing is published and nothing is pruned."""
+        """The pause: while it is there, nothing is published or pruned."""
         return self.state / "paused.json"
 
     @property
@@ -226,7 +226,7 @@ class JobLayout:
 
     @property
     def quarantine(self) -> Path:
-        """Why a save could not be published, one file a save."""
+        """The reasons why saves could not be published, one file a save."""
         return self.state / "quarantine"
 
 

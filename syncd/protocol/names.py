@@ -12,7 +12,7 @@ from syncd.protocol.errors import InvalidSettingsError
 STATE_POINTER: Final = "latest_state_dict_iteration.txt"
 CHECKPOINT_POINTER: Final = "latest_checkpointed_iteration.txt"
 
-#: The folders of a step: that of the model that is published, and that of the trainer's other one.
+#: The folders of a step: one for the model that is published, one for the critic.
 ACTOR: Final = "actor"
 CRITIC: Final = "critic"
 
@@ -20,7 +20,7 @@ SAVING: Final = ".saving"
 FULL: Final = ".full_checkpoint"
 RETIRED: Final = ".retired"
 RECEIPTS: Final = ".receipts"
-#: Someone wants it kept: a file in a step folder, or in the lease folder of a version.
+#: A user's pin: a file in a step folder, or in the lease folder of a version.
 PINNED: Final = ".pinned"
 FULL_STATE_DICT: Final = "model.safetensors"
 #: The file that torch.distributed.checkpoint writes last into a folder, and its name before that.
@@ -30,13 +30,13 @@ DCP_SUFFIX: Final = ".distcp"
 HUGGINGFACE: Final = "huggingface"
 #: A line with the path of the weights, from trainers that keep them elsewhere.
 REMOTE_PATH: Final = "remote_sampler_path.txt"
-#: PEFT's folder beside it, and PEFT's names for the files of an adapter.
+#: The folder of a PEFT adapter, and PEFT's names for its files.
 LORA_ADAPTER: Final = "lora_adapter"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 ADAPTER_PICKLE: Final = "adapter_model.bin"
 MODEL_CONFIG: Final = "config.json"
-#: Beside it: the names of the model's tensors on the hub.
+#: Beside config.json: the names of the model's tensors on the hub.
 NAME_MAP: Final = "name_map.json"
 FSDP_CONFIG: Final = "fsdp_config.json"
 MANIFEST: Final = "manifest.json"
@@ -51,8 +51,9 @@ _DELTA = re.compile(r"d([0-9]{6,18})", re.ASCII)
 _SHARD = re.compile(r"model_world_size_([1-9][0-9]{0,6})_rank_(0|[1-9][0-9]{0,6})\.pt", re.ASCII)
 _POINTER = re.compile(rb"\s*(-?[0-9]{1,18})\s*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
-#: Files that keep the pruner off a step folder: it could be resumed from, or is not syncd's.
-#: A folder of torch.distributed.checkpoint may hold anything; each rank's own metadata is its too.
+#: Files that protect a step folder from pruning: a trainer could resume from it, or it is not
+#: syncd's. A folder of torch.distributed.checkpoint may hold anything; each rank's own metadata is
+#: DCP's too.
 _RESUMABLE = re.compile(
     r"(optim|extra_state|master)_.*|(__[0-9]+)?\.metadata|.*\.distcp", re.ASCII | re.DOTALL
 )
@@ -64,7 +65,7 @@ _PART = re.compile(
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|index\.json)", re.ASCII | re.DOTALL)
 
 _CONTROL = re.compile("[\0-\x1f\x7f-\x9f]")
-#: Invisible, and part of words in Persian and Indic scripts, and of emoji.
+#: Invisible characters that are parts of words in Persian and Indic scripts, and of emoji.
 _JOINERS: Final = "\u200c\u200d"
 
 
@@ -82,7 +83,7 @@ def step_folder(step: int) -> str:
 
 
 def parse_step_folder(name: str) -> int | None:
-    """The step that a folder's name says, or None if it is not a step folder."""
+    """The step in a folder's name, or None if it is not a step folder."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -93,7 +94,7 @@ def version_folder(sequence: int) -> str:
 
 
 def parse_version_folder(name: str) -> int | None:
-    """The sequence that a folder's name says, or None if it is not a version folder."""
+    """The sequence in a folder's name, or None if it is not a version folder."""
     match = _VERSION.fullmatch(name)
     return int(match[1]) if match and version_folder(int(match[1])) == name else None
 
@@ -104,7 +105,7 @@ def delta_folder(sequence: int) -> str:
 
 
 def parse_delta_folder(name: str) -> int | None:
-    """The sequence that a folder's name says, or None if it is not the folder of a delta."""
+    """The sequence in a folder's name, or None if it is not the folder of a delta."""
     match = _DELTA.fullmatch(name)
     return int(match[1]) if match and delta_folder(int(match[1])) == name else None
 
@@ -115,7 +116,7 @@ def shard_name(world_size: int, rank: int) -> str:
 
 
 def master_name(world_size: int, rank: int) -> str:
-    """The name of a rank's weights in the model's dtype, if its shard has them in another one."""
+    """The name of a rank's weights in the model's dtype, if its shard has another dtype."""
     return f"master_world_size_{world_size}_rank_{rank}.pt"
 
 
@@ -152,10 +153,10 @@ def is_rank_metadata(name: str) -> bool:
 
 
 def parse_part_name(name: str) -> tuple[int | None, int, int] | None:
-    """``(shard, file, files)`` of a Hugging Face file's name that says of how many it is one.
+    """``(shard, file, files)`` of a Hugging Face file's name that ends with ``N-of-M``.
 
-    The shard is None if it holds whole tensors: ``model-00001-of-00002.safetensors``. With
-    ``shard-00001-`` before it a rank wrote it through ``HuggingFaceStorageWriter``. None if
+    The shard is None if the file holds whole tensors: ``model-00001-of-00002.safetensors``. If the
+    name begins with ``shard-00001-``, a rank wrote it through ``HuggingFaceStorageWriter``. None if
     the name is of another kind.
     """
     match = _PART.fullmatch(name)
@@ -187,26 +188,26 @@ def is_full_receipt_name(name: str) -> bool:
 
 
 def failure_name(rank: int) -> str:
-    """The name under which a rank says which save_id it could not write."""
+    """The name of the file with the save_id that a rank could not write."""
     return f"failed_rank_{rank}.txt"
 
 
 def is_resumable_state(name: str) -> bool:
-    """True if a file of an ``actor/`` folder makes the step one that can be resumed from."""
+    """True if a trainer could resume from a step that has this file in its ``actor/`` folder."""
     return _RESUMABLE.fullmatch(name) is not None
 
 
 def parse_pointer(content: bytes) -> int | None:
     """The step that a pointer file names, or None if it is empty or torn.
 
-    A negative number is returned as it is: it says that there is no step yet.
+    It returns a negative number unchanged: there is no step yet.
     """
     match = _POINTER.fullmatch(content)
     return int(match[1]) if match else None
 
 
 def checked_name(name: object, what: str) -> str:
-    """The name itself, if it can stand in a file name.
+    """The name itself, if it can be part of a file name.
 
     Raises:
         InvalidSettingsError: it has other characters than ASCII letters, digits, ``_`` and ``-``,
@@ -232,14 +233,14 @@ def parse_lease_marker(marker: str) -> tuple[str, str] | None:
 
 
 def has_control(text: str) -> bool:
-    """True if text has control characters: C0, DEL or C1. No tensor and no file is named so."""
+    """True if text has control characters: C0, DEL or C1. No tensor or file may be named so."""
     return _CONTROL.search(text) is not None
 
 
 def printable(text: object) -> str:
     """Text from outside as one line that a terminal shows and never obeys.
 
-    Control, bidi and other invisible characters, line ends and bytes that are no UTF-8 are escaped
+    It escapes control, bidi and other invisible characters, line ends and bytes that are not UTF-8
     by a backslash; spaces and joiners, which many scripts need, stay.
     """
     plain = str(text)

@@ -12,10 +12,10 @@ from syncd.protocol.records import Record, Step, Text
 
 
 class Claim(Record):
-    """``.syncd/claims/…``: which session has a name.
+    """``.syncd/claims/…``: the session that has a name.
 
     Attributes:
-        name: the name, for people: that of a trainer is not in the file's name.
+        name: the name, for people: a trainer's is not in the file's name.
     """
 
     session: str
@@ -32,7 +32,7 @@ def session_of(content: bytes) -> str | None:
     So an older syncd can tell whether a newer participant lives.
 
     Returns:
-        None if it names none, or none that can be part of a file name.
+        None if it names no session, or one that cannot be part of a file name.
     """
     try:
         return checked_name(_Owned.model_validate_json(content).session, "the session")
@@ -53,10 +53,10 @@ def name_in(content: bytes) -> str | None:
 
 
 class OfferedMember(BaseModel):
-    """An explorer that an offer is made to.
+    """An explorer that receives an offer.
 
     Attributes:
-        workers: how many ranks of the weight group it is.
+        workers: how many ranks of the weight group belong to it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -73,11 +73,12 @@ class Offer(Record):
     """``.syncd/broadcast/offer.json``: the trainer is ready to transfer the weights of a step.
 
     Attributes:
-        offer: its own name, never used before.
-        session: the trainer's.
-        members: all who must join before it is decided.
-        decided: how, for those who wait to read; the verdict itself is a file of its own. An offer
-            that was never open is ``files``: the weights of the step come by the checkpoint path.
+        offer: its unique id.
+        session: the trainer's session.
+        members: all explorers that must join before it is decided.
+        decided: the decision, for waiting explorers; the verdict itself is a separate file. An
+            offer that was never open is ``files``: the weights of the step come by the checkpoint
+            path.
     """
 
     offer: OfferId
@@ -105,16 +106,16 @@ class GroupMember(OfferedMember):
 
 
 class Rendezvous(Record):
-    """``.syncd/broadcast/group.json``: where the members of an offer that is decided meet.
+    """``.syncd/broadcast/group.json``: the meeting place of a decided offer's members.
 
     Rank 0 is the trainer's rank 0; then the workers of each explorer, in the order of the offer.
 
     Attributes:
-        offer: which one.
-        generation: one process group's life; it only grows.
-        group_name: never used before; it tells this group from every other.
-        address, port: of the store that rank 0 keeps.
-        backend: the backend of torch.distributed.
+        offer: the id of the offer.
+        generation: the number of the process group; it only grows.
+        group_name: a unique name for this group.
+        address, port: the address of rank 0's store.
+        backend: torch.distributed's name for the backend.
         save_id: the weights that are transferred: run, step and counter.
     """
 
@@ -144,8 +145,8 @@ class SavedState(Record):
     """``.syncd/meta/…``: the state that a trainer or an explorer needs to resume.
 
     Attributes:
-        iteration: the last one that is finished.
-        state: the user's own.
+        iteration: the last finished iteration.
+        state: the user's own state.
     """
 
     iteration: Step

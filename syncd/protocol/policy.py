@@ -1,7 +1,7 @@
 """The sync policy: the settings both hooks share, and the decisions made from them. Pure.
 
-The names and meanings are those of Trinity-RFT's Synchronizer, Trainer and Explorer. A version is
-compared by its sequence, never by its step: a trainer that resumes goes back in steps.
+Names and meanings come from Trinity-RFT's Synchronizer, Trainer and Explorer. Versions are compared
+by sequence, never by step, because a trainer that resumes goes back in steps.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def check_transition(
 
     Args:
         now: its status.
-        status: its next status; the same as now is fine if no old status is given.
+        status: its next status; may equal ``now`` if no old status is given.
         old_status: its status as the caller believes.
 
     Raises:
-        InvalidTransitionError: it may not, or the caller is wrong about the present status.
+        InvalidTransitionError: it may not, or its present status is not ``old_status``.
     """
     if old_status is not None and old_status is not now:
         raise InvalidTransitionError(
@@ -74,11 +74,11 @@ def check_transition(
 
 
 class _Choice(StrEnum):
-    """A setting's choices, with the other names that they have."""
+    """A setting's choices, with their aliases."""
 
     @classmethod
     def parse(cls, value: object, setting: str = "the choice") -> Self:
-        """The choice of a name or an alias, upper or lower case.
+        """The choice with this name or alias, in upper or lower case.
 
         Args:
             value: the name.
@@ -135,15 +135,15 @@ class SyncSettings:
     """The times for a trainer to sync and save, for an explorer to pull, and limits of waits.
 
     Attributes:
-        method: how weights travel; a name or an alias of it will do.
-        style: the side that decides; likewise.
+        method: how weights travel; a name or an alias.
+        style: the side that decides; a name or an alias.
         sync_interval: steps between two syncs.
-        trainer_sync_interval, explorer_sync_interval: those of one side; None = sync_interval.
+        trainer_sync_interval, explorer_sync_interval: the interval of one side; None =
+            sync_interval.
         sync_offset: steps that explorers do before the first sync counts (a step-ahead pipeline).
         sync_timeout: seconds that anyone waits for the other side.
         save_interval: steps between two full checkpoints; 0 = none.
-        save_timeout: seconds that rank 0 waits for the receipts of all ranks before it gives a save
-            up.
+        save_timeout: seconds that rank 0 waits for all ranks' receipts before it gives up a save.
         max_staleness: steps that an explorer may lag before it must not produce; None = any.
         max_explorer_lag: steps that the slowest explorer may lag before the trainer waits for it;
             None = any.
@@ -154,10 +154,11 @@ class SyncSettings:
         broadcast_bucket: bytes of the buckets that a broadcast packs tensors into.
         broadcast_digests: whether explorers check a digest of each bucket; None = only if the
             weights are on the CPU.
-        master_address: where explorers reach rank 0 of the trainer; None = this host's address.
+        master_address: the address at which explorers reach rank 0 of the trainer; None = this
+            host's.
 
     Raises:
-        InvalidSettingsError: a value out of its range, or no such method or style.
+        InvalidSettingsError: a value is out of its range, or there is no such method or style.
     """
 
     method: SyncMethod = SyncMethod.CHECKPOINT
@@ -178,7 +179,7 @@ class SyncSettings:
     master_address: str | None = None
 
     def __post_init__(self) -> None:
-        # Frozen for all but its own beginning.
+        # The class is frozen, except here.
         object.__setattr__(self, "method", SyncMethod.parse(self.method, "method"))
         object.__setattr__(self, "style", SyncStyle.parse(self.style, "style"))
         _check("sync_interval", self.sync_interval, 1, "1 or more steps")
@@ -210,11 +211,11 @@ class SyncSettings:
     def normalised(
         self, *, lora: bool = False, tinker: bool = False, alone: bool = False
     ) -> tuple[SyncSettings, str | None]:
-        """The settings that can be served, and why they are others, for the caller to log.
+        """The settings that are possible, and a warning for the caller to log if they differ.
 
         Args:
             lora: whether the model is trained with LoRA.
-            tinker: whether the trainer is a remote one that only gives paths.
+            tinker: whether the trainer is remote and only gives paths.
             alone: whether there is no trainer, or no explorer (bench, serve, train alone).
         """
         reasons = {
@@ -242,7 +243,7 @@ def given_or_default(name: str, kind: type[Given], value: object) -> Given:
         value: the argument.
 
     Raises:
-        InvalidSettingsError: it is something else.
+        InvalidSettingsError: it is neither None nor of that class.
     """
     if value is None:
         return kind()
@@ -260,14 +261,23 @@ def _check(name: str, value: object, least: int, needed: str, *, or_none: bool =
         raise InvalidSettingsError(f"{name} is {value!r}: it must be a whole number, {needed}")
 
 
+def check_step(step: object) -> None:
+    """Check that the argument ``step`` of a hook's method is a training step.
+
+    Raises:
+        InvalidSettingsError: it is not a whole number, or below 0.
+    """
+    _check("step", step, 0, "the number of the training step, such as 2")
+
+
 @dataclass(frozen=True, slots=True)
 class TrainerDecision:
     """The actions of a trainer now.
 
     Attributes:
-        sync: let the weights of this step travel.
+        sync: send the weights of this step to the explorers.
         full_save: write a full checkpoint. With ``sync`` under ``checkpoint``, both are one save.
-        nothing_new: tell the explorers that wait that there is nothing newer to wait for.
+        nothing_new: tell waiting explorers that nothing newer will come.
     """
 
     sync: bool
@@ -288,12 +298,12 @@ def trainer_decision(
 
     Args:
         settings: the settings of the job.
-        step: the last step that is finished; nothing was trained at 0.
+        step: the last finished step; at 0 nothing was trained yet.
         last_sync_step: the step that was synced last; None before the first.
-        requested: whether a live explorer requires a sync that was not answered yet.
-        on_its_way: whether a save was announced that the daemon has neither published nor refused:
-            a waiting explorer gets that one.
-        waiting: whether the trainer waits for data: a full checkpoint is of no use to anyone then.
+        requested: whether a live explorer waits for an answer to its request for a sync.
+        on_its_way: whether the daemon has yet to publish or refuse an announced save, which waiting
+            explorers will get.
+        waiting: whether the trainer waits for data: then a full checkpoint would help nobody.
     """
     new = step > 0 and step != last_sync_step
     if settings.style is not SyncStyle.EXPLORER_DRIVEN:
@@ -309,9 +319,9 @@ def trainer_decision(
 
 
 def explorer_sync_is_due(settings: SyncSettings, step: int) -> bool:
-    """True if an explorer is to finish its work in flight after ``step``, and then to sync.
+    """True if an explorer should finish its work in flight after ``step``, and then sync.
 
-    Never under ``fully_async``: a watcher behind the explorer pulls by itself.
+    Never under ``fully_async``: there a thread in the background pulls.
 
     Args:
         settings: the settings of the job.
@@ -343,7 +353,7 @@ def explorer_syncs(
 class Version:
     """A version that an engine serves: the sequence, which only grows, and the trainer's step.
 
-    The sequence is 0 of a step that is evaluated and is no published version.
+    The sequence is 0 for a step that is evaluated without being a published version.
     """
 
     sequence: int
@@ -361,8 +371,9 @@ class Pull(Enum):
 def pull_decision(held: Version | None, newest: Version | None) -> Pull:
     """The action on the newest version, given the version that is held.
 
-    An engine begins with the weights of step 0: a first version of that step is adopted without
-    being loaded. Of versions of one step, the higher sequence is newer; a lower one is never taken.
+    An engine begins with the weights of step 0, so a first version of that step is adopted without
+    loading it. Among versions of one step, the higher sequence is newer; a lower one is never
+    taken.
 
     Args:
         held: the version that the engine serves; None before its first.
@@ -403,7 +414,7 @@ def must_wait_for_explorers(
 def after_broadcast(held: Version, newest: Version) -> Version:
     """The version that an explorer counts as serving after a broadcast of the present run.
 
-    If the newest version is of that step, or of one before, it brings nothing new.
+    If the newest version has that step or an earlier one, it brings nothing new.
     """
     return (
         Version(max(held.sequence, newest.sequence), held.step)
@@ -418,7 +429,7 @@ def _lag(held: Version | None, newest: Version | None) -> int:
         return max(0, newest.step - held.step)
     if pull_decision(held, newest) is not Pull.LOAD or newest is None:
         return 0
-    # At least one: after a trainer has resumed, a newer version may be of a lower step.
+    # At least one: after a trainer has resumed, a newer version may have a lower step.
     return max(1, newest.step - (held.step if held else 0))
 
 
@@ -426,10 +437,10 @@ K = TypeVar("K")
 
 
 def unanswered(requests: Mapping[K, int], answered: Mapping[K, int]) -> set[K]:
-    """The participants that have asked since they were last answered.
+    """The participants that have asked since their last answer.
 
     Args:
-        requests: participant that requires a sync now → how often it has asked so far.
-        answered: participant → how often it had asked when it was answered last.
+        requests: waiting participant → how often it has asked so far.
+        answered: participant → how often it had asked at its last answer.
     """
     return {who for who, asked in requests.items() if asked > answered.get(who, 0)}

@@ -1,8 +1,8 @@
 """The JSON records of the protocol, as pydantic models.
 
-Reading goes through :func:`parse`, which tells a newer protocol's record from a broken one.
-Times are seconds since the epoch by the writer's clock, for people to read; nothing is decided by
-comparing them (``docs/protocol.md``, "Sessions and time").
+Reading goes through :func:`parse`, which tells a newer protocol's record from a broken one. Times
+are seconds since the epoch by the writer's clock, for people; syncd never compares them to decide
+anything (``docs/protocol.md``, "Sessions and time").
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Sequence = Annotated[int, Field(ge=1, lt=2**63)]
 Step = Annotated[int, Field(ge=0, lt=2**63)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0)]
-#: Seconds: heartbeats are a third of it apart, and a shorter one would be work for nothing.
+#: Seconds. Heartbeats come three times in a lease time; a shorter one would only cost work.
 SHORTEST_LEASE_TIME: Final = 0.05
 LONGEST_LEASE_TIME: Final = 3600
 LeaseTime = Annotated[float, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME)]
@@ -33,7 +33,7 @@ LeaseTime = Annotated[float, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 #: The kinds of versions: a whole model, a LoRA adapter for one, or the path of weights elsewhere.
 Kind = Literal["full", "adapter", "remote"]
-#: Whose names the tensors of a model have: those of its checkpoints on the hub, or the trainer's.
+#: Whose names a model's tensors have: its checkpoints' on the hub, or the trainer's.
 Names = Literal["hub", "trainer"]
 
 
@@ -52,7 +52,7 @@ def _speakable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-#: Text for people: half a surrogate pair, from a file name that is not UTF-8, is written out.
+#: Text for people: half a surrogate pair, from a file name that is not UTF-8, is escaped.
 Text = Annotated[str, AfterValidator(_speakable)]
 
 
@@ -63,7 +63,7 @@ def _names_a_heartbeat(session: str) -> str:
         raise ValueError(str(error)) from None
 
 
-#: A session whose heartbeat is looked at: its name leads to that file, and nowhere else.
+#: A session's name, checked so that the path of its heartbeat cannot lead elsewhere.
 SessionId = Annotated[str, AfterValidator(_names_a_heartbeat)]
 
 
@@ -92,12 +92,12 @@ def parse(model: type[R], content: bytes, where: object) -> R:
 
     Raises:
         ProtocolMismatchError: the record is of a newer protocol.
-        RecordError: it is not such a record at all.
+        RecordError: it is not such a record.
     """
     try:
         record = model.model_validate_json(content)
     except pydantic.ValidationError as error:
-        # A newer protocol may have another shape: its tag is all that can be expected of it.
+        # A newer protocol may have another shape, so only its tag can be expected.
         _refuse_newer(content, where)
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -146,9 +146,9 @@ class Latest(Record):
     """``.syncd/LATEST``: the version that explorers should serve.
 
     Attributes:
-        delta_from: the version from which the daemon was about to make a delta to this one when it
-            wrote LATEST; None if it was about to make none. :class:`~.reports.DeltaProgress` says
-            what has become of it.
+        delta_from: when LATEST was written, the version from which the daemon was about to make a
+            delta to this one; None if it was not about to make one.
+            :class:`~.reports.DeltaProgress` has the outcome.
     """
 
     sequence: Sequence
@@ -177,7 +177,7 @@ class VersionFile(BaseModel):
 class TensorEntry:
     """A tensor of a version; ``dtype`` is safetensors' name for it.
 
-    No model: that takes a kilobyte each, and a version may have a million of them.
+    It is not a pydantic model, which would take a kilobyte: a version may have a million of them.
     """
 
     name: str
@@ -188,11 +188,11 @@ class TensorEntry:
 
 
 class RolledBack(BaseModel):
-    """Of a version that an older one was republished as.
+    """The origin of a version that republishes an older one.
 
     Attributes:
-        sequence: the older one.
-        instead_of: the identity of the save that LATEST answered until then: that one is not
+        sequence: the older version.
+        instead_of: the identity of the save that LATEST was made from until then: it is not
             published again, however long the pointer names it.
         request: the request that asked for it.
     """
@@ -208,7 +208,7 @@ class AdaptedModel(BaseModel):
     """The base model that an adapter is for, as ``adapter_config.json`` names it.
 
     Attributes:
-        name: a model of a hub, or a folder as the trainer's host has it.
+        name: a model on a hub, or a folder on the trainer's host.
         revision: the revision of the model on the hub; None for its newest.
     """
 
@@ -222,9 +222,9 @@ class NonFinite(BaseModel):
     """The tensors of a file, or of several, that hold NaN or Inf.
 
     Attributes:
-        count: how many tensors; of several ranks' files at least so many.
-        names: the names of the first ones, cut and without control characters: a daemon reads the
-            receipts of all ranks at every look.
+        count: how many tensors; for several ranks' files, at least that many.
+        names: the names of the first ones, shortened, without control characters. They are few,
+            because a daemon reads the receipts of all ranks at every look.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -257,17 +257,17 @@ class Manifest(Record):
     """``manifest.json`` of a version: its kind, files, tensors and digests.
 
     Attributes:
-        sequence: which version; 0 for a folder merged by hand, which was never published.
-        kind: ``full``, a Hugging Face model folder, ``adapter``, one that PEFT loads, or
-            ``remote``, no weights but where they are.
-        remote: that path, of kind ``remote`` alone.
-        base_model: which model the adapter is for, of kind ``adapter`` alone; None also if the
-            adapter does not say: then the explorer has to know.
+        sequence: the version's sequence; 0 for a folder that was never published.
+        kind: ``full``, a Hugging Face model folder; ``adapter``, a folder that PEFT loads; or
+            ``remote``, only the path of weights.
+        remote: that path; only for kind ``remote``.
+        base_model: the model that the adapter is for; only for kind ``adapter``. None also if the
+            adapter does not name it: then the explorer has to know.
         dtype: the floating dtypes of the tensors.
-        checked: how the trainer's files were checked while they were merged: ``receipt`` (our
-            hook's), ``crc32`` (of every record, of a save without receipts), ``stillness`` (neither
-            was to be had: names, sizes and times did not change).
-        digests: which digests the entries carry.
+        checked: how the trainer's files were checked during the merge: ``receipt`` (our hook's),
+            ``crc32`` (of every record, in a save without receipts), or ``stillness`` (if there was
+            neither: names, sizes and times did not change).
+        digests: the kind of digests in the entries.
         rolled_back: the older version that this one republishes; None for a save's own version.
         names: whose names the tensors have: ``trainer`` also if the hub's are the same, or unknown.
         nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody has
@@ -281,7 +281,7 @@ class Manifest(Record):
     kind: Kind = "full"
     checked: Literal["receipt", "crc32", "stillness"]
     digests: Literal["xxh3-128", "off"]
-    # A file of nothing but mistakes is refused for its first one: kept all, they fill the memory.
+    # A hostile file is refused at its first mistake: a list of all mistakes would fill the memory.
     files: Annotated[tuple[VersionFile, ...], FailFast()]
     tensors: Annotated[tuple[TensorEntry, ...], FailFast()]
     remote: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
@@ -300,7 +300,7 @@ class Manifest(Record):
 
     @property
     def settles(self) -> str:
-        """The identity of the save that needs no publishing while LATEST names this version."""
+        """The identity of the save that is not published again while LATEST names this version."""
         back = self.rolled_back
         return self.save_id if back is None or back.instead_of is None else back.instead_of
 
@@ -325,7 +325,7 @@ class Delta(Record):
 
     Attributes:
         base: the version to begin with.
-        target: the version that the delta makes of it.
+        target: the version that the delta makes from it.
         files: the other files of the folder; the digest is the xxh3-128 of a file's bytes.
         changed: how many elements differ.
         elements: how many elements all tensors have.
@@ -367,7 +367,7 @@ class SaveId:
 
     @classmethod
     def parse(cls, text: str) -> SaveId | None:
-        """Read one, or None if the text is not one."""
+        """The save id in a text, or None if it is not one."""
         match = _SAVE_ID.fullmatch(text)
         return cls(match[1], int(match[2]), int(match[3])) if match else None
 
@@ -416,11 +416,11 @@ class SaveOutcome(BaseModel):
     """The outcome of one save, by its identity.
 
     Attributes:
-        model_only: of a save of ``torch.distributed.checkpoint``: whether it was seen to hold
-            nothing but a model, and so is none to resume from; None if nobody has looked.
+        model_only: for a save of ``torch.distributed.checkpoint``: True if it holds only a model,
+            so that nobody can resume from it; None if nobody has looked.
     """
 
-    # pydantic before 2.10 keeps all names that begin with model_ for itself, and warns.
+    # pydantic before 2.10 reserves all names that begin with model_, and warns.
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     identity: str
@@ -446,7 +446,7 @@ class Quarantine(Record):
 
 
 class PublishNotice(Record):
-    """``.syncd/publish.lock``: the version that is on its way. A hint only."""
+    """``.syncd/publish.lock``: the version that is on its way. Only a hint."""
 
     sequence: Sequence
     step: Step

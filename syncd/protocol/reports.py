@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from syncd.protocol.policy import SyncSettings, SyncStyle, Version
 from syncd.protocol.records import Names, Record, Seconds, Sequence, SessionId, Size, Step, Text
 
-#: How many of its last loads an explorer's report lists. The daemon misses none: in half as many
-#: rounds it reads each report at least once, and it publishes at most one version a round.
+#: How many of its last loads an explorer's report lists. The daemon misses none: it reads each
+#: report at least once in half as many rounds, and publishes at most one version a round.
 LOADS_KEPT: Final = 16
-#: Seconds between two signs of life of a delta that is being made.
+#: Seconds between two signs of life while a delta is being made.
 DELTA_SIGN: Final = 1.0
 
 
@@ -38,14 +38,14 @@ class Reload(BaseModel):
     """The times of loading the version that an engine serves: seconds by the explorer's clock.
 
     Attributes:
-        sequence, step: the version; sequence 0 of a step that was built for a bench.
-        verify: to read all of it and to compare it with the manifest; with a stage folder that is
-            one pass with the copy, or the wait for another explorer's copy.
+        sequence, step: the version; sequence 0 for a step that was built for a bench.
+        verify: reading all of it and comparing it with the manifest; with a stage folder this
+            includes the copy, or the wait for another explorer's copy.
         prepare: the engine's work while it still served, and the time that its user waited.
-        pause: how long it did not serve: from ``pause`` to the end of ``resume``.
-        load: the part of that for ``load``.
-        staged: whether it was read from a copy on its own host; None if staging is off.
-        not_staged: why it was not, if it should have been.
+        pause: how long the engine did not serve: from ``pause`` to the end of ``resume``.
+        load: the part of the pause for ``load``.
+        staged: whether it was read from a copy on the explorer's host; None if staging is off.
+        not_staged: why it was not staged, if it should have been.
         full_bytes: the bytes of the version's own files that this explorer read from the job to
             copy it: 0 if another process on its host made the copy; None if staging is off.
         delta_bytes: the bytes of deltas that were read for it; None if no delta was used.
@@ -68,20 +68,20 @@ class Reload(BaseModel):
 
     @property
     def seconds(self) -> float:
-        """From the moment that the version was held until it is served."""
+        """The seconds from the lease of the version until it is served."""
         return self.verify + self.prepare + self.pause
 
 
 def loads_with(
     loads: tuple[Load, ...], version: Version | None, time: float, reload: Reload | None
 ) -> tuple[Load, ...]:
-    """An explorer's last loads, and that of a version if it is newer than these; the oldest go.
+    """An explorer's last loads, with a version's if that is newer; the oldest are dropped.
 
     Args:
-        loads: the last ones.
-        version: the version that is served now; None if it is of no interest.
-        time: of its load.
-        reload: how that went, if it is known.
+        loads: the last loads.
+        version: the version that is served now; None to add none.
+        time: the time of its load.
+        reload: the times of that load, if known.
     """
     if version is None or (loads and version.sequence <= loads[-1].sequence):
         return loads
@@ -96,7 +96,7 @@ def loads_with(
 
 
 class SyncTerms(BaseModel):
-    """The settings that a trainer and its explorers must have alike, as one of them says its own.
+    """The settings that must be equal in a trainer and its explorers, as one of them reports them.
 
     Attributes:
         style: the side that decides when weights travel.
@@ -111,7 +111,7 @@ class SyncTerms(BaseModel):
 
     @classmethod
     def of(cls, settings: SyncSettings | None) -> SyncTerms | None:
-        """Those of settings; None if nobody has given any."""
+        """The terms of some settings; None if there are no settings."""
         if settings is None:
             return None
         return cls(
@@ -123,8 +123,8 @@ class SyncTerms(BaseModel):
     def unlike(self, explorer: SyncTerms) -> str:
         """The differences between an explorer's settings and these, a trainer's; empty if none.
 
-        An explorer that follows by itself goes by no interval; it must only be one that asks, of a
-        trainer that waits to be asked.
+        An explorer that follows in the background uses no interval; it only has to ask for syncs if
+        the trainer waits for requests.
         """
         asked, follows = SyncStyle.EXPLORER_DRIVEN.value, SyncStyle.FULLY_ASYNC.value
         compared = []
@@ -153,29 +153,28 @@ class ExplorerReport(Record):
         nothing_new: how many waits ended without a newer version.
         refused: the newest version that it refused, and why.
         requests: how often it has required a sync; it waits now while its status says so.
-        joined: the offer of a transfer that it has joined.
-        reload: how it came to the version that it serves.
-        loads: its last loads of versions of this job, the newest at the end, those of the explorer
-            that had its name before included; None in the report of a release that says nothing of
-            them.
-        fault: why it cannot be relied on: what its engine serves is not known, or nothing follows
-            the job any more; None while all is well.
-        workers: how many ranks of a weight group it is; 0 if it takes no part in broadcasts, as
-            an explorer of before there were any, which says nothing of it.
-        group: the name of the weight group that all its workers have open; None if they have
-            none, or one of them has failed.
-        received: the save id of the weights that it serves, if they came by a broadcast: then
-            ``step`` is theirs, and ``sequence`` that of the newest version it holds the files of.
-        bench: the step that it evaluates. While it does so it follows nothing: ``sequence``,
+        joined: the id of the offer of a transfer that it has joined.
+        reload: the times of loading the version that it serves.
+        loads: its last loads of versions of this job, the newest last, with those of earlier
+            explorers of its name; None in the report of a release that does not list them.
+        fault: why it cannot be relied on: its engine's weights are unknown, or nothing follows the
+            job any more; None while all is well.
+        workers: how many ranks of a weight group it has; 0 if it takes no part in broadcasts, as
+            for an explorer of a release without broadcasts.
+        group: the name of the weight group that all its workers have open; None if there is none,
+            or a worker has failed.
+        received: the save id of the weights that it serves, if they came by a broadcast. Then
+            ``step`` is their step, and ``sequence`` the newest version whose files it holds.
+        bench: the step that it evaluates. Meanwhile it does not follow the job: ``sequence``,
             ``step`` and ``reload`` are None, and nobody waits for it.
-        starting: the reason that it waits before it runs for the first time. Meanwhile its status
-            is ``stopped``, because nobody is to wait for it.
+        starting: the reason why it waits before it runs for the first time. Meanwhile its status is
+            ``stopped``, so that nobody waits for it.
         sync: the settings that it syncs by; None if it was given none.
         delta_base: the newest version of which its host has a whole copy, on another filesystem
-            than the job's, that the next version can be made from by a delta; None if there is
+            than the job's, so that a delta can make the next version from it; None if there is
             none, as in the reports of releases before deltas.
-        hub_names: whether it also takes versions in which tensors have the hub's names. A release
-            before there were any does not say so.
+        hub_names: whether it also takes versions with the hub's names. Older releases do not report
+            it.
     """
 
     name: str
@@ -213,7 +212,7 @@ class ExplorerReport(Record):
         if self.loads is not None:
             return self.loads
         if self.sequence is None or self.received is not None:
-            return ()  # weights by a broadcast are no version's
+            return ()  # weights from a broadcast are not a version's
         return (Load(sequence=self.sequence, time=self.time, pause=self.pause),)
 
 
@@ -222,9 +221,9 @@ class TrainerReport(Record):
 
     Attributes:
         step: the step that it last announced a save for; None before the first.
-        name, session: None in the report of a trainer that does not register: then its status
-            alone says whether it works.
-        nothing_new: how often it has told explorers that wait that nothing newer will come.
+        name, session: None in the report of a trainer that does not register: then only its status
+            shows whether it works.
+        nothing_new: how often it has told waiting explorers that nothing newer will come.
         sync: the settings that it syncs by; None if it was given none.
     """
 
@@ -261,7 +260,7 @@ class MergeProgress(BaseModel):
     Attributes:
         step: the step of the save.
         done, total: bytes of tensors.
-        seconds: since it began, by the daemon's clock.
+        seconds: since the merge began, by the daemon's clock.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -273,15 +272,16 @@ class MergeProgress(BaseModel):
 
 
 class DeltaProgress(Record):
-    """``.syncd/delta_progress.json``: the delta that is being made, or was the last to be. A hint.
+    """``.syncd/delta_progress.json``: the delta that is being made, or was made last. A hint.
 
     While it is being made, the daemon replaces the file every :data:`DELTA_SIGN` seconds for as
     long as the work advances.
 
     Attributes:
-        sequence, base: the version that it leads to, and the one that it leads from.
-        state: ``making``; ``made``, it is in ``deltas/``; or ``none``, there is none and ``why``.
-        done, total: bytes of the version's tensors that are compared, and those of all.
+        sequence, base: the target version, and the version that the delta starts from.
+        state: ``making``; ``made``: it is in ``deltas/``; or ``none``: there is none, for the
+            reason ``why``.
+        done, total: the compared bytes of the version's tensors, and all of them.
     """
 
     sequence: Sequence
@@ -297,11 +297,10 @@ class DaemonReport(Record):
     """``.syncd/daemon.json``: state of the active daemon, for people and ``syncd status``.
 
     Attributes:
-        paused: the id of the pause that this daemon keeps to; None if it publishes.
+        paused: the id of the pause that is in force; None if the daemon publishes.
         memory_dir: the second job that the same process serves, on its own host.
-        merge: how far it is, while the state is ``merging`` and some of it is done. It may be some
-            seconds old.
-        release: the daemon's own; None of one that knows no bench requests.
+        merge: the merge's progress while the state is ``merging``. It may be some seconds old.
+        release: the daemon's release; None for a release without bench requests.
         names: whose names the tensors of LATEST have; None if they could have no others.
     """
 

@@ -1,7 +1,6 @@
 """The records by which people steer a job: a pause, and requests to its daemon.
 
-A pin is no record: it is an empty file, and all that counts is that it is there
-(:mod:`syncd.storage.leases`).
+A pin is not a record but an empty file (:mod:`syncd.storage.leases`).
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from syncd.protocol.records import Record, Sequence, SessionId, Step, Text
 
 
 class Pause(Record):
-    """``.syncd/paused.json``: while it is there nothing is published and nothing is pruned.
+    """``.syncd/paused.json``: while it is there, nothing is published or pruned.
 
     Attributes:
-        id: the daemon repeats it in its report once it keeps to this pause.
+        id: the daemon repeats it in its report once it has paused.
         by: who paused, for people.
     """
 
@@ -25,10 +24,10 @@ class Pause(Record):
 
 
 class RollbackRequest(Record):
-    """``.syncd/requests/ID.json``: let an old version be LATEST again, under a new sequence.
+    """``.syncd/requests/ID.json``: make an old version LATEST again, under a new sequence.
 
-    The asking process writes it with ``outcome`` ``asked``. From then on the file is the daemon's,
-    which replaces it by its answer. Then the asking process removes it.
+    The asking process writes it with ``outcome`` ``asked``. Then only the daemon may change it, and
+    replaces it by its answer, which the asking process removes.
 
     Attributes:
         id: as in the file's name.

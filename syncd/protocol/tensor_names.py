@@ -10,18 +10,18 @@ from syncd.protocol.records import Record, Size, Text
 
 
 class HubPiece(BaseModel):
-    """A part of a trainer's tensor as a tensor, or several, or a part of one, by the hub's names.
+    """A part of a trainer's tensor: one or several tensors of the hub, or a part of one.
 
-    :class:`~syncd.checkpoint.name_map.NameMap` says how the fields work together.
+    :class:`~syncd.checkpoint.name_map.NameMap` explains how the fields work together.
 
     Attributes:
         name: the tensor's name on the hub. If ``first`` is given, it has one ``{}`` for a number.
-        first: the number in the name of index 0 along dimension 0, which is split: one tensor an
-            index, without that dimension. None: it is not split.
+        first: the number in the name of index 0, if dimension 0 is split into one tensor an index,
+            without that dimension. None: it is not split.
         rows: begin and end along the first dimension that is left after the split; None for all.
         transposed: whether the last two dimensions that are left change places, after ``rows``.
-        at: where the part begins along dimension 0 of the hub's tensor, which is all parts with its
-            name, one after the other. None: the part is all of it.
+        at: the part's first row along dimension 0 of the hub's tensor, which consists of all parts
+            with its name, one after the other. None: the part is the whole tensor.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -34,7 +34,7 @@ class HubPiece(BaseModel):
 
 
 class MappedTensor(BaseModel):
-    """A trainer's tensor: its shape, and the pieces that it is on the hub."""
+    """A trainer's tensor: its shape, and its pieces on the hub."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -46,8 +46,9 @@ class NameMapRecord(Record):
     """``name_map.json`` beside ``config.json``: a model's tensors by the names of the hub.
 
     Attributes:
-        tensors: a trainer's tensor → its pieces. The others have the same name and shape in both.
-        refused: why the mapping cannot be told, for people; then ``tensors`` is empty.
+        tensors: a trainer's tensor → its pieces. Tensors that are not listed have the same name and
+            shape in both.
+        refused: why there is no mapping, for people; then ``tensors`` is empty.
     """
 
     tensors: dict[str, MappedTensor] = Field(default_factory=dict)

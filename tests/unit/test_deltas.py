@@ -225,6 +225,7 @@ def test_a_delta_that_would_save_little_is_given_up(tmp_path: Path) -> None:
         make_delta(base, target, tmp_path / "d")
 
 
+@pytest.mark.slow
 def test_too_many_changes_are_seen_before_a_twentieth_is_compared(tmp_path: Path) -> None:
     tensors = random_tensors(1, weights=("U8", (20 * 2**20,)))
     base = write_version(tmp_path, 1, tensors)

@@ -91,6 +91,8 @@ def test_a_step_syncs_where_the_settings_say_so(job: SmallJob, engine: FakeEngin
             after = hook.after_step(step)
             assert (after != before) is due
             assert after == hook.version
+        with pytest.raises(InvalidSettingsError, match=r"^step is '6': it must be a whole number"):
+            hook.after_step("6")  # type: ignore[arg-type]
 
 
 def test_a_step_waits_for_the_trainer_until_it_has_something_or_says_that_it_has_not(

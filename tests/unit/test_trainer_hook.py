@@ -335,6 +335,17 @@ def test_an_argument_of_another_type_is_refused_by_name(
         TrainerHook(job.layout.root, **{"model": model, **wrong})
 
 
+def test_a_step_that_is_no_whole_number_is_refused_by_every_method(
+    job: SmallJob, model: nn.Module
+) -> None:
+    with TrainerHook(job.layout.root, model) as hook:
+        for method in (hook.after_step, hook.save_state_dict, hook.save_checkpoint):
+            for step in ("2", 2.0, None, -1):
+                with pytest.raises(InvalidSettingsError, match=r"^step is .*: it must be"):
+                    method(step)  # type: ignore[arg-type,operator]
+        hook.after_step(1)
+
+
 def test_a_job_that_is_not_there_is_refused_at_construction(
     tmp_path: Path, model: nn.Module
 ) -> None:

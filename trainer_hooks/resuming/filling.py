@@ -30,8 +30,8 @@ class Goal(NamedTuple):
     """A local tensor to fill.
 
     Attributes:
-        name: in the state dict.
-        tensor: the local one, on any device; it is changed in place.
+        name: the name in the state dict.
+        tensor: the local tensor, on any device; it is changed in place.
         box: its part of the whole tensor.
         shape: the shape of the whole tensor.
     """
@@ -47,11 +47,11 @@ class BoxRead(NamedTuple):
 
     Attributes:
         goal: the tensor to fill.
-        file: by the rank that wrote it.
-        dtype: in the file.
+        file: the rank that wrote the file.
+        dtype: the dtype in the file.
         held: the box in the file, and its position there.
         part: the part of that box to read.
-        compares: fill nothing: the goal must have these bytes already.
+        compares: True to fill nothing, and to check that the goal has these bytes already.
     """
 
     goal: Goal
@@ -104,14 +104,14 @@ def plan(
     tensors are this rank's, and no other file is opened.
 
     Args:
-        goals: on this rank.
+        goals: this rank's goals.
         files: the files of all ranks that saved.
         own: the number of this rank's own file; None if another number of ranks saved.
         optional: the names of goals that stay as they are if no file has them.
 
     Raises:
-        CheckpointError: a tensor is in no file, or not all of it; it has another shape; or its
-            dtype cannot become that of the goal.
+        CheckpointError: a tensor, or a part of it, is in no file; it has another shape; or its
+            dtype cannot become the goal's.
         OSError: a file cannot be read now.
     """
     if own is not None:
@@ -141,8 +141,8 @@ def _plan(
     copies: list[BoxRead] = []
     left = {number: [goal.box] if goal.box.size else [] for number, goal in enumerate(goals)}
     seen: set[str] = set()
-    # By the goal and the file's box, which depends on the mesh. Two ranks of one mesh have the
-    # same values in the same box; on two meshes they may differ, e.g. experts of two ranks.
+    # (goal, box in the file) → the mesh. Two ranks of one mesh have the same values in the same
+    # box; on two meshes the values may differ, e.g. those of two ranks' experts.
     meshes: dict[tuple[int, Box], int | None] = {}
     for file in numbers:
         tensors = files[file].tensors
@@ -224,7 +224,7 @@ def fill(copies: Sequence[BoxRead], files: SavedFiles, *, checked: Sequence[int]
 
     Args:
         copies: from :func:`plan`.
-        files: the same.
+        files: as for :func:`plan`.
         checked: the files whose bytes this rank checks by their CRC-32. If each file is one of
             these on some rank, every byte that any rank reads is checked.
 

@@ -65,7 +65,7 @@ class Loading(ABC):
         )
 
     def fill(self, checked: Sequence[int]) -> None:
-        """Fill it, and check all bytes of these files that exist."""
+        """Fill it, and check all bytes of these files, if they exist."""
         there = [number for number in checked if number < len(self.files)]
         fill(self._copies, self.files, checked=there)
 
@@ -183,7 +183,7 @@ class OptimizerLoading(Loading):
     def _saved(self, own: int | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
         """The content of the files: values by name (:class:`Held` for tensors), and the options.
 
-        Options are by the name of the parameter, then by their own name.
+        Options are keyed by the parameter's name, then by their own name.
         """
         wanted = {name for group in self._state[GROUPS] for name in group["params"]}
         names: dict[str, object] = {}

@@ -3,13 +3,11 @@
 The order in which a full save is written (:mod:`~trainer_hooks.writing.writer`), and the checkpoint
 that counts after a crash before each step::
 
-    .saving made, .full_checkpoint removed    the step that was there before
-    every rank's files replaced, receipts     no .full_checkpoint: cut off
-    the state pointer moved                   no .full_checkpoint: cut off
-    every rank's full receipts                no .full_checkpoint: cut off
-    .full_checkpoint made                     the step that the checkpoint pointer names
-    the checkpoint pointer moved              whole, though not pointed to
-    .saving removed                           whole and pointed to
+    .saving made, .full_checkpoint removed the step that was there before every rank's files
+    replaced, receipts no .full_checkpoint: cut off the state pointer moved no .full_checkpoint: cut
+    off every rank's full receipts no .full_checkpoint: cut off .full_checkpoint made the step that
+    the checkpoint pointer names the checkpoint pointer moved whole, though not pointed to .saving
+    removed whole and pointed to
 
 So a step is **whole** if it has ``.full_checkpoint`` and the full receipts of all ranks, of one
 save. The receipts are needed too: if a step is saved twice, one rank may have begun the second
@@ -90,7 +88,7 @@ class FoundSteps(NamedTuple):
 
     Attributes:
         checkpoint: the one to resume from; None if there is none.
-        reasons: the reasons why the ones before it do not count.
+        reasons: the reasons why the candidates before it do not count.
     """
 
     checkpoint: FullCheckpoint | None
@@ -100,12 +98,12 @@ class FoundSteps(NamedTuple):
 def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) -> int | None:
     """The step to resume from: a complete full checkpoint, never one that a crash interrupted.
 
-    It is the step that ``latest_checkpointed_iteration.txt`` names, even if a newer one is whole;
-    if that step is not whole, the newest whole one.
+    It is the step that ``latest_checkpointed_iteration.txt`` names, even if a newer step is whole;
+    if that step is not whole, it is the newest whole one.
 
-    For one rank, or each rank by itself: :func:`~trainer_hooks.resuming.resume.load_checkpoint`
-    agrees on one step for all.
-    Not promised: that its files are all there and undamaged; loading checks that.
+    Each rank that calls it gets its own answer;
+    :func:`~trainer_hooks.resuming.resume.load_checkpoint` agrees on one step for all ranks. Not
+    promised: that its files are all there and undamaged; loading checks that.
 
     Args:
         job_dir: the job directory; nothing in it is changed.

@@ -65,9 +65,9 @@ class Resumed:
 
     Attributes:
         step: the saved step; training goes on with the one after it.
-        user_state: as it was given to the hook; None if there was none. With another number of
-            ranks it is rank 0's on all of them.
-        save_id: the save id of the save; None for another trainer's.
+        user_state: the hook's user state; None if there was none. With another number of ranks, all
+            get rank 0's.
+        save_id: the id of the save; None for another trainer's.
         world_size: the number of ranks that saved it.
         is_exact: whether the number of ranks is the same, so that the random number generators
             continue, too.
@@ -115,9 +115,9 @@ def load_checkpoint(
         optimizer: a ``torch.optim.Optimizer`` of this model, which takes its state; any other
             object with ``load_state_dict`` needs the same number of ranks. None ignores the saved
             state.
-        scheduler: the scheduler of the learning rate; None ignores the saved one.
+        scheduler: the learning rate's scheduler; None ignores the saved one.
         critic: another model, takes the weights in ``critic/``.
-        critic_optimizer: of that model.
+        critic_optimizer: the critic's optimizer.
         step: the step; by default the result of :func:`latest_checkpoint`.
         storage: the seam for tests.
 

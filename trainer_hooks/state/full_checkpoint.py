@@ -29,7 +29,7 @@ RAW: Final = "state_dict"
 SCHEDULER: Final = "lr_scheduler"
 RNG: Final = "rng"
 USER_STATE: Final = "user_state"
-#: And the name of the frozen base model, which is in no file.
+#: The key for the name of the frozen base model, which is in no file.
 BASE_MODEL: Final = "base_model"
 
 #: The types that weights_only loads, beside containers. A DTensor would need its process group.
@@ -63,7 +63,7 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
     """This rank's part of an optimizer's state. Nothing is copied. Collective for FSDP1.
 
     Args:
-        model: its parameters are those that the optimizer updates.
+        model: the model whose parameters the optimizer updates.
         optimizer: before or after ``zero_grad``; its state and the gradients stay unchanged, also
             before the first step.
 
@@ -123,7 +123,7 @@ def extra_state(
     """The state needed to resume beside model and optimizer; copied only if it changes in place.
 
     Args:
-        scheduler: the scheduler of the learning rate.
+        scheduler: the learning rate's scheduler.
         user_state: the trainer's own; it may differ between ranks.
 
     Returns:

@@ -56,7 +56,7 @@ class _Outline:
 
     Attributes:
         digest: the digest of the names, kinds, dtypes and shapes, in order.
-        count: the count of the tensors.
+        count: the number of tensors.
         fault: the reason why they cannot be gathered or written.
         memory: for each tensor the number of the first one with the same memory.
     """

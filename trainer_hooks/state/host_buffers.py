@@ -56,7 +56,7 @@ class HostCopy(dict[str, Any]):
 
 
 def nonfinite_names(state: Mapping[str, Any]) -> list[str]:
-    """The names of the weights of which this rank's part holds NaN or Inf.
+    """The names of the weights whose part on this rank holds NaN or Inf.
 
     Reads each tensor that was not checked yet. A tensor subclass or a sparse tensor cannot be
     checked: it counts as finite.
@@ -97,7 +97,7 @@ class HostBuffers:
         tensor at a time has a cast copy on the GPU. Others are cast as they are copied.
 
         DTensors and ShardedTensors stay such, with the same layout, their parts copied. Tensors
-        are the same memory (tied weights) share one copy. Other values are not copied.
+        with the same memory (tied weights) share one copy. Other values are not copied.
 
         Args:
             state: nested dicts, lists and tuples of tensors and any picklable values.
@@ -159,7 +159,7 @@ class _Kept:
     """The copy of a value.
 
     Attributes:
-        buffers: those of its parts.
+        buffers: the buffers of its parts.
         layout: the layout of a sharded tensor, for comparison.
         value: the copy itself, over the buffers.
     """

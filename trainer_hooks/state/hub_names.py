@@ -1,7 +1,7 @@
 """The names that a model's tensors have on the hub, as transformers would save the model.
 
-transformers is asked, and not imitated: its own conversion runs on tensors without content, and
-each result is found again in the tensor that it is a view of.
+transformers' own conversion is used, not imitated: it runs on tensors without content, and each
+result is traced to the tensor that it is a view of.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _NUMBER: Final = re.compile(r"\d+")
 class HubNames:
     """The name map of a model that is trained, for each of its saves.
 
-    Promised: a save never fails because of it; if transformers cannot tell, the file says so.
+    Promised: a save never fails because of the map; if transformers cannot give one, the file says
+    so.
 
     Attributes:
-        model: in any wrappers.
+        model: the model, in any wrappers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,7 +70,7 @@ class HubNames:
         return ((lambda folder: (folder / NAME_MAP).write_bytes(content)),) if content else ()
 
     def _says_nothing(self, names: NameMap) -> bool:
-        """True if nobody would think otherwise without the file."""
+        """True if readers would assume the same names without the file."""
         config = getattr(_inside(self.model), "config", None)
         known = hub_tables.has_table(getattr(config, "model_type", None))
         return not (names or names.refused or known)
@@ -87,9 +88,9 @@ class HubNames:
 def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> NameMap | None:
     """The names by which transformers would save a model, tensor by tensor.
 
-    It is saved as it was loaded: a model of a hub's checkpoint by the hub's names. A model that was
-    not loaded, or from a checkpoint that has the model's own names already, is saved by the names
-    that transformers has for its type.
+    A model is saved as it was loaded: under the hub's names if it came from a checkpoint of the
+    hub. If it was not loaded, or came from a checkpoint with the model's own names, it is saved
+    under the names that transformers has for its type.
 
     Args:
         model: the model of transformers, without wrappers, on any device.
@@ -97,9 +98,9 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
             them.
 
     Returns:
-        The map; ``refused`` says if transformers cannot tell, or the hub's tensors are not made of
-        whole rows. None if the model is none of transformers, or transformers (before version 5)
-        does not convert.
+        The map; it is ``refused`` if transformers cannot convert, or the hub's tensors are not made
+        of whole rows. None if the model is not one of transformers, or transformers (before version
+        5) does not convert.
     """
     if not _is_pretrained(model):
         return None
@@ -151,10 +152,10 @@ class _NotRowsError(Exception):
 
 
 class _Views(TorchFunctionMode):
-    """Inside, no operation copies: what would be copied stays a view, and joins are written down.
+    """Inside, no operation copies: results stay views of their sources, and joins are recorded.
 
     Attributes:
-        joined: of a tensor that was made by ``torch.cat`` its dimension and its parts.
+        joined: a tensor that ``torch.cat`` made → the dimension and the parts.
     """
 
     def __init__(self) -> None:
@@ -181,7 +182,7 @@ class _Views(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of a hub's tensor in a trainer's one; fields as those of ``HubPart``."""
+    """The place of a hub's tensor in a trainer's tensor; it has the fields of ``HubPart``."""
 
     source: str
     hub_name: str
@@ -192,7 +193,7 @@ class _Place:
 
 
 class _Trace:
-    """Finds the tensors of the hub again in those that they are made of.
+    """Finds the hub's tensors in the trainer's tensors that they are made of.
 
     Args:
         sources: the trainer's tensors.
@@ -205,10 +206,10 @@ class _Trace:
         self._source_of = {_memory(value): name for name, value in sources.items()}
 
     def tensors(self, found: Mapping[str, Tensor]) -> dict[str, MappedTensor]:
-        """The entries of the map: only those that are not the same in both.
+        """The entries of the map: only tensors that are not the same in both.
 
         Raises:
-            _NotRowsError: the map cannot say it.
+            _NotRowsError: the map cannot describe it.
         """
         places: defaultdict[str, list[_Place]] = defaultdict(list)
         for hub_name, value in found.items():
@@ -289,15 +290,15 @@ def _rows(
 
 
 def _pieces(places: Sequence[_Place], shape: Shape) -> tuple[HubPiece, ...]:
-    """The same in fewer words: the tensors of all indices are one piece.
+    """The same as few pieces: the tensors of all indices become one piece.
 
     Raises:
-        _NotRowsError: their names do not count.
+        _NotRowsError: their names do not count up.
     """
     groups: defaultdict[object, list[_Place]] = defaultdict(list)
     for place in places:
         same = place.index is not None, place.rows, place.transposed, place.at
-        # Without an index each is a piece, should there be several.
+        # Without an index each is a separate piece.
         groups[(*same, None if same[0] else place.hub_name)].append(place)
     pieces = []
     for group in groups.values():

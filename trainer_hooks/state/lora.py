@@ -1,4 +1,4 @@
-"""The parts of a PEFT model's state dict: its adapter, its frozen base, all else.
+"""The parts of a PEFT model's state dict: its adapter, its frozen base, and the rest.
 
 PEFT itself decides which tensors belong to an adapter, and their names; the network is never used.
 """
@@ -26,8 +26,8 @@ from trainer_hooks.state.state_dict import tensors_of, trained_names
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-#: Ways to begin LoRA that change the base model's weights: the adapter then belongs to other
-#: weights than those of ``base_model_name_or_path``, which cannot be made again to the bit.
+#: LoRA initializations that change the base model's weights: the adapter then belongs to weights
+#: other than those of ``base_model_name_or_path``, and these cannot be reproduced bit for bit.
 _CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
@@ -37,7 +37,7 @@ class PeftState:
     Nothing is copied, gathered or changed; the result is the same on all ranks.
 
     Args:
-        model: in any wrappers.
+        model: the model, in any wrappers.
         state: as :func:`~trainer_hooks.state.state_dict.sharded_state_dict` returns it.
         base_vocabulary: the number of the base model's tokens, if known
             (:func:`base_vocabulary`): if the model has another number now, its adapter holds the
@@ -280,7 +280,7 @@ def base_vocabulary(model: nn.Module) -> int | None:
         try:
             found = json.loads(Path(str(path)).read_bytes()).get("vocab_size")
         except (OSError, ValueError, AttributeError):
-            continue  # none, or no config of a language model
+            continue  # no config, or not a language model's
         if isinstance(found, int):
             return found
     return None

@@ -30,7 +30,7 @@ def plain_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     ``forward``. Tensors are shared: do not pass the model's own if they are changed in place.
 
     Args:
-        model: in any wrappers.
+        model: the model, in any wrappers.
         tensors: by names of the plain model. The module's buffers become buffers, all others
             parameters that are not trained. Buffers in no state dict stay the model's own.
     """

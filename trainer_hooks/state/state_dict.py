@@ -70,7 +70,7 @@ def fsdp_version(model: nn.Module) -> int | None:
 
 
 def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
-    """For tied parameters: each name but the first → the first one, by the plain model's names.
+    """For tied parameters: each name but the first → the first name, as in the plain model.
 
     FSDP1 gives each name a separate copy, so only FSDP1's own records show ties.
     """
@@ -91,12 +91,12 @@ def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
 
 
 def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[frozenset[str]]:
-    """The names of each trained parameter, by the plain model's; several if it is tied.
+    """The names of each trained parameter in the plain model; several if it is tied.
 
     The same on all ranks. Parameters of FSDP1 without ``use_orig_params`` have only the first name.
 
     Args:
-        model: in any wrappers.
+        model: the model, in any wrappers.
         updated: parameters that count as trained although they are frozen now.
     """
     also = {id(one) for one in updated}

@@ -23,7 +23,7 @@ class RankContents:
         is_full: whether this is a full checkpoint.
         full_model: rank 0 only: the weights in one file, instead of shards: the full state dict, or
             an adapter.
-        adapter_files: rank 0 only, of an adapter: writes its config into the folder it is given.
+        adapter_files: rank 0 only, for an adapter: writes its config into the given folder.
         trained: this rank's part of the model that training resumes from, if ``full_model`` is
             another one: an adapter, a merged model, or a cast one. Full checkpoints only.
         trained_name: gives the name of its file from world size and rank.

@@ -59,9 +59,9 @@ class Remains:
         """Delete the files that were not announced, and will not be; the receipts first.
 
         If the save has weights only, but this rank's optimizer is beside its shard, the shard
-        stays: the two are from another trainer's full checkpoint of the same step (verl's), maybe
-        the only one to resume from. The daemon publishes no save without receipts from a folder
-        that has had some.
+        stays: both belong to another trainer's full checkpoint of the same step (verl's), maybe the
+        only one to resume from. The daemon publishes no save without receipts from a folder that
+        has had some.
         """
         step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
         actor, critic = self._job.layout.actor(step), self._job.layout.step(step) / CRITIC

@@ -20,22 +20,22 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two listings of the root.
 LOOK: Final = 2.0
-#: In how many listings in a row a job must be missing: one may be late, or of a cache.
+#: In how many listings in a row a job must be missing: a listing may be late, or cached.
 _MISSING: Final = 3
-#: Seconds after which a folder that cannot be looked at is left behind, and the others go on.
+#: Seconds after which a folder that does not answer is abandoned, so that the others go on.
 _PATIENCE: Final = 30.0
 
 
 class Discovery:
     """Looks for jobs, in a thread of its own.
 
-    A job is a folder in the root, no link, whose name does not begin with a dot, in which a trainer
-    of ours, or a daemon, has made ``.syncd``, or any trainer the pointer. What is in the root
-    besides is only looked at. A root that cannot be listed (unmounted, say) says nothing about what
-    is in it.
+    A job is a folder in the root (no link) whose name does not begin with a dot. It has ``.syncd``,
+    which our hook or a daemon makes, or the pointer, which any trainer makes. Other things in the
+    root are only looked at. If the root cannot be listed (for example unmounted), nothing is
+    concluded about its jobs.
 
-    Promised: a folder whose storage hangs keeps nobody from finding the others. Not promised: that
-    a job is seen sooner than this client's cache of the listing allows.
+    Promised: a folder whose storage hangs does not prevent finding the others. Not promised: that a
+    job is seen sooner than this client's cache of the listing allows.
 
     Args:
         root: the folder.
@@ -70,7 +70,7 @@ class Discovery:
         self._missed: dict[str, int] = {}  # each job: in how many listings it was missing
         self._hanging: set[str] = set()
         self._looker: object = None  # the thread that counts; others hang, or did
-        self._at: tuple[str, float] | None = None  # what it is looking at, and since when
+        self._at: tuple[str, float] | None = None  # the folder it is looking at, and since when
         self._repeats = Repeats(clock=clock)
         self._has_looked = False
 
@@ -99,7 +99,7 @@ class Discovery:
             name, _ = self._at
             self._at = None
             self._hanging.add(name)
-            self._looker = None  # whenever it comes back, it says so, and goes
+            self._looker = None  # when that thread comes back, it notices this and ends
         path = self._root / name
         log.error(
             "cannot list %s: its storage does not answer",
@@ -133,7 +133,7 @@ class Discovery:
                 self._at = name, self._clock()
             is_job = self._is_job(name)
             with self._lock:
-                if looker is not self._looker:  # it hung, and another thread goes on
+                if looker is not self._looker:  # this thread hung, and another one has taken over
                     self._hanging.discard(name)
                     return
                 self._at = None
@@ -158,6 +158,6 @@ class Discovery:
         layout = JobLayout(self._root / name)
         try:
             return any(map(self._storage.exists, (layout.state, layout.root / self._pointer)))
-        except OSError as error:  # another user's, say
+        except OSError as error:  # for example another user's
             log.debug("%s is left alone: %s", layout.root, error)
             return False

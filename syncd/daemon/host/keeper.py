@@ -17,8 +17,7 @@ from syncd.protocol.events import Event
 
 log = logging.getLogger(__name__)
 
-#: Seconds after which a job whose daemon failed is served again; and between two looks meanwhile
-#: whether to stop.
+#: Seconds after which a job whose daemon failed is served again.
 _AGAIN: Final = 10.0
 _LOOK: Final = 0.2
 
@@ -30,7 +29,7 @@ class Keeper:
 
     Args:
         root: the job directory.
-        config: what its daemon is told.
+        config: its daemon's configuration.
         make: makes the daemon.
         guard: expects progress of the job until :meth:`serve` is over.
     """
@@ -101,7 +100,7 @@ class Keeper:
                 service = self._service
                 if failed or service is None:
                     service = self._replace()
-                    if self._is_asked_to_stop():  # while there was none to be asked
+                    if self._is_asked_to_stop():  # asked while there was no daemon
                         service.stop()
                 service.run()
             except (SyncdError, OSError) as error:
@@ -126,14 +125,14 @@ class Keeper:
         service = self._make(self._config)
         with self._replacing:
             self._service = service
-            service.reload(self._config)  # what was read again while it was made
+            service.reload(self._config)  # it may have changed while the daemon was made
         return service
 
     def _is_asked_to_stop(self) -> bool:
         return self._stopping
 
     def _wait(self) -> None:
-        self._guard.forget(str(self.root))  # until there is a daemon again, nothing is done
+        self._guard.forget(str(self.root))  # until there is a daemon again, no progress is expected
         end = time.monotonic() + _AGAIN
         while not self._stopping and time.monotonic() < end:
             time.sleep(_LOOK)

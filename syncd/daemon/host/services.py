@@ -43,19 +43,19 @@ _LAST_PATIENCE: Final = 30.0
 class Services:
     """The daemons of a job and of its memory directory, in one process.
 
-    Each has its own session, lock, epoch and thread: what one waits for, or fails by, is nothing to
-    the other. A bug of syncd is logged, and that job is served again soon.
+    Each has its own session, lock, epoch and thread, so that one's waits and failures do not affect
+    the other. A bug in syncd is logged, and that job is served again soon.
 
     Args:
         root: the job directory.
-        config: what the daemon was told; ``memory_dir`` names the second job, if there is one. With
-            ``shared_group`` the umask of this process leaves the group's bits.
-        read_again: the configuration as it is to be from now on, after :meth:`reload`; None where
-            the old one stays. What may not change while the daemon runs is as it was.
+        config: the daemon's configuration; ``memory_dir`` names the second job, if there is one.
+            With ``shared_group`` the umask of this process keeps the group's bits.
+        read_again: returns the new configuration after :meth:`reload`; None if the old one stays.
+            Keys that may not change while the daemon runs have their old values.
         each_tick: called between two rounds of the first job.
-        meter_of: makes the meter of a job, which hears of all work in it.
-        manager: who started this process.
-        guard: ends this process where one of the jobs hangs.
+        meter_of: makes the meter of a job, which receives its events.
+        manager: the service manager that started this process.
+        guard: ends this process if one of the jobs hangs.
 
     Raises:
         InvalidSettingsError: one of the two directories is inside the other, or ``shared_group``
@@ -170,28 +170,27 @@ class _Served:
 class RootServices:
     """The daemons of all jobs in a folder, in one process.
 
-    Each job has its own session, lock, epoch and thread, and what one waits for, or fails by, is
-    nothing to the others. At most ``concurrent_merges`` of them merge at a time, in the order in
-    which they asked. The thread that :meth:`run` is called in touches no storage: what hangs there
-    keeps it neither from ending nor from looking after the rest.
+    Each job has its own session, lock, epoch and thread, so that one's waits and failures do not
+    affect the others. At most ``concurrent_merges`` of them merge at a time, in the order in which
+    they asked. The thread of :meth:`run` touches no storage, so that storage that hangs cannot stop
+    it from ending, or from supervising the other jobs.
 
     A job that makes no progress for ``hang_time`` is given up: its heartbeats end, so that another
     host's daemon may take over. Once its thread comes back it is served here again. The process
-    itself ends, by its guard, only where nothing in it makes progress.
+    itself ends, by its guard, only if no job makes progress.
 
     Args:
         root: the folder.
-        config: what each daemon is told.
-        read_again: the configuration as it is to be from now on, after :meth:`reload`; None where
-            the old one stays.
+        config: each daemon's configuration.
+        read_again: returns the new configuration after :meth:`reload`; None if the old one stays.
         each_tick: called about once a second.
-        meter_of: makes what hears of all that is done in a job.
-        forget: called with a job that is served no more.
-        manager: who started this process.
-        guard: is told of progress; it must not be one that ends the process with any one job.
+        meter_of: makes the meter of a job, which receives its events.
+        forget: called with a job that is no longer served.
+        manager: the service manager that started this process.
+        guard: receives the progress; it must not end the process because of a single job.
 
     Raises:
-        InvalidSettingsError: the configuration has what only one job can have.
+        InvalidSettingsError: the configuration has a key that is for a single job.
         JobUnavailableError: the folder is not there.
     """
 
@@ -231,7 +230,7 @@ class RootServices:
             root,
             config.pointer,
             changed=self._waker.wake,
-            # A daemon with nothing to do must not be taken for one that hangs.
+            # An idle daemon must not seem to hang.
             every=min(LOOK, config.hang_time / 4),
             answered=self._guard.watch(str(root)),
         )
@@ -280,7 +279,7 @@ class RootServices:
             return
         before = len(self._served)
         for name, served in list(self._served.items()):
-            if not served.thread.is_alive():  # it was let go, or hung and has come back
+            if not served.thread.is_alive():  # it was given up, or hung and has come back
                 del self._served[name]
                 self._turns.forget(str(self._root / name))
                 self._forget(self._root / name)
@@ -316,7 +315,7 @@ class RootServices:
         thread = threading.Thread(target=keeper.serve, name=f"{JOB_THREAD}{path}", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the others must not be ended by it
+        except RuntimeError as error:  # no more threads: the other jobs go on
             if self._repeats.due(path):
                 log.error(
                     "cannot serve %s now: %s",
@@ -401,8 +400,8 @@ def share_what_is_made(config: DaemonConfig) -> None:
 def _for_memory(config: DaemonConfig) -> DaemonConfig:
     """The configuration for the memory directory: no full checkpoints, and readers of one host.
 
-    These report elsewhere. Unless told otherwise it keeps the trainer's names: a version with these
-    is the trainer's own file.
+    Its readers report in the first job. Unless configured otherwise it keeps the trainer's names,
+    because a version with these is the trainer's own file.
     """
     told: dict[str, object] = {"pointer": STATE_POINTER, "memory_dir": None, "deltas": "off"}
     return config.model_copy(update=told | {"names": config.names or "trainer"})

@@ -1,6 +1,6 @@
 """The daemon's words: the journal, ``daemon.json``, and the metrics.
 
-In it: the log lines and journal lines for each thing that happens, the daemon's report on itself,
-when explorers went live, and the metrics that are made of these. The rounds of the daemon import
-it, and so does ``syncd.operate``; it imports no round. Begin with ``journal.py``.
+In it: the log lines and journal lines for each event, the daemon's report on itself, the times when
+explorers went live, and the metrics. The daemon's loop and ``syncd.operate`` import it; it does not
+import the loop. Begin with ``journal.py``.
 """

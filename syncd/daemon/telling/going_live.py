@@ -1,4 +1,4 @@
-"""Going live: each load of a version that an explorer's report tells of."""
+"""Going live: each load of a version that an explorer's report lists."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from syncd.storage.job import Job
 from syncd.storage.judge import Liveness, Lookout
 from syncd.storage.record_files import OF_OTHERS, readable_lines
 
-#: How many reports a round reads; more if it takes more to read each of them often enough.
+#: How many reports a round reads; more if that is necessary to read each often enough.
 _AT_A_TIME: Final = 64
 #: In how many rounds each report is read. A round publishes one version, so an explorer has at most
 #: that many new loads by then, or twice as many with rollbacks.
 _ROUNDS: Final = LOADS_KEPT // 2
-#: Bytes of the journal's end that say what daemons before this one had found.
+#: Bytes at the journal's end to read for the loads that earlier daemons found.
 _ENOUGH: Final = 2 * 1024 * 1024
 
 
@@ -31,7 +31,7 @@ class SeenLive(NamedTuple):
     Attributes:
         explorer: its name.
         version: the version's sequence.
-        pause: seconds for which its engine did not serve; None if it does not say.
+        pause: seconds for which its engine did not serve; None if the report has no pause.
         ago: seconds between the load and the explorer's report, by the explorer's clock.
         is_first: whether no load of this explorer is on record.
         delta_bytes: the bytes of the deltas that it was read from; None if its files were read.
@@ -53,24 +53,24 @@ class _LastLook(NamedTuple):
 class GoingLive:
     """Finds each load of each explorer, once.
 
-    A report names its explorer's last loads, so that no load is missed however seldom it is read. A
-    report is read only until its explorer serves LATEST: then nothing newer can come. Of an
-    explorer only the newest load on record is remembered, because versions only grow; which one
-    that was for the daemons before this one is in the journal, which is read once.
+    A report lists its explorer's last loads, so that no load is missed even if it is seldom read.
+    It is read only until its explorer serves LATEST: then nothing newer can come. Only each
+    explorer's newest load is remembered, because versions only grow. The newest loads that earlier
+    daemons recorded are in the journal, which is read once.
 
-    The report of a release that does not name loads counts as one load, if this job has seen its
-    explorer lease the version: such reports also name versions of a memory directory.
+    The report of a release that does not list loads counts as one load, if this job has seen its
+    explorer lease the version, because such reports also name versions of a memory directory.
 
     Args:
         job: the job.
-        lookout: at the heartbeats of the explorers that could use a delta; nobody else's.
+        lookout: looks at the heartbeats of explorers that could use a delta; not shared.
     """
 
     def __init__(self, job: Job, lookout: Lookout) -> None:
         self._job = job
         self._lookout = lookout
         self._on_record: dict[str, int] | None = None
-        self._told_before = 0  # of any explorer
+        self._told_before = 0  # by any explorer
         self._looks: dict[str, _LastLook] = {}
         self._leased: dict[str, set[int]] = {}
         #: Explorer → its session.
@@ -78,10 +78,10 @@ class GoingLive:
         self._round = 0
 
     def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[SeenLive]:
-        """Look once; each load that it gives counts as journaled from then on.
+        """Look once; each load that it yields counts as journaled from then on.
 
         Args:
-            leases: all that there are.
+            leases: all leases.
             latest: the sequence of LATEST.
 
         Raises:
@@ -90,7 +90,7 @@ class GoingLive:
         for lease in leases:
             if lease.dead_for is None and (marker := parse_lease_marker(lease.marker)):
                 self._leased.setdefault(marker[0], set()).add(lease.sequence)
-        self._leased = {  # those of readers that never report would be there for ever
+        self._leased = {  # otherwise leases of readers that never report would stay for ever
             name: newest
             for name, versions in self._leased.items()
             if (newest := {version for version in versions if version > latest - LOADS_KEPT})
@@ -152,8 +152,8 @@ class GoingLive:
     def _read_journal(self) -> None:
         """Read from the journal which loads are recorded.
 
-        The loads of versions before the first one that is published in what is read may be on
-        record in what is not read, so they count as journaled.
+        Loads of versions that were published before the part that is read may be recorded in the
+        part that is not, so they count as journaled.
         """
         path = self._job.layout.journal
         told: dict[str, int] = {}

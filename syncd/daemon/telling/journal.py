@@ -1,6 +1,6 @@
 """The journal: a log line, a count and a metric for each event in a job, and a line in its file.
 
-``syncd status`` and ``syncd history`` read the file: what became of saves and versions.
+``syncd status`` and ``syncd history`` read the file to show the fate of saves and versions.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
-#: How many lines wait where storage does not take them; then the oldest are lost.
+#: How many lines wait if storage does not take them; then the oldest are lost.
 _MOST_WAITING: Final = 4000
-#: What keeps a temporary name apart from all others: a new one at each attempt.
+#: The random part of a temporary name, a new one at each attempt.
 _RANDOM: Final = re.compile(r"-[0-9a-f]{12}(?![0-9a-f])")
-#: Of how many versions it is known when LATEST began to name them: explorers may be late.
+#: For how many versions the time when LATEST named them is kept, because explorers may be late.
 _REMEMBERED: Final = 16
 
 
 class Journal:
-    """One line, one count and one metric for each thing that happens in a job.
+    """One log line, one count and one metric for each event in a job.
 
-    And a line of the journal's file, for what ``syncd status`` and ``syncd history`` show.
+    Events that ``syncd status`` and ``syncd history`` show also get a line in the journal's file.
 
     Args:
-        meter: hears of all of it.
+        meter: receives each event.
         file: the journal's file.
         clock: seconds, monotonic.
 
     Attributes:
-        counters: what was done since the take-over.
-        waiting_for: what was said last of what keeps the daemon from going on; empty for nothing.
+        counters: the counts since the take-over.
+        waiting_for: the last logged reason why the daemon waits; empty if it does not wait.
     """
 
     def __init__(self, meter: Meter, file: JournalFile, *, clock: Clock = time.monotonic) -> None:
@@ -85,7 +85,7 @@ class Journal:
             since = self._clock() - named_at
             ago = min(ago, since)  # no explorer was earlier than LATEST
             seconds = round(since - ago, 3)
-        # An explorer may have come long after the first version that it loads.
+        # An explorer may have joined long after the publication of its first version.
         self.meter.live(seconds=None if seen.is_first else seconds, pause=seen.pause)
         self._file.note(
             "live",
@@ -338,7 +338,7 @@ class Journal:
         )
 
     def no_delta(self, outcome: DeltaOutcome) -> None:
-        """There is no delta to LATEST's version, though one was to be made."""
+        """There is no delta to LATEST's version, although one was to be made."""
         if outcome.error is not None:
             self.meter.failed(outcome.error)
         self.meter.no_delta()
@@ -398,14 +398,14 @@ class JournalFile:
     """Appends to the journal, some lines at a time.
 
     Promised: if storage refuses a line, the daemon goes on without it. Not promised: that a line
-    is there after a power loss, or that each is: those of a daemon that was killed before
-    :meth:`write` are not, and a full disk may lose the oldest that wait.
+    survives a power loss, or that all lines arrive. Lines of a daemon that was killed before
+    :meth:`write` are lost, and on a full disk the oldest waiting lines may be.
 
     Args:
         job: the job.
         wall: seconds since the epoch, for people.
-        limit: as of :func:`~syncd.storage.append.append`; at 2 explorers some thousands of versions
-            are in it, at 500 about a hundred.
+        limit: as of :func:`~syncd.storage.append.append`; with 2 explorers it holds some thousands
+            of versions, with 500 about a hundred.
     """
 
     def __init__(
@@ -427,7 +427,7 @@ class JournalFile:
         Args:
             event: what happened.
             ago: seconds since then.
-            fields: the others of :class:`JournalLine`.
+            fields: the other fields of :class:`JournalLine`.
         """
         line = JournalLine.model_validate({"time": self._wall() - ago, "event": event, **fields})
         self._waiting.append(encode(line))
@@ -438,7 +438,7 @@ class JournalFile:
             return
         path = self._job.layout.journal
         try:
-            # A daemon that was killed in the middle of a line left no end to it.
+            # A daemon that was killed in the middle of a line left it without an end.
             lines = b"\n" + b"".join(self._waiting)
             append(self._job.storage, path, lines, durable=False, limit=self._limit)
         except OSError as error:

@@ -12,7 +12,7 @@ from syncd.storage.job import Job
 class Meter:
     """Receives the events of one job; this one ignores them.
 
-    All are called by the thread that serves the job. None of them may raise.
+    The thread that serves the job calls the methods, which must not raise.
     """
 
     def active(self, *, yes: bool) -> None:
@@ -43,7 +43,7 @@ class Meter:
         Args:
             seconds: since LATEST named the version; None for an explorer's first load, or if a
                 daemon before this one published the version.
-            pause: seconds for which its engine did not serve; None if it does not say.
+            pause: seconds for which its engine did not serve; None if it does not report that.
         """
 
     def delta_made(self, size: int, *, changed: float, seconds: float) -> None:
@@ -51,12 +51,12 @@ class Meter:
 
         Args:
             size: its bytes.
-            changed: the part of the elements that differ, 0 to 1.
+            changed: the fraction of the elements that differ, 0 to 1.
             seconds: since LATEST named its version.
         """
 
     def no_delta(self) -> None:
-        """A delta was wanted, and there is none."""
+        """A delta was wanted but not made."""
 
     def failed(self, error: BaseException) -> None:
         """Something was refused, or went wrong."""

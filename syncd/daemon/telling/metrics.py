@@ -1,8 +1,8 @@
 """The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` lists them.
 
-One registry holds those of all jobs of a process. Labels are bounded: the job directory, names of
-errors, of outcomes, and of explorers. The metrics of an explorer are read from its report, and go
-when the report does.
+One registry holds the metrics of all jobs of a process. Labels are bounded: the job directory,
+names of errors, outcomes, and explorers. An explorer's metrics come from its report, and end with
+the report.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _SHORT: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _LONG: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 #: Names of ``DaemonCounters`` that are outcomes of saves.
 _OUTCOMES: Final = ("skipped", "quarantined", "published")
-#: What becomes of a delta that was to be made.
+#: The possible outcomes of a delta that was to be made.
 _DELTAS: Final = ("made", "none")
-#: Another name there → the kind of thing deleted that it is counted as.
+#: A counter's name there → the kind of deletion that it counts.
 _PRUNED: Final = {
     "versions_retired": "version",
     "steps_pruned": "step",
@@ -173,7 +173,7 @@ class _JobMeter(Meter):
         self._wall = wall
         self._label = printable(job.layout.root)  # a name that is not UTF-8 can be no label
         self._survey_at = float("-inf")
-        # A counter that is not there yet does not grow from nothing to one: alerts would miss it.
+        # Counters begin at 0, because alerts would miss a counter that appears with the value 1.
         for outcome in _OUTCOMES:
             metrics.saves.labels(self._label, outcome)
         for what in _PRUNED.values():
@@ -190,7 +190,7 @@ class _JobMeter(Meter):
 
     def active(self, *, yes: bool) -> None:
         self._metrics.active.labels(self._label).set(yes)
-        if not yes:  # what it saw last says nothing of a job that another daemon serves
+        if not yes:  # its last look says nothing about a job that another daemon serves
             self._metrics.forget_state(self._label)
 
     def scanned(self, seen: Observation) -> None:
@@ -320,7 +320,8 @@ class ExplorerMetrics:
 
     def _set(self, job: str, report: ExplorerReport, latest: Latest | None) -> str:
         name = printable(report.name)
-        # Before anything that may fail: metrics of an unknown participant would never be removed.
+        # First, before anything that may fail: otherwise the metrics of this explorer would never
+        # be removed.
         self._seen.setdefault(job, set()).add(name)
         if latest is not None and report.bench is None:
             self._lag.labels(job, name).set(latest.sequence - (report.sequence or 0))
@@ -329,7 +330,7 @@ class ExplorerMetrics:
         if latest is not None and report.step is not None:
             self._steps.labels(job, name).set(latest.step - report.step)
         else:
-            remove(self._steps, job, name)  # of the explorer that had this name before
+            remove(self._steps, job, name)  # left by an earlier explorer of this name
         self._refused.labels(job, name).set(report.refused is not None)
         self._broken.labels(job, name).set(report.fault is not None)
         if report.reload is not None:

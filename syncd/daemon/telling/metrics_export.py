@@ -19,24 +19,24 @@ from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
-#: How many connections there are at a time: a Prometheus has one.
+#: The most connections at a time; Prometheus needs one.
 _MOST: Final = 16
-#: The media type of what ``generate_latest`` writes.
+#: The media type of ``generate_latest``'s output.
 _TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
-#: Seconds between two writings of the file: Prometheus looks about as often.
+#: Seconds between two writes of the file; Prometheus reads it about as often.
 _WRITE: Final = 15.0
 
 
 class Exporter:
     """Serves metrics while it is open.
 
-    The file is written at a tick: while a merge goes on it stays as it was. It is of this host, and
-    no part of the job.
+    The file is written at a tick, so during a merge it does not change. It is a file of this host,
+    not of the job.
 
     Args:
-        metrics: what is served.
+        metrics: the metrics to serve.
         port: on 127.0.0.1; 0 for none.
-        textfile: the file, which appears whole each time; None for none.
+        textfile: the file, replaced as a whole each time; None for none.
         clock: seconds, monotonic.
 
     Raises:

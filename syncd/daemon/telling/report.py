@@ -24,7 +24,7 @@ from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two reports of how far something is, at least.
+#: The least seconds between two reports of progress.
 _OFTEN: Final = 2.0
 
 
@@ -35,16 +35,16 @@ class Reporter:
         layout: the job.
         epoch: the active daemon's room.
         session: this process's heartbeat.
-        publisher: knows what LATEST is.
-        journal: counts what was done.
-        notice: is told the state too.
-        reserve: given up where there is no room for a report.
+        publisher: knows LATEST.
+        journal: has the counters.
+        notice: receives the state too.
+        reserve: given up if there is no room for a report.
         memory_dir: the second job that this process serves.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.
 
     Attributes:
-        pause: the id of the pause that the daemon keeps to, if there is one.
+        pause: the id of the pause that is in force, if any.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Reporter:
         try:
             self._epoch.publish_file(self._layout.daemon_report, encode(stamped))
         except OSError as error:
-            if self._repeats.due("report"):  # a full disk, say, and at each round of it
+            if self._repeats.due("report"):  # a full disk, for example, fails at each round
                 log.warning(
                     "cannot write the daemon's state: %s",
                     error,
