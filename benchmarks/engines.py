@@ -5,8 +5,8 @@ Repeat with ``python -m benchmarks.engines`` from the project's root (some minut
 
 Tokens: the saves of all rounds lie ready; a round moves the trainer's pointer, and asks the server
 for one token, again and again, until the token is one of the new weights. A daemon (``syncd run``)
-publishes on the way; the hook follows in a thread, with a stage in ``/dev/shm`` and without, in
-turns of five rounds.
+publishes on the way; the hook follows in a thread. It loads by syncd's weight transfer, with a
+stage in ``/dev/shm`` and without, and by ``reload_weights``, in turns of five rounds.
 The pause is the hook's own figure: from before ``/pause`` to after ``/resume`` and the token that
 proves that it serves; it has no requests in flight.
 
@@ -25,10 +25,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -37,7 +37,7 @@ from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.staging import Staging
 from tests.engines.tiny_models import save_step
-from tests.engines.vllm_process import VLLMProcess, why_not
+from tests.engines.vllm_process import Reloading, VLLMProcess, why_not
 from tests.jobs import SmallJob
 
 _TIMEOUT: Final = 300.0
@@ -84,6 +84,18 @@ class _Trainer:
         return f"step-{self.step}-"
 
 
+class _Way(NamedTuple):
+    """How a hook loads.
+
+    Attributes:
+        kind: its engine's class.
+        stage: its stage folder, if any.
+    """
+
+    kind: type[VLLMServer]
+    stage: Path | None
+
+
 def _wait_for_tokens(server: VLLMProcess, beginning: str) -> float:
     """The moment when the first token of the new weights is there."""
     deadline = time.monotonic() + _TIMEOUT
@@ -97,15 +109,15 @@ def _wait_for_tokens(server: VLLMProcess, beginning: str) -> float:
 def _tokens(
     trainer: _Trainer,
     server: VLLMProcess,
-    stage: Path | None,
+    way: _Way,
     rounds: int,
     told: dict[str, list[float]],
 ) -> None:
     """Add seconds of each round."""
     trainer.prepare(rounds + 1)
     os.sync()  # so that no round pays for writing the inputs
-    staging = Staging(stage) if stage is not None else None
-    engine = VLLMServer(server.url)
+    staging = Staging(way.stage) if way.stage is not None else None
+    engine = way.kind(server.url)
     with ExplorerHook(trainer.job.layout.root, "bench", engine, staging=staging) as hook:
         hook.start()
         _wait_for_tokens(server, trainer.move())
@@ -121,18 +133,18 @@ def _tokens(
             told["load"].append(hook.last.load or 0.0)
 
 
-def _both(
+def _all_ways(
     trainer: _Trainer,
     server: VLLMProcess,
-    stage: Path,
+    ways: Mapping[str, _Way],
     rounds: int,
     told: dict[str, dict[str, list[float]]],
 ) -> None:
-    """Add seconds of each round, not staged and staged; the first one changes from turn to turn."""
-    turns = [("not staged", None), ("staged", stage)]
+    """Add seconds of each round, in all ways; their order is turned round from turn to turn."""
+    turns = list(ways.items())
     for begun in range(0, rounds, _TURN):
-        for name, folder in turns:
-            _tokens(trainer, server, folder, min(_TURN, rounds - begun), told[name])
+        for name, way in turns:
+            _tokens(trainer, server, way, min(_TURN, rounds - begun), told[name])
         turns.reverse()
 
 
@@ -185,9 +197,9 @@ def _lost(
                 print(f"{at + 1} of {rounds}: {name}: {told[name][-1]:.0f} tokens", file=sys.stderr)
 
 
-def _print_both(report: Report, both: dict[str, dict[str, list[float]]]) -> None:
+def _print_tokens(report: Report, ways: dict[str, dict[str, list[float]]]) -> None:
     rows = []
-    for name, told in both.items():
+    for name, told in ways.items():
         if told := whole_rounds(told):
             live = told["live"]
             slow = live[0]
@@ -231,8 +243,13 @@ def main() -> None:
         work = Path(folder)
         trainer = _Trainer(work, given.gigabytes)
         report.say(f"model: {trainer.bytes / 1e9:.2f} GB in bfloat16")
-        both: dict[str, dict[str, list[float]]] = {
-            name: {"live": [], "pause": [], "load": []} for name in ("not staged", "staged")
+        ways = {
+            "transfer": _Way(VLLMServer, None),
+            "transfer, staged": _Way(VLLMServer, Path(stage)),
+            "reload_weights": _Way(Reloading, None),
+        }
+        seen: dict[str, dict[str, list[float]]] = {
+            name: {"live": [], "pause": [], "load": []} for name in ways
         }
         tokens: dict[str, list[float]] = {name: [] for name in ("none", "hook", "by hand")}
         server = VLLMProcess(trainer.base, work / "log.txt")
@@ -240,9 +257,9 @@ def main() -> None:
             server.wait_until_up()
             with daemon(trainer.job.layout.root):
                 try:
-                    _both(trainer, server, Path(stage), given.rounds, both)
+                    _all_ways(trainer, server, ways, given.rounds, seen)
                 finally:
-                    _print_both(report, both)
+                    _print_tokens(report, seen)
                 try:
                     _lost(trainer, server, given.load_rounds, given.seconds, tokens)
                 finally:

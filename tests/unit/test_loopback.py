@@ -93,6 +93,7 @@ def test_as_many_that_drip_as_there_may_be_keep_nobody_from_an_answer(port: int)
             assert asked(port)[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["says nothing", "drips its header", "drips a body"])
 def test_a_connection_ends_after_its_time_whatever_its_client_does(
     port: int, what: str, monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,7 @@ def wheel(sdist: Path) -> ZipFile:
     return ZipFile(_build(sdist, "build_wheel"))
 
 
+@pytest.mark.slow
 def test_a_source_distribution_is_what_git_has(sdist: Path) -> None:
     tracked = _in_git()
     if not tracked:
