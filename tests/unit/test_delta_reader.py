@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from syncd.deltas.applying import Link, changed_positions
-from syncd.deltas.delta_folder import BLOCKS, ENTRY, INDEX
+from syncd.deltas.delta_folder import BLOCKS, ENTRY, INDEX, verify_delta
 from syncd.deltas.delta_reader import DeltaReader
 from syncd.deltas.encoding import Decoder, as_elements
 from syncd.deltas.ends import NoDeltaError, in_order
@@ -242,6 +242,20 @@ def test_a_block_that_is_none_is_named(given: Given) -> None:
             reader.apply(0, 0, elements, Decoder())
         with pytest.raises(NoDeltaError, match="block 0 of a: it begins with an unknown kind"):
             reader.positions(0, 0, Decoder())
+
+
+@pytest.mark.parametrize("name", [BLOCKS, INDEX])
+def test_a_file_of_a_delta_that_is_not_what_its_record_says_is_found(
+    given: Given, name: str
+) -> None:
+    link = rewritten(given, packed(given.entries), given.blocks)
+    verify_delta(STORAGE, link.folder, link.delta)
+    path = link.folder / name
+    content = path.read_bytes()
+    for damaged in (content[:-1], content + b"\0", content[:-1] + bytes([content[-1] ^ 1]), b""):
+        path.write_bytes(damaged)
+        with pytest.raises(NoDeltaError, match=f"{name} is not what delta.json says"):
+            verify_delta(STORAGE, link.folder, link.delta)
 
 
 def test_a_block_without_an_entry_has_no_changes(given: Given) -> None:
