@@ -127,7 +127,7 @@ class DeltaBases:
         here = self._look(names)
         if not here:
             raise NoDeltaError("this host has no copy of an older version")
-        job = Job(target.storage, JobLayout(target.source.parent.parent))
+        job = _job_of(target)
         chain = _chain(job, here, content)
         if chain is None:
             why = _wait(job, target.sequence, here, patience, why_no_room, cancel)
@@ -163,8 +163,6 @@ def _chain(
     job: Job, here: Mapping[str, WholeVersion], content: str
 ) -> tuple[str, list[tuple[Path, Delta]]] | None:
     """The copy with the fewest bytes of deltas to a content, with these deltas."""
-    if not _refreshed(job, job.layout.deltas):
-        _refreshed(job, job.layout.root)  # before the first delta there is no such folder
     folders = {delta: folder for folder, delta in _deltas(job)}
     found = []
     for name, version in here.items():
@@ -270,8 +268,34 @@ def _refreshed(job: Job, folder: Path) -> bool:
     return True
 
 
+def delta_folders(target: LeasedVersion, base: str) -> list[Path]:
+    """The deltas that lead to a version from weights with a digest, in order; empty if none do.
+
+    Args:
+        target: held; of kind ``full``.
+        base: the digest of all tensors (:func:`~syncd.deltas.ends.content_of`).
+
+    Raises:
+        OSError: storage failed.
+    """
+    content = content_of(target.manifest)
+    folders = {delta: folder for folder, delta in _deltas(_job_of(target))}
+    chain = find_chain(folders, base, content) if content is not None else None
+    if chain is None or sum(one.bytes for one in chain) > _MOST * sum(
+        file.size for file in target.manifest.files
+    ):
+        return []
+    return [folders[one] for one in chain]
+
+
+def _job_of(target: LeasedVersion) -> Job:
+    return Job(target.storage, JobLayout(target.source.parent.parent))
+
+
 def _deltas(job: Job) -> Iterator[tuple[Path, Delta]]:
     """The job's deltas that can be read; each may be deleted at any time."""
+    if not _refreshed(job, job.layout.deltas):
+        _refreshed(job, job.layout.root)  # before the first delta there is no such folder
     for name in job.storage.names(job.layout.deltas):
         if parse_delta_folder(name) is not None:
             folder = job.layout.deltas / name
