@@ -11,7 +11,7 @@ from typing import Final, Self
 import xxhash
 
 from syncd.checkpoint.merging.options import Work
-from syncd.checkpoint.sandbox.child_process import ChildProcess, EndedError, described
+from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.deltas.delta_folder import BLOCKS, ENTRY, INDEX
 from syncd.deltas.delta_wire import CHANGED, DIFFERS, DONE, MESSAGE, PLAN, REFUSED, TENSOR
@@ -91,7 +91,7 @@ class DeltaChild:
                 (),
                 self._where,
                 task="compare",
-                flags="-I",
+                flags=SAME_MODULES,
                 pass_fds=sorted({file.fd for places in (old, new) for file, _ in places.values()}),
                 cancel=lambda: None,  # each call brings its own
                 wall_seconds=_WALL_SECONDS,

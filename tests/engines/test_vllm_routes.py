@@ -52,7 +52,8 @@ MEETING = Rendezvous(
 
 def states(*opened: bool, holds: str | None = None) -> list[dict[str, object]]:
     """Of a transfer in each worker."""
-    return [{"is_open": one, "holds": holds} for one in opened]
+    told = {"holds": holds, "content": None, "why_full": None}
+    return [{"is_open": one, **told} for one in opened]
 
 
 class Routes:

@@ -28,8 +28,6 @@ from tests.deltas import STORAGE, Tensors, encode_delta, same_files, write_liste
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-settings.register_profile("quick", max_examples=60, deadline=None)
-settings.load_profile("quick")
 
 WIDTHS = st.sampled_from([1, 2, 4, 8])
 SEEDS = st.integers(0, 2**32 - 1)

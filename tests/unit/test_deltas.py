@@ -225,6 +225,7 @@ def test_a_delta_that_would_save_little_is_given_up(tmp_path: Path) -> None:
         make_delta(base, target, tmp_path / "d")
 
 
+@pytest.mark.slow
 def test_too_many_changes_are_seen_before_a_twentieth_is_compared(tmp_path: Path) -> None:
     tensors = random_tensors(1, weights=("U8", (20 * 2**20,)))
     base = write_version(tmp_path, 1, tensors)
@@ -259,6 +260,20 @@ def test_a_child_that_is_killed_ends_the_delta(
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(NoDeltaError, match="SIGKILL"):
             child.write(tmp_path / "d", Work(nothing))
+
+
+def test_the_child_imports_what_its_parent_can(
+    tmp_path: Path, versions: list[WholeVersion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From PYTHONPATH too, and not from the working folder."""
+    for name in ("path", "work"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "numpy.py").write_text(f"raise ImportError('numpy of {name}')")
+    monkeypatch.chdir(tmp_path / "work")
+    make_delta(versions[0], versions[1], tmp_path / "d1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    with pytest.raises(NoDeltaError, match="numpy of path"):
+        make_delta(versions[0], versions[1], tmp_path / "d2")
 
 
 def test_a_child_that_stands_still_can_be_given_up(

@@ -395,6 +395,7 @@ def test_a_transformers_model_in_fp32_or_in_the_sync_dtype_takes_the_versions(
     check_same(dict(served.state_dict()), {name: one.to(own) for name, one in wanted.items()})
 
 
+@pytest.mark.slow
 def test_a_daemon_that_casts_too_says_that_this_rounds_twice(
     job: SmallJob, caplog: pytest.LogCaptureFixture
 ) -> None:
