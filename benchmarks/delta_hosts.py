@@ -324,6 +324,7 @@ def _print(
     rows = []
     for way in _WAYS:
         ends = [live for found in lives[way] for live in found]
+        by_delta = [live.read for live in ends if live.by_delta]
         rows.append(
             (
                 f"deltas {way}",
@@ -331,6 +332,7 @@ def _print(
                 f"{read[way] / 1e6:.1f}",
                 f"{read[way] / read['off']:.2%}",
                 f"{sum(live.by_delta for live in ends)} of {len(ends)}",
+                f"{median(by_delta) / size:.2%}" if by_delta else "",
                 f"{daemons[way]:.2f}",
                 f"{median(seconds[way]):.2f}",
                 f"{max(seconds[way]):.2f}",
@@ -341,13 +343,15 @@ def _print(
         f"{setup.title}: {setup.hosts} x {size / 1e6:.0f} MB, {setup.versions} versions, "
         f"{steps.density:.2%} changed, {setup.rate / 1e6:.0f} MB/s for all hosts.\n"
         "First copies and the daemon's reads are in sizes of a version, the latter a version; "
-        "seconds are from the pointer until the last host is live",
+        "each: read for a copy by delta, of a version (median); seconds are "
+        "from the pointer until the last host is live",
         (
             "",
             "first copies",
             "then MB read",
             "of off",
             "by delta",
+            "each",
             "daemon",
             "median s",
             "max s",
