@@ -228,7 +228,7 @@ def test_a_block_that_breaks_a_rule_is_refused(block: bytes, count: int, why: st
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("gaps", [b"\x05\x01\x01", b"\xff\xff\x01"])
+@pytest.mark.parametrize("gaps", [b"\x05\x01\x01", b"\xff\xff\x01", b"\x05\x01\xff"])
 def test_gaps_of_more_or_fewer_changes_than_are_said_are_refused(gaps: bytes) -> None:
     """In a block in which a gap may have two bytes, so that their length does not show it."""
     with pytest.raises(BlockError, match="not those of so many"):
