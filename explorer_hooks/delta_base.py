@@ -211,6 +211,26 @@ class DeltaBases:
             time.sleep(min(_LOOK, max(begun + patience - now, 0.01)))
 
 
+def delta_folders(target: LeasedVersion, base: str) -> list[Path]:
+    """The deltas that lead to a version from weights with a digest, in order; empty if none do.
+
+    Args:
+        target: held; of kind ``full``.
+        base: the digest of all tensors (:func:`~syncd.deltas.ends.content_of`).
+
+    Raises:
+        OSError: storage failed.
+    """
+    content = content_of(target.manifest)
+    folders = {delta: folder for folder, delta in _deltas(_job_of(target))}
+    chain = find_chain(folders, base, content) if content is not None else None
+    if chain is None or sum(one.bytes for one in chain) > _MOST * sum(
+        file.size for file in target.manifest.files
+    ):
+        return []
+    return [folders[one] for one in chain]
+
+
 def _job_of(target: LeasedVersion) -> Job:
     return Job(target.storage, JobLayout(target.source.parent.parent))
 

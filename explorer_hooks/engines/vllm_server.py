@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from explorer_hooks.engines.server_engine import ServerEngine
-from explorer_hooks.engines.vllm_session import TransferSession
+from explorer_hooks.delta_base import delta_folders
+from explorer_hooks.engines.server_engine import LOADING, ServerEngine
+from explorer_hooks.engines.vllm_session import DeltasFrom, TransferSession
 from explorer_hooks.engines.vllm_workers import (
     VLLMWorkers,
     label_received,
@@ -46,6 +48,8 @@ _MODELS: Final = "GET /v1/models"
 _OPTIONS: Final = "GET /server_info"
 #: vLLM's label for unlabelled weights: those that it was started with.
 _UNLABELLED: Final = "default"
+#: The beginning of the label of a full model that was loaded, until the caches are empty.
+TAKEN: Final = f"{LOADING}-full-taken"
 
 
 class VLLMServer(ServerEngine):
@@ -71,6 +75,8 @@ class VLLMServer(ServerEngine):
             is loaded again, they must be the same as the first time. The server is paused
             meanwhile, and reads all weights on one core. On a CPU some of its digests are those of
             empty tensors.
+        sparse: whether to load only the elements that changed, if the server has syncd's weight
+            transfer, and deltas lead from its version to the new one. Otherwise all are loaded.
         options: those of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
 
     Raises:
@@ -79,8 +85,12 @@ class VLLMServer(ServerEngine):
 
     modes: ClassVar[tuple[str, ...]] = ("keep", "wait", "abort")
 
-    def __init__(self, url: str, *, checksums: bool = False, **options: Any) -> None:
+    def __init__(
+        self, url: str, *, checksums: bool = False, sparse: bool = False, **options: Any
+    ) -> None:
         super().__init__(url, **options)
+        self._sparse = sparse
+        self._deltas_from: DeltasFrom | None = None
         self._checksums = checksums
         self._digests: dict[tuple[int, str], object] = {}
         self._workers = VLLMWorkers(self._call, self._whose)
@@ -176,6 +186,29 @@ class VLLMServer(ServerEngine):
         except EngineMismatchError:
             self._forget_config()  # it may be restarted with the extension, or the transfer
             raise
+
+    def load(self, version: LeasedVersion) -> None:
+        """As any server's; also note the label of its weights, if only a part may be loaded.
+
+        Raises:
+            ServerError: as any server's.
+        """
+        self._deltas_from = None
+        if self._sparse and version.kind == "full":
+            said = self._must(self._said_label)
+
+            def deltas_from(holds: str, content: str) -> list[Path]:
+                # Weights by broadcast, an adapter and a restart change the label.
+                if said is None or holds not in {said, f"{TAKEN}-{said}"}:
+                    return []
+                try:
+                    return delta_folders(version, content)
+                except OSError as error:
+                    log.warning("loading all elements: the deltas cannot be read: %s", error)
+                    return []
+
+            self._deltas_from = deltas_from
+        super().load(version)
 
     def _has_transfer(self) -> bool:
         """Whether it loads folders by syncd's weight transfer."""
@@ -278,7 +311,8 @@ class VLLMServer(ServerEngine):
             return
         if self._has_transfer():
             self._workers.half_loaded = True
-            self._session.load(folder, name)
+            once, self._deltas_from = self._deltas_from, None  # the previous one is loaded in full
+            self._session.load(folder, name, once)
             self._workers.half_loaded = False
         else:
             self._workers.load_folder(folder, self._load_timeout)

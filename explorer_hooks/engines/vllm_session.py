@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from explorer_hooks.engines.http_server import HttpServer
@@ -20,6 +21,11 @@ _FINISH: Final = "POST /finish_weight_update"
 _RPC: Final = "POST /collective_rpc"
 #: vLLM's name for the transfer in a worker: as a method it is a call of the transfer itself.
 _STATE: Final = "weight_transfer_engine"
+
+
+#: The folders of the deltas that lead to a version from the weights with a label, and with a digest
+#: of their tensors; empty if there are none.
+DeltasFrom = Callable[[str, str], Sequence[Path]]
 
 
 class TransferSession:
@@ -67,12 +73,13 @@ class TransferSession:
             return "has --data-parallel-size above 1, where only one replica reports its state"
         return None
 
-    def load(self, folder: str, name: str) -> None:
+    def load(self, folder: str, name: str, deltas_from: DeltasFrom | None = None) -> None:
         """Have all workers load a folder, and label the weights.
 
         Args:
             folder: as the workers see it.
             name: the label.
+            deltas_from: finds deltas to the folder; None to load all elements.
 
         Raises:
             ServerRefusedError: some worker failed: unless the message says otherwise, the model is
@@ -81,35 +88,56 @@ class TransferSession:
                 torn.
         """
         self._ask(_INIT, {"init_info": {}})
-        self._open()
+        held = self._open()
+        update: dict[str, object] = {"folder": folder, "label": name}
+        if deltas_from is not None and held is not None:
+            update["deltas"] = [str(one) for one in deltas_from(*held)]
         try:
-            self._ask(_UPDATE, {"update_info": {"folder": folder, "label": name}})
+            self._ask(_UPDATE, {"update_info": update})
         except ServerRefusedError as error:
             raise ServerRefusedError(
                 f"{self._whose} did not load {folder}: {error}", answer=error.answer
             ) from error
-        if any(one["holds"] != name for one in self._state()):
+        states = self._state()
+        if any(one["holds"] != name for one in states):
             raise ServerRefusedError(
                 f"{self._whose} did not keep {folder}: is another hook loading into it?"
             )
+        if deltas_from is not None:
+            why = states[0]["why_full"]
+            how = "only the changed elements" if why is None else f"all elements: {why}"
+            log.info("%s loaded %s of %s", self._whose, how, folder)
         self._ask(_FINISH, {"weight_version": name})
 
-    def _open(self) -> None:
-        """Start an update, unless a killed hook has left one open."""
-        opened = {one["is_open"] for one in self._state()}
+    def _open(self) -> tuple[str, str] | None:
+        """Start an update, unless a killed hook has left one open.
+
+        Returns:
+            The label of the weights that all workers have, and the digest of their tensors; None if
+            these are unknown.
+        """
+        states = self._state()
+        held = {(one["holds"], one["content"]) for one in states}
+        opened = {one["is_open"] for one in states}
+        known = None
+        if len(held) == 1:
+            label, content = held.pop()
+            if isinstance(label, str) and isinstance(content, str):
+                known = label, content
         if opened == {True}:
-            return
+            return known
         if True in opened:
             try:
                 self._ask(_FINISH, {})  # the workers that did not raise the last error
             except ServerRefusedError as refused:
                 log.debug("as expected of the worker that raised it: %s", refused)
         self._ask(_START)
+        return known
 
     def _state(self) -> list[Mapping[str, object]]:
         told = self._ask(_RPC, {"method": _STATE, "kwargs": {}})
         states = told.get("results") if isinstance(told, dict) else None
-        wanted = {"is_open", "holds"}
+        wanted = {"is_open", "holds", "content", "why_full"}
         if not states or not all(isinstance(one, dict) and wanted <= one.keys() for one in states):
             raise ServerError(f"{self._whose} gave an unexpected state of its transfer: {told}")
         return list(states)

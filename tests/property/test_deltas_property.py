@@ -228,6 +228,13 @@ def test_a_block_that_breaks_a_rule_is_refused(block: bytes, count: int, why: st
     tracemalloc.stop()
 
 
+@pytest.mark.parametrize("gaps", [b"\x05\x01\x01", b"\xff\xff\x01", b"\x05\x01\xff"])
+def test_gaps_of_more_or_fewer_changes_than_are_said_are_refused(gaps: bytes) -> None:
+    """In a block in which a gap may have two bytes, so that their length does not show it."""
+    with pytest.raises(BlockError, match="not those of so many"):
+        Decoder().apply(sparse(gaps, b"\x00\x00", b""), 2, np.zeros(600, "<u2"))
+
+
 def test_a_change_of_a_byte_cannot_be_large() -> None:
     with pytest.raises(BlockError, match="its elements have one byte"):
         Decoder().apply(sparse(b"\x05", b"\xff", b"\xff"), 1, np.zeros(100, "<u1"))
