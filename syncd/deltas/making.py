@@ -33,7 +33,10 @@ def why_not_here() -> str | None:
     Nothing is imported for the answer.
     """
     missing = [] if find_spec("numpy") else ["numpy"]
-    if sys.version_info < (3, 14) and not find_spec("zstandard"):
+    if sys.version_info >= (3, 14):
+        if not find_spec("_zstd"):  # compression.zstd is there without it, and cannot be imported
+            return "this Python was built without zstd: install one with compression.zstd"
+    elif not find_spec("zstandard"):
         missing.append("zstandard")
     if not missing:
         return None

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.deltas.applying import Link, apply_chain, changed_positions
 from syncd.deltas.delta_folder import BLOCKS, DENSEST, INDEX, read_delta, verify_delta
-from syncd.deltas.ends import NoDeltaError, content_of, find_chain, why_no_delta
+from syncd.deltas.ends import LONGEST_CHAIN, NoDeltaError, content_of, find_chain, why_no_delta
 from syncd.deltas.making import DeltaChild, why_not_here
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import CancelledError
@@ -344,6 +345,25 @@ def test_the_shortest_chain_of_those_that_there_are_is_found(chain: list[Link]) 
     assert find_chain([second], begin, end) is None
     assert find_chain([first, second], end, begin) is None
     assert find_chain([], begin, begin) == []
+
+
+def test_no_chain_is_longer_than_a_reader_can_open(chain: list[Link]) -> None:
+    """However few bytes it has: forged deltas of no bytes would take all descriptors."""
+    whole = chain[0].delta
+    ends = [whole.base.content, *(f"{n:032x}" for n in range(LONGEST_CHAIN)), whole.target.content]
+    short = [
+        whole.model_copy(
+            update={
+                "base": whole.base.model_copy(update={"content": base}),
+                "target": whole.target.model_copy(update={"content": target}),
+                "files": (),
+            }
+        )
+        for base, target in pairwise(ends)
+    ]
+    assert find_chain([*short, whole], ends[0], ends[-1]) == [whole]
+    assert find_chain([*short, whole], ends[0], ends[-2]) == short[:-1]
+    assert find_chain([*short, whole], ends[1], ends[-1]) == short[1:]
 
 
 def test_this_host_has_what_deltas_need() -> None:
