@@ -23,6 +23,7 @@ import click
 
 from explorer_hooks.bench import serve
 from explorer_hooks.engines.base import Engine, InProcessEngine
+from explorer_hooks.engines.http_server import place
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.engines.vllm_server import VLLMServer
@@ -186,7 +187,7 @@ def command(
     for is_wrong, why in (
         ([run, link, server].count(None) != 2, "Give exactly one of --engine, --command, --link."),
         ((server is None) != (not urls), "--engine and --url belong together: give both."),
-        (len(set(urls)) < len(urls), "--url is given twice with the same address."),
+        (len(set(map(place, urls))) < len(urls), "--url is given twice with the same address."),
         (sparse and server != "vllm", "--sparse needs --engine vllm."),
         (cacert and not server, "--cacert needs --engine and an https --url."),
         (budget and not stage, "--budget limits the copies in --stage: give both."),
@@ -243,6 +244,8 @@ def command(
     told = _print_json if as_json else _say
     with _Ended() as ended:
         if len(engines) > 1:
+            for make in engines.values():
+                make()  # a wrong setting ends the command before any server is touched
             followers = Followers({each: partial(opened, each) for each in engines}, told)
             ended.by(followers.end)
             followers.run()
