@@ -37,7 +37,8 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
-from benchmarks.machine import Report, median_ratio
+from benchmarks.delta_hosts import Setup, Steps, print_hosts
+from benchmarks.machine import Report, median_ratio, prepare_process
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.version import copy_version
 from syncd.deltas.applying import Link, apply_chain
@@ -52,6 +53,9 @@ _DENSITIES: Final = (0.01, 0.033, 0.08, 0.2)
 _ELEMENTS: Final = 2**24
 _TENSORS: Final = 8
 _SIGMA: Final = 0.02
+_PARTS: Final = ("codecs", "copies", "bytes", "live")
+_HOSTS: Final = 8
+_SHARED_DENSITY: Final = 0.03
 
 Bits = NDArray[np.uint16]
 
@@ -80,8 +84,8 @@ def _bits(tensor: torch.Tensor) -> Bits:
     return tensor.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
 
 
-def _adam_like(density: float) -> Update:
-    """Normal weights, and the size of an update that changes such a part of them."""
+def _calibrated(density: float) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Normal weights and updates, and the factor by which these change such a part of them."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(_TENSORS, _ELEMENTS // _TENSORS, generator=generator) * _SIGMA
     step = torch.randn(weights.shape, generator=generator)
@@ -91,7 +95,12 @@ def _adam_like(density: float) -> Update:
         size = (low * high) ** 0.5
         found = (few.bfloat16() != (few + size * few_steps).bfloat16()).float().mean().item()
         low, high = (size, high) if found < density else (low, size)
-    old, new = _bits(weights), _bits(weights + low * step)
+    return weights, step, low
+
+
+def _adam_like(density: float) -> Update:
+    weights, step, size = _calibrated(density)
+    old, new = _bits(weights), _bits(weights + size * step)
     names = [f"layers.{number}" for number in range(_TENSORS)]
     return Update(
         "Adam-like", dict(zip(names, old, strict=True)), dict(zip(names, new, strict=True))
@@ -344,6 +353,27 @@ def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None
     report.told["copies"] = {"bytes": size, "density": update.density, **found}
 
 
+# -- hosts ---------------------------------------------------------------------------------------
+
+
+def _print_hosts(report: Report, stage_dir: Path, given: argparse.Namespace) -> None:
+    weights, _, size = _calibrated(_SHARED_DENSITY)
+    setups = {
+        "bytes": Setup(
+            "Bytes from shared storage", _HOSTS, given.versions, given.rate * 1e6, False
+        ),
+        "live": Setup("Pointer -> live", 1, given.versions, given.rate * 1e6, True),
+    }
+    for name, megabytes in (("bytes", given.shared_megabytes), ("live", given.megabytes)):
+        if name in given.parts:
+            steps = Steps(weights, size, max(1, megabytes * 10**6 // (2 * _ELEMENTS)))
+            with (
+                tempfile.TemporaryDirectory(dir=given.job_dir, prefix="deltas-") as jobs,
+                tempfile.TemporaryDirectory(dir=stage_dir) as stages,
+            ):
+                print_hosts(report, Path(jobs), Path(stages), steps, setups[name])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
@@ -351,6 +381,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--megabytes", type=int, default=400, help="of the version that is copied")
     parser.add_argument("--density", type=float, default=0.033, help="of that version's delta")
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="for the copies")  # noqa: S108 - memory, so that no disk is measured
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    parser.add_argument("--versions", type=int, default=10, help="that hosts stage")
+    parser.add_argument("--rate", type=int, default=200, help="MB/s of the hosts' shared storage")
+    parser.add_argument(
+        "--shared-megabytes", type=int, default=100, help="of a version, if bytes are counted"
+    )
+    parser.add_argument(
+        "--job-dir",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="for the jobs of hosts; on another filesystem than --dir",
+    )
     parser.add_argument("--json", action="store_true")
     return parser
 
@@ -362,8 +404,12 @@ def main() -> None:
         Report(given.dir, as_json=given.json) as report,
         tempfile.TemporaryDirectory(dir=given.dir, prefix="deltas-") as work,
     ):
-        _print_codecs(report, given)
-        _print_copies(report, Path(work), given)
+        prepare_process(Path(work))
+        if "codecs" in given.parts:
+            _print_codecs(report, given)
+        if "copies" in given.parts:
+            _print_copies(report, Path(work), given)
+        _print_hosts(report, Path(work), given)
 
 
 if __name__ == "__main__":

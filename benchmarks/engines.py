@@ -5,8 +5,11 @@ Repeat with ``python -m benchmarks.engines`` from the project's root (some minut
 
 Tokens: the saves of all rounds lie ready; a round moves the trainer's pointer, and asks the server
 for one token, again and again, until the token is one of the new weights. A daemon (``syncd run``)
-publishes on the way; the hook follows in a thread, with a stage in ``/dev/shm`` and without, in
-turns of five rounds.
+publishes on the way; the hook follows in a thread. It loads by syncd's weight transfer, with a
+stage in ``/dev/shm`` and without, and by ``reload_weights``, in turns of five rounds. One of a
+hundred elements changes from save to save. ``--unpacked`` leaves weights unpacked, as they are on a
+GPU; the hook then loads by the transfer of only the changed elements, too, and the daemon makes
+deltas. "Sparse" counts the rounds in which that was so.
 The pause is the hook's own figure: from before ``/pause`` to after ``/resume`` and the token that
 proves that it serves; it has no requests in flight.
 
@@ -25,11 +28,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
+import torch
+from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.machine import Report, daemon, whole_rounds
@@ -37,12 +43,13 @@ from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.staging import Staging
 from tests.engines.tiny_models import save_step
-from tests.engines.vllm_process import VLLMProcess, why_not
+from tests.engines.vllm_process import Reloading, VLLMProcess, why_not
 from tests.jobs import SmallJob
 
 _TIMEOUT: Final = 300.0
 _PROMPT: Final = (1, 2, 3, 4)
 _CLIENTS: Final = 4
+_SPARSE: Final = partial(VLLMServer, sparse=True)
 #: Rounds of one way before it is the other's turn.
 _TURN: Final = 5
 
@@ -61,10 +68,10 @@ class _Trainer:
         self.base = work / "base"
         self._config = config.to_json_string().encode()
         self._states = []
-        for _ in range(2):
-            model = Qwen2ForCausalLM(config).bfloat16()
-            model.save_pretrained(self.base)
-            self._states.append(model.state_dict())
+        model = Qwen2ForCausalLM(config).bfloat16()
+        model.save_pretrained(self.base)
+        for part in (0.0, 0.01):
+            self._states.append({n: _nudged(v, part) for n, v in model.state_dict().items()})
         self.bytes = sum(value.nbytes for value in self._states[0].values())
         self.step = 0
         self._ready = 0
@@ -84,6 +91,23 @@ class _Trainer:
         return f"step-{self.step}-"
 
 
+def _nudged(value: Tensor, part: float) -> Tensor:
+    """The tensor with such a part of its elements changed."""
+    return torch.where(torch.rand(value.shape) < part, value + 0.01, value)
+
+
+class _Way(NamedTuple):
+    """How a hook loads.
+
+    Attributes:
+        kind: its engine's class.
+        stage: its stage folder, if any.
+    """
+
+    kind: Callable[[str], VLLMServer]
+    stage: Path | None
+
+
 def _wait_for_tokens(server: VLLMProcess, beginning: str) -> float:
     """The moment when the first token of the new weights is there."""
     deadline = time.monotonic() + _TIMEOUT
@@ -97,15 +121,15 @@ def _wait_for_tokens(server: VLLMProcess, beginning: str) -> float:
 def _tokens(
     trainer: _Trainer,
     server: VLLMProcess,
-    stage: Path | None,
+    way: _Way,
     rounds: int,
     told: dict[str, list[float]],
 ) -> None:
     """Add seconds of each round."""
     trainer.prepare(rounds + 1)
     os.sync()  # so that no round pays for writing the inputs
-    staging = Staging(stage) if stage is not None else None
-    engine = VLLMServer(server.url)
+    staging = Staging(way.stage) if way.stage is not None else None
+    engine = way.kind(server.url)
     with ExplorerHook(trainer.job.layout.root, "bench", engine, staging=staging) as hook:
         hook.start()
         _wait_for_tokens(server, trainer.move())
@@ -119,20 +143,24 @@ def _tokens(
             told["live"].append(live)
             told["pause"].append(hook.last.pause or 0.0)
             told["load"].append(hook.last.load or 0.0)
+            body = {"method": "weight_transfer_engine"}
+            (state,) = server.ask("/collective_rpc", body)["results"]
+            is_sparse = way.kind is _SPARSE and state["why_full"] is None
+            told["sparse"].append(float(is_sparse))
 
 
-def _both(
+def _all_ways(
     trainer: _Trainer,
     server: VLLMProcess,
-    stage: Path,
+    ways: Mapping[str, _Way],
     rounds: int,
     told: dict[str, dict[str, list[float]]],
 ) -> None:
-    """Add seconds of each round, not staged and staged; the first one changes from turn to turn."""
-    turns = [("not staged", None), ("staged", stage)]
+    """Add seconds of each round, in all ways; their order is turned round from turn to turn."""
+    turns = list(ways.items())
     for begun in range(0, rounds, _TURN):
-        for name, folder in turns:
-            _tokens(trainer, server, folder, min(_TURN, rounds - begun), told[name])
+        for name, way in turns:
+            _tokens(trainer, server, way, min(_TURN, rounds - begun), told[name])
         turns.reverse()
 
 
@@ -185,18 +213,21 @@ def _lost(
                 print(f"{at + 1} of {rounds}: {name}: {told[name][-1]:.0f} tokens", file=sys.stderr)
 
 
-def _print_both(report: Report, both: dict[str, dict[str, list[float]]]) -> None:
+def _print_tokens(report: Report, ways: dict[str, dict[str, list[float]]]) -> None:
     rows = []
-    for name, told in both.items():
+    for name, told in ways.items():
         if told := whole_rounds(told):
             live = told["live"]
             slow = live[0]
             if len(live) > 1:
                 slow = statistics.quantiles(live, n=100, method="inclusive")[98]
             times = (f"{1000 * median(told[what]):.0f} ms" for what in ("pause", "load"))
-            rows.append((name, f"{median(live):.2f} s", f"{slow:.2f} s", *times))
+            sparse = f"{sum(told['sparse']):.0f} of {len(live)}"
+            rows.append((name, f"{median(live):.2f} s", f"{slow:.2f} s", *times, sparse))
     report.whole_table(
-        "From the pointer to tokens", ("", "to tokens, median", "p99", "pause", "load"), rows
+        "From the pointer to tokens",
+        ("", "to tokens, median", "p99", "pause", "load", "sparse"),
+        rows,
     )
 
 
@@ -217,6 +248,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=16.0, help="of a load")
     parser.add_argument("--load-rounds", type=int, default=6)
+    parser.add_argument("--unpacked", action="store_true", help="as on a GPU")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     given = parser.parse_args()
     missing = why_not()
@@ -231,18 +263,27 @@ def main() -> None:
         work = Path(folder)
         trainer = _Trainer(work, given.gigabytes)
         report.say(f"model: {trainer.bytes / 1e9:.2f} GB in bfloat16")
-        both: dict[str, dict[str, list[float]]] = {
-            name: {"live": [], "pause": [], "load": []} for name in ("not staged", "staged")
+        ways = {
+            "transfer": _Way(VLLMServer, None),
+            "transfer, staged": _Way(VLLMServer, Path(stage)),
+            "reload_weights": _Way(Reloading, None),
+        }
+        if given.unpacked:
+            ways["sparse, staged"] = _Way(_SPARSE, Path(stage))
+        seen: dict[str, dict[str, list[float]]] = {
+            name: {"live": [], "pause": [], "load": [], "sparse": []} for name in ways
         }
         tokens: dict[str, list[float]] = {name: [] for name in ("none", "hook", "by hand")}
-        server = VLLMProcess(trainer.base, work / "log.txt")
+        server = VLLMProcess(
+            trainer.base, work / "log.txt", takes_adapters=False, packs=not given.unpacked
+        )
         try:
             server.wait_until_up()
-            with daemon(trainer.job.layout.root):
+            with daemon(trainer.job.layout.root, "--deltas", "on" if given.unpacked else "off"):
                 try:
-                    _both(trainer, server, Path(stage), given.rounds, both)
+                    _all_ways(trainer, server, ways, given.rounds, seen)
                 finally:
-                    _print_both(report, both)
+                    _print_tokens(report, seen)
                 try:
                     _lost(trainer, server, given.load_rounds, given.seconds, tokens)
                 finally:

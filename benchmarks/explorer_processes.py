@@ -15,47 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks.shared_storage import Counting
 from syncd.protocol.errors import CancelledError, WaitTimeoutError
 from syncd.protocol.layout import JobLayout
-from syncd.storage.fsio import Storage
 
 if TYPE_CHECKING:
     from torch import nn
 
 _TIMEOUT: Final = 600.0
-
-
-class _Counting(Storage):
-    """Counts the bytes that were read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes_read = 0
-
-    def pread(self, fd: int, count: int, offset: int) -> bytes:
-        data = super().pread(fd, count, offset)
-        self.bytes_read += len(data)
-        return data
-
-    def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
-        count = super().pread_into(fd, part, offset)
-        self.bytes_read += count
-        return count
-
-    def read_part(self, fd: int, count: int) -> bytes:
-        data = super().read_part(fd, count)
-        self.bytes_read += len(data)
-        return data
-
-    def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        copied = super().copy_file_range(source, target, count, at, to)
-        self.bytes_read += copied
-        return copied
-
-    def sendfile(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        copied = super().sendfile(source, target, count, at, to)
-        self.bytes_read += copied
-        return copied
 
 
 class _Timed:
@@ -150,7 +117,7 @@ def _follow(given: argparse.Namespace) -> None:
     """Load each new version, and report it, until stdin ends."""
     from explorer_hooks.hook import ExplorerHook  # noqa: PLC0415
 
-    storage = _Counting()
+    storage = Counting()
     engine = _Timed(_engine(given.engine, given.gigabytes))
     hook = ExplorerHook(given.job, given.name, engine, storage=storage, **_options(given.stage))
     # A name that is not given back is another's only when its lease is over.

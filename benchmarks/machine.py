@@ -129,12 +129,12 @@ def median_ratio(these: Iterable[float], those: Iterable[float]) -> float:
 
 
 @contextmanager
-def daemon(job: Path) -> Iterator[None]:
-    """``syncd run`` with its defaults, in a process of its own."""
-    command = (sys.executable, "-m", "syncd", "run", str(job))
+def daemon(job: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """``syncd run``, in a process of its own; with its defaults, unless there are options."""
+    command = (sys.executable, "-m", "syncd", "run", str(job), *options)
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
-            yield
+            yield process
         finally:
             process.terminate()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from explorer_hooks.staged_copy import StagedCopy, hold
 from syncd.checkpoint.version import read_manifest
-from syncd.deltas.ends import NoDeltaError, content_of, find_chain
+from syncd.deltas.ends import NoDeltaError, content_of, delta_end, find_chain
 from syncd.deltas.making import why_not_here
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import RecordError
@@ -19,6 +19,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import DELTA, parse_delta_folder
 from syncd.protocol.records import Delta, Latest
 from syncd.protocol.reports import DELTA_SIGN, DeltaProgress
+from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.record_files import OF_OTHERS
@@ -97,6 +98,7 @@ class DeltaBases:
         names: Collection[str],
         *,
         patience: float,
+        why_no_room: Callable[[str], str | None],
         cancel: Callable[[], None],
     ) -> DeltaBase:
         """Hold the copy from which the fewest bytes of deltas lead to a version.
@@ -107,10 +109,13 @@ class DeltaBases:
             target: the held version, of kind ``full``.
             names: the names of the copies.
             patience: how long to wait for a delta, in seconds.
+            why_no_room: the reason why the version does not fit beside the named copy; None if it
+                does. For a copy that must make room, it does not wait.
             cancel: called often; it raises to stop.
 
         Raises:
             NoDeltaError: there is none; the message has the reason.
+            RecordError: a record of the job cannot be used.
             OSError: one of the two storages failed.
         """
         why = why_not_here()
@@ -122,12 +127,14 @@ class DeltaBases:
         here = self._look(names)
         if not here:
             raise NoDeltaError("this host has no copy of an older version")
-        chain = self._chain(target, here, content)
+        job = _job_of(target)
+        chain = _chain(job, here, content)
         if chain is None:
-            self._wait(target, here, patience, cancel)
-            chain = self._chain(target, here, content)
+            why = _wait(job, target.sequence, here, patience, why_no_room, cancel)
+            # However the wait ended: the delta may have been committed since the last look.
+            chain = _chain(job, here, content)
         if chain is None:
-            raise NoDeltaError(f"no delta leads from a copy on this host to {target.folder.name}")
+            raise NoDeltaError(why or "")
         name, links = chain
         size = sum(delta.bytes for _, delta in links)
         whole = sum(file.size for file in target.manifest.files)
@@ -139,7 +146,7 @@ class DeltaBases:
         return DeltaBase(copy, here[name], tuple(links))
 
     def _look(self, names: Collection[str]) -> dict[str, WholeVersion]:
-        """The copies by name; their manifests do not change, so each is read once."""
+        """The copies that can be a base, by name; each manifest is read once, for none changes."""
         for name in names:
             if name not in self._known:
                 folder = self._room / name
@@ -148,67 +155,137 @@ class DeltaBases:
                 except (RecordError, OSError) as error:
                     log.debug("%s is no base of a delta: %s", folder, error)
         self._known = {name: one for name, one in self._known.items() if name in names}
-        return self._known
+        # A step that was only evaluated is no version, and no base of a delta.
+        return {n: one for n, one in self._known.items() if delta_end(one.manifest) is not None}
 
-    def _chain(
-        self, target: LeasedVersion, here: dict[str, WholeVersion], content: str
-    ) -> tuple[str, list[tuple[Path, Delta]]] | None:
-        """The copy with the fewest bytes of deltas to the target, with these deltas."""
-        folders = {delta: folder for folder, delta in _deltas(_job_of(target))}
-        found = []
-        for name, version in here.items():
-            base = content_of(version.manifest)
-            chain = find_chain(folders, base, content) if base is not None else None
-            if chain is not None:
-                found.append((sum(delta.bytes for delta in chain), name, chain))
-        if not found:
-            return None
-        _, name, chain = min(found, key=lambda one: one[:2])
-        return name, [(folders[delta], delta) for delta in chain]
 
-    def _wait(
-        self,
-        target: LeasedVersion,
-        here: dict[str, WholeVersion],
-        patience: float,
-        cancel: Callable[[], None],
-    ) -> None:
-        """If a delta from a copy here to the target is being made, wait until it is there.
+def _chain(
+    job: Job, here: Mapping[str, WholeVersion], content: str
+) -> tuple[str, list[tuple[Path, Delta]]] | None:
+    """The copy with the fewest bytes of deltas to a content, with these deltas."""
+    folders = {delta: folder for folder, delta in _deltas(job)}
+    found = []
+    for name, version in here.items():
+        base = content_of(version.manifest)
+        chain = find_chain(folders, base, content) if base is not None else None
+        if chain is not None:
+            found.append((sum(delta.bytes for delta in chain), name, chain))
+    if not found:
+        return None
+    _, name, chain = min(found, key=lambda one: one[:2])
+    return name, [(folders[delta], delta) for delta in chain]
 
-        Raises:
-            NoDeltaError: there will be none, or not in time.
-        """
-        job = _job_of(target)
-        latest = job.read(Latest, job.layout.latest, OF_OTHERS)
-        which = f"the delta to version {target.sequence}"
-        if latest is None or latest.sequence != target.sequence or latest.delta_from is None:
-            raise NoDeltaError(f"the daemon makes no delta to version {target.sequence}")
-        if latest.delta_from not in {one.manifest.sequence for one in here.values()}:
-            raise NoDeltaError(
-                f"{which} leads from version {latest.delta_from}, which is not on this host"
-            )
-        begun = alive = time.monotonic()
-        sign: DeltaProgress | None = None
-        while True:
-            cancel()
-            told = job.read(DeltaProgress, job.layout.delta_progress, OF_OTHERS)
-            if told is not None and told.sequence >= target.sequence:
-                if told.sequence > target.sequence:
-                    raise NoDeltaError(
-                        f"{which} was given up: the daemon makes the one to version {told.sequence}"
-                    )
-                if told.state == "made":
-                    return
-                if told.state == "none":
-                    raise NoDeltaError(f"{which} was not made: {told.why}")
-            now = time.monotonic()
-            if told != sign:
-                sign, alive = told, now
-            if now >= alive + _SILENCE:
-                raise NoDeltaError(f"{which} has shown no sign of life for {_SILENCE:g} s")
-            if now >= begun + patience:
-                raise NoDeltaError(f"{which} was not made within {patience:.1f} s")
-            time.sleep(min(_LOOK, max(begun + patience - now, 0.01)))
+
+def _wait(
+    job: Job,
+    sequence: int,
+    here: Mapping[str, WholeVersion],
+    patience: float,
+    why_no_room: Callable[[str], str | None],
+    cancel: Callable[[], None],
+) -> str:
+    """If a delta from a copy here to a version is being made, wait until that work has ended.
+
+    Returns:
+        The reason why there is no delta, if there is none.
+    """
+    which = f"the delta to version {sequence}"
+    latest = job.read(Latest, job.layout.latest, OF_OTHERS)
+    if latest is None or latest.sequence != sequence or latest.delta_from is None:
+        return f"the daemon makes no delta to version {sequence}"
+    leads_from = f"{which} leads from version {latest.delta_from}"
+    try:
+        # Other jobs' copies have the same numbers.
+        base = content_of(read_manifest(job.storage, job.layout.version(latest.delta_from)))
+    except (RecordError, OSError) as error:
+        return f"{leads_from}, which cannot be read: {error}"
+    bases = [name for name, one in here.items() if content_of(one.manifest) == base]
+    if not bases:
+        return f"{leads_from}, which is not on this host"
+    no_room = [why for name in bases if (why := why_no_room(name)) is not None]
+    if len(no_room) == len(bases):
+        return f"{leads_from}, whose copy here must make room: {no_room[0]}"
+    return _watch(job, sequence, patience, cancel)
+
+
+def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None]) -> str:
+    """Wait until a delta is made, or as long as it is worth it; the reason if it is not there."""
+    which = f"the delta to version {sequence}"
+    begun = alive = time.monotonic()
+    first: tuple[float, int] | None = None
+    sign: DeltaProgress | None = None
+    while True:
+        cancel()
+        told = _progress(job, sequence)
+        if told is None or told.state != "making" or told.sequence != sequence:
+            return f"{which} {_end_of(told, sequence)}"
+        now = time.monotonic()
+        if told != sign:
+            sign, alive = told, now
+            if first is None and told.done:  # before that, the child was only started
+                first = now, told.done
+            elif first is not None and told.done > first[1]:
+                pace = (now - first[0]) / (told.done - first[1])
+                left = pace * (told.total - told.done)
+                if now + left > begun + patience:
+                    return f"{which} takes {left:.1f} s more: longer than {patience:.1f} s in all"
+        if now >= alive + _SILENCE:
+            return f"{which} has shown no sign of life for {_SILENCE:g} s"
+        if now >= begun + patience:
+            return f"{which} was not made within {patience:.1f} s"
+        time.sleep(min(_LOOK, max(begun + patience - now, 0.01)))
+
+
+def _progress(job: Job, sequence: int) -> DeltaProgress | None:
+    """The progress of the delta to LATEST's version; None if its daemon ended."""
+    for is_asked in (False, True):
+        if is_asked:
+            # It is written before LATEST names the version: this client's cache may be older.
+            _refreshed(job, job.layout.state)
+        told = job.read(DeltaProgress, job.layout.delta_progress, OF_OTHERS)
+        if told is not None and told.sequence >= sequence:
+            return told
+    return None
+
+
+def _end_of(told: DeltaProgress | None, sequence: int) -> str:
+    if told is None:
+        return "is not being made: the daemon that began it has ended, or has begun none"
+    if told.sequence != sequence:
+        return f"was given up: the daemon makes the one to version {told.sequence}"
+    if told.state == "made":
+        return "was made, but does not lead from a copy on this host"
+    return f"was not made: {told.why}"
+
+
+def _refreshed(job: Job, folder: Path) -> bool:
+    """Ask the server for the names in a folder, if this client may; False if it is not there."""
+    try:
+        job.storage.refresh(folder)
+    except OSError as error:
+        log.debug("cannot ask the server for %s: %s", folder, error)
+        return not is_gone(error)
+    return True
+
+
+def delta_folders(target: LeasedVersion, base: str) -> list[Path]:
+    """The deltas that lead to a version from weights with a digest, in order; empty if none do.
+
+    Args:
+        target: held; of kind ``full``.
+        base: the digest of all tensors (:func:`~syncd.deltas.ends.content_of`).
+
+    Raises:
+        OSError: storage failed.
+    """
+    content = content_of(target.manifest)
+    folders = {delta: folder for folder, delta in _deltas(_job_of(target))}
+    chain = find_chain(folders, base, content) if content is not None else None
+    if chain is None or sum(one.bytes for one in chain) > _MOST * sum(
+        file.size for file in target.manifest.files
+    ):
+        return []
+    return [folders[one] for one in chain]
 
 
 def _job_of(target: LeasedVersion) -> Job:
@@ -217,6 +294,8 @@ def _job_of(target: LeasedVersion) -> Job:
 
 def _deltas(job: Job) -> Iterator[tuple[Path, Delta]]:
     """The job's deltas that can be read; each may be deleted at any time."""
+    if not _refreshed(job, job.layout.deltas):
+        _refreshed(job, job.layout.root)  # before the first delta there is no such folder
     for name in job.storage.names(job.layout.deltas):
         if parse_delta_folder(name) is not None:
             folder = job.layout.deltas / name

@@ -23,6 +23,7 @@ import click
 
 from explorer_hooks.bench import serve
 from explorer_hooks.engines.base import Engine, InProcessEngine
+from explorer_hooks.engines.http_server import place
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.engines.vllm_server import VLLMServer
@@ -90,6 +91,12 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     "sglang: retract, abort.  [default: the first]",
 )
 @click.option(
+    "--sparse",
+    is_flag=True,
+    help="Load only the elements that changed, if deltas lead to a version; with vllm and syncd's "
+    "weight transfer.",
+)
+@click.option(
     "--lora-name", default="syncd", show_default=True, help="The model name to load adapters under."
 )
 @click.option("--spans-hosts", is_flag=True, help="The server also reads weights on other hosts.")
@@ -147,6 +154,7 @@ def command(
     start_timeout: float,
     cacert: Path | None,
     in_flight: str | None,
+    sparse: bool,
     lora_name: str,
     spans_hosts: bool,
     stage: Path | None,
@@ -179,7 +187,8 @@ def command(
     for is_wrong, why in (
         ([run, link, server].count(None) != 2, "Give exactly one of --engine, --command, --link."),
         ((server is None) != (not urls), "--engine and --url belong together: give both."),
-        (len(set(urls)) < len(urls), "--url is given twice with the same address."),
+        (len(set(map(place, urls))) < len(urls), "--url is given twice with the same address."),
+        (sparse and server != "vllm", "--sparse needs --engine vllm."),
         (cacert and not server, "--cacert needs --engine and an https --url."),
         (budget and not stage, "--budget limits the copies in --stage: give both."),
         (broadcast and not server, "--broadcast needs an --engine to send weights to."),
@@ -200,10 +209,13 @@ def command(
     if server is not None:
         # Otherwise httpx2 logs a line for each request, one every 2 s.
         logging.getLogger("httpx2").setLevel(logging.WARNING)
+        kind: Callable[..., ServerEngine] = _SERVERS[server]
+        if sparse:
+            kind = partial(VLLMServer, sparse=True)
         for number, url in enumerate(urls):
             each = name if len(urls) == 1 else f"{name}-{number}"
             engines[each] = partial(
-                _SERVERS[server],
+                kind,
                 url,
                 mode=in_flight,
                 base=base,
@@ -232,6 +244,8 @@ def command(
     told = _print_json if as_json else _say
     with _Ended() as ended:
         if len(engines) > 1:
+            for make in engines.values():
+                make()  # a wrong setting ends the command before any server is touched
             followers = Followers({each: partial(opened, each) for each in engines}, told)
             ended.by(followers.end)
             followers.run()

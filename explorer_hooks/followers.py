@@ -12,8 +12,8 @@ from explorer_hooks.bench import serve
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import (
     CancelledError,
+    InvalidSettingsError,
     JobUnavailableError,
-    NameTakenError,
     SyncdError,
 )
 from syncd.protocol.policy import Version
@@ -31,13 +31,15 @@ Opens = Callable[[Callable[[], None]], ExplorerHook]
 class Followers:
     """Explorers that follow one job, each with its own thread and server.
 
-    An explorer whose server fails does not affect the others: the error is logged, and the explorer
-    is opened again after ``again`` seconds, until :meth:`end`. An error that concerns the job, or
-    an explorer's name, ends all of them.
+    An explorer that fails, because of its server, its name or the job, does not affect the others:
+    the error is logged, and the explorer is opened again after ``again`` seconds, until
+    :meth:`end`. If no explorer can be opened because of its settings, its name or the job, all of
+    them end.
 
     Args:
         opens: explorer's name → the function that opens its hook.
-        served: called from any thread with the name and each version that its server serves.
+        served: called from any thread with the name and each version that its server serves. If it
+            raises, all explorers end.
         again: seconds between two attempts.
     """
 
@@ -54,6 +56,7 @@ class Followers:
         self._ended = threading.Event()
         self._hooks: dict[str, ExplorerHook] = {}
         self._errors: list[Exception] = []
+        self._refused: dict[str, Exception] = {}  # until the explorer could be opened
 
     def end(self) -> None:
         """Make :meth:`run` end soon. A signal handler of its thread may call this."""
@@ -65,7 +68,9 @@ class Followers:
         """Follow until :meth:`end`.
 
         Raises:
-            JobUnavailableError, NameTakenError: as :class:`ExplorerHook`, for any of them.
+            JobUnavailableError, InvalidSettingsError: as :class:`ExplorerHook`, and for each of
+                them one of the two.
+            Exception: the error of ``served``.
         """
         threads = [
             threading.Thread(target=self._follow, args=[name], name=f"syncd-{name}")
@@ -85,21 +90,35 @@ class Followers:
                 with self._opens[name](self._check) as hook:
                     self._hooks[name] = hook
                     self._check()  # end() may have looked before the hook was listed
-                    serve(hook, partial(self._served, name))
+                    self._refused.pop(name, None)
+                    serve(hook, partial(self._tell, name))
             except CancelledError:
                 return
-            except (JobUnavailableError, NameTakenError) as error:
-                self._errors.append(error)
-                self.end()
             except (SyncdError, OSError) as error:
+                if isinstance(error, JobUnavailableError | InvalidSettingsError):
+                    self._refused[name] = error
+                    if len(self._refused) == len(self._opens):
+                        self._fail(error)
+                        return
                 log.error("%s: %s; trying again in %g s", name, error, self._again)
                 self._ended.wait(self._again)
             except Exception as error:
-                self._errors.append(error)
-                self.end()
+                self._fail(error)
                 raise
             finally:
                 self._hooks.pop(name, None)
+
+    def _tell(self, name: str, version: Version) -> None:
+        try:
+            self._served(name, version)
+        except Exception as error:
+            # Not an error of this server: stdout may be closed.
+            self._fail(error)
+            raise CancelledError("the versions served cannot be reported") from error
+
+    def _fail(self, error: Exception) -> None:
+        self._errors.append(error)
+        self.end()
 
     def _check(self) -> None:
         if self._ended.is_set():

@@ -112,13 +112,18 @@ class GivenNames:
     def by_hub(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Tensors under either kind of names, renamed to the hub's."""
         found: dict[str, TensorSpec] = {}
+        joined: set[str] = set()
         for name, spec in tensors.items():
             parts = self._hub(name, spec.shape)
             for part in parts:
-                first, *others = part.shape
-                if part.at is not None and part.name in found:
-                    first = max(first + part.at, found[part.name].shape[0])
-                found[part.name] = TensorSpec(spec.dtype, (first, *others))
+                shape = part.shape
+                if part.at is not None:  # the parts may come in any order
+                    end = part.at + shape[0]
+                    if part.name in joined:
+                        end = max(end, found[part.name].shape[0])
+                    joined.add(part.name)
+                    shape = (end, *shape[1:])
+                found[part.name] = TensorSpec(spec.dtype, shape)
             if not parts:
                 found[name] = spec
         return found

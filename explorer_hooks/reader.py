@@ -120,6 +120,7 @@ class Reader:
         Raises:
             VersionGoneError: it was retired before it could be held, or is not visible here yet.
             VerificationError: its manifest is damaged; the version was released.
+            InvalidSettingsError: this process is a fork of the one that made the reader.
         """
         return self._holds.hold(latest.sequence)
 

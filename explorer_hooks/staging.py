@@ -21,7 +21,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +36,12 @@ from syncd.checkpoint.version import WEIGHTS
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.deltas.ends import NoDeltaError, delta_end
 from syncd.deltas.making import why_not_here
-from syncd.protocol.errors import InvalidSettingsError, VerificationError
+from syncd.protocol.errors import (
+    CancelledError,
+    InvalidSettingsError,
+    SyncdError,
+    VerificationError,
+)
 from syncd.protocol.names import MANIFEST, TEMPORARY, version_folder
 from syncd.protocol.records import encode
 from syncd.storage.calls import Kind
@@ -92,8 +97,6 @@ class Staging:
         folder: the stage folder.
         fetched: the bytes that this process read for the last copy of :meth:`stage`; none
             if another process had made it.
-        base: the version of that copy, if the next version can be made from it by deltas, because
-            the job is on another filesystem; else None.
 
     Raises:
         InvalidSettingsError: the folder cannot be used, or a number is out of its range.
@@ -127,7 +130,7 @@ class Staging:
         self._full_copy_took = 0.0
         self._clock = clock
         self.fetched = Fetched()
-        self.base: int | None = None
+        self._base: LeasedVersion | None = None
         self._open()
 
     def stage(
@@ -150,6 +153,21 @@ class Staging:
             return self._stage(version, cancel)
         except (OSError, VerificationError) as error:
             raise NotStagedError(f"it could not be copied into {self._room}: {error}") from error
+
+    @property
+    def base(self) -> int | None:
+        """The last version that :meth:`stage` returned, if its copy is there and can be a base.
+
+        From a base the next version can be made by deltas. It is None too if the job is on the
+        same filesystem.
+        """
+        copy = self._base
+        try:
+            is_there = copy is not None and self._storage.exists(copy.folder)
+        except OSError as error:
+            log.debug("cannot tell whether %s is there: %s", copy.folder if copy else None, error)
+            return None
+        return copy.sequence if copy is not None and is_there else None
 
     def hold_again(self, copy: LeasedVersion) -> LeasedVersion:
         """Hold again a version that :meth:`stage` returned, and that is still held.
@@ -209,7 +227,7 @@ class Staging:
         if copy is None:
             raise FileNotFoundError(f"{self._room / name} was removed")
         is_base = self._is_elsewhere(version) and delta_end(version.manifest) is not None
-        self.base = version.sequence if is_base and why_not_here() is None else None
+        self._base = copy if is_base and why_not_here() is None else None
         return copy
 
     def _name(self, version: LeasedVersion) -> str:
@@ -250,50 +268,68 @@ class Staging:
 
     def _make(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
         """Make a copy: from an older copy here and deltas, or else from the version's files."""
-        base, why = None, None
+        why = None
         if version.kind == "full" and self._is_elsewhere(version):
-            try:
-                base = self._bases.find(
-                    version, self._copies(), patience=self._full_copy_took / 2, cancel=cancel
-                )
-            except NoDeltaError as error:
-                why = str(error)
+            why = self._make_by_deltas(version, name, cancel)
+            if why is None:
+                return
+        self._sweep()
+        self._copy(version, name, cancel)
+        self.fetched = replace(self.fetched, no_delta=why)
+
+    def _make_by_deltas(
+        self, version: LeasedVersion, name: str, cancel: Callable[[], None]
+    ) -> str | None:
+        """Make a copy from an older copy here and deltas; returns the reason if it did not.
+
+        Nothing that goes wrong there is the version's fault: the version's own files decide.
+        """
         try:
-            if base is not None:
-                why = self._make_of(base, version, name, cancel)
-        finally:
-            if base is not None:
+            base = self._bases.find(
+                version,
+                self._copies(),
+                patience=self._full_copy_took / 2,
+                why_no_room=lambda copy: self._why_not_beside(copy, version),
+                cancel=cancel,
+            )
+            try:
+                self._make_of(base, version, name, cancel)
+            finally:
                 base.copy.release()
-        if base is None or why is not None:
-            self._sweep()
-            self._copy(version, name, cancel)
-            self.fetched = replace(self.fetched, no_delta=why)
+        except CancelledError:
+            raise
+        except NoDeltaError as error:
+            return str(error)
+        except Exception as error:  # a version is never refused because of its delta
+            log.warning(
+                "copying all of version %d, because it cannot be made from an older version by "
+                "deltas: %s",
+                version.sequence,
+                error,
+                exc_info=not isinstance(error, (NotStagedError, SyncdError, OSError, MemoryError)),
+            )
+            return str(error) or type(error).__name__
+        return None
 
     def _is_elsewhere(self, version: LeasedVersion) -> bool:
         """Whether a version is on another filesystem; on the same one its files are not copied."""
-        there, here = version.storage.status(version.folder), self._storage.status(self._room)
+        try:
+            there = version.storage.status(version.folder)
+            here = self._storage.status(self._room)
+        except OSError as error:  # then the copy itself tells whether storage fails
+            log.debug("cannot tell the filesystem of %s: %s", version.folder, error)
+            return False
         return there is not None and here is not None and there.st_dev != here.st_dev
 
     def _make_of(
         self, base: DeltaBase, version: LeasedVersion, name: str, cancel: Callable[[], None]
-    ) -> str | None:
-        """Make a copy from a held base and deltas; returns the reason if that is not possible."""
+    ) -> None:
+        """Make a copy from a held base and deltas."""
         self._sweep()  # it passes over the base, which is held
-        try:
-            with self._draft(version, name) as draft:
-                base.make(version, self._storage, draft, cancel)
-        except (NoDeltaError, NotStagedError, VerificationError, OSError) as error:
-            log.warning(
-                "copying all of version %d, because it cannot be made from version %d by deltas: "
-                "%s",
-                version.sequence,
-                base.version.manifest.sequence,
-                error,
-            )
-            return str(error)
+        with self._draft(version, name) as draft:
+            base.make(version, self._storage, draft, cancel)
         others = (file.size for file in version.manifest.files if not file.name.endswith(WEIGHTS))
         self.fetched = Fetched(full_bytes=sum(others), delta_bytes=base.bytes)
-        return None
 
     def _copy(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
         begun = self._clock()
@@ -322,20 +358,36 @@ class Staging:
             self._discard(draft)
             raise
 
-    def _check_room(self, size: int) -> None:
-        """Check that a copy fits.
+    def _why_not_beside(self, base: str, version: LeasedVersion) -> str | None:
+        """The reason why a version does not fit beside an older copy; None if it does."""
+        leaving = []
+        for name in self._copies():
+            if name not in (base, self._kept):
+                with StagedCopy.unheld(self._storage, self._room / name) as is_free:
+                    if is_free:
+                        leaving.append(name)
+        try:
+            self._check_room(sum(file.size for file in version.manifest.files), leaving)
+        except NotStagedError as error:
+            return str(error)
+        return None
+
+    def _check_room(self, size: int, leaving: Collection[str] = ()) -> None:
+        """Check that a copy fits, once the copies that are ``leaving`` are removed.
 
         Raises:
             NotStagedError: it does not.
         """
-        used = sum(self._size(self._room / name) for name in self._copies())
+        sizes = {name: self._size(self._room / name) for name in self._copies()}
+        leaves = sum(sizes.get(name, 0) for name in leaving)
+        used = sum(sizes.values()) - leaves
         if self._budget is not None and used + size > self._budget:
             raise NotStagedError(
                 f"its {size} bytes do not fit into the stage folder's budget of {self._budget}, of "
                 f"which {used} are held: raise the budget, or release other copies"
             )
         free = self._storage.free(self._room).bytes
-        if free is not None and size + _SPARE > free:
+        if free is not None and size + _SPARE > free + leaves:
             raise NotStagedError(
                 f"its {size} bytes do not fit into the {free} free in {self._room}"
             )

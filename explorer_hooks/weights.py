@@ -133,7 +133,7 @@ class WeightsReader:
         return tuple(self._told)
 
     def get_weight(self, name: str) -> Tensor:
-        """One tensor, by its name in the version, or by its other one.
+        """One tensor, by its name in the version, or by its other one if no tensor there has it.
 
         Raises:
             InvalidSettingsError: the version has none of that name.
@@ -143,6 +143,10 @@ class WeightsReader:
         """
         if name not in self._told and (pieces := self._other_names.pieces.get(name)):
             return self._join(pieces)
+        return self._whole(name)
+
+    def _whole(self, name: str) -> Tensor:
+        """A tensor by its name in the version."""
         opened, entry = self._find(name)
         if opened.memory is not None and entry.end > entry.begin:
             dtype = torch_dtype(entry.dtype)
@@ -194,8 +198,11 @@ class WeightsReader:
         others = _NO_OTHERS if names in {None, given} else self._other_names
         for file in dict.fromkeys(entry.file for entry in self._told.values()):
             for entry in self._opened(file).file.entries:
-                for name in others.of.get(entry.name, (entry.name,)):
-                    yield name, self.get_weight(name)
+                if entry.name not in others.of:
+                    yield entry.name, self._whole(entry.name)
+                # A name of the other set may be that of another tensor in this one.
+                for name in others.of.get(entry.name, ()):
+                    yield name, self._join(others.pieces[name])
 
     def spans(self, name: str, box: Box, into: memoryview) -> Iterator[Span]:
         """The reads that fill memory with a part of a tensor, in C order; nothing is read yet.

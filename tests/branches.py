@@ -39,6 +39,25 @@ def _run(folder: Path, mark: str, options: list[str]) -> Measured:
     return Measured(time.monotonic() - start, _cpu_of_children() - before, passed)
 
 
+def _check_that_children_are_counted(folder: Path) -> None:
+    """A ``.pth`` file of coverage begins this, and Python may not read it, without a word.
+
+    Raises:
+        SystemExit: Python does not.
+    """
+    environment = os.environ | {
+        "COVERAGE_PROCESS_START": str(_ROOT / "pyproject.toml"),
+        "COVERAGE_FILE": str(folder / "tried"),
+    }
+    program = "import sys; sys.exit('coverage' not in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(
+            "coverage does not see child processes, and so no worker of pytest: install it into "
+            f"the environment of {sys.executable} itself, with its file a1_coverage.pth"
+        )
+
+
 def _cpu_of_children() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
@@ -61,6 +80,7 @@ def _branches(*folders: Path) -> tuple[int, int]:
 def main(options: list[str]) -> None:
     """Measure both, and print a line for each as soon as it is known."""
     with TemporaryDirectory() as name:
+        _check_that_children_are_counted(Path(name))
         quick, slow = Path(name, "quick"), Path(name, "slow")
         first = _run(quick, "not slow", options)
         few, every = _branches(quick)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,18 @@ from syncd.storage import watch
 from tests.jobs import SmallJob
 from tests.lagging import Hosts, LaggingHosts
 from tests.storages import Clock
+
+# Tests start hundreds of interpreters. Each would compile the product again, and each of pytest's
+# processes would compile all tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+with suppress(ImportError):  # the base is tested without hypothesis
+    from hypothesis import settings
+
+    # No deadline: it would measure the machine.
+    settings.register_profile("quick", max_examples=60, deadline=None)
+    settings.load_profile("quick")
 
 #: The folder with the tests that are quick, unless they are marked as slow one by one.
 _QUICK = "tests/unit/"
@@ -40,10 +54,30 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
 
 
+@pytest.hookimpl(optionalhook=True)  # for an environment without xdist
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One worker more than cores, because tests wait for processes and storage."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marks = {mark.name for mark in metafunc.definition.iter_markers()}
     if "hosts" in metafunc.fixturenames and "lagging" in marks and "local_only" not in marks:
         metafunc.parametrize("hosts", ["local", "lagging"], indirect=True)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module of which every test is slow, if the quick ones alone are wanted."""
+    below = collection_path.relative_to(config.rootpath)
+    quick = below.is_relative_to(_QUICK) or Path(_QUICK).is_relative_to(below)
+    return True if config.option.markexpr == "not slow" and not quick else None
+
+
+def pytest_collection_finish() -> None:
+    # What has been imported stays. Without this, each full collection looks through all of torch.
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by mark

@@ -18,7 +18,7 @@ from syncd.daemon.telling.meter import Meter
 from syncd.protocol.errors import SupersededError
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import RECEIPTS, STATE_POINTER, receipt_name
+from syncd.protocol.names import NAME_MAP, RECEIPTS, STATE_POINTER, receipt_name
 from syncd.protocol.records import Latest, Receipt, ReceiptFile, SaveOutcomes, encode, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
@@ -97,13 +97,17 @@ class SmallJob(Job):
             (actor / RECEIPTS).mkdir(exist_ok=True)
         self.put(actor / "model.safetensors", content)
         if receipts:
-            told = ReceiptFile(
-                name="huggingface/config.json",
-                size=len(config),
-                digest=xxhash.xxh3_128_hexdigest(config),
-                over="content",
-            )
-            self.receipt(step, save_id, 0, 1, receipt_of(content), told)
+            told = [
+                ReceiptFile(
+                    name=f"huggingface/{path.name}",
+                    size=path.stat().st_size,
+                    digest=xxhash.xxh3_128_hexdigest(path.read_bytes()),
+                    over="content",
+                )
+                for name in ("config.json", NAME_MAP)
+                if (path := actor / "huggingface" / name).exists()
+            ]
+            self.receipt(step, save_id, 0, 1, receipt_of(content), *told)
         if point:
             self.point(step)
         return save_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import ssl
 import time
@@ -20,6 +21,10 @@ from syncd.protocol.errors import (
 
 #: Statuses that a proxy in front of a server answers with while the server is away or starts.
 _AWAY: Final = frozenset({502, 503, 504})
+#: The schemes that are supported, with their default ports.
+_PORTS: Final = MappingProxyType({"http": 80, "https": 443})
+#: Addresses by which a server of this host may be reached, whichever one it listens at.
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})  # noqa: S104 # compared only
 _LONGEST_TEXT: Final = 500
 _POLL: Final = 0.5
 #: Seconds between two log lines that the server is still not up.
@@ -65,19 +70,7 @@ class HttpServer:
         timeout: float = 30.0,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
-        try:
-            self.url = httpx2.URL(url)
-        except httpx2.InvalidURL as error:
-            raise InvalidSettingsError(f"{url} is not an address: {error}") from error
-        if self.url.scheme not in {"http", "https"} or not self.url.host:
-            raise InvalidSettingsError(f"{url} is not an address: give http://HOST:PORT")
-        if self.url.userinfo or self.url.query or self.url.fragment:
-            # The address appears in logs, and in reports on shared storage, so it must hold no
-            # secret.
-            raise InvalidSettingsError(
-                f"the address of {self.url.host} has more parts than http://HOST:PORT/PATH: give "
-                "a key by SYNCD_API_KEY, or api_key"
-            )
+        self.url = _address(url)
         self._api_key = api_key
         self._other_keys = other_keys
         self._timeout = timeout
@@ -237,6 +230,43 @@ class HttpServer:
             if isinstance(methods, dict)
             for method in methods
         )
+
+
+def place(url: str) -> tuple[str, int, str]:
+    """The host, the port and the path of a server's address: equal for two spellings of one server.
+
+    All names of this host's loopback interface count as one host, and http and https as one server.
+
+    Raises:
+        InvalidSettingsError: ``url`` is no address.
+    """
+    address = _address(url)
+    host = address.host.rstrip(".")
+    try:
+        host = str(ipaddress.ip_address(host))
+    except ValueError:
+        pass  # a name
+    return (
+        "localhost" if host in _LOOPBACK else host,
+        address.port or _PORTS[address.scheme],
+        address.path.rstrip("/"),
+    )
+
+
+def _address(url: str) -> httpx2.URL:
+    try:
+        address = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise InvalidSettingsError(f"{url} is not an address: {error}") from error
+    if address.scheme not in _PORTS or not address.host:
+        raise InvalidSettingsError(f"{url} is not an address: give http://HOST:PORT")
+    if address.userinfo or address.query or address.fragment:
+        # The address appears in logs, and in reports on shared storage, so it must hold no secret.
+        raise InvalidSettingsError(
+            f"the address of {address.host} has more parts than http://HOST:PORT/PATH: give "
+            "a key by SYNCD_API_KEY, or api_key"
+        )
+    return address
 
 
 def _trusting(cacert: str | Path) -> ssl.SSLContext:

@@ -88,7 +88,7 @@ class HostStage:
         synchronize(devices)
         moves: list[_Move] = []
         for target, view in zip(targets, self.views, strict=True):
-            if _is_plain(target):
+            if is_plain(target):
                 moves.append(_Move(bytes_of(view), bytes_of(target.tensor)))
             else:
                 target.tensor.copy_(view, non_blocking=True)
@@ -128,7 +128,7 @@ def fill_directly(
     parts: list[_Part] = []
     others: list[Target] = []
     for target in targets:
-        if _is_plain(target):
+        if is_plain(target):
             parts.append(_Part(target.name, target.box, bytes_of(target.tensor)))
         else:
             others.append(target)
@@ -181,16 +181,23 @@ def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def _cut(part: _Part) -> Iterator[_Part]:
-    if len(part.into) <= _BATCH or not part.box.shape:
-        yield part
+    itemsize = len(part.into) // max(part.box.size, 1)
+    at = 0
+    for box in cut_box(part.box, itemsize):
+        end = at + box.size * itemsize
+        yield _Part(part.name, box, part.into[at:end])
+        at = end
+
+
+def cut_box(box: Box, itemsize: int) -> Iterator[Box]:
+    """Parts of about 16 MB of a tensor's part, in order, cut along its first dimension."""
+    if box.size * itemsize <= _BATCH or not box.shape:
+        yield box
         return
-    (first, *offsets), (count, *shape) = part.box
-    row = len(part.into) // count
-    step = max(1, _BATCH // row)
+    (first, *offsets), (count, *shape) = box
+    step = max(1, _BATCH * count // (box.size * itemsize))
     for at in range(0, count, step):
-        rows = min(step, count - at)
-        box = Box((first + at, *offsets), (rows, *shape))
-        yield _Part(part.name, box, part.into[at * row : (at + rows) * row])
+        yield Box((first + at, *offsets), (min(step, count - at), *shape))
 
 
 class _Move(NamedTuple):
@@ -226,7 +233,7 @@ def _move_batch(batch: Sequence[_Move], check: Check) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _is_plain(target: Target) -> bool:
+def is_plain(target: Target) -> bool:
     """Whether the target is contiguous host memory with the version's own bytes."""
     tensor = target.tensor
     return tensor.device == _CPU and tensor.is_contiguous() and tensor.dtype == target.dtype

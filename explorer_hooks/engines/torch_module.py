@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, Literal
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
 from explorer_hooks.broadcast import WeightReceiver
 from explorer_hooks.engines.base import InProcessEngine
+from explorer_hooks.engines.changes import (
+    CannotCompareError,
+    Changes,
+    find_changes,
+    write_changes,
+)
 from explorer_hooks.engines.fitting import check_kind, named
 from explorer_hooks.engines.in_place import HostStage, fill_directly
 from explorer_hooks.engines.targets import (
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
 
 InPlace = Literal["staged", "direct"]
 
+log = logging.getLogger(__name__)
 _WAYS: Final = ("staged", "direct")
 _THREADS: Final = 4
 
@@ -67,6 +75,15 @@ class TorchModule(InProcessEngine):
       storage fails half-way, the module is torn. The hook then loads the previous version again; if
       there is none, or it cannot be read either, the module stays torn.
 
+    With ``sparse``, only the elements are written in which a version differs from the one before.
+    Both are compared while the module serves, so a pause is shorter on a GPU: fewer bytes are
+    copied to it. On a CPU there is little to gain, and memory bandwidth to lose. The version before
+    is read once more, so let the hook stage versions on this host. The whole version is loaded if
+    over about a tenth of the elements differ, if it has other tensors, and if anything but this
+    engine has changed the module since: a broadcast, an error, or an in-place operation of torch.
+    Not noticed: writes past torch's counters of changes, for example to ``.data``, or by a kernel
+    of your own.
+
     Args:
         module: its ``state_dict()`` must have exactly the names, shapes and dtypes of the versions;
             or their other names (the hub's or the trainer's) that the versions list: then tensors
@@ -82,6 +99,11 @@ class TorchModule(InProcessEngine):
         lock: held while the module changes, e.g. the ``threading.Lock`` of the thread that
             computes; with FSDP2 also for a moment while a version is compared with the module.
         threads: the most threads that read at a time; never more than there are processors.
+        sparse: as above.
+
+    Attributes:
+        changed: the part of the elements that the last load has written: 1 for all of them, None
+            before the first.
 
     Raises:
         InvalidSettingsError: ``in_place`` is neither of the two.
@@ -100,6 +122,7 @@ class TorchModule(InProcessEngine):
         in_place: InPlace = "staged",
         lock: AbstractContextManager[Any] | None = None,
         threads: int = _THREADS,
+        sparse: bool = False,
     ) -> None:
         if in_place not in _WAYS:
             raise InvalidSettingsError(f"in_place is {in_place!r}: it is one of {', '.join(_WAYS)}")
@@ -112,6 +135,10 @@ class TorchModule(InProcessEngine):
         self._threads = threads
         self._stage = HostStage(threads)
         self._prepared: object = None
+        self._sparse = sparse
+        self._filled: _Filled | None = None
+        self._changes: Changes | None = None
+        self.changed: float | None = None
         self._group = KeptGroup()
         self._known: WeightMeta | None = None
         self._names = SAME_NAMES
@@ -128,9 +155,10 @@ class TorchModule(InProcessEngine):
         compare_tied(version, self._fit(version).unknown, self._whose)
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Read the version into host memory, if it is staged; the module is not touched."""
-        if self._in_place == "staged":
-            self._read_ahead(version, self._targets(version))
+        """Read the version, or its changes, into host memory; the module is not touched."""
+        targets = self._targets(version)
+        if self._in_place == "staged" or self._sparse:
+            self._read_ahead(version, targets)
 
     def load(self, version: LeasedVersion) -> None:
         """Fill the module.
@@ -141,15 +169,32 @@ class TorchModule(InProcessEngine):
                 with ``direct`` the module may be torn; a note of the error then says so.
         """
         targets = self._targets(version)
-        if self._in_place == "staged":
-            if self._prepared != _reading(version, targets):
-                self._read_ahead(version, targets)
-            self._prepared = None
-            with self._changing():
-                self._stage.copy(targets)
-            return
-        with WeightsReader(version) as reader, self._changing():
-            reader.open({target.name for target in targets})
+        if self._prepared != _reading(version, targets) or not self._holds_base(targets):
+            self._read_ahead(version, targets)
+        changes = self._changes
+        self._forget()
+        with ExitStack() as stack:
+            reader = None
+            if changes is None and self._in_place == "direct":
+                reader = stack.enter_context(WeightsReader(version))
+                reader.open({target.name for target in targets})
+            stack.enter_context(self._changing())
+            self._fill(version, targets, changes, reader)
+            self._filled = _Filled(version, _state(targets)) if self._sparse else None
+        self.changed = 1.0 if changes is None else changes.changed / max(changes.elements, 1)
+
+    def _fill(
+        self,
+        version: LeasedVersion,
+        targets: list[Target],
+        changes: Changes | None,
+        reader: WeightsReader | None,
+    ) -> None:
+        if changes is not None:
+            write_changes(targets, changes)
+        elif reader is None:
+            self._stage.copy(targets)
+        else:
             try:
                 fill_directly(reader, targets, self._stage, self._threads)
             except Exception as error:
@@ -181,7 +226,7 @@ class TorchModule(InProcessEngine):
             BroadcastError: the transfer failed, or does not fit; nothing was changed.
             EngineBrokenError: the transfer failed half-way with ``direct``: the module is torn.
         """
-        self._prepared = None
+        self._forget()
         device = self._receives_on(rendezvous.backend)
         try:
             group = self._group.open(rendezvous, rank_offset, deadline=deadline, device=device)
@@ -221,15 +266,38 @@ class TorchModule(InProcessEngine):
 
     def close(self) -> None:
         """Release the host memory, and leave the weight group; the module stays as it is."""
-        self._prepared = None
+        self._forget()
         self._stage.close()
         self.leave()
 
     def _read_ahead(self, version: LeasedVersion, targets: list[Target]) -> None:
         self._prepared = None
-        with WeightsReader(version) as reader:
-            self._stage.read(reader, targets)
+        self._changes = self._find_changes(version, targets) if self._sparse else None
+        if self._changes is None and self._in_place == "staged":
+            with WeightsReader(version) as reader:
+                self._stage.read(reader, targets)
         self._prepared = _reading(version, targets)
+
+    def _find_changes(self, version: LeasedVersion, targets: list[Target]) -> Changes | None:
+        """The changes since the version that the module holds; None if all of it has to be read."""
+        if self._filled is None:
+            return None
+        why = "it was changed since"
+        if self._holds_base(targets):
+            try:
+                return find_changes(self._filled.version, version, targets, self._threads)
+            except CannotCompareError as error:
+                why = str(error)
+        log.info("loading all of version %d into %s: %s", version.sequence, self._whose, why)
+        return None
+
+    def _holds_base(self, targets: list[Target]) -> bool:
+        """Whether the module has the weights that the changes begin with, if there are changes."""
+        return self._filled is None or self._filled.state == _state(targets)
+
+    def _forget(self) -> None:
+        """Read no changes, until the module is filled again: nothing is known of its weights."""
+        self._prepared = self._changes = self._filled = None
 
     def _lock_to_look(self) -> AbstractContextManager[Any]:
         """The lock for FSDP2: there ``state_dict`` frees parameters that a forward needs."""
@@ -290,6 +358,30 @@ class TorchModule(InProcessEngine):
             renamed: str = self._rename.get(name, name)
             return renamed
         return self._rename(name)
+
+
+class _Filled(NamedTuple):
+    """The version that the module was filled with, and how its tensors were right after that."""
+
+    version: LeasedVersion
+    state: list[object]
+
+
+def _state(targets: list[Target]) -> list[object]:
+    """Equal as long as the same tensors lie in the same memory, and torch has not changed them."""
+    return [
+        (
+            target.name,
+            target.dtype,
+            target.box,
+            target.tensor.device,
+            target.tensor.dtype,
+            target.tensor.data_ptr(),
+            target.tensor.stride(),
+            None if target.tensor.is_inference() else target.tensor._version,  # noqa: SLF001 - torch documents it for this
+        )
+        for target in targets
+    ]
 
 
 def _reading(version: LeasedVersion, targets: list[Target]) -> object:

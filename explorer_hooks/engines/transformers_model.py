@@ -62,6 +62,7 @@ class TransformersModel(TorchModule):
         in_place: as for :class:`TorchModule`.
         lock: as for :class:`TorchModule`: hold it while the model generates.
         threads: as for :class:`TorchModule`.
+        sparse: as for :class:`TorchModule`.
 
     Raises:
         EngineMismatchError: the PEFT model has no such adapter.
@@ -80,8 +81,11 @@ class TransformersModel(TorchModule):
         in_place: InPlace = "staged",
         lock: AbstractContextManager[Any] | None = None,
         threads: int = 4,
+        sparse: bool = False,
     ) -> None:
-        super().__init__(model, cast=cast, in_place=in_place, lock=lock, threads=threads)
+        super().__init__(
+            model, cast=cast, in_place=in_place, lock=lock, threads=threads, sparse=sparse
+        )
         self._adapter = adapter
         self._takes_generation_config = takes_generation_config
         self._generation: Any = None

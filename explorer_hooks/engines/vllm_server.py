@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from explorer_hooks.engines.server_engine import ServerEngine
+from explorer_hooks.delta_base import delta_folders
+from explorer_hooks.engines.server_engine import LOADING, ServerEngine
+from explorer_hooks.engines.vllm_session import DeltasFrom, TransferSession
 from explorer_hooks.engines.vllm_workers import (
     VLLMWorkers,
     label_received,
@@ -36,6 +39,7 @@ _LABEL: Final = "POST /update_weight_version"
 _INFO: Final = "GET /weight_info"
 _IS_PAUSED: Final = "GET /is_paused"
 _CHECKER: Final = "POST /weight_checker"
+_RESET_ENCODER: Final = "POST /reset_encoder_cache"
 _LOAD_ADAPTER: Final = "POST /v1/load_lora_adapter"
 _UNLOAD_ADAPTER: Final = "POST /v1/unload_lora_adapter"
 _GENERATE: Final = "POST /inference/v1/generate"
@@ -44,6 +48,8 @@ _MODELS: Final = "GET /v1/models"
 _OPTIONS: Final = "GET /server_info"
 #: vLLM's label for unlabelled weights: those that it was started with.
 _UNLABELLED: Final = "default"
+#: The beginning of the label of a full model that was loaded, until the caches are empty.
+TAKEN: Final = f"{LOADING}-full-taken"
 
 
 class VLLMServer(ServerEngine):
@@ -57,6 +63,9 @@ class VLLMServer(ServerEngine):
     :class:`~explorer_hooks.engines.server_engine.ServerEngine` for the promises and the other
     arguments.
 
+    Full models are loaded by syncd's own weight transfer, if it was started with
+    ``--weight-transfer-config '{"backend": "syncd"}'``, else by vLLM's ``reload_weights``.
+
     It takes broadcasts if it was started with ``--worker-extension-cls`` and
     :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
@@ -66,6 +75,8 @@ class VLLMServer(ServerEngine):
             is loaded again, they must be the same as the first time. The server is paused
             meanwhile, and reads all weights on one core. On a CPU some of its digests are those of
             empty tensors.
+        sparse: whether to load only the elements that changed, if the server has syncd's weight
+            transfer, and deltas lead from its version to the new one. Otherwise all are loaded.
         options: those of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
 
     Raises:
@@ -74,13 +85,19 @@ class VLLMServer(ServerEngine):
 
     modes: ClassVar[tuple[str, ...]] = ("keep", "wait", "abort")
 
-    def __init__(self, url: str, *, checksums: bool = False, **options: Any) -> None:
+    def __init__(
+        self, url: str, *, checksums: bool = False, sparse: bool = False, **options: Any
+    ) -> None:
         super().__init__(url, **options)
+        self._sparse = sparse
+        self._deltas_from: DeltasFrom | None = None
         self._checksums = checksums
         self._digests: dict[tuple[int, str], object] = {}
         self._workers = VLLMWorkers(self._call, self._whose)
         self._world: int | None = 0
         self._config: dict[str, Any] | None = None
+        self._session = TransferSession(self._server, self._whose, self._load_timeout)
+        self._transfers: bool | None = None
 
     # -- weights by broadcast ----------------------------------------------------------------------
 
@@ -162,16 +179,52 @@ class VLLMServer(ServerEngine):
         super().check(version)
         if version.kind != "full":
             return
+        if self._has_transfer():
+            return
         try:
-            config = self._find_config()
+            self._workers.check_reload(version, self._told_config())
+        except EngineMismatchError:
+            self._forget_config()  # it may be restarted with the extension, or the transfer
+            raise
+
+    def load(self, version: LeasedVersion) -> None:
+        """As any server's; also note the label of its weights, if only a part may be loaded.
+
+        Raises:
+            ServerError: as any server's.
+        """
+        self._deltas_from = None
+        if self._sparse and version.kind == "full":
+            said = self._must(self._said_label)
+
+            def deltas_from(holds: str, content: str) -> list[Path]:
+                # Weights by broadcast, an adapter and a restart change the label.
+                if said is None or holds not in {said, f"{TAKEN}-{said}"}:
+                    return []
+                try:
+                    return delta_folders(version, content)
+                except OSError as error:
+                    log.warning("loading all elements: the deltas cannot be read: %s", error)
+                    return []
+
+            self._deltas_from = deltas_from
+        super().load(version)
+
+    def _has_transfer(self) -> bool:
+        """Whether it loads folders by syncd's weight transfer."""
+        if self._transfers is None:
+            self._transfers = self._session.is_there(self._told_config())
+        return self._transfers
+
+    def _told_config(self) -> dict[str, Any] | None:
+        try:
+            return self._find_config()
         except ServerRefusedError as error:
             log.warning("%s does not report its configuration: %s", self._whose, error)
-            config = None
-        try:
-            self._workers.check_reload(version, config)
-        except EngineMismatchError:
-            self._config = None  # it may be restarted with the extension
-            raise
+            return None
+
+    def _forget_config(self) -> None:
+        self._config = self._transfers = None
 
     def _takes_names_of(self, version: LeasedVersion) -> bool:
         return takes_names_of(version, self._fits)
@@ -202,6 +255,8 @@ class VLLMServer(ServerEngine):
             return None
         told = self._server.ask(_INFO)
         said = told.get("weight_version") if isinstance(told, dict) else None
+        if said == _UNLABELLED:
+            self._forget_config()  # it may have been started anew, with other options
         return said if isinstance(said, str) else None
 
     def _set_label(self, text: str) -> None:
@@ -243,17 +298,25 @@ class VLLMServer(ServerEngine):
             raise ServerRefusedError(
                 "its prefix cache still holds entries of the old weights", answer=told
             )
+        if self._transfers and self._server.has(_RESET_ENCODER):
+            self._server.ask(_RESET_ENCODER)  # reload_weights does it by itself
 
-    def _load_folder(self, kind: str, folder: str, name: str) -> None:  # noqa: ARG002 # labelled by a separate request
+    def _load_folder(self, kind: str, folder: str, name: str) -> None:
         if kind == "adapter":
             # Not by load_inplace: vLLM 0.32 then reads the folder again for each batch, even
             # deleted.
             self._unload_adapter()
             body: dict[str, object] = {"lora_name": self._lora_name, "lora_path": folder}
             self._server.ask(_LOAD_ADAPTER, body, timeout=self._load_timeout)
+            return
+        if self._has_transfer():
+            self._workers.half_loaded = True
+            once, self._deltas_from = self._deltas_from, None  # the previous one is loaded in full
+            self._session.load(folder, name, once)
+            self._workers.half_loaded = False
         else:
             self._workers.load_folder(folder, self._load_timeout)
-            self._unload_adapter()
+        self._unload_adapter()
 
     def _unload_adapter(self) -> None:
         """Unload the adapter that syncd loaded, because its folder is not leased any more."""

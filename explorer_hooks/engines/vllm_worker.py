@@ -6,7 +6,6 @@ the class to its own worker class. :mod:`.vllm_workers` calls it, by ``collectiv
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -16,6 +15,7 @@ import torch
 
 from explorer_hooks.broadcast import WeightReceiver
 from explorer_hooks.engines.fitting import TensorSpec
+from explorer_hooks.engines.vllm_reload import reload_whole
 from explorer_hooks.server_fit import Fits, fits_if_here
 from syncd.coordination.broadcast.group import KeptGroup
 from syncd.coordination.broadcast.weight_meta import WeightMeta
@@ -158,62 +158,12 @@ class Membership:
 
 
 def _reload(worker: SyncdWorker, **source: object) -> None:
-    """Reload the weights. If that fails, the model is torn, and the next reload begins anew.
-
-    Raises:
-        RuntimeError: on a CPU, the model has experts of a kind that cannot be reloaded.
-        Exception: an error of vLLM.
-    """
-    try:
-        if worker.device.type == "cpu":
-            _reload_packed(worker, **source)
-        else:
-            worker.reload_weights(**source)
-    except Exception:
-        _end_reload(worker)
-        raise
-
-
-def _end_reload(worker: SyncdWorker) -> None:
-    """End a failed reload: else vLLM 0.32 counts its loaded parts as parts of the next one."""
-    try:
-        # Importable only in vLLM's own environment.
-        config = importlib.import_module("vllm.config")
-        reload = importlib.import_module("vllm.model_executor.model_loader.reload")
-        with config.set_current_vllm_config(worker.vllm_config):
-            reload.finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_config)
-    except Exception as error:  # noqa: BLE001 # another release may lack this; the reload's own error is raised
-        log.warning("a reload that failed could not be ended: restart vLLM: %r", error)
-
-
-def _reload_packed(worker: SyncdWorker, **source: object) -> None:
-    """Reload on a CPU, including the weights that vLLM keeps in another layout.
-
-    vLLM 0.32 packs weights for its CPU kernels when it starts. Its own reload leaves the packed
-    copy of an output layer that shares the embedding's weight unchanged, because nothing is loaded
-    under that layer's name; and it copies experts over the packed ones without packing them.
-
-    Raises:
-        RuntimeError: the experts are of an unknown kind.
-        Exception: an error of vLLM.
-    """
-    modules = list(worker.model_runner.get_model().modules())
-    methods: list[Any] = [getattr(module, "quant_method", None) for module in modules]
-    experts = [method for method in methods if hasattr(method, "moe_kernel")]
-    if not experts and getattr(worker.model_config, "is_moe", False):
-        raise RuntimeError("this vLLM has experts of a kind that cannot be reloaded on a CPU")
-    for method in experts:
-        method.moe_kernel = None  # vLLM then packs them as it did when it started
-    worker.reload_weights(**source)
-    if any(method.moe_kernel is None for method in experts):
-        raise RuntimeError("vLLM has not packed all experts again: restart it")
-    sharing: dict[int, list[Any]] = {}
-    for module in modules:
-        if hasattr(module, "cpu_linear"):
-            sharing.setdefault(id(module.weight), []).append(module)
-    for group in sharing.values():
-        for module in group if len(group) > 1 else ():
-            module.quant_method.process_weights_after_loading(module)
+    reload_whole(
+        lambda: worker.reload_weights(**source),
+        model=worker.model_runner.get_model(),
+        vllm_config=worker.vllm_config,
+        on_cpu=worker.device.type == "cpu",
+    )
 
 
 def _answer(call: Callable[[], None]) -> Answer:

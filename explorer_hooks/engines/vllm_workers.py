@@ -1,8 +1,8 @@
 """All workers of a vLLM, and calls of :class:`~.vllm_worker.SyncdWorker`'s methods. No torch.
 
-vLLM's own weight transfer (``/init_weight_transfer_engine``, ``/update_weights``, …) is not used,
-for three reasons. Its waits have no deadline, so a trainer that dies in one leaves the server
-hanging. It changes the model before everything has arrived. Its ``nccl`` is for GPUs alone.
+Broadcasts do not use vLLM's own ``nccl`` transfer, for three reasons. Its waits have no deadline,
+so a trainer that dies in one leaves the server hanging. It changes the model before everything has
+arrived. It is for GPUs alone.
 """
 
 from __future__ import annotations
@@ -126,9 +126,10 @@ class VLLMWorkers:
             if stays is not None:
                 raise EngineMismatchError(
                     f"{named(version)} is not loaded into {self._whose}, which runs on a CPU: "
-                    f"{stays}, which vLLM's own reload leaves wrong. Start vLLM with "
-                    f"--worker-extension-cls {EXTENSION}, or start it anew from each version's "
-                    "folder (syncd follow --command)"
+                    f"{stays}, which vLLM's own reload leaves wrong. Start the server with "
+                    f'--weight-transfer-config \'{{"backend": "syncd"}}\' (an LLM in this process '
+                    f"with --worker-extension-cls {EXTENSION}), or start it anew from each "
+                    "version's folder (syncd follow --command)"
                 )
 
     def load_folder(self, folder: str, timeout: float) -> None:

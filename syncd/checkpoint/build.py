@@ -64,7 +64,7 @@ def build_model_folder(
     *,
     options: MergeOptions,
     work: Work,
-    sequence: int = 0,
+    sequence: int | None = None,
 ) -> Manifest:
     """Merge a save into an empty folder, durably, the manifest last.
 
@@ -80,7 +80,7 @@ def build_model_folder(
         folder: an empty folder that nobody else looks at; the caller syncs the folder's own entry.
         options: the options of the merge.
         work: its ``cancel`` is called between chunks, its clock makes the manifest's timings.
-        sequence: for the manifest; 0 for a folder that is not published.
+        sequence: for the manifest; 0 for a bench's build. None: no explorer loads the folder.
 
     Returns:
         The manifest, as written to ``manifest.json``.
@@ -168,13 +168,13 @@ def build_model_folder(
         raise
     del opened, plan  # the manifest takes much memory too
     files = [*merged.files, *models, *write_index(storage, folder, merged)]
-    files += write_name_map(storage, folder, hub if sequence else None)
+    files += write_name_map(storage, folder, None if sequence is None else hub)
     if not save.receipts:
         confirm_unchanged(storage, actor, save)
     if not options.digests:
         files = [file.model_copy(update={"digest": None}) for file in files]
     manifest = Manifest(
-        sequence=sequence,
+        sequence=sequence or 0,
         step=save.step,
         save_id=save.identity,
         kind=contents.kind,
@@ -334,6 +334,8 @@ def _copy_small_files(
             recursive=False,
         )
         leave_out.update(file.name for file in copied[LORA_ADAPTER])
+    if save.receipts and f"{HUGGINGFACE}/{NAME_MAP}" not in save.vouched():
+        leave_out.add(NAME_MAP)  # left by another save: its model may be another
     copied[HUGGINGFACE] = copy_model_files(
         storage, actor / HUGGINGFACE, folder, cancel=cancel, leave_out=leave_out
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.build import FreeSpace, build_model_folder
+from syncd.checkpoint.masters import in_models_dtype
 from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
 from syncd.checkpoint.model_folder import FILE_LIMIT, INDEX
 from syncd.checkpoint.save import (
@@ -25,7 +26,6 @@ from syncd.checkpoint.save import (
     SavedWeights,
     Unfinished,
     confirm_unchanged,
-    in_models_dtype,
     look_at_save,
 )
 from syncd.checkpoint.version import read_manifest
@@ -127,7 +127,7 @@ def look_at_step(job: Job, step: int) -> FoundCheckpoint:
 
     Raises:
         InvalidSettingsError: the folder is not there, or holds no full checkpoint.
-        SaveNotReadyError: its weights are not whole.
+        SaveNotReadyError: its weights are not whole, or only the ones cast for explorers are.
         OSError: storage does not answer.
     """
     actor = job.layout.actor(step)

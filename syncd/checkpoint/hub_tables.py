@@ -75,6 +75,13 @@ def apply_rules(rules: Rules, tensors: Mapping[str, Shape], where: str) -> NameM
         tensors: the tensors' shapes.
         where: the table, for the message.
     """
+    try:
+        return NameMap(_record(rules, tensors), where)
+    except (RecordError, ValueError) as error:
+        return NameMap(NameMapRecord(refused=shown(f"{where} does not fit: {error}")))
+
+
+def _record(rules: Rules, tensors: Mapping[str, Shape]) -> NameMapRecord:
     found: dict[str, list[dict[str, Any]]] = {}
     joined: defaultdict[str, list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
     for name, shape in tensors.items():
@@ -88,22 +95,22 @@ def apply_rules(rules: Rules, tensors: Mapping[str, Shape], where: str) -> NameM
             piece["at"] = at
             begin, end = piece.get("rows") or (0, (*tensors[name], 0)[0])
             at += end - begin
-    try:
-        record = NameMapRecord(
-            tensors={
-                name: MappedTensor(
-                    shape=tensors[name], pieces=tuple(HubPiece(**piece) for piece in pieces)
-                )
-                for name, pieces in found.items()
-            }
-        )
-        return NameMap(record, where)
-    except (RecordError, ValueError) as error:
-        return NameMap(NameMapRecord(refused=shown(f"{where} does not fit: {error}")))
+    return NameMapRecord(
+        tensors={
+            name: MappedTensor(
+                shape=tensors[name], pieces=tuple(HubPiece(**piece) for piece in pieces)
+            )
+            for name, pieces in found.items()
+        }
+    )
 
 
 def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
-    """The pieces of a tensor; none if it is the same on the hub."""
+    """The pieces of a tensor; none if it is the same on the hub.
+
+    Raises:
+        RecordError: it has too few dimensions to be cut.
+    """
     numbers = _NUMBER.findall(name)
     general = _NUMBER.sub(_SLOT, name)
     key = general
@@ -120,7 +127,10 @@ def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
         piece = {**told, "name": _filled(told["name"], numbers)}
         if "rows" in told:
             number, count = told["rows"]
-            size = (shape[1:] if "first" in told else shape)[0] // count
+            left = shape[1:] if "first" in told else shape
+            if not left:
+                raise RecordError(f"{shown(name)} has {len(shape)} dimensions, and no rows to cut")
+            size = left[0] // count
             piece["rows"] = (number * size, (number + 1) * size)
         pieces.append(piece)
     return pieces

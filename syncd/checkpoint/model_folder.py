@@ -189,12 +189,13 @@ def write_name_map(
 ) -> tuple[VersionFile, ...]:
     """Write ``name_map.json``, durably, if the model's names differ and its trainer wrote none.
 
-    Explorers that load in place need it, with either set of names in the folder.
+    Explorers that load in place need it, with either set of names in the folder. If the hub's names
+    are unknown, it has the reason: servers that look for those must refuse the version.
 
     Returns:
         The file, if it was written.
     """
-    if not names or storage.exists(folder / NAME_MAP):
+    if names is None or not (names or names.refused) or storage.exists(folder / NAME_MAP):
         return ()
     content = names.encode()
     storage.write_new(folder / NAME_MAP, content)

@@ -16,7 +16,6 @@ from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import (
     DIMENSION_LIMIT,
     NUMBER_LIMIT,
-    TENSOR_LIMIT,
     name_fault,
     shown,
 )
@@ -27,6 +26,10 @@ from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 #: The most bytes of a map: a stacked model's has kilobytes, a long list of renamed tensors
 #: megabytes.
 NAME_MAP_LIMIT: Final = 64 * 1024 * 1024
+#: The most tensors of the hub, or parts of one, in a map: three times as many as the largest models
+#: have; and the most characters of their names. A map of few bytes can ask for many of them.
+PART_LIMIT: Final = 250_000
+NAMES_LIMIT: Final = 32 * 1024 * 1024
 _SLOT: Final = "{}"
 
 
@@ -103,7 +106,7 @@ class NameMap:
 
     Raises:
         RecordError: names are not unique or no tensor's, pieces do not tile a tensor, or there are
-            more tensors than a version may have.
+            more tensors than any model has.
     """
 
     def __init__(self, record: NameMapRecord, where: object = "the name map") -> None:
@@ -111,11 +114,18 @@ class NameMap:
         self._where = where
         self.refused = record.refused
         self._of_hub: dict[str, list[TrainerPart]] = {}
-        total = 0
+        count = characters = 0
         for name, tensor in record.tensors.items():
-            total += self._check(name, tensor)
-            if total > TENSOR_LIMIT:
-                raise self._wrong(f"makes more than {TENSOR_LIMIT} tensors")
+            self._check(name, tensor)
+            for piece in tensor.pieces:
+                made = 1 if piece.first is None else tensor.shape[0]
+                count += made
+                characters += made * len(piece.name)
+            if count > PART_LIMIT or characters > NAMES_LIMIT:
+                raise self._wrong(
+                    f"it makes more than {PART_LIMIT} tensors, or names of more than "
+                    f"{NAMES_LIMIT} characters"
+                )
         if record.refused is not None and record.tensors:
             raise self._wrong("is refused, and lists tensors")
         joined: dict[str, list[tuple[int, Shape]]] = {}
@@ -204,8 +214,8 @@ class NameMap:
         """The trainer's tensors that differ on the hub, with their shapes."""
         return {name: tensor.shape for name, tensor in self._record.tensors.items()}
 
-    def _check(self, name: str, tensor: MappedTensor) -> int:
-        """Prove that pieces tile a tensor; returns the number of their parts."""
+    def _check(self, name: str, tensor: MappedTensor) -> None:
+        """Prove that pieces tile a tensor."""
         fault = name_fault(name)
         if fault:
             raise self._wrong(f"{shown(name)} {fault}")
@@ -227,7 +237,6 @@ class NameMap:
             at = end
         if at != (left[0] if left else 1):
             raise self._wrong(f"the pieces of {shown(name)} end at row {at}")
-        return len(pieces) * (shape[0] if split else 1)
 
     def _check_unique(self) -> None:
         for hub_name, parts in self._of_hub.items():

@@ -33,11 +33,9 @@ from syncd.protocol.names import (
     RECEIPTS,
     TEMPORARY,
     distcp_order,
-    full_receipt_name,
     is_dcp_file,
     is_rank_metadata,
     is_weights_name,
-    master_name,
     parse_part_name,
     parse_shard_name,
     receipt_name,
@@ -196,29 +194,6 @@ def look_at_save(storage: Storage, actor: Path, step: int) -> Unfinished | Saved
         return Unfinished(step, f"{actor} cannot be looked at now: {error}")
 
 
-def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedWeights:
-    """The same save with the files for resuming, if the published weights were cast.
-
-    It is the save itself if that is no full checkpoint, or if its full receipts are not whole.
-    """
-    full, left = [], RECEIPTS_LIMIT
-    try:
-        for rank in range(len(save.receipts)):
-            receipt, left = _receipt(storage, actor, full_receipt_name(rank), left)
-            full.append(receipt)
-    except (FileNotFoundError, RecordError):
-        return save
-    told = {file.name for one in full for file in one.files if one.save_id == save.identity}
-    masters = [master_name(len(full), rank) for rank in range(len(full))]
-    if told.isdisjoint(masters):
-        return save
-    weights = tuple(
-        master if master in told else shard_name(len(full), rank)
-        for rank, master in enumerate(masters)
-    )
-    return Shards(save.step, save.identity, weights, tuple(full))
-
-
 def confirm_unchanged(storage: Storage, actor: Path, save: Unfinished | SavedWeights) -> None:
     """Look at a save again, by name and through fresh opens.
 
@@ -236,7 +211,7 @@ def confirm_unchanged(storage: Storage, actor: Path, save: Unfinished | SavedWei
 def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | SavedWeights:
     """A save of our own hook: rank 0's receipt says how many others there must be."""
     try:
-        first, left = _receipt(storage, actor, receipt_name(0), RECEIPTS_LIMIT)
+        first, left = read_receipt(storage, actor, receipt_name(0), RECEIPTS_LIMIT)
     except FileNotFoundError:
         return Unfinished(step, f"{actor}: rank 0 has not written its receipt yet")
     if first.world_size > RANK_LIMIT or not first.save_id.isprintable():
@@ -248,7 +223,7 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
     receipts = [first]
     for rank in range(1, first.world_size):
         try:
-            receipt, left = _receipt(storage, actor, receipt_name(rank), left)
+            receipt, left = read_receipt(storage, actor, receipt_name(rank), left)
         except FileNotFoundError:
             receipt = None
         if receipt is None or (receipt.save_id, receipt.world_size, receipt.rank) != (
@@ -278,8 +253,13 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
     return _whole(step, first.save_id, weights, tuple(receipts))
 
 
-def _receipt(storage: Storage, actor: Path, name: str, left: int) -> tuple[Receipt, int]:
-    """A receipt of at most ``left`` bytes, and how many bytes are left for others."""
+def read_receipt(storage: Storage, actor: Path, name: str, left: int) -> tuple[Receipt, int]:
+    """A receipt of at most ``left`` bytes, and how many bytes are left for others.
+
+    Raises:
+        RecordError: it is damaged.
+        OSError: it cannot be read; FileNotFoundError if it is not there.
+    """
     path = actor / RECEIPTS / name
     content = storage.read(path, min(left, RECORD_LIMIT))
     return parse(Receipt, content, path), left - len(content)

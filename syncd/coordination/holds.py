@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from syncd.coordination.leased_version import Hold, LeasedVersion, hold_folder
-from syncd.protocol.errors import VersionGoneError
+from syncd.protocol.errors import InvalidSettingsError, VersionGoneError
 from syncd.storage.job import Job
 from syncd.storage.leases import Lease
 
@@ -32,7 +32,7 @@ class Holds:
     """Takes and releases leases for one participant.
 
     Promised: a lease that nothing holds any more ends, even if storage refuses to release it, or is
-    away at that moment: :meth:`settle` tries again. A fork releases no lease of its parent.
+    away at that moment: :meth:`settle` tries again. A fork takes and releases no lease.
 
     Args:
         job: the job.
@@ -84,7 +84,13 @@ class Holds:
         Raises:
             VersionGoneError: the folder is not there, or not visible here yet.
             VerificationError: its manifest is damaged, or has another sequence.
+            InvalidSettingsError: this process is a fork of the one that made this.
         """
+        if os.getpid() != self._pid:  # its leases would be the same files as its parent's
+            raise InvalidSettingsError(
+                f"{self._name} belongs to process {self._pid}, of which this is a fork: make the "
+                "Reader, or the hook, in this process"
+            )
         with self._lock:
             if folder not in self._held:
                 first = lease()
@@ -109,7 +115,7 @@ class Holds:
 
     def settle(self) -> None:
         """Release the leases that storage refused to release before; call this at every look."""
-        if not self._unreleased:
+        if not self._unreleased or os.getpid() != self._pid:
             return
         with self._lock:
             for folder, lease in list(self._unreleased.items()):

@@ -187,6 +187,9 @@ class DeltaMaker:
         self.takers: Collection[str] = ()
         self._announced: _Making | None = None
         self._making: _Making | None = None
+        #: The delta that the loop ended last, and the one to make anew.
+        self._ended: _Making | None = None
+        self._again: _Making | None = None
         self._outcomes: list[DeltaOutcome] = []
 
     @property
@@ -216,24 +219,28 @@ class DeltaMaker:
             return None
         if base is None or {base.kind, target.kind} != {"full"}:
             return None
-        making = _Making(base.sequence, target, self._clock())
+        return base.sequence if self._announce(base.sequence, target) else None
+
+    def _announce(self, base: int, target: Manifest) -> bool:
+        making = _Making(base, target, self._clock())
         why = self._why_not_now(target)
         if not why:
             try:
                 self._tell(making, "making", total=_total(target))
             except (OSError, SyncdError) as error:
-                why = f"{error}"
+                why = str(error) or type(error).__name__
         if why:
             overtaken = self._making is not None
             self._outcomes.append(
-                DeltaOutcome(target.sequence, base.sequence, 0.0, why=why, is_overtaken=overtaken)
+                DeltaOutcome(target.sequence, base, 0.0, why=why, is_overtaken=overtaken)
             )
-            return None
+            return False
         self._announced = making
-        return base.sequence
+        return True
 
     def begin(self) -> None:
         """Begin the delta that was announced last: LATEST names its version now."""
+        self._ended = self._again = None
         making, self._announced = self._announced, None
         if making is None:
             return
@@ -248,19 +255,38 @@ class DeltaMaker:
 
     def end(self, why: str) -> None:
         """End the delta that is being made, and do not wait until it has ended."""
+        if self._again is not None:
+            self._ended, self._again = self._again, None
         if self._making is not None and not self._making.ended.is_set():
             self._making.why_ended = why
             self._making.ended.set()
+            self._ended = self._making
+
+    def again(self, latest: Latest | None) -> None:
+        """If the delta to LATEST's version was ended, make it anew once its work has ended.
+
+        Args:
+            latest: LATEST, which no newer version has replaced.
+        """
+        ended, self._ended = self._ended, None
+        if ended is not None and latest is not None and ended.target.sequence == latest.sequence:
+            self._again = ended
 
     def finished(self) -> list[DeltaOutcome]:
         """The outcomes of deltas since the last call."""
         self._collect()
+        again = self._again
+        if again is not None and self._making is None:
+            self._again = None
+            if self.mode != "off" and self._announce(again.base, again.target):
+                self.begin()
         found, self._outcomes = self._outcomes, []
         return found
 
     def leave(self) -> None:
         """End the work and wait for it, for a while if storage does not answer."""
         self.end("the daemon ends")
+        self._ended = self._again = None
         if self._making is not None and self._making.background is not None:
             self._making.background.join(_PATIENCE)
 
@@ -272,6 +298,8 @@ class DeltaMaker:
             return  # about to end
         self._outcomes.append(making.outcome)
         self._making = None
+        if making.outcome.delta is not None:
+            self._ended = self._again = None  # it was made all the same
 
     def _why_not_now(self, target: Manifest) -> str:
         if target.digests == "off":

@@ -1,7 +1,8 @@
 """The names of tensors in versions: those of the hub, or those of the trainer's module.
 
-A job keeps the names of its newest version, because its explorers were started for them. A new job
-gets the hub's, which every server knows, if all its live explorers take them.
+A job keeps the names of its newest version, because its explorers were started for them; LATEST has
+them too, because that version may be an adapter or a remote one, which has none. A new job gets the
+hub's, which every server knows, if all its live explorers take them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from syncd.protocol.names import NAME_MAP, printable
-from syncd.protocol.records import Manifest, Names
+from syncd.protocol.records import Latest, Manifest, Names
 from syncd.storage.job import Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness, Lookout
 from syncd.storage.record_files import OF_OTHERS
@@ -84,7 +85,7 @@ class Naming:
         self._why = ""
         if told is not None:
             return told
-        if not self._is_new:
+        if self._kept is not None or not self._is_new:
             return self._kept or "trainer"
         without = self._without()
         if not without:
@@ -93,10 +94,19 @@ class Naming:
         self._why = f"{shown} did not report that it takes the hub's names"
         return "trainer"
 
+    def kept_with(self, manifest: Manifest) -> Names | None:
+        """The names that the job keeps if this version is its newest."""
+        return manifest.names if _differ(manifest) else self._kept
+
+    def takes_over(self, latest: Latest | None) -> None:
+        """Another daemon has left this LATEST."""
+        if latest is not None:
+            self._kept = latest.names
+
     def serves(self, manifest: Manifest) -> None:
         """A version is LATEST now."""
         self._is_new, self.change, self.newest = False, None, None
-        if all(file.name != NAME_MAP for file in manifest.files):
+        if not _differ(manifest):
             return
         self.newest = manifest.names
         before, self._kept = self._kept, self.newest
@@ -111,3 +121,8 @@ class Naming:
         found = [one for one in self._job.explorer_reports(names, OF_OTHERS) if not one.hub_names]
         living = self._lookout.look({one.session for one in found})
         return sorted(one.name for one in found if living[one.session] is Liveness.ALIVE)
+
+
+def _differ(manifest: Manifest) -> bool:
+    """True if the names of a version's tensors are others on the hub."""
+    return any(file.name == NAME_MAP for file in manifest.files)

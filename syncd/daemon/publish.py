@@ -110,6 +110,7 @@ class Publisher:
         found = look_back(self._job)
         self._take_notice_down()
         self.latest, self._floor = found.latest, found.highest
+        self.naming.takes_over(found.latest)
         self.outcomes.of_step = found.outcomes
         for sequence in found.unfinished:
             log.warning(
@@ -391,6 +392,7 @@ class Publisher:
             kind=manifest.kind,
             dtype=manifest.dtype,
             delta_from=delta_from,
+            names=self.naming.kept_with(manifest),
         )
         self._epoch.publish_file(self._job.layout.latest, encode(latest))
         self.latest = latest

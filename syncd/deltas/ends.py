@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import xxhash
 
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.protocol.records import Delta, DeltaEnd, Manifest, TensorEntry
+
+#: The most deltas of a chain. By default the daemon keeps 16.
+LONGEST_CHAIN: Final = 64
 
 
 class NoDeltaError(Exception):
@@ -96,8 +100,9 @@ def elements_of(tensor: TensorEntry) -> int:
 def find_chain(deltas: Iterable[Delta], base: str, target: str) -> list[Delta] | None:
     """The deltas that lead from one content to another, with the fewest bytes in all.
 
-    Each delta goes from its own base's content to its own target's: sequence numbers may have gaps,
-    and after a rollback a content may occur again.
+    A chain has at most :data:`LONGEST_CHAIN` deltas: a reader opens two files of each, in the
+    engine's process. Each delta goes from its own base's content to its own target's: sequence
+    numbers may have gaps, and after a rollback a content may occur again.
 
     Args:
         deltas: those that exist, in any order.
@@ -112,20 +117,18 @@ def find_chain(deltas: Iterable[Delta], base: str, target: str) -> list[Delta] |
     for delta in deltas:
         links.setdefault(delta.base.content, []).append(delta)
     best: dict[str, tuple[int, list[Delta]]] = {base: (0, [])}
-    pending = {base}
-    while pending:  # there are a few deltas: the nearest is looked for among all
-        content = min(pending, key=lambda one: best[one][0])
-        pending.remove(content)
-        size, chain = best[content]
-        if content == target:
-            return chain
-        for delta in links.get(content, ()):
-            reached = delta.target.content
-            longer = size + delta.bytes
-            if reached not in best or longer < best[reached][0]:
-                best[reached] = (longer, [*chain, delta])
-                pending.add(reached)
-    return None
+    nearer = dict(best)
+    for _ in range(LONGEST_CHAIN):  # after each round, the best of all chains of so many deltas
+        reached: dict[str, tuple[int, list[Delta]]] = {}
+        for content, (size, chain) in nearer.items():
+            for delta in links.get(content, ()):
+                end, longer = delta.target.content, size + delta.bytes
+                known = reached.get(end) or best.get(end)
+                if known is None or longer < known[0]:
+                    reached[end] = longer, [*chain, delta]
+        best |= reached
+        nearer = reached
+    return best[target][1] if target in best else None
 
 
 def why_no_chain(chain: Sequence[Delta], base: Manifest, target: Manifest) -> str | None:

@@ -11,7 +11,7 @@ from typing import Final, Self
 import xxhash
 
 from syncd.checkpoint.merging.options import Work
-from syncd.checkpoint.sandbox.child_process import ChildProcess, EndedError, described
+from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.deltas.delta_folder import BLOCKS, ENTRY, INDEX
 from syncd.deltas.delta_wire import CHANGED, DIFFERS, DONE, MESSAGE, PLAN, REFUSED, TENSOR
@@ -33,7 +33,10 @@ def why_not_here() -> str | None:
     Nothing is imported for the answer.
     """
     missing = [] if find_spec("numpy") else ["numpy"]
-    if sys.version_info < (3, 14) and not find_spec("zstandard"):
+    if sys.version_info >= (3, 14):
+        if not find_spec("_zstd"):  # compression.zstd is there without it, and cannot be imported
+            return "this Python was built without zstd: install one with compression.zstd"
+    elif not find_spec("zstandard"):
         missing.append("zstandard")
     if not missing:
         return None
@@ -91,7 +94,7 @@ class DeltaChild:
                 (),
                 self._where,
                 task="compare",
-                flags="-I",
+                flags=SAME_MODULES,
                 pass_fds=sorted({file.fd for places in (old, new) for file, _ in places.values()}),
                 cancel=lambda: None,  # each call brings its own
                 wall_seconds=_WALL_SECONDS,

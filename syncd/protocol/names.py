@@ -48,7 +48,9 @@ TEMPORARY: Final = ".tmp-"
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})", re.ASCII)
 _VERSION = re.compile(r"v([0-9]{6,18})", re.ASCII)
 _DELTA = re.compile(r"d([0-9]{6,18})", re.ASCII)
-_SHARD = re.compile(r"model_world_size_([1-9][0-9]{0,6})_rank_(0|[1-9][0-9]{0,6})\.pt", re.ASCII)
+_SHARD = re.compile(
+    r"(model|master)_world_size_([1-9][0-9]{0,6})_rank_(0|[1-9][0-9]{0,6})\.pt", re.ASCII
+)
 _POINTER = re.compile(rb"\s*(-?[0-9]{1,18})\s*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
 #: Files that protect a step folder from pruning: a trainer could resume from it, or it is not
@@ -133,7 +135,13 @@ def extra_state_name(world_size: int, rank: int) -> str:
 def parse_shard_name(name: str) -> tuple[int, int] | None:
     """``(world_size, rank)`` of a model shard's name, or None if it is not one."""
     match = _SHARD.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
+    return (int(match[2]), int(match[3])) if match and match[1] == "model" else None
+
+
+def parse_master_name(name: str) -> tuple[int, int] | None:
+    """``(world_size, rank)`` of a name of :func:`master_name`, or None if it is not one."""
+    match = _SHARD.fullmatch(name)
+    return (int(match[2]), int(match[3])) if match and match[1] == "master" else None
 
 
 def distcp_order(name: str) -> tuple[int, int, str]:

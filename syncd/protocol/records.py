@@ -149,6 +149,9 @@ class Latest(Record):
         delta_from: when LATEST was written, the version from which the daemon was about to make a
             delta to this one; None if it was not about to make one.
             :class:`~.reports.DeltaProgress` has the outcome.
+        names: the names of tensors that the job keeps: those of its newest version whose names
+            differ between the hub and the trainer's module. None if there was none, or if a release
+            before this field wrote LATEST.
     """
 
     sequence: Sequence
@@ -157,6 +160,7 @@ class Latest(Record):
     kind: Kind = "full"
     dtype: VersionDtype = None
     delta_from: Sequence | None = None
+    names: Names | None = None
 
 
 class VersionFile(BaseModel):

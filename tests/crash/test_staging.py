@@ -1,17 +1,30 @@
-"""kill -9 at every change of a stage folder: half a copy is never used, and none stays."""
+"""kill -9 at every change of a stage folder, and at random moments: half a copy is never used.
+
+A power loss is no case of its own: copies from before the host's last start are never used
+(``tests/unit/test_explorer_staging.py``).
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from explorer_hooks.reader import LeasedVersion, Reader
 from explorer_hooks.staging import Staging
+from syncd.deltas.whole_version import WholeVersion
+from syncd.storage.fsio import Storage
 from tests.crash.test_kill import STRIDE, DeadlyStorage, in_a_child
+from tests.deltas import STORAGE, changed, contents, encode_delta, random_tensors, write_version
 from tests.explorers import LONG, publish
 from tests.jobs import SmallJob
 
@@ -69,3 +82,141 @@ def check(stage: Path, versions: list[LeasedVersion], moment: int) -> None:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# -- by a delta ----------------------------------------------------------------------------------
+
+
+class Unheld:
+    """A test's versions stay by themselves."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+class Host:
+    """A host with a whole copy of version 1, in a job with version 2 and a delta.
+
+    Args:
+        job: the job.
+        stage: the stage folder, on another filesystem.
+        is_held: whether a process that lives holds the copy.
+    """
+
+    def __init__(self, job: SmallJob, stage: Path, *, is_held: bool) -> None:
+        self._stage = stage
+        self._is_held = is_held
+        old = random_tensors(1, a=("BF16", (300, 100)), b=("F32", (5000,)), c=("U8", (9,)))
+        new = changed(old, 0.03, 2)
+        job.layout.published.mkdir(exist_ok=True)
+        job.layout.deltas.mkdir()
+        self._whole = [
+            write_version(job.layout.published, 1, old),
+            write_version(job.layout.published, 2, new, files=[["c", "a"], ["b"]]),
+        ]
+        encode_delta(job.layout.delta(2), *self._whole, old, new)
+        self.begin()
+
+    def begin(self) -> None:
+        """Have the copy of version 1 and nothing else."""
+        for room in self._stage.iterdir():
+            shutil.rmtree(room)
+        self._base = Staging(self._stage).stage(self._leased(self._whole[0]))
+        self._state = state(self._base.folder)
+        if not self._is_held:
+            self._base.release()
+
+    def stage(self, storage: Storage | None = None) -> Staging:
+        """Make a copy of version 2, check it, and leave no other."""
+        staging = Staging(self._stage, storage=storage)
+        copy = staging.stage(self._leased(self._whole[1]))
+        assert contents(copy.folder) == contents(self._whole[1].folder)
+        copy.verify()
+        staging.tidy()
+        copy.release()
+        return staging
+
+    def check(self, when: str) -> None:
+        """Whoever comes next has version 2 without reading all of it, and leaves nothing else."""
+        if self._is_held or self._base.folder.exists():
+            assert state(self._base.folder) == self._state, when
+        fetched = self.stage().fetched
+        assert fetched.no_delta is None, when
+        assert fetched.delta_bytes or not fetched.full_bytes, when
+        Staging(self._stage).tidy()
+        (room,) = self._stage.iterdir()
+        left = [self._base.folder.name] if self._is_held else []
+        assert sorted(os.listdir(room)) == [".copier", *left], when
+        self._base.release()
+
+    @staticmethod
+    def _leased(version: WholeVersion) -> LeasedVersion:
+        return LeasedVersion(STORAGE, version.folder, version.manifest, Unheld())
+
+
+def state(folder: Path) -> list[tuple[str, int, int, bytes]]:
+    """What of a copy's files must stay as it is."""
+    return [
+        (str(path), (status := path.stat()).st_ino, status.st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    ]
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder on another filesystem than the job's."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        if os.stat(folder).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("there is no second filesystem")
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_whatever_change_is_the_last_one_a_delta_makes_the_version_in_the_end(
+    job: SmallJob, memory: Path, is_held: bool
+) -> None:
+    host = Host(job, memory, is_held=is_held)
+    moment, going_on = 1 - STRIDE, True
+    while going_on:
+        moment += STRIDE
+        deadly = DeadlyStorage(moment)
+        going_on = in_a_child(lambda d=deadly: host.stage(d), f"moment {moment}")  # type: ignore[misc] # a default binds it
+        host.check(f"moment {moment}")
+        host.begin()
+    assert moment > 10
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_killed_at_random_moments_a_delta_makes_the_version_in_the_end(
+    job: SmallJob, memory: Path, is_held: bool
+) -> None:
+    host = Host(job, memory, is_held=is_held)
+    begun = time.monotonic()
+    host.check("not killed")
+    took = time.monotonic() - begun
+    ended = 0
+    for turn in range(30):
+        host.begin()
+        ended += killed_after(random.uniform(0, took), host.stage)
+        host.check(f"turn {turn}")
+    assert ended < 30
+
+
+def killed_after(seconds: float, act: Callable[[], object]) -> bool:
+    """Let a child do something, and kill it after a while; True where it came to its end before."""
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            act()
+            status = 0
+        except BaseException:  # noqa: BLE001 - a child must never go on as a second pytest
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    time.sleep(seconds)  # a moment of no kind in particular
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert status in {0, signal.SIGKILL}
+    return status == 0

@@ -131,8 +131,9 @@ SUBJECTS: Mapping[str, Callable[[], Subject]] = {
     "fake": _fake,
     "module": _module(lock=threading.Lock()),
     "module, direct": _module(in_place="direct"),
+    "module, sparse": _module(sparse=True),
     "module, other names": _hub_names(),
-    "module, other names, direct": _hub_names(in_place="direct"),
+    "module, other names, sparse": _hub_names(in_place="direct", sparse=True),
     "transformers": _transformers,
     "adapter": _adapter,
 }

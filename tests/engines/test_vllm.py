@@ -8,8 +8,9 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +19,30 @@ from safetensors.torch import save_file
 
 from explorer_hooks.engines import vllm_server
 from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.engines.vllm_session import TransferSession
 from explorer_hooks.engines.vllm_workers import EXTENSION
 from explorer_hooks.hook import ExplorerHook
-from syncd.protocol.errors import EngineMismatchError, ServerRefusedError, VerificationError
+from syncd.protocol.errors import (
+    EngineBrokenError,
+    EngineMismatchError,
+    ServerRefusedError,
+    VerificationError,
+)
+from syncd.protocol.names import MANIFEST
 from syncd.protocol.policy import Version
 from syncd.protocol.records import encode
 from tests.engines.broadcast_trainer import DEADLINE, trainer
 from tests.engines.pages import FOLLOW, IN_PROCESS
 from tests.engines.tiny_models import model, publish_adapter, publish_model, save_model, state
-from tests.engines.vllm_process import MODEL, PYTHON, Answer, VLLMProcess, environment
+from tests.engines.vllm_process import (
+    MODEL,
+    PYTHON,
+    WAYS,
+    Answer,
+    Reloading,
+    VLLMProcess,
+    environment,
+)
 from tests.engines.waiting import LONG, wait_for
 from tests.jobs import SmallJob
 
@@ -41,8 +57,23 @@ def hook(job: SmallJob, vllm: VLLMProcess) -> Iterator[ExplorerHook]:
         yield made
 
 
-def hook_of(job: SmallJob, vllm: VLLMProcess, name: str = "explorer") -> ExplorerHook:
-    return ExplorerHook(job.layout.root, name, VLLMServer(vllm.url), poll=0.05)
+def hook_of(
+    job: SmallJob, vllm: VLLMProcess, kind: type[VLLMServer] = VLLMServer, **options: Any
+) -> ExplorerHook:
+    return ExplorerHook(job.layout.root, "explorer", kind(vllm.url, **options), poll=0.05)
+
+
+def at_update(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Act once, right before the next load by the transfer."""
+    ask = TransferSession._ask
+    acts = [act]
+
+    def ask_then(session: TransferSession, route: str, body: object = None) -> Any:
+        if route == "POST /update_weights" and acts:
+            acts.pop()()
+        return ask(session, route, body)
+
+    monkeypatch.setattr(TransferSession, "_ask", ask_then)
 
 
 def said(vllm: VLLMProcess) -> list[list[int]]:
@@ -118,7 +149,7 @@ def test_requests_need_not_go_on_over_two_versions(
     def is_cut() -> bool:
         return any(len(answer.tokens) < 100 for answer in answers)
 
-    engine = VLLMServer(vllm.url, mode=mode)
+    engine = Reloading(vllm.url, mode=mode)
     clients = [threading.Thread(target=ask) for _ in range(4)]
     with ExplorerHook(job.layout.root, "explorer", engine, poll=0.05) as hook:
         for client in clients:
@@ -177,15 +208,15 @@ def test_what_is_damaged_or_does_not_fit_never_reaches_it(
     assert said(vllm) != before[0]
 
 
+@pytest.mark.parametrize("way", WAYS)
 def test_a_load_that_fails_in_the_server_is_taken_back(
-    job: SmallJob, vllm: VLLMProcess, monkeypatch: pytest.MonkeyPatch
+    job: SmallJob, vllm: VLLMProcess, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Half of a layer is there, and then a file that is damaged since the last look at it."""
     # As of a server without --enable-scale-out.
     monkeypatch.setattr(vllm_server, "_GENERATE", "POST /nothing")
     publish_model(job, 1, state(1))
-    engine = VLLMServer(vllm.url, checksums=True)
-    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.05) as hook:
+    with hook_of(job, vllm, WAYS[way], checksums=True) as hook:
         hook.pull(LONG)
         before = said(vllm)
         publish_model(job, 2, state(2))
@@ -198,6 +229,8 @@ def test_a_load_that_fails_in_the_server_is_taken_back(
                 some = {name: value for name, value in state(2).items() if "q_proj" in name}
                 save_file(some, path)
                 path.with_name("z.safetensors").write_bytes(b"no weights")
+            # With it the transfer would refuse the folder before it touches the model.
+            (job.layout.version(2) / MANIFEST).unlink()
 
         monkeypatch.setattr(VLLMServer, "pause", pause_and_lose)
         with pytest.raises(ServerRefusedError, match="did not load"):
@@ -298,44 +331,60 @@ def test_an_llm_in_the_process_says_what_the_server_says(
     assert f"said 4 {' '.join(map(str, said(vllm)[0]))}\n" in out
 
 
-KILLED = """
+ENDS = """
 import os, signal, sys
-from explorer_hooks.engines import vllm_server
-from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.engines.http_server import HttpServer
 from explorer_hooks.hook import ExplorerHook
+from tests.engines.vllm_process import WAYS
 
-class Killed(VLLMServer):
-    def _load_folder(self, *told):
-        if sys.argv[3] != "paused":
-            super()._load_folder(*told)
-        if sys.argv[3] != "cached":
-            os.kill(os.getpid(), signal.SIGKILL)
+job, url, way, route, when, number = sys.argv[1:]
+ask = HttpServer.ask
 
-    def _reset_cache(self):
-        os.kill(os.getpid(), signal.SIGKILL)
+def ask_and_end(server, asked, *told, **options):
+    if asked == route and when == "before":
+        os.kill(os.getpid(), int(number))
+    answer = ask(server, asked, *told, **options)
+    if asked == route:
+        os.kill(os.getpid(), int(number))
+    return answer
 
-ExplorerHook(sys.argv[1], "killed", Killed(sys.argv[2])).pull(60)
+HttpServer.ask = ask_and_end
+ExplorerHook(job, "killed", WAYS[way](url)).pull(60)
 """
 
 
-@pytest.mark.parametrize("moment", ["paused", "loaded", "cached"])
-def test_a_server_that_a_killed_hook_left_paused_is_resumed_with_the_newest(
-    job: SmallJob, vllm: VLLMProcess, moment: str
+@pytest.mark.parametrize(
+    ("way", "route", "when", "number"),
+    [
+        ("transfer", "POST /start_weight_update", "after", signal.SIGKILL),
+        ("transfer", "POST /update_weights", "after", signal.SIGSTOP),
+        ("transfer", "POST /reset_prefix_cache", "before", signal.SIGKILL),
+        ("reload", "POST /collective_rpc", "before", signal.SIGKILL),
+        ("reload", "POST /collective_rpc", "after", signal.SIGKILL),
+        ("reload", "POST /reset_prefix_cache", "before", signal.SIGKILL),
+    ],
+)
+def test_a_server_that_a_lost_hook_left_paused_is_resumed_with_the_newest(
+    job: SmallJob, vllm: VLLMProcess, way: str, route: str, when: str, number: int
 ) -> None:
     publish_model(job, 1, state(1))
-    arguments = (sys.executable, "-c", KILLED, str(job.layout.root), vllm.url, moment)
-    ended = subprocess.run(
-        arguments, timeout=LONG, check=False, env=os.environ | {"PYTHONPATH": "."}
+    given = (str(job.layout.root), vllm.url, way, route, when, str(int(number)))
+    lost = subprocess.Popen(
+        (sys.executable, "-c", ENDS, *given), env=os.environ | {"PYTHONPATH": "."}
     )
-    assert ended.returncode == -signal.SIGKILL
-    assert vllm.is_paused
-    with hook_of(job, vllm) as hook:
-        # Nobody knows what it has by now: it waits until it has something that is known.
+    try:
+        _, status = os.waitpid(lost.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status) or os.waitstatus_to_exitcode(status) == -number
         assert vllm.is_paused
-        hook.pull(LONG)
-        assert not vllm.is_paused
-        assert vllm.label == "step-1-version-1"
-        vllm.ask("/pause", mode="keep")
+        with hook_of(job, vllm) as hook:
+            # Nobody knows what it has by now: it waits until it has something that is known.
+            assert vllm.is_paused
+            hook.pull(LONG)
+            assert not vllm.is_paused
+            assert vllm.label == "step-1-version-1"
+            vllm.ask("/pause", mode="keep")
+    finally:
+        lost.kill()
     with hook_of(job, vllm) as hook:
         assert not vllm.is_paused  # paused between two loads: it goes on with what it has
         # Also a hook that comes later knows what fits: what the server was started with.
@@ -344,8 +393,32 @@ def test_a_server_that_a_killed_hook_left_paused_is_resumed_with_the_newest(
             hook.pull(LONG)
 
 
-def test_after_a_reload_it_says_what_a_fresh_server_says_and_one_that_restarts_is_brought_back(
-    job: SmallJob, vllm: VLLMProcess, tmp_path: Path
+def test_a_server_that_stops_in_a_load_is_given_the_newest_once_it_goes_on(
+    job: SmallJob, vllm: VLLMProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_model(job, 1, state(1))
+    with hook_of(job, vllm) as hook:
+        hook.pull(LONG)
+    publish_model(job, 2, state(2))
+    with hook_of(job, vllm, load_timeout=10.0) as hook:
+        at_update(monkeypatch, lambda: vllm.send(signal.SIGSTOP))
+        try:
+            with pytest.raises(EngineBrokenError, match="POST /update_weights: timed out"):
+                hook.pull(LONG)
+        finally:
+            vllm.send(signal.SIGCONT)
+        assert hook.fault is not None
+        assert hook.pull(LONG).step == 2
+        assert vllm.label == "step-2-version-2"
+        assert not vllm.is_paused
+        fresh = said(vllm)
+    with hook_of(job, vllm, Reloading) as hook:
+        hook.pull(LONG)
+    assert said(vllm) == fresh
+
+
+def test_a_server_that_is_killed_in_a_load_says_what_a_fresh_one_says_and_is_brought_back(
+    job: SmallJob, vllm: VLLMProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_model(job, 1, state(1))
     with hook_of(job, vllm) as hook:
@@ -353,11 +426,12 @@ def test_after_a_reload_it_says_what_a_fresh_server_says_and_one_that_restarts_i
         reloaded = said(vllm)
         hook.start()
         assert hook.may_produce()
-        vllm.restart(save_model(tmp_path / "fresh", 1))
+        at_update(monkeypatch, vllm.kill)
+        publish_model(job, 2, state(2))
         wait_for(lambda: hook.fault is not None)
         assert not hook.may_produce()
         hook.stop()
-        publish_model(job, 2, state(2))
+        vllm.restart(save_model(tmp_path / "fresh", 1))
         vllm.wait_until_up()
         assert said(vllm) == reloaded  # a server that was never reloaded, on the same weights
         hook.start()

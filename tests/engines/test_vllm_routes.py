@@ -12,6 +12,7 @@ import httpx2
 import pytest
 import torch
 
+from explorer_hooks.engines import vllm_server
 from explorer_hooks.engines.conformance import TensorBytes, make_version
 from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.vllm_engine import VLLMEngine
@@ -28,6 +29,14 @@ from syncd.protocol.participants import GroupMember, Rendezvous
 ROUTES = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/v1/completions")
 LABELS = ("/weight_info", "/update_weight_version")
 OPTIONS = ("/server_info",)
+TRANSFER = (
+    *OPTIONS,
+    "/version",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+)
 WEIGHT = TensorBytes("F32", (1,), b"1234")
 MEETING = Rendezvous(
     offer="0123456789ab",
@@ -42,6 +51,14 @@ MEETING = Rendezvous(
 )
 
 
+def states(
+    *opened: bool, holds: str | None = None, content: str | None = None
+) -> list[dict[str, object]]:
+    """Of a transfer in each worker."""
+    told = {"holds": holds, "content": content, "why_full": None}
+    return [{"is_open": one, **told} for one in opened]
+
+
 class Routes:
     """Answers as vLLM's routes do, and writes down what changes it."""
 
@@ -53,15 +70,19 @@ class Routes:
         extension: str = "",
         replicas: int = 1,
         device: str | None = None,
+        vllm: str = "0.32.1",
         answers: Mapping[str, object] | None = None,
     ) -> None:
         self.asked: list[str] = []
-        self.answers = answers or {}
+        self.answers = dict(answers or {})
+        self.refuses = False
+        self.updates: list[dict[str, Any]] = []
         self._paths = (*ROUTES, *more)
         self.told: dict[str, Any] = {
             "/v1/models": {"data": [{"id": "policy", "root": "elsewhere"}]},
             "/weight_info": {"weight_version": label},
             "/is_paused": {"is_paused": paused},
+            "/version": {"version": vllm},
             "/server_info": {
                 "vllm_config": {
                     "parallel_config": {
@@ -70,6 +91,9 @@ class Routes:
                         "world_size": 2,
                     },
                     "device_config": {"device": device} if device else None,
+                    "weight_transfer_config": {"backend": "syncd"}
+                    if "/update_weights" in more
+                    else None,
                 }
             },
         }
@@ -100,9 +124,141 @@ class Routes:
             self.asked.append(f"label {self.label}")
         elif path == "/v1/completions":
             return httpx2.Response(200, json={"choices": [{"text": "a"}]})
+        elif path == "/update_weights":
+            self.asked.append(path)
+            if self.refuses:
+                return httpx2.Response(500, text="a file is missing")
+            told = json.loads(request.content)["update_info"]
+            self.updates.append(told)
+            self.answers["weight_transfer_engine"] = states(True, True, holds=told["label"])
         elif path not in self.told:
             self.asked.append(f"{path} {request.url.params.get('mode', '')}".strip())
         return httpx2.Response(200, json=self.told.get(path, {}))
+
+
+@pytest.mark.parametrize(
+    ("opened", "begins"),
+    [
+        ((False, False), ["/start_weight_update"]),
+        ((True, True), []),  # a hook was killed before it finished
+        ((True, False), ["/finish_weight_update", "/start_weight_update"]),  # the load failed
+    ],
+)
+def test_a_folder_is_loaded_by_the_transfer_of_a_server_that_has_it(
+    tmp_path: Path, opened: tuple[bool, ...], begins: list[str]
+) -> None:
+    """Also a tied model on a CPU, without the extension."""
+    routes = Routes(*LABELS, *TRANSFER, "/reset_encoder_cache", device="cpu", label="step-1")
+    routes.answers["weight_transfer_engine"] = states(*opened)
+    version = make_version(tmp_path / "v1", {"model.embed_tokens.weight": WEIGHT})
+    engine = routes.engine()
+    engine.check(version)
+    engine.pause()
+    engine.load(version)
+    engine.reset_cache()
+    engine.resume()
+    state = "weight_transfer_engine"
+    assert routes.asked == [
+        "/pause keep",
+        f"label {LOADING}-full-step-1-version-1",
+        "/init_weight_transfer_engine",
+        state,
+        *begins,
+        "/update_weights",
+        state,
+        "/finish_weight_update",
+        "/reset_prefix_cache",
+        "/reset_encoder_cache",
+        "label step-1-version-1",
+        "/resume",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("label", "holds", "content", "found"),
+    [
+        ("step-1-version-1", "step-1-version-1", "base", True),
+        ("step-1-version-1", f"{LOADING}-full-taken-step-1-version-1", "base", True),
+        ("step-1-version-1", "step-0-version-0", "base", False),
+        ("step-1-version-1", None, None, False),
+        ("step-1-broadcast-run-1-1", "step-1-version-1", "base", False),
+        (f"{LOADING}-full-step-1-version-1", "step-1-version-1", "base", False),
+    ],
+)
+def test_deltas_are_looked_for_only_if_label_and_workers_say_what_they_begin_with(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    label: str,
+    holds: str | None,
+    content: str | None,
+    found: bool,
+) -> None:
+    looked: list[str] = []
+
+    def delta_folders(_: object, base: str) -> list[Path]:
+        looked.append(base)
+        return [tmp_path / "d"]
+
+    monkeypatch.setattr(vllm_server, "delta_folders", delta_folders)
+    routes = Routes(*LABELS, *TRANSFER, label=label)
+    routes.answers["weight_transfer_engine"] = states(False, False, holds=holds, content=content)
+    routes.engine(sparse=True).load(make_version(tmp_path / "v2", {}, sequence=2))
+    assert looked == (["base"] if found else [])
+    assert routes.updates[-1].get("deltas", []) == ([str(tmp_path / "d")] if found else [])
+
+
+def test_a_folder_that_the_transfer_refuses_is_taken_back(tmp_path: Path) -> None:
+    routes = Routes(*LABELS, *TRANSFER, label="step-1")
+    routes.answers["weight_transfer_engine"] = states(False, False)
+    engine = routes.engine()
+    engine.load(make_version(tmp_path / "v1", {}))
+    routes.refuses = True
+    with pytest.raises(ServerRefusedError, match="a file is missing"):
+        engine.load(make_version(tmp_path / "v2", {}, sequence=2))
+    with pytest.raises(EngineBrokenError, match="stays paused"):
+        engine.resume()
+
+
+@pytest.mark.parametrize(
+    ("routes", "options", "why"),
+    [
+        (TRANSFER, {"vllm": "0.33.0"}, "is vLLM 0.33.0"),
+        (TRANSFER, {"replicas": 2}, "--data-parallel-size"),
+        ((*OPTIONS, "/version", "/update_weights"), {}, "/init_weight_transfer_engine"),
+    ],
+)
+def test_a_transfer_that_is_not_known_is_left_alone_and_one_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, routes: Any, options: Any, why: str
+) -> None:
+    server = Routes(*LABELS, *routes, **options)
+    engine = server.engine()
+    version = make_version(tmp_path / "v1", {})
+    for _ in range(2):
+        engine.attach()  # the server was started anew
+        engine.check(version)
+        engine.load(version)
+    assert server.asked.count("reload_weights") == 2
+    (line,) = [one.getMessage() for one in caplog.records if "by reload_weights" in one.message]
+    assert why in line
+
+
+def test_a_server_that_is_started_anew_with_the_transfer_is_given_versions_by_it(
+    tmp_path: Path,
+) -> None:
+    routes = Routes(*LABELS, *TRANSFER)
+    routes.answers["weight_transfer_engine"] = states(False)
+    config = routes.told["/server_info"]["vllm_config"]
+    transfer, config["weight_transfer_config"] = config["weight_transfer_config"], None
+    engine = routes.engine()
+    engine.attach()
+    version = make_version(tmp_path / "v1", {})
+    engine.load(version)
+    assert "reload_weights" in routes.asked
+    config["weight_transfer_config"] = transfer
+    routes.asked.clear()
+    engine.load(version)
+    assert "/update_weights" in routes.asked
+    assert "reload_weights" not in routes.asked
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
@@ -259,7 +415,7 @@ def test_on_a_cpu_a_model_that_vllm_reloads_in_part_is_refused_before_the_pause(
     routes = Routes(*LABELS, *OPTIONS, device="cpu")
     engine = routes.engine()
     if why is not None:
-        with pytest.raises(EngineMismatchError, match=rf"(?s){why}.*--worker-extension-cls"):
+        with pytest.raises(EngineMismatchError, match=rf"(?s){why}.*--weight-transfer-config"):
             engine.check(version)
         assert routes.asked == []
         routes.extend(EXTENSION)  # it was restarted, as the message says

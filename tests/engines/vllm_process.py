@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, Final
 
 import httpx2
 
+from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.engines.vllm_workers import EXTENSION
 from tests.ports import free_port
 
 #: Names the Python of the environment that tests/engines/environment.py makes.
 PYTHON: Final = "SYNCD_VLLM_PYTHON"
 #: A server that begins imports for half a minute, on a machine that does nothing else.
-_START_SECONDS: Final = 280.0
+_START_SECONDS: Final = 450.0
 #: The name of the model that it was started with.
 MODEL: Final = "policy"
+_ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 def why_not() -> str | None:
@@ -35,6 +43,30 @@ def why_not() -> str | None:
     return None if Path(python).exists() else f"{PYTHON}={python} is not there"
 
 
+@cache
+def _entry_points() -> Path:
+    """A folder with the metadata of an installed syncd, by which vLLM finds the weight transfer."""
+    folder = Path(mkdtemp(prefix="syncd-metadata-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    program = "import setuptools; setuptools.setup()"
+    subprocess.run(
+        (sys.executable, "-c", program, "--quiet", "egg_info", "--egg-base", folder),
+        cwd=_ROOT,
+        check=True,
+    )
+    unpacked = folder / "unpacked-0.dist-info"
+    unpacked.mkdir()
+    (unpacked / "METADATA").write_text("Metadata-Version: 2.1\nName: unpacked\nVersion: 0\n")
+    (unpacked / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nunpacked = tests.engines.unpacked:register\n"
+    )
+    # The extra for deltas, which this Python has, and vLLM's has not.
+    found = find_spec("zstandard")
+    if found is not None and found.submodule_search_locations:
+        (folder / found.name).symlink_to(found.submodule_search_locations[0])
+    return folder
+
+
 def environment() -> dict[str, str]:
     """What vLLM needs of its environment, on two cores that others use too."""
     return os.environ | {
@@ -45,7 +77,8 @@ def environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "VLLM_PLUGINS": "syncd",
+        "PYTHONPATH": f"{_entry_points()}{os.pathsep}{_ROOT}",
     }
 
 
@@ -69,6 +102,17 @@ class Answer:
         return [label for label, _, _ in self.spans]
 
 
+class Reloading(VLLMServer):
+    """Loads as if the server had no weight transfer of syncd's."""
+
+    def _has_transfer(self) -> bool:
+        return False
+
+
+#: The two ways to load a folder.
+WAYS: Final = {"transfer": VLLMServer, "reload": Reloading}
+
+
 class VLLMProcess:
     """A server process.
 
@@ -76,10 +120,22 @@ class VLLMProcess:
         model: its folder.
         log: what it says goes to its end.
         takes_adapters: whether it is started for them.
+        ranks: its workers, each with a part of each tensor.
+        packs: whether it packs weights for the kernels of a CPU.
     """
 
-    def __init__(self, model: Path, log: Path, *, takes_adapters: bool = True) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        takes_adapters: bool = True,
+        ranks: int = 1,
+        packs: bool = True,
+    ) -> None:
+        self._plugins = {} if packs else {"VLLM_PLUGINS": "syncd,unpacked"}
         self._takes_adapters = takes_adapters
+        self._ranks = ranks
         self._port = str(free_port())
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = log
@@ -101,7 +157,9 @@ class VLLMProcess:
             "--max-num-seqs": "8",
             # Of the memory: it refuses to start if others use the rest.
             "--gpu-memory-utilization": "0.3",
+            "--tensor-parallel-size": str(self._ranks),
             "--worker-extension-cls": EXTENSION,
+            "--weight-transfer-config": '{"backend": "syncd"}',
         }
         flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out"]
         if self._takes_adapters:
@@ -111,7 +169,7 @@ class VLLMProcess:
         with self._log.open("ab") as out:
             return subprocess.Popen(
                 (*program, *words, *flags),
-                env=environment(),
+                env=environment() | self._plugins,
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
@@ -179,10 +237,26 @@ class VLLMProcess:
         """Whether requests wait."""
         return bool(self.ask("/is_paused", method="GET")["is_paused"])
 
+    def pids(self) -> list[int]:
+        """Its processes."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended
+            if int(fields[2]) == self._process.pid:
+                found.append(int(path.parent.name))
+        return found
+
+    def send(self, number: int) -> None:
+        """Send a signal to all of its processes."""
+        os.killpg(self._process.pid, number)
+
     def kill(self) -> None:
         """Kill it, and all that it has started. Safe to call twice."""
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self.send(signal.SIGKILL)
         except ProcessLookupError:
             pass
         self._process.wait()

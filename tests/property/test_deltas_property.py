@@ -28,8 +28,6 @@ from tests.deltas import STORAGE, Tensors, encode_delta, same_files, write_liste
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-settings.register_profile("quick", max_examples=60, deadline=None)
-settings.load_profile("quick")
 
 WIDTHS = st.sampled_from([1, 2, 4, 8])
 SEEDS = st.integers(0, 2**32 - 1)
@@ -228,6 +226,13 @@ def test_a_block_that_breaks_a_rule_is_refused(block: bytes, count: int, why: st
         Decoder().apply(memoryview(block), count, elements)
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("gaps", [b"\x05\x01\x01", b"\xff\xff\x01", b"\x05\x01\xff"])
+def test_gaps_of_more_or_fewer_changes_than_are_said_are_refused(gaps: bytes) -> None:
+    """In a block in which a gap may have two bytes, so that their length does not show it."""
+    with pytest.raises(BlockError, match="not those of so many"):
+        Decoder().apply(sparse(gaps, b"\x00\x00", b""), 2, np.zeros(600, "<u2"))
 
 
 def test_a_change_of_a_byte_cannot_be_large() -> None:

@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 from syncd.protocol import journal_lines, participants, records, reports, requests, tensor_names
 from syncd.protocol.errors import RecordError
 
-settings.register_profile("quick", max_examples=60, deadline=None)
-settings.load_profile("quick")
-
 NUMBERS = st.integers(min_value=0, max_value=2**63 - 1)
 SEQUENCES = st.integers(min_value=1, max_value=2**63 - 1)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)

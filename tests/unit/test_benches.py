@@ -17,6 +17,8 @@ from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.staging import Staging
 from syncd.checkpoint.merging.options import Progress
+from syncd.checkpoint.name_map import NameMap
+from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.save import WholeSave
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.coordination import TrainerSynchronizer
@@ -34,6 +36,7 @@ from syncd.protocol.errors import (
     SupersededError,
     WaitTimeoutError,
 )
+from syncd.protocol.names import NAME_MAP
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from syncd.protocol.records import Manifest, encode, parse
 from syncd.protocol.reports import DaemonReport
@@ -118,6 +121,24 @@ def test_a_step_is_built_for_its_session_and_neither_latest_nor_a_record_changes
         loop.run_once()
         assert (job.latest.sequence, job.latest.step) == (2, 9)
     assert job.leftovers() == []
+
+
+def test_a_build_has_the_name_map_of_its_type_as_a_version_has(job: SmallJob) -> None:
+    full(job, 4)
+    name, config = "model.encoder.weight", b'{"model_type": "granite_speech"}'
+    content = header_bytes([HeaderEntry(name, "F32", (3,), 0, 12)]) + bytes(12)
+    job.put(job.layout.actor(4) / "model.safetensors", content)
+    job.put(job.layout.actor(4) / "huggingface" / "config.json", config)
+    job.receipt(4, "run-4-1", 0, 1, receipt_of(content))
+    with job.daemon(CONFIG) as loop:
+        loop.run_once()
+        folder = ask(job, 4)
+        for _ in range(2):
+            loop.run_once()
+    manifest = read_manifest(STORAGE, folder)
+    assert (manifest.names, [one.name for one in manifest.tensors]) == ("hub", ["encoder.weight"])
+    names = NameMap.read((folder / NAME_MAP).read_bytes(), folder)
+    assert names.tensors() == {name: (3,)}
 
 
 def test_the_builds_of_a_dead_session_go_with_their_requests(job: SmallJob, clock: Clock) -> None:

@@ -174,6 +174,7 @@ def test_plain_tensors_are_compared_before_they_are_cast(tmp_path: Path) -> None
         built(tmp_path, tmp_path / "out", "bf16")
 
 
+@pytest.mark.slow
 def test_a_merge_that_casts_does_not_import_torch_itself(tmp_path: Path) -> None:
     actor = tmp_path / "global_step_1" / "actor"
     actor.mkdir(parents=True)
@@ -191,6 +192,7 @@ def test_a_merge_that_casts_does_not_import_torch_itself(tmp_path: Path) -> None
 # -- a child that does not work ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_child_that_is_killed_says_nothing_about_the_save() -> None:
     with Caster("a save") as made:
         tiles = made.cast(reader(bytes(8 * TILE)), 2 * TILE, "F32", "BF16", cancel=nothing)
@@ -227,6 +229,7 @@ def test_waiting_for_the_child_can_be_cancelled(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_threads_that_share_a_child_each_get_their_own_tensor(caster: Caster) -> None:
     counts = [TILE * 2 + number for number in range(2 * THREADS)]
     tensors = [

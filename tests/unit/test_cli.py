@@ -433,6 +433,7 @@ def test_ctrl_c_ends_every_command_with_130(name: str, monkeypatch: pytest.Monke
     assert syncd(name).exit_code == 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["prune", "pause"])
 def test_ctrl_c_ends_a_wait_for_the_daemon_and_leaves_nothing_behind(
     served: SmallJob, name: str
@@ -475,6 +476,7 @@ def test_every_error_says_when_it_is_raised() -> None:
         assert (kind.__doc__ or "").startswith("Raised when ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [(["status", "."], 11, "syncd: . is not a job"), (["verify", "."], 2, "syncd: . is neither"),

@@ -274,6 +274,7 @@ def watching(job: SmallJob, *more: str, out: int) -> Iterator[subprocess.Popen[b
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["terminal", "pipe", "json"])
 def test_it_is_shown_again_until_ctrl_c(served: SmallJob, where: str) -> None:
     ours, theirs = pty.openpty() if where == "terminal" else os.pipe()

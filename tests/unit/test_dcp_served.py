@@ -145,6 +145,7 @@ def torn(job: SmallJob) -> None:
 HELD = [with_an_optimizer, with_an_optimizer_in_a_folder, with_an_optimizer_beside, torn]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passed", [True, False])
 @pytest.mark.parametrize("write", [alone, *HELD], ids=lambda write: write.__name__)
 def test_a_step_goes_only_where_it_holds_a_model_alone_whether_published_or_passed_over(

@@ -105,6 +105,16 @@ class Held:
         return work(self.make, self.start)
 
 
+def damaged(job: SmallJob, step: int) -> None:
+    """A save that is quarantined when it is merged."""
+    job.save(step)
+    path = job.layout.actor(step) / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[8:12] = b"!!!!"
+    path.write_bytes(content)
+    job.hosts.settle()
+
+
 @contextmanager
 def finished(held: Held) -> Iterator[Held]:
     try:
@@ -259,6 +269,48 @@ def test_a_newer_version_ends_the_work_and_does_not_wait_for_it(job: SmallJob) -
     assert "d000002" not in deltas(job)
     assert "d000004" in deltas(job)
     assert drafts(job) == []
+
+
+@pytest.mark.local_only("the lagging client is of one thread")
+def test_if_the_newer_save_is_quarantined_the_delta_is_made_anew(job: SmallJob) -> None:
+    with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
+        publish(job, loop, 1)
+        publish(job, loop, 2)
+        assert held.begun.wait(_HANGS)
+        damaged(job, 3)
+        loop.run_once()
+        assert job.latest.step == 2
+        held.threads[0].join(_HANGS)
+        assert progress_of(job).state == "making" or "step 3" in (progress_of(job).why or "")
+        loop.run_once()
+        assert len(held.threads) == 2
+        held.finish()
+        loop.run_once()
+        assert (progress_of(job).state, progress_of(job).sequence) == ("made", 2)
+        publish(job, loop, 4)
+        held.join()
+    assert deltas(job) == ["d000002", "d000003"]
+
+
+@pytest.mark.local_only("the lagging client is of one thread")
+def test_after_a_rollback_no_delta_is_made_anew(job: SmallJob) -> None:
+    """LATEST names another version than the delta that the rollback ended."""
+    with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
+        publish(job, loop, 1)
+        publish(job, loop, 2)
+        assert held.begun.wait(_HANGS)
+        request = RollbackRequest(id="ask", sequence=1, by="someone", time=0.0)
+        job.put(job.layout.request("ask"), encode(request))
+        job.hosts.settle()
+        loop.run_once()
+        assert job.latest.sequence == 3
+        held.threads[0].join(_HANGS)
+        damaged(job, 3)
+        loop.run_once()
+        loop.run_once()
+        assert len(held.threads) == 1
+        held.finish()
+    assert deltas(job) == []
 
 
 @pytest.mark.local_only("the lagging client is of one thread")

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.deltas.applying import Link, apply_chain, changed_positions
 from syncd.deltas.delta_folder import BLOCKS, DENSEST, INDEX, read_delta, verify_delta
-from syncd.deltas.ends import NoDeltaError, content_of, find_chain, why_no_delta
+from syncd.deltas.ends import LONGEST_CHAIN, NoDeltaError, content_of, find_chain, why_no_delta
 from syncd.deltas.making import DeltaChild, why_not_here
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import CancelledError
@@ -225,6 +226,7 @@ def test_a_delta_that_would_save_little_is_given_up(tmp_path: Path) -> None:
         make_delta(base, target, tmp_path / "d")
 
 
+@pytest.mark.slow
 def test_too_many_changes_are_seen_before_a_twentieth_is_compared(tmp_path: Path) -> None:
     tensors = random_tensors(1, weights=("U8", (20 * 2**20,)))
     base = write_version(tmp_path, 1, tensors)
@@ -259,6 +261,20 @@ def test_a_child_that_is_killed_ends_the_delta(
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(NoDeltaError, match="SIGKILL"):
             child.write(tmp_path / "d", Work(nothing))
+
+
+def test_the_child_imports_what_its_parent_can(
+    tmp_path: Path, versions: list[WholeVersion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From PYTHONPATH too, and not from the working folder."""
+    for name in ("path", "work"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "numpy.py").write_text(f"raise ImportError('numpy of {name}')")
+    monkeypatch.chdir(tmp_path / "work")
+    make_delta(versions[0], versions[1], tmp_path / "d1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    with pytest.raises(NoDeltaError, match="numpy of path"):
+        make_delta(versions[0], versions[1], tmp_path / "d2")
 
 
 def test_a_child_that_stands_still_can_be_given_up(
@@ -329,6 +345,25 @@ def test_the_shortest_chain_of_those_that_there_are_is_found(chain: list[Link]) 
     assert find_chain([second], begin, end) is None
     assert find_chain([first, second], end, begin) is None
     assert find_chain([], begin, begin) == []
+
+
+def test_no_chain_is_longer_than_a_reader_can_open(chain: list[Link]) -> None:
+    """However few bytes it has: forged deltas of no bytes would take all descriptors."""
+    whole = chain[0].delta
+    ends = [whole.base.content, *(f"{n:032x}" for n in range(LONGEST_CHAIN)), whole.target.content]
+    short = [
+        whole.model_copy(
+            update={
+                "base": whole.base.model_copy(update={"content": base}),
+                "target": whole.target.model_copy(update={"content": target}),
+                "files": (),
+            }
+        )
+        for base, target in pairwise(ends)
+    ]
+    assert find_chain([*short, whole], ends[0], ends[-1]) == [whole]
+    assert find_chain([*short, whole], ends[0], ends[-2]) == short[:-1]
+    assert find_chain([*short, whole], ends[1], ends[-1]) == short[1:]
 
 
 def test_this_host_has_what_deltas_need() -> None:

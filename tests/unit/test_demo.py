@@ -32,6 +32,7 @@ def read(output: int) -> bytes:
         return b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "pipe"])
 def test_it_says_at_once_what_it_does_and_where_to_look(is_terminal: bool) -> None:
     output, theirs = pty.openpty() if is_terminal else os.pipe()

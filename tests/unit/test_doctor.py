@@ -236,6 +236,7 @@ BROKEN: list[tuple[str, Callable[[Path], Callable[[], Storage]]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "broken"), BROKEN)
 def test_each_broken_promise_between_two_clients_is_found_and_named(
     tmp_path: Path, name: str, broken: Callable[[Path], Callable[[], Storage]]
@@ -361,6 +362,7 @@ def test_a_local_disk_keeps_every_promise_to_one_process(tmp_path: Path, name: s
     assert finding.verdict in allowed, finding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "storage", "verdict", "said"),
     [
@@ -567,6 +569,7 @@ def test_storage_that_hangs_is_a_finding_and_the_end(job: SmallJob) -> None:
     assert "did not answer within 10 s" in found[-1].words
 
 
+@pytest.mark.slow
 def test_storage_that_hangs_on_the_other_host_is_a_finding_there(job: SmallJob) -> None:
     class Hanging(FastStorage):
         goes_on = threading.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from explorer_hooks.engines.conformance import make_version
+from explorer_hooks.engines.fitting import TensorSpec
 from explorer_hooks.engines.sglang_fake import FakeSGLang
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.engines.torch_module import InPlace, TorchModule
 from explorer_hooks.engines.vllm_engine import LLM, VLLMEngine
 from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.given_names import GivenNames
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.server_fit import Fits
 from explorer_hooks.weights import WeightsReader
@@ -25,10 +27,11 @@ from syncd.checkpoint.name_map import NameMap
 from syncd.protocol.errors import EngineMismatchError, VerificationError
 from syncd.protocol.names import MODEL_CONFIG, NAME_MAP
 from syncd.protocol.records import Names
-from syncd.protocol.tensor_names import NameMapRecord
+from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from tests.mapped_names import BY_NAMES, NAMES, Named, as_bytes, on_the_hub, state
 from tests.storages import RuledStorage
 
+A, B = torch.arange(8, dtype=torch.bfloat16).reshape(2, 2, 2)
 OTHER: dict[Names, Names] = {"hub": "trainer", "trainer": "hub"}
 
 
@@ -239,3 +242,52 @@ def test_a_reader_gives_each_tensor_by_both_of_its_names(
         assert found.keys() == truth.keys()
         assert all(torch.equal(found[name], value) for name, value in truth.items())
         assert dict(reader.state_dict_iterator()).keys() == set(reader.names())
+
+
+@pytest.mark.parametrize(
+    ("pieces", "hub"),
+    [
+        ({"a": {"name": "b"}, "b": {"name": "a"}}, {"b": A, "a": B}),
+        ({"a": {"name": "b"}, "b": {"name": "c"}}, {"b": A, "c": B}),
+        ({"a": {"name": "a", "transposed": True}}, {"a": A.T, "b": B}),
+    ],
+    ids=["swapped", "chained", "transposed"],
+)
+@pytest.mark.parametrize("given", ["hub", "trainer"])
+def test_a_name_of_one_set_that_another_tensor_has_in_the_other_is_the_asked_sets(
+    tmp_path: Path, pieces: dict[str, Any], hub: dict[str, Tensor], given: Names
+) -> None:
+    mapped = {
+        name: MappedTensor(shape=(2, 2), pieces=(HubPiece(**piece),))
+        for name, piece in pieces.items()
+    }
+    of = {"trainer": {"a": A, "b": B}, "hub": hub}
+    version = make_version(
+        tmp_path / "v1",
+        as_bytes({name: value.contiguous() for name, value in of[given].items()}),
+        files={NAME_MAP: NameMap(NameMapRecord(tensors=mapped)).encode()},
+        names=given,
+    )
+    with WeightsReader(version) as reader:
+        for asked in OTHER:
+            found = dict(reader.state_dict_iterator(asked))
+            assert found.keys() == of[asked].keys()
+            assert all(torch.equal(found[name], value) for name, value in of[asked].items()), asked
+
+
+def test_joined_parts_in_any_order_and_numbers_are_compared_by_the_hubs_names() -> None:
+    def one(shape: tuple[int, ...], **piece: Any) -> MappedTensor:
+        return MappedTensor(shape=shape, pieces=(HubPiece(**piece),))
+
+    record = NameMapRecord(
+        tensors={
+            "gate": one((3, 4), name="gate_up", at=5),
+            "up": one((5, 4), name="gate_up", at=0),
+            "count": one((), name="norm.count"),
+        }
+    )
+    specs = {name: TensorSpec("F32", mapped.shape) for name, mapped in record.tensors.items()}
+    names = GivenNames(NameMap(record), "trainer")
+    wanted = {"gate_up": TensorSpec("F32", (8, 4)), "norm.count": TensorSpec("F32", ())}
+    assert names.by_hub(specs) == wanted
+    assert names.by_hub(dict(reversed(specs.items()))) == wanted

@@ -170,6 +170,7 @@ def syncd_with(entry_point: str, folder: Path, *arguments: str) -> subprocess.Co
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_package_adds_commands_and_replaces_none(tmp_path: Path) -> None:
     ours = "follow2 = explorer_hooks.follow:command\nstatus = explorer_hooks.follow:command"
     listed = syncd_with(ours, tmp_path, "--help").stdout

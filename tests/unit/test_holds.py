@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from syncd.coordination.holds import Holds
 from syncd.coordination.leased_version import LeasedVersion
-from syncd.protocol.errors import VersionGoneError
+from syncd.protocol.errors import InvalidSettingsError, VersionGoneError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import MANIFEST, lease_marker
 from syncd.protocol.records import Manifest, encode
@@ -150,3 +150,22 @@ def test_a_version_that_went_away_while_it_was_leased_is_released_once_the_job_i
     assert is_leased(layout, 1)
     holds.settle()
     assert not is_leased(layout, 1)
+
+
+def test_a_fork_can_take_and_release_nothing(tmp_path: Path) -> None:
+    """Its leases would be the same files as its parent's."""
+    layout = JobLayout(tmp_path)
+    published(layout, 1)
+    holds = Holds(Job(RuledStorage(), layout), NAME, SESSION)
+    version = holds.hold(1)
+    child = os.fork()
+    if not child:
+        try:
+            version.release()
+            with pytest.raises(InvalidSettingsError, match="of which this is a fork"):
+                holds.hold(1)
+        except BaseException:  # noqa: BLE001 - the parent reports it
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert is_leased(layout, 1)

@@ -77,7 +77,7 @@ def types(names: Any = TYPES) -> list[Any]:
     ]
 
 
-def merged(actor: Path, out: Path, names: Names = "hub", sequence: int = 0) -> Manifest:
+def merged(actor: Path, out: Path, names: Names = "hub", sequence: int | None = None) -> Manifest:
     out.mkdir()
     return build_model_folder(
         STORAGE,
@@ -134,16 +134,17 @@ def test_a_table_says_what_transformers_says(model_type: str) -> None:
         assert found
 
 
-def test_the_trainers_names_stay_if_they_are_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sequence", [3, 0])
+def test_the_trainers_names_stay_if_they_are_asked_for(tmp_path: Path, sequence: int) -> None:
     model = tiny_model("qwen3_moe")
     save_by_hand(model, tmp_path / "actor")
 
-    manifest = merged(tmp_path / "actor", tmp_path / "out", "trainer", sequence=3)
+    manifest = merged(tmp_path / "actor", tmp_path / "out", "trainer", sequence=sequence)
 
     assert manifest.names == "trainer"
     found = dict(tensors_in(tmp_path / "out"))
     assert found.keys() == model.state_dict().keys()
-    # Explorers that load in place need the map, whatever the names are.
+    # Explorers that load in place need the map, whatever the names are, and benches too (0).
     assert NAME_MAP in {file.name for file in manifest.files}
     names = NameMap.read((tmp_path / "out" / NAME_MAP).read_bytes(), "it")
     assert names == name_map_of(model)
@@ -183,7 +184,21 @@ def test_a_head_of_another_class_is_refused_for_its_names_alone(tmp_path: Path) 
 
     with pytest.raises(CheckpointError, match="names trainer"):
         merged(tmp_path / "actor", tmp_path / "hub")
-    assert merged(tmp_path / "actor", tmp_path / "out", "trainer").names == "trainer"
+    manifest = merged(tmp_path / "actor", tmp_path / "out", "trainer", sequence=1)
+    assert manifest.names == "trainer"
+    # Servers that look for the hub's names must refuse the version.
+    names = NameMap.read((tmp_path / "out" / NAME_MAP).read_bytes(), "it")
+    assert NAME_MAP in {file.name for file in manifest.files}
+    assert "the table of qwen3_moe is of" in str(names.refused)
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (4, 7, 4)])
+def test_a_tensor_that_cannot_be_cut_as_its_table_says_is_a_refusal(shape: tuple[int, ...]) -> None:
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    names = hub_tables.map_by_type(config, {"model.layers.0.mlp.experts.gate_up_proj": shape})
+    assert names is not None
+    assert "the table of qwen3_moe does not fit" in str(names.refused)
+    assert "gate_up_proj" in str(names.refused)
 
 
 @pytest.mark.parametrize(

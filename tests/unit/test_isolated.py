@@ -143,6 +143,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_bomb_is_an_error_that_names_the_file_and_the_next_is_read(
     child: IsolatedParser, kind: str
@@ -395,6 +396,7 @@ def many(count: int) -> bytes:
     return b"\x80\x02" + one.getvalue()[2:-1] + kept + b"0}(" + b"".join(entries) + b"u."
 
 
+@pytest.mark.slow
 def test_an_answer_is_no_longer_than_what_it_is_about() -> None:
     data = many(100_000)
     with IsolatedParser(cancel=nothing) as child:
@@ -403,6 +405,7 @@ def test_an_answer_is_no_longer_than_what_it_is_about() -> None:
         assert len(child.read_pieces(many(1000), "next", intact=True)) == 1000
 
 
+@pytest.mark.slow
 def test_the_answers_about_a_save_are_of_limited_bytes() -> None:
     with IsolatedParser(cancel=nothing, limits=ParseLimits(answers=3 * MIB)) as child:
         child.read_pieces(many(50_000), "/job/first.pt", intact=True)
@@ -421,6 +424,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_tensor_without_elements_takes_a_kilobyte_of_the_process_that_merges(
     tmp_path: Path,
 ) -> None:

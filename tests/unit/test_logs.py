@@ -289,6 +289,7 @@ def test_a_flood_of_the_same_line_is_held_back_and_counted(
 # -- the command -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_says_so_in_the_form_that_was_asked_for(tmp_path: Path) -> None:
     for form in (["--log-format", "human"], ["--log-format", "json"], ["--json"]):
         none = tmp_path / f"none{FORGED}\x1b[2J"

@@ -93,6 +93,7 @@ def test_as_many_that_drip_as_there_may_be_keep_nobody_from_an_answer(port: int)
             assert asked(port)[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["says nothing", "drips its header", "drips a body"])
 def test_a_connection_ends_after_its_time_whatever_its_client_does(
     port: int, what: str, monkeypatch: pytest.MonkeyPatch
@@ -115,7 +116,7 @@ def test_a_connection_ends_after_its_time_whatever_its_client_does(
 def test_a_client_that_does_not_read_its_answer_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(LoopbackServer, "longest", 0.2)
+    monkeypatch.setattr(LoopbackServer, "longest", 1)  # not before the answer begins
     metrics, port = Metrics(), free_port()
     Gauge("long", "x" * 20_000_000, registry=metrics.registry)  # more than sockets buffer
     with Exporter(metrics, port=port, textfile=None), ExitStack() as stack:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.version import read_manifest
 from syncd.cli.status_page import page
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.host.services import Services
 from syncd.daemon.telling.journal import read_journal
 from syncd.operate.job_state import look
-from syncd.protocol.names import NAME_MAP
-from syncd.protocol.records import encode
+from syncd.protocol.names import NAME_MAP, RECEIPTS, receipt_name
+from syncd.protocol.records import Receipt, encode, parse
 from syncd.protocol.reports import ExplorerReport
 from syncd.protocol.requests import RollbackRequest
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
@@ -120,6 +122,58 @@ def test_a_job_keeps_the_names_of_its_newest_version_over_daemons(
     told = [record for record in caplog.records if getattr(record, "event", "") == "version_names"]
     assert [record.levelno for record in told] == [logging.WARNING]
     assert "--names hub" in told[0].getMessage()
+
+
+def adapter(job: SmallJob, step: int) -> None:
+    """A save of a LoRA adapter, without receipts."""
+    folder = job.layout.actor(step) / "lora_adapter"
+    folder.mkdir(parents=True)
+    a, b = (f"base_model.model.q.lora_{one}.weight" for one in "AB")
+    entries = [HeaderEntry(a, "F32", (1, 2), 0, 8), HeaderEntry(b, "F32", (2, 1), 8, 16)]
+    job.put(folder / "adapter_model.safetensors", header_bytes(entries) + bytes(16))
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q"]}
+    job.put(folder / "adapter_config.json", json.dumps(config).encode())
+    job.point(step)
+
+
+def remote(job: SmallJob, step: int) -> None:
+    """A save that only names a path."""
+    job.layout.step(step).mkdir(parents=True)
+    (job.layout.step(step) / "remote_sampler_path.txt").write_text("/models/x\n")
+    job.point(step)
+
+
+@pytest.mark.parametrize("other", [adapter, remote])
+def test_a_job_keeps_its_names_over_versions_that_have_none_and_daemons(
+    job: SmallJob, clock: Clock, other: Callable[[SmallJob, int], None]
+) -> None:
+    config = DaemonConfig(keep=1, tick=0.001)
+    with job.daemon(config, clock=clock) as loop:
+        save(job, 1)
+        loop.run_once()
+        other(job, 2)
+        for _ in range(5):
+            clock.advance(2.0)
+            loop.run_once()
+        assert job.latest.sequence == 2
+    for step in (3, 4):
+        with job.daemon(config, clock=clock) as loop:
+            save(job, step)
+            loop.run_once()
+        assert tensors(job, step) == HUB
+    assert said(job) == [(1, "hub", None)]
+
+
+def test_a_map_that_the_receipts_do_not_list_is_another_saves(job: SmallJob, clock: Clock) -> None:
+    save(job, 1)
+    receipt = job.layout.actor(1) / RECEIPTS / receipt_name(0)
+    told = parse(Receipt, receipt.read_bytes(), receipt)
+    files = tuple(file for file in told.files if not file.name.endswith(NAME_MAP))
+    receipt.write_bytes(encode(told.model_copy(update={"files": files})))
+    with job.daemon(clock=clock) as loop:
+        loop.run_once()
+    assert tensors(job, 1) == TRAINER
+    assert not (job.layout.version(1) / NAME_MAP).exists()
 
 
 def test_a_change_of_names_is_said_once(

@@ -92,6 +92,7 @@ def wheel(sdist: Path) -> ZipFile:
     return ZipFile(_build(sdist, "build_wheel"))
 
 
+@pytest.mark.slow
 def test_a_source_distribution_is_what_git_has(sdist: Path) -> None:
     tracked = _in_git()
     if not tracked:
@@ -102,12 +103,14 @@ def test_a_source_distribution_is_what_git_has(sdist: Path) -> None:
     assert found - tracked - _in_git(*_NEW) == set()
 
 
+@pytest.mark.slow
 def test_a_wheel_has_every_file_of_the_packages_and_no_other(wheel: ZipFile) -> None:
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert held == _files(_ROOT, *_PACKAGES)
     assert {f"{package}/py.typed" for package in _PACKAGES} <= held
 
 
+@pytest.mark.slow
 def test_a_wheel_says_what_it_is(wheel: ZipFile) -> None:
     info = f"syncd-{syncd.__version__}.dist-info"
     metadata = HeaderParser().parsestr(wheel.read(f"{info}/METADATA").decode())
@@ -122,6 +125,7 @@ def test_a_wheel_says_what_it_is(wheel: ZipFile) -> None:
     assert "follow = explorer_hooks.follow:command" in commands
 
 
+@pytest.mark.slow
 def test_only_extras_bring_torch_and_numpy(wheel: ZipFile) -> None:
     info = f"syncd-{syncd.__version__}.dist-info"
     metadata = HeaderParser().parsestr(wheel.read(f"{info}/METADATA").decode())

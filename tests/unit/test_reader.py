@@ -309,6 +309,7 @@ def test_closing_ends_the_session(job: SmallJob) -> None:
     assert os.listdir(job.layout.sessions) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     ["explorer_hooks.reader", "explorer_hooks.hook", "syncd.daemon.service", "syncd.cli"],

@@ -87,6 +87,7 @@ def test_a_child_that_parses_finds_the_same(
         assert list(found.items()) == list(here.tensors().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("name", STORED_SAVES)
 def test_saves_of_other_torch_releases_merge_too(

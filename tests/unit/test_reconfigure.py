@@ -19,6 +19,7 @@ from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock
 
 
+@pytest.mark.slow
 def test_the_next_version_is_made_by_the_new_configuration(job: SmallJob, clock: Clock) -> None:
     with job.daemon(DaemonConfig(), clock=clock) as loop:
         job.save(1)

@@ -44,6 +44,7 @@ def comparisons(versions: int) -> int:
     return Compared.times
 
 
+@pytest.mark.slow
 def test_deciding_about_versions_takes_as_many_comparisons_as_there_are_versions() -> None:
     assert comparisons(4000) < 4.5 * comparisons(1000)
 
@@ -57,6 +58,7 @@ def rounds(storage: RuledStorage, loop: Any, clock: Clock, count: int) -> int:
     return len(storage.calls) // count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["explorers", "versions"])
 def test_a_round_takes_as_many_calls_as_there_are(what: str, tmp_path: Any) -> None:
     taken = []
@@ -81,6 +83,7 @@ def test_a_round_takes_as_many_calls_as_there_are(what: str, tmp_path: Any) -> N
     assert many < 4.2 * few
 
 
+@pytest.mark.slow
 def test_a_late_version_costs_what_an_early_one_did(tmp_path: Any) -> None:
     storage, clock = RuledStorage(), Clock()
     job = SmallJob(tmp_path / "job", storage)

@@ -7,9 +7,11 @@ import mmap
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from syncd.protocol.records import Latest, Record, encode
 from syncd.protocol.reports import DeltaProgress
 from tests.deltas import changed, make_delta, random_tensors, same_files, write_version
 from tests.jobs import SmallJob
-from tests.storages import CHANGES, Clock, RuledStorage
+from tests.lagging import LagClock, LaggingStorage
+from tests.storages import CHANGES, Clock, RuledStorage, refuse
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "embed": ("BF16", (300, 1000)),
@@ -212,9 +215,18 @@ def test_whatever_is_damaged_the_full_version_is_read(
     assert copies(stage) == ["v000001", "v000004"]
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_a_delta_that_cannot_be_read_half_way_is_left_for_the_full_version(
-    versions: Versions, stage: Path, code: int
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, os.strerror(errno.EIO)),
+        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
+        ImportError("libzstd.so.1: cannot open shared object file"),
+        MemoryError("no 8 MiB"),
+        IndexError("a bug"),
+    ],
+)
+def test_a_delta_that_cannot_be_applied_is_left_for_the_full_version(
+    versions: Versions, stage: Path, error: Exception
 ) -> None:
     staging = Staging(stage)
     held = staging.stage(versions[0])
@@ -222,12 +234,72 @@ def test_a_delta_that_cannot_be_read_half_way_is_left_for_the_full_version(
 
     def rule(name: str, given: tuple[Any, ...]) -> None:
         if name.startswith("pread") and os.fstat(given[0]).st_ino == blocks:
-            raise OSError(code, os.strerror(code))
+            raise error
 
     versions.storage.rules.append(rule)
     assert is_copy(staging.stage(versions[1]), versions.whole[1])
-    assert os.strerror(code) in (staging.fetched.no_delta or "")
+    assert str(error) in (staging.fetched.no_delta or "")
     held.release()
+
+
+def test_deltas_whose_code_cannot_be_imported_are_left_for_the_full_version(
+    versions: Versions, stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = Staging(stage)
+    held = staging.stage(versions[0])
+    monkeypatch.setitem(sys.modules, "syncd.deltas.applying", None)
+    assert is_copy(staging.stage(versions[1]), versions.whole[1])
+    assert "syncd.deltas.applying" in (staging.fetched.no_delta or "")
+    held.release()
+
+
+@pytest.mark.parametrize("record", ["deltas/d000004/delta.json", ".syncd/delta_progress.json"])
+def test_if_a_record_of_deltas_cannot_be_read_the_full_version_is(
+    versions: Versions, slow: Staging, record: str
+) -> None:
+    if record.startswith(".syncd"):
+        Daemon(versions).says("making")
+    versions.storage.rules.append(refuse("open_read", errno.EIO, where=record))
+    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    assert os.strerror(errno.EIO) in (slow.fetched.no_delta or "")
+
+
+def test_if_storage_fails_once_the_copy_is_held_nothing_stays_held(
+    versions: Versions, stage: Path
+) -> None:
+    ours, theirs = Staging(stage), Staging(stage)
+    made = ours.stage(versions[0])
+    versions.storage.rules.append(refuse("status", errno.EIO, where="v000001"))
+    theirs.stage(versions[0]).release()
+    made.release()
+    theirs.tidy()
+    assert copies(stage) == []
+
+
+def test_a_base_is_reported_for_as_long_as_it_is_there(versions: Versions, stage: Path) -> None:
+    staging = Staging(stage)
+    copy = staging.stage(versions[0])
+    assert staging.base == 1
+    copy.release()
+    assert staging.base == 1
+    staging.tidy()
+    assert staging.base is None
+
+
+def test_a_step_that_was_evaluated_hides_no_base(versions: Versions, stage: Path) -> None:
+    """Its copy has the bytes of version 1, and comes before it by name."""
+    staging = Staging(stage)
+    held = [staging.stage(versions[0])]
+    old = versions.whole[0]
+    folder = versions.job.layout.root / ".syncd" / "bench" / "S" / "ID"
+    shutil.copytree(old.folder, folder)
+    manifest = old.manifest.model_copy(update={"sequence": 0})
+    (folder / MANIFEST).write_bytes(encode(manifest))
+    held.append(staging.stage(LeasedVersion(versions.storage, folder, manifest, Unheld())))
+    assert is_copy(staging.stage(versions[1]), versions.whole[1])
+    assert staging.fetched.delta_bytes == versions.links[0].delta.bytes
+    for one in held:
+        one.release()
 
 
 def test_a_version_that_is_damaged_is_not_made_of_deltas_either(
@@ -363,30 +435,37 @@ class Daemon:
             Latest(sequence=4, step=4, folder=version_folder(4), kind="full", delta_from=1),
         )
 
-    def says(self, state: Any, *, sequence: int = 4, done: int = 0, why: str | None = None) -> None:
+    def says(self, state: Any, *, sequence: int = 4, **more: Any) -> None:
         self._put(
             self._layout.delta_progress,
-            DeltaProgress(sequence=sequence, base=1, state=state, done=done, why=why, time=0.0),
+            DeltaProgress(sequence=sequence, base=1, state=state, time=0.0, **more),
         )
 
-    def makes_it(self) -> None:
+    def commits(self) -> None:
         self._away.rename(self._delta)
+
+    def makes_it(self) -> None:
+        self.commits()
         self.says("made")
 
     def _put(self, path: Path, record: Record) -> None:
         self._versions.job.put(path, encode(record))
 
 
-@pytest.fixture
-def slow(versions: Versions, stage: Path) -> Staging:
-    """A stage whose first full copy has taken 1,000 seconds, by its clock."""
+def a_slow_one(stage: Path, budget_bytes: int | None = None) -> Staging:
     clock = Clock()
 
     def rule(name: str, _: tuple[Any, ...]) -> None:
         if name == "sync_folder":
             clock.advance(1000.0)
 
-    staging = Staging(stage, storage=RuledStorage(rule), clock=clock)
+    return Staging(stage, budget_bytes, storage=RuledStorage(rule), clock=clock)
+
+
+@pytest.fixture
+def slow(versions: Versions, stage: Path) -> Staging:
+    """A stage whose first full copy has taken 1,000 seconds, by its clock."""
+    staging = a_slow_one(stage)
     held = staging.stage(versions[0])
     assert held.folder.exists()
     return staging
@@ -434,6 +513,122 @@ def test_a_delta_that_will_never_be_made_is_not_waited_for(
     after_looks(versions, 2, lambda: act(daemon))
     assert is_copy(slow.stage(versions[1]), versions.whole[1])
     assert why in (slow.fetched.no_delta or "")
+
+
+def goes_on_once_it_is_made(daemon: Daemon) -> None:
+    daemon.makes_it()
+    daemon.says("making", sequence=9)
+
+
+@pytest.mark.parametrize("ends", [Daemon.commits, goes_on_once_it_is_made])
+def test_a_delta_that_was_made_is_used_however_the_wait_ends(
+    versions: Versions,
+    slow: Staging,
+    ends: Callable[[Daemon], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its daemon is killed before it says so, or makes the next one before the reader's look."""
+    monkeypatch.setattr(delta_base, "_SILENCE", 0.5)
+    daemon = Daemon(versions)
+    daemon.says("making")
+    after_looks(versions, 2, lambda: ends(daemon))
+    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    assert slow.fetched.delta_bytes == versions.links[0].delta.bytes
+
+
+def test_latest_alone_makes_nobody_wait(versions: Versions, slow: Staging) -> None:
+    """After a take-over LATEST still has ``delta_from``, and there is no progress."""
+    Daemon(versions)
+    versions.storage.calls.clear()
+    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    assert "is not being made" in (slow.fetched.no_delta or "")
+    layout = versions.job.layout
+    assert versions.storage.count("open_read", layout.delta_progress) == 2
+    assert ("utime", (layout.state,)) in versions.storage.calls
+
+
+def test_a_wait_ends_if_the_progress_shows_that_it_is_too_long(
+    versions: Versions, slow: Staging
+) -> None:
+    daemon = Daemon(versions)
+    daemon.says("making", total=10**15)
+    for look in range(2, 6):
+        after_looks(versions, look, partial(daemon.says, "making", done=look, total=10**15))
+    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    assert "s more: longer than" in (slow.fetched.no_delta or "")
+
+
+def test_for_a_base_that_must_make_room_nobody_waits(versions: Versions, stage: Path) -> None:
+    staging = a_slow_one(stage, budget_bytes=size_of(versions.whole[1].folder) + 2000)
+    staging.stage(versions[0]).release()
+    Daemon(versions).says("making")
+    assert is_copy(staging.stage(versions[1]), versions.whole[1])
+    assert "must make room" in (staging.fetched.no_delta or "")
+    assert not versions.storage.count("open_read", versions.job.layout.delta_progress)
+
+
+def test_for_a_base_that_only_another_job_has_nobody_waits(
+    versions: Versions, slow: Staging, tmp_path: Path
+) -> None:
+    """Both jobs have a version 4, and share the stage folder."""
+    (tmp_path / "b").mkdir()
+    other = write_version(tmp_path / "b", 4, random_tensors(9, x=("BF16", (4,))))
+    theirs = Staging(slow.folder)
+    kept = theirs.stage(LeasedVersion(versions.storage, other.folder, other.manifest, Unheld()))
+    for link in versions.links:
+        shutil.rmtree(link.folder)
+    layout, put = versions.job.layout, versions.job.put
+    latest = Latest(sequence=9, step=9, folder=version_folder(9), kind="full", delta_from=4)
+    put(layout.latest, encode(latest))
+    progress = DeltaProgress(sequence=9, base=4, state="making", time=0.0)
+    put(layout.delta_progress, encode(progress))
+    assert is_copy(slow.stage(versions[2]), versions.whole[2])
+    assert "not on this host" in (slow.fetched.no_delta or "")
+    kept.release()
+
+
+class Client:
+    """An explorer's host that mounts the job from a network, with caches that lag."""
+
+    def __init__(self, versions: Versions) -> None:
+        self.clock = LagClock()
+        self.storage = LaggingStorage(versions.job.layout.root, self.clock)
+        self._versions = versions
+
+    def __getitem__(self, number: int) -> LeasedVersion:
+        one = self._versions.whole[number]
+        return LeasedVersion(self.storage, one.folder, one.manifest, Unheld())
+
+
+def test_on_a_network_a_delta_that_was_waited_for_is_found(
+    versions: Versions, slow: Staging
+) -> None:
+    client, daemon, looks = Client(versions), Daemon(versions), 0
+    daemon.says("making")
+    shutil.rmtree(versions.links[1].folder)
+
+    def a_second_passes() -> None:
+        nonlocal looks
+        looks += 1
+        client.clock.advance(1.0)
+        if looks == 5:
+            daemon.makes_it()
+
+    assert is_copy(slow.stage(client[1], cancel=a_second_passes), versions.whole[1])
+    assert slow.fetched.delta_bytes == versions.links[0].delta.bytes
+
+
+def test_on_a_network_the_first_delta_of_all_is_found(versions: Versions, stage: Path) -> None:
+    client, staging, layout = Client(versions), Staging(stage), versions.job.layout
+    held = staging.stage(client[0])
+    away = layout.root / "away"
+    layout.deltas.rename(away)
+    assert client.storage.names(layout.deltas) == []
+    away.rename(layout.deltas)
+    client.clock.advance(5.0)
+    assert is_copy(staging.stage(client[1]), versions.whole[1])
+    assert staging.fetched.delta_bytes == versions.links[0].delta.bytes
+    held.release()
 
 
 def test_without_a_sign_of_life_the_full_version_is_read(

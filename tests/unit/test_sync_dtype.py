@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +20,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from explorer_hooks import ExplorerHook, TorchModule, TransformersModel
+from syncd.checkpoint.convert import look_at_step
 from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.errors import CheckpointError, InvalidSettingsError
+from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveNotReadyError
 from syncd.protocol.names import RECEIPTS, full_receipt_name, receipt_name
 from syncd.protocol.records import Manifest, Receipt, parse
+from syncd.storage.job import Job
 from tests.hooks import DEADLINE, written
 from tests.jobs import SmallJob
 from tests.storages import RuledStorage, once
@@ -351,6 +354,78 @@ def test_without_its_master_weights_a_checkpoint_is_not_resumed_from(job: SmallJ
         load_checkpoint(job.layout.root, model, optimizer=optimizer)
 
 
+def full_checkpoint(job: SmallJob, layout: SaveLayout = SaveLayout.SHARDED) -> dict[str, Tensor]:
+    """A hook saves step 1, with cast weights; the result is the model's own."""
+    model, optimizer = trained(1)
+    with TrainerHook(
+        job.layout.root,
+        model,
+        optimizer=optimizer,
+        saving=SaveSettings(sync_dtype="bf16", layout=layout),
+    ) as hook:
+        hook.save_checkpoint(1)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_that_was_copied_without_its_receipts_keeps_the_models_dtype(
+    job: SmallJob, layout: SaveLayout
+) -> None:
+    truth = full_checkpoint(job, layout)
+    shutil.rmtree(job.layout.actor(1) / RECEIPTS)
+    resumed, its = trained(2)
+    load_checkpoint(job.layout.root, resumed, optimizer=its)
+    check_same(dict(resumed.state_dict()), truth)
+    done = CliRunner().invoke(cli, ["convert", str(job.layout.root)])
+    assert done.exit_code == 0, done.output
+    check_same(load_file(job.layout.actor(1) / "huggingface" / "model.safetensors"), truth)
+
+
+def test_a_copy_that_lacks_a_ranks_weights_in_the_models_dtype_is_refused(job: SmallJob) -> None:
+    full_checkpoint(job, SaveLayout.FULL)
+    actor = job.layout.actor(1)
+    shutil.rmtree(actor / RECEIPTS)
+    (actor / MASTER).rename(actor / "master_world_size_2_rank_0.pt")
+    resumed, its = trained(2)
+    with pytest.raises(CheckpointError, match=r"master_world_size_2_rank_1\.pt is missing"):
+        load_checkpoint(job.layout.root, resumed, optimizer=its)
+    with pytest.raises(SaveNotReadyError, match=r"has no master_world_size_2_rank_1\.pt"):
+        look_at_step(Job(job.storage, job.layout), 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_weights_of_two_saves_without_receipts_are_refused(job: SmallJob, size: int) -> None:
+    full_checkpoint(job)
+    actor = job.layout.actor(1)
+    shutil.rmtree(actor / RECEIPTS)
+    shutil.copy(actor / MASTER, actor / f"master_world_size_{size}_rank_0.pt")
+    resumed, its = trained(2)
+    with pytest.raises(CheckpointError, match="remove the files of the older one"):
+        load_checkpoint(job.layout.root, resumed, optimizer=its)
+    with pytest.raises(SaveNotReadyError, match="remove the files of the older one"):
+        look_at_step(Job(job.storage, job.layout), 1)
+
+
+@pytest.mark.parametrize("harm", ["missing", "torn", "another save's"])
+def test_a_cast_checkpoint_is_not_converted_without_its_full_receipts(
+    job: SmallJob, harm: str
+) -> None:
+    full_checkpoint(job)
+    path = job.layout.actor(1) / RECEIPTS / full_receipt_name(0)
+    content = path.read_bytes()
+    if harm == "missing":
+        path.unlink()
+    elif harm == "torn":
+        path.write_bytes(content[:50])
+    else:
+        (full,) = receipts(job)[1:]
+        path.write_bytes(content.replace(full.save_id.encode(), b"other-1-0"))
+    done = CliRunner().invoke(cli, ["convert", str(job.layout.root)])
+    assert done.exit_code != 0
+    assert "copy it again with" in " ".join(done.output.split())
+    assert not (job.layout.actor(1) / "huggingface" / "model.safetensors").exists()
+
+
 def test_a_model_that_has_the_dtype_is_written_once(job: SmallJob) -> None:
     model = nn.Linear(3, 2).bfloat16()
     saved(job, model, full=True, sync_dtype="bf16")
@@ -395,6 +470,7 @@ def test_a_transformers_model_in_fp32_or_in_the_sync_dtype_takes_the_versions(
     check_same(dict(served.state_dict()), {name: one.to(own) for name, one in wanted.items()})
 
 
+@pytest.mark.slow
 def test_a_daemon_that_casts_too_says_that_this_rounds_twice(
     job: SmallJob, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,6 +30,7 @@ class Worker(SyncdWorker):
         self.rank = rank
         self.device = CPU
         self.model_config = SimpleNamespace(model=model)
+        self.vllm_config = SimpleNamespace(model_config=self.model_config)
         self.model_runner = SimpleNamespace(get_model=nn.Module)
         self.served: dict[str, Tensor] | None = None
         self.fails = False
@@ -148,7 +149,7 @@ class OnCPU(SyncdWorker):
 
     def __init__(self, experts: Packs) -> None:
         self.device = CPU
-        self.model_config = SimpleNamespace(is_moe=True)
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_moe=True))
         self.moe, self.embedding, self.head = nn.Module(), nn.Embedding(3, 2), nn.Module()
         self.head.weight = self.embedding.weight
         self.moe.quant_method = experts

@@ -164,6 +164,7 @@ def test_a_last_save_that_is_not_published_in_time_is_an_error(
             explorer.wait_new_model_state_dict(HELD, timeout=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("daemon", ["was never there", "was killed"])
 def test_a_wait_for_the_last_save_ends_a_lease_time_after_no_daemon_lives(
     job: SmallJob, trainer: TrainerSynchronizer, daemon: str, caplog: pytest.LogCaptureFixture

@@ -287,6 +287,7 @@ def test_a_port_that_is_taken_is_an_error_with_advice(server: Server, tmp_path: 
         Server(Jobs([tmp_path], 1), server.server_address[1])
 
 
+@pytest.mark.slow
 def test_the_command_says_where_the_page_is_and_ends_when_it_is_told(shown: SmallJob) -> None:
     for number, *form in ((signal.SIGTERM,), (signal.SIGINT, "--json")):
         argv = [sys.executable, "-m", "syncd", "web", str(shown.layout.root), "--port", "0", *form]

@@ -56,6 +56,7 @@ def _python(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[st
     return done
 
 
+@pytest.mark.slow
 def test_a_job_is_served_followed_and_read(tmp_path: Path) -> None:
     job, config, link = tmp_path / "job", tmp_path / "config.toml", tmp_path / "model"
     job.mkdir()
@@ -86,6 +87,7 @@ def test_a_job_is_served_followed_and_read(tmp_path: Path) -> None:
         assert daemon.terminate() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "user"),
     [

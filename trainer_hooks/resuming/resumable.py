@@ -28,8 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from syncd.checkpoint.masters import foreign_masters, resumed_weights
 from syncd.checkpoint.save import RANK_LIMIT, look_at_save
-from syncd.protocol.errors import RecordError
+from syncd.protocol.errors import RecordError, SaveNotReadyError
 from syncd.protocol.names import (
     ACTOR,
     CRITIC,
@@ -39,9 +40,7 @@ from syncd.protocol.names import (
     RETIRED,
     SAVING,
     full_receipt_name,
-    master_name,
     optimizer_name,
-    shard_name,
 )
 from syncd.protocol.records import Receipt, ReceiptFile, parse
 from syncd.storage.errnos import is_gone
@@ -177,24 +176,26 @@ def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ..
 
     If a rank has cast its weights for explorers: the file of those in the model's dtype.
     """
-    masters = [master_name(world_size, rank) for rank in range(world_size)]
-    shards = tuple(
-        master if master in names else shard_name(world_size, rank)
-        for rank, master in enumerate(masters)
-    )
+    shards = resumed_weights(names, world_size)
     if FULL_STATE_DICT in names and not names.keys() & set(shards):
         return (FULL_STATE_DICT,)
     return shards
 
 
 def _foreign(job: Job, step: int, names: list[str], *, is_marked: bool) -> FullCheckpoint | str:
-    """A checkpoint of another trainer, which has no receipts."""
+    """A checkpoint of another trainer, which has no receipts, or one that was copied without."""
     if not is_marked or SAVING in names:
         return f"{job.layout.step(step)} is being written, or is not a full checkpoint"
     save = look_at_save(job.storage, job.layout.actor(step), step)
     if save.identity is None:
         return save.reason
-    return FullCheckpoint(step, len(save.weights), None, save.weights)
+    try:
+        masters = foreign_masters(job.storage, job.layout.actor(step), save)
+    except SaveNotReadyError as error:
+        return str(error)
+    # If one of them is missing, loading says so: that is damage, and no reason for another step.
+    weights = masters or save.weights
+    return FullCheckpoint(step, len(weights), None, weights)
 
 
 def _full_receipts(storage: Storage, folder: Path) -> list[Receipt]:

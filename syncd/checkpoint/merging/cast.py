@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Final, Self
 
-from syncd.checkpoint.sandbox.child_process import ChildProcess, EndedError, described
+from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 
 #: Bytes of the wider of two dtypes that are cast at once.
@@ -69,7 +69,7 @@ class Caster:
                 (fd,),
                 where,
                 task="cast",
-                flags="-I",
+                flags=SAME_MODULES,
                 pass_fds=(fd,),
                 cancel=lambda: None,  # each call passes its own
                 wall_seconds=_WALL_SECONDS,

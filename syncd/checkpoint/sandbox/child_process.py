@@ -23,6 +23,9 @@ _PACKAGE: Final = str(Path(__file__).resolve().parents[3])
 #: Not ``-m``, which would look for modules in the working folder first. The package's folder comes
 #: last, so that it hides no other module.
 _PROGRAM: Final = "import sys; sys.path.append(sys.argv[1]); from syncd.{module} import run; run()"
+#: The options of an interpreter that finds the modules that this process finds: also those in
+#: ``PYTHONPATH`` or in the user's own folder, and none in the working folder.
+SAME_MODULES: Final = "-I" if sys.flags.isolated else "-P"
 #: Seconds between two calls of ``cancel`` while the child works.
 _LOOK: Final = 0.05
 _PIPE: Final = 1024 * 1024

@@ -1,0 +1,367 @@
+"""Hosts that stage versions from shared storage of a limited speed, with deltas and without.
+
+Run by ``python -m benchmarks.deltas``. Two jobs get the same versions in turn, one with ``syncd run
+--deltas on``, the other with ``--deltas off``. Each has its own hosts. A host is a process with an
+``ExplorerHook`` and a ``Staging`` of its own, in a folder on another filesystem than the job's. It
+is forked, because 16 imports of torch would take longer than all else.
+
+The throttle is a token bucket in the hosts' ``Storage``: each read of the job directory waits until
+its bytes have passed. All hosts share the bucket, also those of the other job, which are idle
+meanwhile. The daemon is not throttled: it has just read and written both versions of a delta, so
+they are in the page cache of its host.
+
+Bytes are counted in the same place, records and manifests included. Those that the daemon reads are
+``rchar`` of its process and its ended children, in ``/proc``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.machine import Report, daemon, median_ratio
+from benchmarks.shared_storage import Bucket, Throttled
+from explorer_hooks.engines.base import Engine
+from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.engines.torch_module import TorchModule
+from explorer_hooks.hook import ExplorerHook
+from explorer_hooks.staging import Staging
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import SaveId
+from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
+from trainer_hooks.writing.writer import RankContents, RankWriter
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
+
+_RANKS: Final = 2
+_WAYS: Final = ("off", "on")
+_TIMEOUT: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One measurement.
+
+    Attributes:
+        title: of its table.
+        hosts: how many hosts each job has.
+        versions: how many versions are measured; two before them warm up.
+        rate: bytes a second that the hosts read from shared storage, in all.
+        loads: whether hosts load versions into a torch module; else into an engine that reads all
+            bytes of its copy.
+    """
+
+    title: str
+    hosts: int
+    versions: int
+    rate: float
+    loads: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A host's report of a version: when it was live, and the bytes of the job that it read."""
+
+    step: int
+    when: float
+    read: int
+    by_delta: bool
+    no_delta: str | None
+
+
+# -- a host --------------------------------------------------------------------------------------
+
+
+def _module(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """Nothing but the parameters, by their names."""
+    top = nn.Module()
+    for name, shape in shapes.items():
+        *path, own = name.split(".")
+        module = top
+        for step in path:
+            if not hasattr(module, step):
+                module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        value = torch.zeros(shape, dtype=torch.bfloat16)
+        module.register_parameter(own, nn.Parameter(value, requires_grad=False))
+    return top
+
+
+def _host(
+    job: Path,
+    name: str,
+    stage: Path,
+    bucket: Bucket,
+    shapes: Mapping[str, tuple[int, ...]] | None,
+    told: Queue[_Live | None],
+) -> None:
+    """Follow a job until this process is terminated."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    storage = Throttled(bucket)
+    engine: Engine = FakeEngine() if shapes is None else TorchModule(_module(shapes))
+    staging = Staging(stage)
+    hook = ExplorerHook(job, name, engine, staging=staging, storage=storage)
+    told.put(None)
+    while True:
+        before = storage.bytes_read
+        version = hook.pull(_TIMEOUT)
+        when, read, found = time.monotonic(), storage.bytes_read - before, staging.fetched
+        told.put(_Live(version.step, when, read, found.delta_bytes is not None, found.no_delta))
+
+
+# -- a trainer -----------------------------------------------------------------------------------
+
+
+class _Job:
+    """A job with a trainer, a daemon and hosts."""
+
+    def __init__(
+        self,
+        root: Path,
+        stages: Path,
+        deltas: str,
+        setup: Setup,
+        bucket: Bucket,
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self._layout = JobLayout(root)
+        self._hosts = setup.hosts
+        for folder in (root, self._layout.drafts):
+            folder.mkdir(parents=True)
+        context = multiprocessing.get_context("fork")
+        self._told: Queue[_Live | None] = context.Queue()
+        with ExitStack() as stack:
+            self._daemon = stack.enter_context(daemon(root, "--deltas", deltas))
+            for number in range(setup.hosts):
+                name = f"host-{number}"
+                stage = stages / f"{deltas}-{name}"
+                stage.mkdir()
+                arguments = (root, name, stage, bucket, shapes if setup.loads else None, self._told)
+                process = context.Process(target=_host, args=arguments, daemon=True)
+                process.start()
+                stack.callback(_end, process)
+            for _ in range(setup.hosts):
+                self._told.get(timeout=_TIMEOUT)
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """End all processes."""
+        self._stack.close()
+
+    def publish(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[float, list[_Live]]:
+        """Save a step; returns when the pointer moved, and the hosts' reports."""
+        moved: list[float] = []
+        for rank in reversed(range(_RANKS)):  # rank 0 last: it waits for the others' receipts
+            dist.init_process_group("fake", rank=rank, world_size=_RANKS, store=FakeStore())
+            try:
+                mesh = init_device_mesh("cpu", (_RANKS,), mesh_dim_names=("fsdp",))
+                state = {name: _part(whole, mesh, rank) for name, whole in tensors.items()}
+                writer = RankWriter(
+                    Job(Storage(durable=False), self._layout),
+                    rank,
+                    _RANKS,
+                    save_timeout=_TIMEOUT,
+                    weights_announced=lambda _: moved.append(time.monotonic()),
+                )
+                files = (_write_config,) if rank == 0 else ()
+                writer.save(
+                    SaveId("benchmark", step, 0),
+                    RankContents(state, model_files=files, fsdp_version=2),
+                )
+            finally:
+                dist.destroy_process_group()
+        found: list[_Live] = []
+        while len(found) < self._hosts:
+            live = self._told.get(timeout=_TIMEOUT)
+            if live is not None and live.step == step:
+                found.append(live)
+        return moved[0], found
+
+    @property
+    def daemon_read(self) -> int:
+        """The bytes that the daemon and its ended children have read."""
+        for line in Path(f"/proc/{self._daemon.pid}/io").read_text().splitlines():
+            key, _, value = line.partition(": ")
+            if key == "rchar":
+                return int(value)
+        raise RuntimeError("/proc does not count the bytes that processes read")
+
+
+def _end(process: ForkProcess) -> None:
+    process.terminate()
+    process.join()
+
+
+def _part(whole: Tensor, mesh: DeviceMesh, rank: int) -> DTensor:
+    return DTensor.from_local(
+        whole.chunk(_RANKS)[rank].clone(),
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def _write_config(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+
+
+# -- measurements --------------------------------------------------------------------------------
+
+
+class Steps:
+    """Versions of a model: fp32 masters, an update of the same size each step, and their bf16.
+
+    Args:
+        weights: the masters, tensors x elements.
+        size: of an update: the factor of normal numbers that are added.
+        copies: how often the model has each tensor, by other names.
+    """
+
+    def __init__(self, weights: Tensor, size: float, copies: int) -> None:
+        self._weights = weights.clone()
+        self._size = size
+        self._copies = copies
+        self._generator = torch.Generator().manual_seed(2)
+        self._changed: list[float] = []
+
+    @property
+    def density(self) -> float:
+        """The part of the elements that a step changes, on average."""
+        return sum(self._changed) / len(self._changed)
+
+    def next(self) -> dict[str, Tensor]:
+        """The next version: name → bf16 tensor."""
+        before = self._weights.bfloat16()
+        self._weights += self._size * torch.randn(self._weights.shape, generator=self._generator)
+        after = self._weights.bfloat16()
+        self._changed.append((before != after).float().mean().item())
+        return {
+            f"of{copy}.layer{number}": tensor.view(1024, -1)
+            for copy in range(self._copies)
+            for number, tensor in enumerate(after)
+        }
+
+
+def print_hosts(report: Report, job_dir: Path, stage_dir: Path, steps: Steps, setup: Setup) -> None:
+    """Measure one setup and print its table.
+
+    Args:
+        report: the report of the whole benchmark.
+        job_dir: an empty folder on the filesystem of the jobs.
+        stage_dir: an empty folder on another filesystem, for the stages.
+        steps: the versions.
+        setup: the measurement.
+
+    Raises:
+        SystemExit: both folders are on the same filesystem.
+    """
+    if os.stat(job_dir).st_dev == os.stat(stage_dir).st_dev:
+        raise SystemExit(f"{job_dir} and {stage_dir} are on one filesystem: no stage would copy")
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+    context = multiprocessing.get_context("fork")
+    bucket = Bucket(context, setup.rate)
+    tensors = steps.next()
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    lives: dict[str, list[list[_Live]]] = {way: [] for way in _WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in _WAYS}
+    first: dict[str, int] = {}
+    daemons: dict[str, float] = {}
+    with ExitStack() as stack:
+        jobs = {}
+        for way in _WAYS:
+            jobs[way] = _Job(job_dir / way, stage_dir, way, setup, bucket, shapes)
+            stack.callback(jobs[way].close)
+        for step in range(1, setup.versions + 3):
+            for way in _WAYS if step % 2 else _WAYS[::-1]:
+                begun, found = jobs[way].publish(step, tensors)
+                if step == 1:
+                    first[way] = sum(live.read for live in found)
+                elif step == 2:
+                    daemons[way] = jobs[way].daemon_read
+                else:
+                    lives[way].append(found)
+                    seconds[way].append(max(live.when for live in found) - begun)
+            tensors = steps.next()
+        for way in _WAYS:
+            daemons[way] = (jobs[way].daemon_read - daemons[way]) / setup.versions / size
+    _print(report, setup, steps, size, lives, seconds, first, daemons)
+
+
+def _print(
+    report: Report,
+    setup: Setup,
+    steps: Steps,
+    size: int,
+    lives: Mapping[str, list[list[_Live]]],
+    seconds: Mapping[str, list[float]],
+    first: Mapping[str, int],
+    daemons: Mapping[str, float],
+) -> None:
+    read = {way: sum(live.read for found in lives[way] for live in found) for way in _WAYS}
+    rows = []
+    for way in _WAYS:
+        ends = [live for found in lives[way] for live in found]
+        by_delta = [live.read for live in ends if live.by_delta]
+        rows.append(
+            (
+                f"deltas {way}",
+                f"{first[way] / size:.2f}",
+                f"{read[way] / 1e6:.1f}",
+                f"{read[way] / read['off']:.2%}",
+                f"{sum(live.by_delta for live in ends)} of {len(ends)}",
+                f"{median(by_delta) / size:.2%}" if by_delta else "",
+                f"{daemons[way]:.2f}",
+                f"{median(seconds[way]):.2f}",
+                f"{max(seconds[way]):.2f}",
+                f"{median_ratio(seconds['off'], seconds[way]):.2f}",
+            )
+        )
+    report.whole_table(
+        f"{setup.title}: {setup.hosts} x {size / 1e6:.0f} MB, {setup.versions} versions, "
+        f"{steps.density:.2%} changed, {setup.rate / 1e6:.0f} MB/s for all hosts.\n"
+        "First copies and the daemon's reads are in sizes of a version, the latter a version; "
+        "each: read for a copy by delta, of a version (median); seconds are "
+        "from the pointer until the last host is live",
+        (
+            "",
+            "first copies",
+            "then MB read",
+            "of off",
+            "by delta",
+            "each",
+            "daemon",
+            "median s",
+            "max s",
+            "faster",
+        ),
+        rows,
+    )
+    for why in sorted({live.no_delta or "" for found in lives["on"] for live in found} - {""}):
+        report.say(f"no delta: {why}")
+    report.told.setdefault("hosts", []).append(
+        {"title": setup.title, "hosts": setup.hosts, "bytes": size, "density": steps.density,
+         "rate": setup.rate, "first": first, "read": read, "daemon": daemons, "seconds": seconds}
+    )  # fmt: skip

@@ -1,0 +1,215 @@
+"""The elements in which two versions differ, and writing only these into tensors.
+
+Both versions are on this host, whole and verified, so they are compared with each other. Positions
+out of a delta would have to be believed: one that it left out would stay wrong in a module, where
+no digest is checked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from explorer_hooks.engines.in_place import cut_box, is_plain, synchronize
+from explorer_hooks.engines.targets import Target
+from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.weights import WeightsReader
+from syncd.checkpoint.boxes import Box
+from syncd.checkpoint.parallel import Check, run_side_by_side, threads_here
+from syncd.checkpoint.version import read_manifest
+from syncd.coordination.tensors import bytes_of
+from syncd.protocol.errors import SyncdError
+from syncd.protocol.records import TensorEntry
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: More changes than this part of the bytes, with their positions, are no gain.
+_MOST: Final = 0.5
+#: Values are compared and copied as the bits that they have.
+_BITS: Final = {
+    1: (np.uint8, torch.uint8),
+    2: (np.int16, torch.int16),
+    4: (np.int32, torch.int32),
+    8: (np.int64, torch.int64),
+}
+_CPU: Final = torch.device("cpu")
+
+
+class CannotCompareError(Exception):
+    """Two versions cannot be compared, or differ in too much; the message has the reason."""
+
+
+class Change(NamedTuple):
+    """What a target gets.
+
+    Attributes:
+        positions: int64, ascending, in the target as if it had one dimension.
+        values: as many, in the target's own dtype, as integers with the same bits.
+    """
+
+    positions: Tensor
+    values: Tensor
+
+
+class Changes(NamedTuple):
+    """What the targets get.
+
+    Attributes:
+        each: one for each target.
+        changed: how many elements change.
+        elements: how many the targets have.
+    """
+
+    each: list[Change]
+    changed: int
+    elements: int
+
+
+def find_changes(
+    base: LeasedVersion, version: LeasedVersion, targets: Sequence[Target], threads: int
+) -> Changes:
+    """Compare two versions, in the parts that fill these targets. The targets are not read.
+
+    Args:
+        base: the version that the targets hold. Nothing has to keep it any more.
+        version: the version to fill them with, verified.
+        targets: of ``version``.
+        threads: the most threads that compare at a time.
+
+    Raises:
+        CannotCompareError: the base is gone, or other than it was; its tensors have other names,
+            shapes or dtypes; or they differ in too many elements.
+        VerificationError, ShardFormatError, OSError: ``version`` cannot be read.
+    """
+    told = {entry.name: entry for entry in version.manifest.tensors}
+    before = {entry.name: entry for entry in base.manifest.tensors}
+    for target in targets:
+        _check_alike(before.get(target.name), told[target.name], base)
+    room = _Room(int(_MOST * sum(target.nbytes for target in targets)))
+    with WeightsReader(base) as old, WeightsReader(version) as new:
+        differing = [
+            (number, box)
+            for number, target in enumerate(targets)
+            if before[target.name].digest is None
+            or before[target.name].digest != told[target.name].digest
+            for box in cut_box(target.box, target.dtype.itemsize)
+        ]
+        names = {targets[number].name for number, _ in differing}
+        new.open(names)
+        try:
+            # A job that was deleted and made anew may have another version of that name.
+            if read_manifest(base.storage, base.folder) != base.manifest:
+                raise CannotCompareError(f"{base.folder} is another version now")
+            old.open(names)
+        except (OSError, SyncdError) as error:
+            raise CannotCompareError(f"{base.folder} cannot be read any more: {error}") from error
+        tasks = [
+            partial(_compare, old, new, targets[number], box, room) for number, box in differing
+        ]
+        compared = run_side_by_side(tasks, threads=threads_here(threads), look=lambda: None)
+    found: list[list[Change]] = [[] for _ in targets]
+    for (number, _), change in zip(differing, compared, strict=True):
+        found[number].append(change)
+    each = [_joined(target, parts) for target, parts in zip(targets, found, strict=True)]
+    count = sum(change.positions.numel() for change in each)
+    return Changes(each, count, sum(target.box.size for target in targets))
+
+
+@torch.no_grad()
+def write_changes(targets: Sequence[Target], changes: Changes) -> None:
+    """Write them into the targets; complete on return, on every device.
+
+    Args:
+        targets: as :func:`find_changes` got them. They hold its base.
+        changes: what it returned.
+    """
+    devices = {target.tensor.device for target in targets} - {_CPU}
+    synchronize(devices)
+    for target, (positions, values) in zip(targets, changes.each, strict=True):
+        if not positions.numel():
+            continue
+        bits, as_torch = _BITS[target.tensor.dtype.itemsize]
+        if is_plain(target._replace(dtype=target.tensor.dtype)):
+            np.frombuffer(bytes_of(target.tensor), bits)[positions.numpy()] = values.numpy()
+            continue
+        device = target.tensor.device
+        here = positions.to(device, non_blocking=True), values.to(device, non_blocking=True)
+        whole = target.tensor.view(as_torch)
+        if whole.is_contiguous():
+            whole.view(-1).index_copy_(0, *here)
+        else:
+            whole.index_put_(torch.unravel_index(here[0], whole.shape), here[1])
+    synchronize(devices)
+
+
+def _check_alike(before: TensorEntry | None, now: TensorEntry, base: LeasedVersion) -> None:
+    if before is None or (before.dtype, before.shape) != (now.dtype, now.shape):
+        raise CannotCompareError(
+            f"version {base.sequence} has other names, shapes or dtypes of tensors"
+        )
+
+
+class _Room:
+    """The bytes that changes may still take, counted by several threads."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> None:
+        with self._lock:
+            self._left -= size
+            if self._left < 0:
+                raise CannotCompareError("too many elements differ")
+
+
+def _compare(
+    old: WeightsReader, new: WeightsReader, target: Target, box: Box, room: _Room, check: Check
+) -> Change:
+    bits, _ = _BITS[target.dtype.itemsize]
+    one, other = np.empty(box.size, bits), np.empty(box.size, bits)
+    try:
+        _read(old, target.name, box, one, check)
+    except (OSError, SyncdError) as error:
+        raise CannotCompareError(f"the version before cannot be read any more: {error}") from error
+    _read(new, target.name, box, other, check)
+    positions = np.flatnonzero(one != other)
+    values = torch.from_numpy(other[positions]).view(target.dtype).to(target.tensor.dtype)
+    room.take(positions.nbytes + values.nbytes)
+    return Change(torch.from_numpy(positions + _ahead(target.box, box)), _as_bits(values))
+
+
+def _read(
+    reader: WeightsReader, name: str, box: Box, into: NDArray[np.integer], check: Check
+) -> None:
+    for span in reader.spans(name, box, into.view(np.uint8).data):
+        check()
+        span.read()
+
+
+def _as_bits(values: Tensor) -> Tensor:
+    return values.view(_BITS[values.dtype.itemsize][1])
+
+
+def _ahead(box: Box, part: Box) -> int:
+    """How many elements of a box come before a part, which is cut along its first dimension."""
+    if not box.size or not box.shape:
+        return 0
+    return (part.offsets[0] - box.offsets[0]) * (box.size // box.shape[0])
+
+
+def _joined(target: Target, parts: Sequence[Change]) -> Change:
+    """All changes of a target; in pinned memory if they go to a GPU."""
+    bits = _BITS[target.tensor.dtype.itemsize][1]
+    positions = torch.cat([torch.empty(0, dtype=torch.int64), *(part.positions for part in parts)])
+    values = torch.cat([torch.empty(0, dtype=bits), *(part.values for part in parts)])
+    if target.tensor.device.type == "cuda":
+        return Change(positions.pin_memory(), values.pin_memory())
+    return Change(positions, values)

@@ -1,0 +1,129 @@
+"""The changed elements of a version, for a model inside a vLLM worker that has an older version."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.checkpoint.version import read_manifest
+from syncd.coordination.tensors import torch_dtype
+from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.making import why_not_here
+from syncd.deltas.whole_version import WholeVersion, open_weights
+from syncd.protocol.names import DELTA
+from syncd.protocol.records import Delta, Manifest, parse
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
+
+if TYPE_CHECKING:
+    from syncd.checkpoint.safetensors_file import SafetensorsFile
+    from syncd.checkpoint.safetensors_header import HeaderEntry
+
+#: The integers that elements are read as.
+_WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The parts of a vLLM worker that decide how it can be loaded.
+
+    Attributes:
+        model: its module.
+        vllm_config: its configuration.
+    """
+
+    model: Any
+    vllm_config: Any
+
+    def why_full(self) -> str | None:
+        """The reason why this worker must load versions in full, as a clause; None if it need not.
+
+        vLLM 0.32 applies patches only if each weight is copied as it is in the checkpoint, apart
+        from its floating dtype.
+        """
+        config = self.vllm_config
+        for is_so, why in (
+            (config.quant_config is not None, "its weights are quantized"),
+            (config.lora_config is not None, "it was started with --enable-lora"),
+            (getattr(config.model_config, "enable_sleep_mode", False), "it may have slept"),
+            (getattr(config.model_config, "is_moe", False), "it has experts"),
+            (any(_is_packed(module) for module in self.model.modules()), "its weights are packed"),
+        ):
+            if is_so:
+                return why
+        return why_not_here()
+
+
+def _is_packed(module: Any) -> bool:
+    """Whether vLLM keeps a copy of the module's weight for the kernels of a CPU."""
+    plain = torch.nn.functional.linear
+    return getattr(module, "cpu_linear", plain) is not plain
+
+
+def patches_of(base: Manifest | None, folder: Path, deltas: Sequence[Path]) -> list[Any]:
+    """The elements by which a version differs from an older one; no weights are changed.
+
+    The positions come from deltas, the values from the version's own files.
+
+    Args:
+        base: the manifest of the version that the model has; None if that is unknown.
+        folder: the newer version, verified.
+        deltas: the folders of the deltas between them, in order.
+
+    Returns:
+        vLLM's ``CheckpointWeightPatch`` for each tensor that changed: shape and dtype of the
+        checkpoint, positions as int64.
+
+    Raises:
+        NoDeltaError: the deltas do not lead from the base to this version, are damaged, or change
+            elements that vLLM cannot patch.
+        OSError: a file cannot be read.
+    """
+    if base is None:
+        raise NoDeltaError("the version that it has is unknown")
+    # NumPy is there if deltas can be read at all.
+    from syncd.deltas.applying import Link, changed_positions  # noqa: PLC0415
+
+    storage = Storage()
+    target = read_manifest(storage, folder)
+    chain = [Link(one, _record(storage, one)) for one in deltas]
+    found: dict[str, list[torch.Tensor]] = {}
+    for tensor, positions in changed_positions(storage, base, target, chain):
+        found.setdefault(tensor.name, []).append(torch.from_numpy(positions))
+    patch_type = importlib.import_module(
+        "vllm.model_executor.model_loader.checkpoint_weight_patch"
+    ).CheckpointWeightPatch
+    patches = []
+    with open_weights(storage, WholeVersion(folder, target)) as places:
+        for name, parts in found.items():
+            file, entry = places[name]
+            dtype = torch_dtype(entry.dtype)
+            if not dtype.is_floating_point:
+                raise NoDeltaError(f"{shown(name)} is no floating tensor")
+            indices = torch.cat(parts)
+            values = _values(file, entry, indices).view(dtype)
+            if values.isnan().any():
+                raise NoDeltaError(f"{shown(name)} has NaN, which vLLM takes for unchanged")
+            patches.append(patch_type(name, tuple(entry.shape), dtype, values, indices))
+    return patches
+
+
+def _record(storage: Storage, folder: Path) -> Delta:
+    return parse(Delta, storage.read(folder / DELTA, LONG_RECORD_LIMIT), folder / DELTA)
+
+
+def _values(file: SafetensorsFile, entry: HeaderEntry, indices: torch.Tensor) -> torch.Tensor:
+    """The elements at these positions, as integers; only their pages are read."""
+    width = ITEMSIZE[entry.dtype]
+    with mmap.mmap(file.fd, file.size, access=mmap.ACCESS_COPY) as memory:
+        count = (entry.end - entry.begin) // width
+        whole = torch.frombuffer(memory, dtype=_WORDS[width], count=count, offset=entry.begin)
+        values = whole[indices]
+        del whole  # it keeps the file mapped
+    return values

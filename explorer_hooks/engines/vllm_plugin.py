@@ -1,0 +1,29 @@
+"""The entry point by which vLLM finds syncd's weight transfer (group ``vllm.general_plugins``).
+
+vLLM calls :func:`register` in its API server, its engine core and each worker, also if nobody asks
+for this transfer: nothing is imported but vLLM's own registry.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Final
+
+#: The value of ``backend`` in ``--weight-transfer-config``.
+BACKEND: Final = "syncd"
+#: The beginning of the releases of vLLM whose interface the transfer is written for.
+INTERFACE: Final = "0.32."
+_ENGINES: Final = "explorer_hooks.engines.vllm_transfer"
+
+
+def register() -> None:
+    """Register the transfer with the vLLM of this process, once; raises nothing."""
+    try:
+        version: str = importlib.import_module("vllm").__version__
+        factory = importlib.import_module("vllm.distributed.weight_transfer.factory")
+        name = "FolderTransfer" if version.startswith(INTERFACE) else "OtherInterface"
+        factory.WeightTransferEngineFactory.register_engine(BACKEND, _ENGINES, name)
+    except ValueError:
+        pass  # registered before
+    except (ImportError, AttributeError, TypeError):
+        pass  # this vLLM has no such registry, and refuses the backend itself

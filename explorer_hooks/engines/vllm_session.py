@@ -1,0 +1,146 @@
+"""Loads through syncd's weight transfer in a vLLM server, by vLLM's HTTP interface. No torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from explorer_hooks.engines.http_server import HttpServer
+from explorer_hooks.engines.vllm_plugin import BACKEND, INTERFACE
+from syncd.protocol.errors import ServerError, ServerRefusedError
+
+log = logging.getLogger(__name__)
+
+_VERSION: Final = "GET /version"
+_INIT: Final = "POST /init_weight_transfer_engine"
+_START: Final = "POST /start_weight_update"
+_UPDATE: Final = "POST /update_weights"
+_FINISH: Final = "POST /finish_weight_update"
+_RPC: Final = "POST /collective_rpc"
+#: vLLM's name for the transfer in a worker: as a method it is a call of the transfer itself.
+_STATE: Final = "weight_transfer_engine"
+
+
+#: The folders of the deltas that lead to a version from the weights with a label, and with a digest
+#: of their tensors; empty if there are none.
+DeltasFrom = Callable[[str, str], Sequence[Path]]
+
+
+class TransferSession:
+    """The weight transfer of one server.
+
+    Args:
+        server: to ask.
+        whose: the server, for messages.
+        timeout: limit in seconds of each request.
+    """
+
+    def __init__(self, server: HttpServer, whose: str, timeout: float) -> None:
+        self._server = server
+        self._whose = whose
+        self._timeout = timeout
+        self._said: str | None = None
+
+    def is_there(self, config: Mapping[str, Any] | None) -> bool:
+        """Whether the server has the transfer; if it was asked for, the log says why it has not.
+
+        Args:
+            config: the server's configuration; None if it does not report one.
+
+        Raises:
+            ServerError: the server does not answer.
+        """
+        transfer = (config or {}).get("weight_transfer_config")
+        if not (isinstance(transfer, dict) and transfer.get("backend") == BACKEND):
+            return False
+        why = self._why_not(config or {})
+        if why is not None and why != self._said:
+            log.warning("%s %s: loading versions by reload_weights", self._whose, why)
+        self._said = why
+        return why is None
+
+    def _why_not(self, config: Mapping[str, Any]) -> str | None:
+        told = self._server.ask(_VERSION) if self._server.has(_VERSION) else None
+        version = told.get("version") if isinstance(told, dict) else None
+        if not str(version).startswith(INTERFACE):
+            return f"is vLLM {version}, and its weight transfer is of vLLM {INTERFACE}x"
+        for route in (_INIT, _START, _UPDATE, _FINISH):
+            if not self._server.has(route):
+                return f"has no {route}"
+        if (config.get("parallel_config") or {}).get("data_parallel_size") != 1:
+            return "has --data-parallel-size above 1, where only one replica reports its state"
+        return None
+
+    def load(self, folder: str, name: str, deltas_from: DeltasFrom | None = None) -> None:
+        """Have all workers load a folder, and label the weights.
+
+        Args:
+            folder: as the workers see it.
+            name: the label.
+            deltas_from: finds deltas to the folder; None to load all elements.
+
+        Raises:
+            ServerRefusedError: some worker failed: unless the message says otherwise, the model is
+                torn.
+            ServerError: the server does not answer, or gave an unexpected answer: the model may be
+                torn.
+        """
+        self._ask(_INIT, {"init_info": {}})
+        held = self._open()
+        update: dict[str, object] = {"folder": folder, "label": name}
+        if deltas_from is not None and held is not None:
+            update["deltas"] = [str(one) for one in deltas_from(*held)]
+        try:
+            self._ask(_UPDATE, {"update_info": update})
+        except ServerRefusedError as error:
+            raise ServerRefusedError(
+                f"{self._whose} did not load {folder}: {error}", answer=error.answer
+            ) from error
+        states = self._state()
+        if any(one["holds"] != name for one in states):
+            raise ServerRefusedError(
+                f"{self._whose} did not keep {folder}: is another hook loading into it?"
+            )
+        if deltas_from is not None:
+            why = states[0]["why_full"]
+            how = "only the changed elements" if why is None else f"all elements: {why}"
+            log.info("%s loaded %s of %s", self._whose, how, folder)
+        self._ask(_FINISH, {"weight_version": name})
+
+    def _open(self) -> tuple[str, str] | None:
+        """Start an update, unless a killed hook has left one open.
+
+        Returns:
+            The label of the weights that all workers have, and the digest of their tensors; None if
+            these are unknown.
+        """
+        states = self._state()
+        held = {(one["holds"], one["content"]) for one in states}
+        opened = {one["is_open"] for one in states}
+        known = None
+        if len(held) == 1:
+            label, content = held.pop()
+            if isinstance(label, str) and isinstance(content, str):
+                known = label, content
+        if opened == {True}:
+            return known
+        if True in opened:
+            try:
+                self._ask(_FINISH, {})  # the workers that did not raise the last error
+            except ServerRefusedError as refused:
+                log.debug("as expected of the worker that raised it: %s", refused)
+        self._ask(_START)
+        return known
+
+    def _state(self) -> list[Mapping[str, object]]:
+        told = self._ask(_RPC, {"method": _STATE, "kwargs": {}})
+        states = told.get("results") if isinstance(told, dict) else None
+        wanted = {"is_open", "holds", "content", "why_full"}
+        if not states or not all(isinstance(one, dict) and wanted <= one.keys() for one in states):
+            raise ServerError(f"{self._whose} gave an unexpected state of its transfer: {told}")
+        return list(states)
+
+    def _ask(self, route: str, body: object = None) -> Any:
+        return self._server.ask(route, body, timeout=self._timeout)

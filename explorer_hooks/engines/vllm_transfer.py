@@ -1,0 +1,276 @@
+"""syncd's weight transfer inside vLLM's workers: loads a version's folder, on all workers or none.
+
+Written for the interface of vLLM 0.32. Start vLLM with
+``--weight-transfer-config '{"backend": "syncd"}'``; :mod:`.vllm_plugin` registers the transfer, and
+:mod:`.vllm_session` drives it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from explorer_hooks.engines.vllm_patches import Worker, patches_of
+from explorer_hooks.engines.vllm_reload import reload_whole
+from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.deltas.ends import NoDeltaError, content_of
+from syncd.protocol.errors import SyncdError
+from syncd.protocol.names import MANIFEST
+from syncd.protocol.records import Manifest
+from syncd.storage.fsio import Storage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TransferInit:
+    """The arguments of ``/init_weight_transfer_engine``: none."""
+
+
+@dataclass(frozen=True)
+class FolderUpdate:
+    """The arguments of ``/update_weights``.
+
+    Attributes:
+        folder: a model folder that every worker sees by this path, and that stays until the end.
+        label: the name of its weights.
+        deltas: the folders of the deltas that lead to it from the version that the workers have, in
+            order, to load only the elements that changed; empty to load all.
+    """
+
+    folder: str
+    label: str
+    deltas: Sequence[str] = ()
+
+
+class FolderTransfer:
+    """Loads the weights of a folder into one worker's model.
+
+    First every worker compares the folder's files with its manifest: sizes, headers, and that no
+    other weights are there. Only if all agree the first one changes its model. The whole load is
+    one call, so a client that dies between two calls leaves no half of it.
+
+    If any worker fails, only the last one raises the error: vLLM stops reading answers at the first
+    error, and would take the unread ones for the answers to the next call. So a client cannot just
+    try whether an update is open; it calls this object by ``collective_rpc``, under vLLM's name for
+    it.
+
+    Args:
+        config: vLLM's ``WeightTransferConfig``.
+        vllm_config: of the worker.
+        device: of the worker.
+        model: the worker's module.
+    """
+
+    init_info_cls: ClassVar[type] = TransferInit
+    update_info_cls: ClassVar[type] = FolderUpdate
+    supports_draft_weight_update: ClassVar[bool] = False
+    defers_processing: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: object,  # noqa: ARG002 # vLLM passes it
+        vllm_config: Any,
+        device: torch.device,
+        model: Any,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._device = device
+        self._model = model
+        self._is_open = False
+        self._holds: str | None = None
+        self._manifest: Manifest | None = None
+        self._why_full: str | None = None
+
+    def __call__(self) -> dict[str, object]:
+        """The state of this worker.
+
+        Returns:
+            ``is_open``: whether an update was started and not finished; ``holds``: the label of the
+            weights that it loaded last, None before the first load and after a failed one;
+            ``content``: the digest of the tensors of that version, if it has digests;
+            ``why_full``: the reason why the last load was one of all elements, None if it was not.
+        """
+        content = content_of(self._manifest) if self._manifest is not None else None
+        return {
+            "is_open": self._is_open,
+            "holds": self._holds,
+            "content": content,
+            "why_full": self._why_full,
+        }
+
+    def parse_init_info(self, init_dict: Mapping[str, object]) -> TransferInit:
+        """Ignore all arguments."""
+        del init_dict
+        return TransferInit()
+
+    def init_transfer_engine(self, init_info: TransferInit) -> None:
+        """Do nothing: there is no connection to make."""
+
+    def start_weight_update(self) -> None:
+        """Note that an update was started; the model is not touched."""
+        self._is_open = True
+
+    def update_weights(self, update_info: Mapping[str, object]) -> None:
+        """Check and load a folder, on all workers or, unless a load itself fails, on none.
+
+        vLLM's base class would call ``torch.accelerator.synchronize``, which fails on a CPU.
+
+        Raises:
+            RuntimeError: on the last worker: some worker failed.
+        """
+        failed = None
+        try:
+            update = FolderUpdate(**update_info)  # type: ignore[arg-type] # a TypeError is told, too
+            manifest = check_files(update)
+        except Exception as error:  # noqa: BLE001 # all workers must hear of it
+            failed = f"{error!r}: the weights are unchanged"
+        if not self._all_agree(failed):
+            return
+        patches = self._patches(update)
+        self._holds = self._manifest = None
+        try:
+            if patches is None or not self._patched(patches):
+                self.receive_weights(update)
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize()
+        except Exception as error:
+            log.exception("the load of %s failed", update.folder)
+            failed = repr(error)
+        if self._all_agree(failed):
+            self._holds, self._manifest = update.label, manifest
+
+    def _patches(self, update: FolderUpdate) -> list[Any] | None:
+        """The changed elements, if all workers can load only these; the model is not touched."""
+        why, patches = "no deltas lead to it", None
+        if update.deltas:
+            try:
+                why = Worker(self._model, self._vllm_config).why_full() or ""
+                if not why:
+                    deltas = [Path(one) for one in update.deltas]
+                    patches = patches_of(self._manifest, Path(update.folder), deltas)
+            except (SyncdError, NoDeltaError, OSError) as error:
+                why = str(error)
+        reasons = sorted({one for one in self._gather(why or None) if one is not None})
+        self._why_full = "; ".join(reasons) or None
+        return None if reasons else patches
+
+    def _patched(self, patches: list[Any]) -> bool:
+        """Load the changed elements; False if vLLM failed, and all must be loaded."""
+        loader = importlib.import_module("vllm.model_executor.model_loader.checkpoint_weight_patch")
+        try:
+            loader.load_checkpoint_weight_patches(
+                self._model, patches, validate_unique_indices=False
+            )
+        except Exception as error:
+            log.exception("loading all elements instead of %d patches", len(patches))
+            self._why_full = repr(error)
+            return False
+        return True
+
+    def receive_weights(self, update_info: FolderUpdate) -> None:
+        """Load a folder by vLLM's own loader, which reads only what this worker's shard needs.
+
+        Raises:
+            Exception: an error of vLLM; the model is torn.
+        """
+        inplace = importlib.import_module("vllm.model_executor.model_loader.reload.inplace")
+        reload_whole(
+            lambda: inplace.reload_weights(
+                self._vllm_config,
+                self._model,
+                weights_iterator=None,
+                weights_path=update_info.folder,
+                is_checkpoint_format=True,
+            ),
+            model=self._model,
+            vllm_config=self._vllm_config,
+            on_cpu=self._device.type == "cpu",
+        )
+
+    def finish_weight_update(self) -> None:
+        """Note that the update is finished."""
+        self._is_open = False
+
+    def reset_weight_update_target(self) -> None:
+        """Do nothing: the target is always the main model."""
+
+    def drain_pending(self) -> None:
+        """Do nothing: a returned update is loaded."""
+
+    def shutdown(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def _all_agree(self, failed: str | None) -> bool:
+        """Tell all workers whether this one has failed; return whether none has.
+
+        Raises:
+            RuntimeError: on the last worker: some worker has failed.
+        """
+        wrong = sorted({one for one in self._gather(failed) if one is not None})
+        group = _all_workers()
+        if wrong and group.rank_in_group == group.world_size - 1:
+            self._is_open = False  # vLLM ends an update that raises
+            raise RuntimeError("; ".join(wrong))
+        return not wrong
+
+    def _gather(self, mine: str | None) -> list[str | None]:
+        """The words of each worker."""
+        group = _all_workers()
+        said: list[str | None] = [None] * group.world_size
+        torch.distributed.all_gather_object(said, mine, group=group.cpu_group)
+        return said
+
+
+def _all_workers() -> Any:
+    return importlib.import_module("vllm.distributed.parallel_state").get_world_group()
+
+
+def check_files(update: FolderUpdate) -> Manifest | None:
+    """Compare the files of a folder with its manifest, without reading the weights.
+
+    A folder without a manifest, such as the one that vLLM was started with, is not compared.
+
+    Returns:
+        The manifest; None without one.
+
+    Raises:
+        VerificationError: a file is missing, changed or too many.
+        OSError: the folder, or a file in it, cannot be read.
+    """
+    storage, folder = Storage(), Path(update.folder)
+    if folder.is_absolute() and not folder.is_dir():  # vLLM would look for it on the hub
+        raise FileNotFoundError(f"{folder} is not there: workers must see it by the same path")
+    if MANIFEST not in storage.names(folder):
+        return None
+    manifest = read_manifest(storage, folder)
+    # The follower has compared the digests; here a changed size or header is enough.
+    files = tuple(file.model_copy(update={"digest": None}) for file in manifest.files)
+    verify_version(
+        storage, folder, manifest.model_copy(update={"digests": "off", "files": files}), threads=1
+    )
+    return manifest
+
+
+class OtherInterface:
+    """Stands in for the transfer in another vLLM, and transfers nothing.
+
+    syncd then loads versions by ``reload_weights``.
+    """
+
+    supports_draft_weight_update: ClassVar[bool] = False
+
+    def __init__(self, *_: object, **__: object) -> None:
+        log.warning(
+            "syncd's weight transfer is written for vLLM 0.32, and this is another release: "
+            "versions are loaded by reload_weights"
+        )
+
+    def shutdown(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,113 @@
+"""A full checkpoint's weights in the model's dtype, if its trainer has cast the published ones.
+
+The full receipts name them (``master_world_size_W_rank_R.pt``). A folder that was copied without
+its receipts still has the files: then their names count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from pathlib import Path
+
+from syncd.checkpoint.save import (
+    RECEIPTS_LIMIT,
+    FullStateDict,
+    SavedWeights,
+    Shards,
+    read_receipt,
+)
+from syncd.protocol.errors import RecordError, SaveNotReadyError
+from syncd.protocol.names import (
+    RECEIPTS,
+    full_receipt_name,
+    master_name,
+    parse_master_name,
+    shard_name,
+)
+from syncd.storage.fsio import Storage
+
+
+def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedWeights:
+    """The same full checkpoint with the files for resuming, if the published weights were cast.
+
+    It is the save itself if they were not, or if they are a LoRA model's: then nothing holds the
+    whole model in its own dtype.
+
+    Raises:
+        SaveNotReadyError: the weights were cast, and those in the model's dtype are not whole, or
+            the full receipts that name them.
+        OSError: storage failed.
+    """
+    if not save.receipts:
+        masters = foreign_masters(storage, actor, save)
+        names = storage.names(actor)
+        if missing := next((name for name in masters if name not in names), None):
+            raise SaveNotReadyError(
+                f"{actor} has no {missing}, but other ranks' weights in the model's dtype: the "
+                "others there are cast for explorers; copy it again, whole"
+            )
+        return Shards(save.step, save.identity, masters) if masters else save
+    if save.sync_dtype is None:
+        return save
+    full, left = [], RECEIPTS_LIMIT
+    try:
+        for rank in range(len(save.receipts)):
+            receipt, left = read_receipt(storage, actor, full_receipt_name(rank), left)
+            full.append(receipt)
+    except (FileNotFoundError, RecordError) as error:
+        raise _without_receipts(actor, str(error)) from error
+    for receipt in full:
+        if receipt.save_id != save.identity:
+            raise _without_receipts(
+                actor, f"one is of save {receipt.save_id}, and the weights are of {save.identity}"
+            )
+    told = {file.name for one in full for file in one.files}
+    weights = resumed_weights(told, len(full))
+    if told.isdisjoint(master_name(len(full), rank) for rank in range(len(full))):
+        return save
+    return Shards(save.step, save.identity, weights, tuple(full))
+
+
+def resumed_weights(names: Container[str], world_size: int) -> tuple[str, ...]:
+    """The files to resume from, in rank order: of a rank that has cast its weights, the others.
+
+    Args:
+        names: the names in the full receipts.
+        world_size: the number of ranks.
+    """
+    return tuple(
+        master
+        if (master := master_name(world_size, rank)) in names
+        else shard_name(world_size, rank)
+        for rank in range(world_size)
+    )
+
+
+def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[str, ...]:
+    """The names of all ranks' weights in the model's dtype, if a save without receipts has any.
+
+    All of them, although some may be missing.
+
+    Raises:
+        SaveNotReadyError: nothing says which files belong together.
+        OSError: storage failed.
+    """
+    found = {parsed[0] for name in storage.names(actor) if (parsed := parse_master_name(name))}
+    if not found:
+        return ()
+    sizes = found | ({len(save.weights)} if isinstance(save, Shards) else set())
+    if len(sizes) > 1 or not isinstance(save, Shards | FullStateDict):
+        told = " and ".join(map(str, sorted(sizes)[:5]))
+        raise SaveNotReadyError(
+            f"{actor} has {master_name(max(found), 0)} beside weights of another save (world sizes "
+            f"{told}): remove the files of the older one"
+        )
+    (world_size,) = sizes
+    return tuple(master_name(world_size, rank) for rank in range(world_size))
+
+
+def _without_receipts(actor: Path, why: str) -> SaveNotReadyError:
+    return SaveNotReadyError(
+        f"{actor} holds weights that were cast for explorers, and its full receipts do not tell "
+        f"those in the model's dtype: {why}; copy it again with {actor / RECEIPTS}"
+    )
