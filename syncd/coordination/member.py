@@ -407,7 +407,7 @@ class Member(Generic[Report]):
         return self._job.storage.exists(self._job.layout.session(session))
 
     def _trainer_there(self) -> TrainerReport | None:
-        """The report of a trainer, without the roster, which would watch its heartbeat from now on."""
+        """The trainer's report, without the roster, which would watch its heartbeat from now on."""
         try:
             found = self._job.read(TrainerReport, self._job.layout.trainer_report)
             stopped = found is None or found.status == RunningStatus.STOPPED.value
