@@ -148,8 +148,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             fault: why this explorer cannot be relied on.
             received: the save id of the served weights, if they came by a broadcast.
             bench: the step that is evaluated, in place of a version.
-            workers: how many ranks of a weight group it has from now on; None for as many as
-                before.
+            workers: how many ranks of a weight group it has from now on; None for no change.
             group: given with ``workers``: the weight group that all of them have open.
             starting: the reason why it is not running yet; its next status clears that too.
             delta_base: the newest version that its host has, as a base of deltas.
@@ -197,9 +196,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> LeasedVersion:
         """Hold a step that is on disk, to evaluate it here; the other explorers do not change.
 
-        If the step is published, it leases that version; otherwise the daemon builds the step for
-        this explorer, and deletes the build once it is released. It waits for a step that is not
-        whole yet.
+        If the step is published, it leases that version; otherwise the daemon builds the step, and
+        deletes the build once it is released. It waits for a step that is not whole yet.
 
         Args:
             step: the step.
@@ -278,8 +276,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             current: a version must have a higher sequence; None for any version.
             asks: whether to require a sync meanwhile, and again after each answer that there is
                 nothing newer; if storage fails, it asks again.
-            timeout: seconds; 0 to take a version that is there now, without requiring a sync; None
-                to wait without a limit.
+            timeout: seconds; 0 to take what is there, without requiring a sync; None for no limit.
             cancel: ends the wait from another thread.
             look: called each time that there is nothing newer; an error ends the wait.
 
