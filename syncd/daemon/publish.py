@@ -182,7 +182,8 @@ class Publisher:
         found = save.nonfinite
         if self.config.refuse_nonfinite and found is not None and found.count:
             raise NonFiniteError(
-                f"step {save.step} has {found}, and the daemon refuses that (refuse_nonfinite): "
+                f"step {save.step} has {found}, and the daemon refuses such saves "
+                "(refuse_nonfinite): "
                 "resume training from an earlier checkpoint, and save again"
             )
 
@@ -363,8 +364,8 @@ class Publisher:
             sequence += 1
         if parse_version_folder(version_folder(sequence)) is None:
             raise JobUnavailableError(
-                f"{self._job.layout.latest} names version {self._floor}, the highest number there "
-                "is; no daemon wrote that: restore the content that it had before"
+                f"{self._job.layout.latest} names version {self._floor}, the highest possible "
+                "number, so no daemon wrote this LATEST: restore its previous content"
             )
         return sequence
 

@@ -116,7 +116,7 @@ def _refresh_of_others(storage: Storage, folder: Path) -> None:
 
 def _lost(path: Path, error: Exception) -> None:
     log.error(
-        "%s: going on without it",
+        "%s; continuing without this record",
         error,
         extra=Event.RECORD_LOST(path=path, reason=error),
     )
@@ -142,7 +142,7 @@ class _Look:
         try:
             self._job.storage.release(self._job.storage.open_read(path))
         except OSError as error:
-            log.debug("%s: %s; looking a second time", path, error)
+            log.debug("cannot open %s: %s; opening it again", path, error)
 
     def published(self) -> list[int]:
         found = (
@@ -198,7 +198,7 @@ class _Look:
                     folder / file.name,
                     file.size,
                     extra=Event.VERSION_DAMAGED(
-                        path=folder / file.name, reason=f"it is not {file.size} bytes"
+                        path=folder / file.name, reason=f"its size is not {file.size} bytes"
                     ),
                 )
                 return None

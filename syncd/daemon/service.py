@@ -158,7 +158,7 @@ class Service:
                     self._say(f"standing by: {error}", error, event=Event.DAEMON_STANDS_BY)
                 except CancelledError:
                     log.info(
-                        "stopped: the work in progress was given up; nothing is half done",
+                        "stopped: the work in progress was discarded; no unfinished files are left",
                         extra=Event.DAEMON_STOPPED(),
                     )
                 except JobUnavailableError as error:

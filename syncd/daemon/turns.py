@@ -14,7 +14,7 @@ from syncd.storage.judge import Clock
 #: asks once a tick, and a tick is a minute at most.
 PATIENCE: Final = 90.0
 #: The reason why a save waits, although it could be merged now.
-OTHERS_FIRST: Final = "other jobs are merged first: no more at a time than concurrent_merges"
+OTHERS_FIRST: Final = "other jobs are merged first: at most concurrent_merges jobs merge at a time"
 #: A merge is late after this many times its fair time,
 FAIR_TIMES: Final = 20
 #: but never before this many seconds.
@@ -197,16 +197,16 @@ class Turns:
         if found_late:
             for waiting in to_wake:
                 waiting.wake()
-        told = f"its merge has taken {now - merging.began:.0f} s of at most {limit:.0f} s"
+        told = f"its merge has taken {now - merging.began:.0f} s (limit: {limit:.0f} s)"
         if in_the_way:
             self._end(job, merging, put_off=True)
             raise LateError(
-                f"{told} while other jobs wait and another late merge runs: it begins "
-                "again when that one has ended"
+                f"{told} while other jobs wait and another late merge runs: this merge begins "
+                "again when the other late merge has ended"
             )
         if now - merging.began >= limit * 2**ended and is_overtaken():
             self._end(job, merging, put_off=False)
-            raise LateError(f"{told}, and a newer save is announced: merging that one instead")
+            raise LateError(f"{told}, and a newer save is announced: merging the newer one instead")
         return found_late
 
     def leave(self, job: str) -> None:

@@ -89,7 +89,7 @@ def _prune(job: Job, config: DaemonConfig, sleep: Callable[[float], None]) -> li
     lease_time = job.lease_time()
     if Steering(job).is_paused():
         raise JobUnavailableError(
-            f"{job.layout.root} is paused, and nothing is pruned meanwhile: 'syncd resume' it first"
+            f"{job.layout.root} is paused, so nothing can be pruned: run 'syncd resume' first"
         )
     with Session(job.layout, lease_time, prefix=DAEMON_SESSION) as session:
         lock = _take_lock(job, lease_time, sleep)
@@ -142,7 +142,7 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
         if judge.saw_beat(job.layout.daemon_lock) or waited > 2 * judge.lease_time:
             raise JobUnavailableError(
                 f"a daemon is working on {job.layout.root}, and prunes by itself: set its --keep, "
-                "or stop it first"
+                "or stop the daemon first"
             )
         pause = min(_LOOK, lease_time / LOOKS_PER_LEASE / 2)
         sleep(pause)

@@ -110,7 +110,7 @@ def quoted(word: object) -> str:
     """
     text = str(word)
     if not text.isprintable():
-        raise InvalidSettingsError(f"{text!r} has characters that cannot stand in a unit file")
+        raise InvalidSettingsError(f"{text!r} has characters that a unit file cannot hold")
     if _PLAIN.fullmatch(text):
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")

@@ -80,8 +80,8 @@ class Server(LoopbackServer):
             super().__init__(port, _Request, _MOST)
         except OSError as error:
             raise InvalidSettingsError(
-                f"port {port} cannot be used: {error.strerror}. Give another by --port, or 0 for "
-                "a free one"
+                f"port {port} cannot be used: {error.strerror}. Give another port with --port, or "
+                "0 for a free port"
             ) from error
 
     @property

@@ -159,7 +159,7 @@ class Journal:
         """The model settings of a published version differ from the previous version's."""
         log.warning(
             "config.json of version %d differs from that of version %d: %s; engines that reload "
-            "only the weights keep the old settings: restart them if these settings matter",
+            "only the weights keep the old settings: restart these engines if the settings matter",
             manifest.sequence,
             before,
             "; ".join(changes),
@@ -173,9 +173,9 @@ class Journal:
         of = {"hub": "of the hub", "trainer": "of the trainer's module"}
         told = f"tensors have the names {of[change.names]}"
         if change.before is not None:
-            told += f", up to the version before those {of[change.before]}"
+            told += f"; in the previous version they had the names {of[change.before]}"
         if change.why:
-            told += f", because {change.why}; 'syncd run --names hub' chooses others"
+            told += f", because {change.why}; 'syncd run --names hub' chooses the hub's names"
         self._file.note(
             "names",
             version=manifest.sequence,

@@ -53,7 +53,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        info = self._gauge("build_info", "1; the version is its label.", "version")
+        info = self._gauge("build_info", "Always 1; the label has the release.", "version")
         info.labels(__version__).set(1)
         self.reloaded = Gauge(
             "syncd_config_last_reload_successful",
@@ -64,7 +64,7 @@ class Metrics:
         self.active = self._gauge("daemon_active", "1 while this daemon serves, 0 in standby.", JOB)
         self.paused = self._gauge("paused", "1 while people have paused publishing.", JOB)
         self.last_scan = self._gauge(
-            "last_scan_timestamp_seconds", "Time of the last successful look at the job.", JOB
+            "last_scan_timestamp_seconds", "Time of the last successful scan of the job.", JOB
         )
         self.latest_version = self._gauge("latest_version", "The sequence of LATEST.", JOB)
         self.versions = self._gauge("versions", "Version folders on disk.", JOB)
@@ -99,10 +99,10 @@ class Metrics:
             _LONG,
         )
         self.delta_changed = self._gauge(
-            "delta_changed_ratio", "Part of the elements that the last delta changes, 0 to 1.", JOB
+            "delta_changed_ratio", "Fraction of elements that the last delta changes, 0 to 1.", JOB
         )
         self.delta_seconds = self._histogram(
-            "delta_seconds", "Time from the update of LATEST until its delta is there.", _LONG
+            "delta_seconds", "Time from the update of LATEST until the delta to it exists.", _LONG
         )
         self.live = self._histogram(
             "live_seconds", "Time from the update of LATEST until an explorer serves it.", _SHORT
@@ -268,12 +268,12 @@ class ExplorerMetrics:
         def gauge(name: str, what: str) -> Gauge:
             return Gauge(f"syncd_explorer_{name}", what, [job, "explorer"], registry=registry)
 
-        self._lag = gauge("lag_versions", "Versions between LATEST and what an explorer serves.")
-        self._steps = gauge("lag_steps", "Training steps between the two.")
-        self._pause = gauge("pause_seconds", "How long its last load kept it from serving.")
-        self._load = gauge("load_seconds", "How long its engine's last load took.")
-        self._full = gauge("full_bytes", "Bytes of version files read for its last load.")
-        self._delta = gauge("delta_bytes", "Bytes of deltas read for its last load.")
+        self._lag = gauge("lag_versions", "Versions between LATEST and the served version.")
+        self._steps = gauge("lag_steps", "Training steps between LATEST and the served step.")
+        self._pause = gauge("pause_seconds", "Time for which the last load paused the explorer.")
+        self._load = gauge("load_seconds", "How long the last load of an explorer's engine took.")
+        self._full = gauge("full_bytes", "Bytes of version files read for an explorer's last load.")
+        self._delta = gauge("delta_bytes", "Bytes of deltas read for an explorer's last load.")
         self._refused = gauge(
             "refuses", "1 if the explorer refused the newest version that it tried."
         )

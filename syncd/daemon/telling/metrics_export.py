@@ -63,7 +63,7 @@ class Exporter:
             except OSError as error:
                 raise InvalidSettingsError(
                     f"metrics_port = {port} cannot be used: {error.strerror}. Give another port, "
-                    "or 0 for none"
+                    "or 0 to serve no metrics"
                 ) from error
             self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
             self._thread.start()
