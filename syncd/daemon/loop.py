@@ -297,7 +297,7 @@ class Loop:
         return gone
 
     def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
-        """Note an action that storage refused: the others go on, and it is tried again."""
+        """Note an action that storage refused; other actions go on, and a later round retries."""
         self._job.check_is_there()
         self._meter.failed(error)
         self._tidying.after(error)

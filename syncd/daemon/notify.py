@@ -87,7 +87,7 @@ class ServiceManager:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Report a reload of the configuration while this is open, even if it fails."""
+        """Report a reload of the configuration, which lasts until this context ends."""
         # CLOCK_MONOTONIC, as time.monotonic() is on Linux; systemd 253 insists on it.
         self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:

@@ -166,10 +166,10 @@ class Pruner:
         return True
 
     def sweep(self) -> None:
-        """Finish the deletions of a previous daemon; put back folders that it had not decided on.
+        """Finish a previous daemon's deletions, and put back the folders that are in its trash.
 
-        Folders in the trash are put back. Folders that the daemon had already doomed are deleted
-        and recorded, perhaps for the second time.
+        Folders that the previous daemon had moved to ``doomed/`` are deleted, and recorded, perhaps
+        for the second time.
         """
         for trash in self._epoch.undecided():
             name = trash.name.partition("-")[0]

@@ -1,4 +1,4 @@
-"""Pruning without a running daemon, and the dry run of it."""
+"""Pruning without a running daemon, and a dry run of pruning."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LOOK: Final = 0.5
 
 
 def would_prune(job: Job, config: DaemonConfig) -> list[Pruning]:
-    """The deletions that a daemon would do now; changes nothing.
+    """The deletions that a daemon would carry out now; this function changes nothing.
 
     Raises:
         JobUnavailableError: syncd has served no job here.
@@ -68,13 +68,13 @@ def prune_now(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Pruning]:
-    """Take over as a daemon would, prune, and leave.
+    """Take over the job as a daemon does, prune, and end.
 
     Returns:
-        The deleted names.
+        The deletions that were carried out.
 
     Raises:
-        JobUnavailableError: a daemon is working on this job, or there is no job.
+        JobUnavailableError: a daemon is working on this job, the job is paused, or there is no job.
     """
     try:
         return _prune(job, config, sleep)
@@ -121,10 +121,10 @@ def _prune(job: Job, config: DaemonConfig, sleep: Callable[[float], None]) -> li
 
 
 def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> DaemonLock:
-    """Take the daemon's lock, also from a dead daemon of another host.
+    """Take the daemon lock, even if a dead daemon of another host still holds it.
 
     Raises:
-        JobUnavailableError: the holder's heartbeat moved: a daemon is working on this job.
+        JobUnavailableError: the lock's heartbeat changes, so a daemon is working on this job.
     """
     judge = Judge(job.storage, lease_time)
     lock = DaemonLock(job, lease_time, judge)
@@ -155,7 +155,11 @@ def _prunings(decision: Decision) -> list[Pruning]:
 
 
 def _known(job: Job) -> Known:
-    """The daemon's own records, as far as they can be read."""
+    """The daemon's knowledge of the job, from its records.
+
+    Raises:
+        JobUnavailableError: a record cannot be read, for example because nothing was published yet.
+    """
     try:
         latest = parse(Latest, job.storage.read(job.layout.latest), job.layout.latest)
         served = read_manifest(job.storage, job.layout.version(latest.sequence))

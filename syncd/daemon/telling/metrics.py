@@ -1,8 +1,8 @@
-"""The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` lists them.
+"""The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` lists the metrics.
 
-One registry holds the metrics of all jobs of a process. Labels are bounded: the job directory,
-names of errors, outcomes, and explorers. An explorer's metrics come from its report, and end with
-the report.
+One registry holds the metrics of all jobs of a process. The number of label values is bounded:
+labels are the job directory, names of errors, outcomes, and names of explorers. An explorer's
+metrics come from its report, and are removed when the report is removed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Metrics:
     """All metrics of one process, in a registry of its own.
 
     Attributes:
-        registry: the metrics that are served.
+        registry: holds the metrics; an exporter serves it.
     """
 
     def __init__(self) -> None:
@@ -117,14 +117,14 @@ class Metrics:
         return _JobMeter(self, job)
 
     def forget_state(self, job: str) -> None:
-        """Remove the gauges of a job until they are set again."""
+        """Remove the gauges that describe a job's state; later scans set them again."""
         state = (self.paused, self.latest_version, self.versions, self.leases)
         for gauge in (*state, self.free_bytes, self.free_inodes, self.delta_changed):
             remove(gauge, job)
         self.explorers.forget(job)
 
     def forget_job(self, root: Path) -> None:
-        """Remove the metrics of a job that is no longer served: they would stay forever."""
+        """Remove the metrics of a job that is no longer served; nothing else removes them."""
         job = printable(root)
         self.forget_state(job)
         for gauge in (self.active, self.last_scan):
@@ -157,7 +157,7 @@ class Metrics:
 
 
 class _JobMeter(Meter):
-    """Counts what happens in one job."""
+    """Counts the events of one job."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class ExplorerMetrics:
     """The gauges of all explorers.
 
     Args:
-        registry: holds them.
+        registry: holds the gauges.
         job: the name of the label for the job directory.
     """
 
@@ -291,10 +291,10 @@ class ExplorerMetrics:
         self._seen: dict[str, set[str]] = {}
 
     def look(self, label: str, job: Job) -> None:
-        """Read LATEST and all reports.
+        """Set the gauges from LATEST and from the reports of a job's explorers.
 
         Args:
-            label: the job's.
+            label: the job's label.
             job: the job.
 
         Raises:
@@ -349,7 +349,7 @@ class ExplorerMetrics:
 
 
 def remove(metric: Counter | Gauge | Histogram, *labels: str) -> None:
-    """Remove a metric with these labels, if it exists."""
+    """Remove the values of a metric with these labels, if there are any."""
     try:
         metric.remove(*labels)
     except KeyError:
