@@ -1,4 +1,4 @@
-"""Attempts to make a version; after a failure the daemon retries, or gives the save up for good."""
+"""Attempts to make a version; after a failure the daemon tries again, or quarantines the save."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _ROLLBACK_ATTEMPTS: Final = 6
 
 
 class Attempts:
-    """Publishes saves and rolls back.
+    """Publishes saves, and carries out rollbacks.
 
-    If a save fails, this class retries or quarantines it. If a rollback fails, it retries or
-    refuses that rollback.
+    A save that fails is tried again or quarantined. A rollback that fails is tried again or
+    refused.
 
     Args:
         job: the job.
@@ -84,16 +84,16 @@ class Attempts:
 
         Args:
             save: the save, as the last scan found it.
-            whole_since: when the save was first seen in this state, by ``clock``.
+            whole_since: when the save was first seen in its present state, by ``clock``.
             tick: seconds to wait after the first failure; each further failure doubles the wait.
-            heard: receives the merge's progress.
+            heard: called with the merge's progress.
 
         Returns:
             The reason why the save has to wait; empty if it does not have to wait.
 
         Raises:
-            SyncdError: the daemon cannot go on: another daemon has taken over, this one was asked
-                to stop, or the job is unavailable.
+            SyncdError: the daemon cannot go on, because another daemon has taken over, because a
+                stop was requested, or because the job is unavailable.
         """
         if save.identity != self._tried:
             self._tried, self._failures, self._again_at = save.identity, 0, 0.0
@@ -159,7 +159,7 @@ class Attempts:
 
         Raises:
             OSError: storage refuses the rollback; the caller may try it again, a few times at most.
-            SyncdError: the daemon cannot go on, as in :meth:`publish`.
+            SyncdError: the daemon cannot go on, for the reasons that :meth:`publish` lists.
         """
         if request.id != self._asked:
             self._asked, self._refusals = request.id, 0
@@ -184,7 +184,7 @@ class Attempts:
             self._journal.named_anew(manifest, change)
 
     def progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
-        """A callback that reports the progress of a merge, but not at each call."""
+        """A callback for the progress of a merge; it updates the daemon's report now and then."""
 
         def tell(done: int, total: int) -> None:
             heard(done, total)
@@ -199,8 +199,7 @@ class Attempts:
         """Check that the disk has space for a version; if not, delete all deltas and check again.
 
         Raises:
-            NoRoomError, SaveNotReadyError, CheckpointError: for the reasons in
-                :meth:`Publisher.check_room`.
+            NoRoomError, SaveNotReadyError, CheckpointError: :meth:`Publisher.check_room` raised it.
         """
         try:
             self._publisher.check_room(save)

@@ -1,4 +1,4 @@
-"""Steps that explorers evaluate: the daemon builds each for one explorer, and publishes none."""
+"""Benches: the daemon builds a step for one explorer that evaluates it, and never publishes it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOST_DOUBLINGS: Final = 16
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that has no build yet, and the save that was last seen in its step folder."""
+    """A request that has no build yet, and the save that was last seen in the requested step."""
 
     request: BenchRequest
     identity: str | None = None
@@ -115,19 +115,19 @@ class Benches:
         self.building: int | None = None
 
     def run_once(self, tick: float) -> str:
-        """Delete builds that no explorer needs; after that make one build, if any is requested.
+        """Delete builds that no explorer needs, and then make at most one requested build.
 
         Args:
             tick: about how many seconds lie between two calls. A step without receipts is built
-                only if its files have not changed for so long.
+                only if its files have not changed for that time.
 
         Returns:
             The reason why a build has to wait; empty if no build has to wait.
 
         Raises:
             OSError: storage refuses some work; the next call tries that work again.
-            SyncdError: the daemon cannot go on: another daemon has taken over, this one was asked
-                to stop, or the job is unavailable.
+            SyncdError: the daemon cannot go on, because another daemon has taken over, because a
+                stop was requested, or because the job is unavailable.
         """
         self.awaits_turn = False
         self._lookout.tick = min(tick, self._longest_tick)
@@ -247,7 +247,8 @@ class Benches:
     def _ready(self, asked: _Asked, tick: float) -> WholeSave | None:
         """The save of a requested step if a build can be made from it now.
 
-        If not, the result is None, and ``asked.why`` has the reason for waiting, if there is one.
+        Otherwise the result is None. ``asked.why`` is then the reason for waiting; it is empty if
+        the build exists already, or if the request was refused.
         """
         request, asked.why = asked.request, ""
         if self._is_built(request):

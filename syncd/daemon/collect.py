@@ -114,8 +114,8 @@ class Tidying:
 
         Args:
             leased: the sessions that hold leases.
-            leftover_grace: a leftover is deleted if it has not changed for so many seconds. A new
-                value counts also for leftovers that are watched already.
+            leftover_grace: seconds without a change after which a leftover is removed. A new value
+                counts also for leftovers that are watched already.
 
         Raises:
             OSError: storage refuses some work; the next call tries that work again.
@@ -149,12 +149,12 @@ class Collector:
     Promised: it removes nothing that changes, and a call does a bounded part of the work that is
     due. Among files without a temporary name it removes only the heartbeats of dead sessions that
     hold no lease, the reports and claims of sessions without a heartbeat, and answers that no
-    requester reads. If a process comes back after all, its rename of the temporary file fails, and
-    it writes the file again.
+    requester reads. If such a process runs again after all, its rename of the temporary file fails,
+    and it writes the file again.
 
     Args:
         job: the job.
-        grace: a leftover is removed if it has not changed for so many seconds.
+        grace: seconds without a change after which a leftover is removed.
         clock: seconds, monotonic.
 
     Attributes:
@@ -254,7 +254,10 @@ class Collector:
             self._watched.discard(path)
 
     def _found(self) -> Iterator[Path | None]:
-        """Leftovers, also filelock's, and all heartbeats; None for each look without a find."""
+        """Leftovers and all heartbeats; None for each look that found nothing.
+
+        Temporary files of filelock count as leftovers.
+        """
         layout = self._job.layout
         for folder in (layout.drafts, layout.explorers, layout.quarantine, layout.requests):
             yield from self._temporaries(folder)
@@ -275,7 +278,10 @@ class Collector:
             yield layout.sessions / name
 
     def _orphans(self) -> Iterator[Path | None]:
-        """Reports and claims of sessions without a heartbeat; None for each with a heartbeat."""
+        """Reports and claims of sessions without a heartbeat.
+
+        For each report or claim of another session this yields None.
+        """
         # This client's cached view of a heartbeat may be older than its participant.
         self._job.storage.refresh(self._job.layout.sessions)
         for folder in (self._job.layout.explorers, self._job.layout.claims):
@@ -290,7 +296,7 @@ class Collector:
                     yield path if self._is_orphan(path) else None
 
     def _rooms(self) -> Iterator[Path]:
-        """The marks of ``syncd doctor`` runs; folders of runs without a mark are removed here."""
+        """The marks of ``syncd doctor`` runs; this also removes folders of runs without a mark."""
         try:
             yield from left_rooms(self._job)
         except OSError as error:

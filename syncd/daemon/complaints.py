@@ -24,7 +24,7 @@ class LetBe:
         self._repeats = Repeats(clock=clock)
 
     def say(self, path: Path, error: Exception) -> None:
-        """Log that the path is ignored, if that was not logged recently."""
+        """Log the path and the error, if this path was not logged recently."""
         if self._repeats.due(path):
             log.error(
                 "ignoring %s until it is fixed: %s",

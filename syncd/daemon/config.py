@@ -28,7 +28,7 @@ class Quantity:
     """Marks a number that may be written with a unit.
 
     Attributes:
-        unit: the unit of a number that is written without one, for messages.
+        unit: the unit of a number without a written unit, for messages.
         examples: examples for messages.
         units: unit as written → its size in ``unit``.
     """
@@ -116,7 +116,7 @@ class DaemonConfig(BaseModel):
     Attributes:
         pointer: the file that names the step to publish. Plain verl jobs have only
             ``latest_checkpointed_iteration.txt``.
-        tick: how often to look at the job if no event reports a change.
+        tick: the time between two scans of the job if no event reports a change earlier.
         keep: how many of the newest versions to keep, LATEST included. Leased versions are kept in
             addition.
         deltas: whether to make a delta to each new version from the previous version. Explorers
@@ -124,7 +124,7 @@ class DaemonConfig(BaseModel):
             deltas while two or more live explorers could use them.
         keep_deltas: how many of the newest deltas to keep at most. Fewer are kept if together they
             are larger than half a version.
-        digests: whether versions carry xxh3-128 digests, which explorers check.
+        digests: whether versions have xxh3-128 digests, which explorers check.
         cast: the dtype to cast the floating tensors of versions to: ``bf16``, ``fp16`` or ``fp32``,
             with torch's rounding. Integer, bool and fp8 tensors are not cast. None: no cast.
         dcp_prefix: the prefix of the model's tensor names in saves of
@@ -149,8 +149,8 @@ class DaemonConfig(BaseModel):
         leftover_grace: how old an orphaned temporary file must be before the daemon deletes it.
         memory_dir: a second job directory that the same process serves, on a memory filesystem that
             trainer, daemon and explorers of one host share. The daemon creates it if it is missing.
-        exit_when_idle: whether the daemon ends when all trainers and explorers have left and
-            nothing remains to be published. It does not end before the first of them has come.
+        exit_when_idle: whether the daemon ends when all trainers and explorers have left and no
+            save is left to publish. It ends only if a trainer or an explorer was there before.
         hang_time: if storage has not answered for this long, the process ends itself. The value
             must be above 300 s, the limit for reading a pickle, and above the time in which storage
             writes one file of ``max_shard_size``.
@@ -221,7 +221,7 @@ class RunConfig(DaemonConfig):
         job: the job directory.
         root: a folder of jobs to serve instead of one job; jobs may be added and removed.
         concurrent_merges: how many jobs below ``root`` may merge saves at the same time.
-        metrics_port: the port on 127.0.0.1 where metrics are served; 0 for none.
+        metrics_port: the port on 127.0.0.1 where metrics are served; 0 to serve no metrics there.
         metrics_textfile: a file on this host to which the daemon writes metrics, for the node
             exporter.
         log_format: ``human`` logs lines for people, ``json`` one JSON object per line.

@@ -41,7 +41,7 @@ _ALIKE: Final = 0.7
 
 @dataclass(frozen=True)
 class GivenValue:
-    """A value as somebody has given it, with its source.
+    """A configured value before it is checked, with its source.
 
     Attributes:
         value: the value.
@@ -113,8 +113,8 @@ def load(
 
     Raises:
         InvalidSettingsError: the file cannot be read, or a value in the file, in the environment or
-            on the command line cannot be used. The message has one line for each unusable value,
-            with its source, its key, the value and the allowed values.
+            on the command line cannot be used. Each line of the message is about one such value:
+            its source, its key, the value itself, and the allowed values.
     """
     given = _from_file(file) if file is not None else {}
     given |= {
@@ -168,7 +168,7 @@ def written(config: RunConfig) -> dict[str, object]:
 
 
 def toml_value(value: object) -> str:
-    """A value in the syntax of TOML, which is JSON's except for the escape of U+007F."""
+    """A value in TOML syntax: the same as in JSON, except that U+007F is escaped."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
@@ -336,7 +336,7 @@ def is_path(key: str) -> bool:
 
 
 def nearest(key: str) -> str | None:
-    """The known key that is most similar to a name; None if no key is similar."""
+    """The known key that is most similar to ``key``; None if no known key is similar."""
     found = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=_ALIKE)
     return found[0] if found else None
 
@@ -350,7 +350,7 @@ def no_such_key(key: str) -> str:
 
 
 def _kind(key: str) -> object:
-    """A key's type, without None."""
+    """The type of a key's values, apart from None."""
     annotation = _FIELDS[key].annotation
     if not may_be_none(key):
         return annotation

@@ -40,8 +40,8 @@ class Pointer:
 class LeaseSeen:
     """A lease on a version.
 
-    ``dead_for`` is for how many seconds its session has been dead, by this host's clock; None if
-    the session is alive.
+    ``dead_for``: for how many seconds the session of the lease has been dead, by this host's clock;
+    None if the session is alive.
     """
 
     sequence: int
@@ -55,7 +55,7 @@ class StepSeen:
 
     Attributes:
         outcome: the recorded outcome of the last save.
-        recorded: the identity of the save with that outcome.
+        recorded: the identity of the save that has ``outcome``.
         found: the identity of the save that is in the folder now; None if that save is not
             complete.
         has_receipts: whether syncd's hook wrote the save.
@@ -164,7 +164,11 @@ class Republish:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """Answer a request: ``made`` is the new version; if there is none, ``why`` is the reason."""
+    """Answer a rollback request.
+
+    ``made`` is the sequence of the new version. If the rollback is refused, ``made`` is None, and
+    ``why`` is the reason.
+    """
 
     request: RollbackRequest
     made: int | None = None
@@ -254,8 +258,8 @@ class Decision:
 
     Attributes:
         pending: whether the daemon publishes, answers or quarantines something in this round, or
-            will do so after a wait without any trainer or explorer. A pause also counts as pending,
-            because a person is at work.
+            would do so later even if all trainers and explorers were gone. A pause also counts as
+            pending, because a person is at work.
     """
 
     actions: tuple[Action, ...]
@@ -399,7 +403,7 @@ def keep_newest(count: int) -> KeepRule:
     """A rule that keeps the newest ``count`` versions.
 
     Raises:
-        ValueError: ``count`` is below 1, although LATEST always stays.
+        ValueError: ``count`` is below 1, so that LATEST would not stay.
     """
     if count < 1:
         raise ValueError(f"keep_newest({count}): at least LATEST stays")

@@ -1,4 +1,4 @@
-"""The daemon's deltas: made in the background, after LATEST names their version.
+"""The daemon's deltas: made in the background, after LATEST names the new version.
 
 A delta never delays its version, and never makes it fail. If the work on a delta fails, the version
 has no delta, and explorers read the version. ``docs/protocol.md`` ("Deltas") has the order of the
@@ -42,8 +42,8 @@ _ALL: Final = "deltas"
 class MakeDelta(Protocol):
     """Writes a delta durably into an empty folder; ``delta.json`` is the last file.
 
-    ``cancel`` is called often, and raises to stop the work. ``progress`` is called with the number
-    of bytes compared so far and the total whenever the work has advanced.
+    ``cancel`` is called often, and raises to stop the work. Whenever the work has advanced,
+    ``progress`` is called with the number of bytes compared so far, and the total.
 
     Raises:
         NoDeltaError: the two versions can have no delta, or the delta would save too few bytes.
@@ -151,7 +151,7 @@ class _Making:
 
 
 class _EndedError(Exception):
-    """Raised in the work on a delta that the loop has ended."""
+    """Raised inside the work on a delta after the loop has cancelled that work."""
 
 
 class DeltaMaker:
@@ -198,7 +198,7 @@ class DeltaMaker:
 
     @property
     def base(self) -> int | None:
-        """The version from which a delta is being made, and which must therefore not be pruned."""
+        """The version from which a delta is being made; it must not be pruned meanwhile."""
         return self._making.base if self._making else None
 
     def forget_others(self) -> None:
@@ -258,7 +258,7 @@ class DeltaMaker:
             self._epoch.in_background -= names
 
     def end(self, why: str) -> None:
-        """Ask the current work on a delta to end; does not wait until the work has ended."""
+        """Cancel the current work on a delta, without waiting for its end."""
         if self._again is not None:
             self._ended, self._again = self._again, None
         if self._making is not None and not self._making.ended.is_set():
@@ -288,7 +288,7 @@ class DeltaMaker:
         return found
 
     def leave(self) -> None:
-        """End the work, and wait for its end, but only a few seconds if storage does not answer."""
+        """Cancel the work, and wait for its end, but only a few seconds."""
         self.end("the daemon ends")
         self._ended = self._again = None
         if self._making is not None and self._making.background is not None:
@@ -328,7 +328,7 @@ class DeltaMaker:
         except Exception as error:
             why = f"a bug in syncd: {type(error).__name__}: {error}"
             extra = Event.FAULT(version=making.target.sequence)
-            log.exception("no delta %s: %s", name, why, extra=extra)
+            log.exception("cannot make the delta %s: %s", name, why, extra=extra)
             outcome = self._outcome(making, why=why, error=error)
         try:
             self._tell(making, "made" if outcome.delta else "none", why=outcome.why)
@@ -370,7 +370,7 @@ class DeltaMaker:
             raise NoDeltaError(f"{version_folder(sequence)} is gone") from error
 
     def _open_folder(self) -> None:
-        """Make ``deltas/``, if it is missing, by a rename: that fails in a superseded daemon."""
+        """Make ``deltas/`` if it is missing, by a rename, which fails in a superseded daemon."""
         target = self._job.layout.deltas
         if not self._job.storage.exists(target):
             self._epoch.start_build(_ALL)

@@ -63,7 +63,7 @@ class Loop:
         job: the job.
         config: the configuration for the first round.
         session: this process's heartbeat.
-        lock: the daemon lock, held.
+        lock: the daemon lock, which this process holds.
         judge: finds out which explorers are alive.
         epoch: this daemon's room.
         cancel: called between chunks of a merge; it raises to stop the merge.
@@ -377,9 +377,9 @@ class Loop:
     def _learn_in_turn(self, step: int) -> None:
         """Find out whether a save holds only a model, if this job may merge now.
 
-        This needs a turn, because it uses as much memory as planning the save's merge.
+        This work needs a turn, because it uses as much memory as planning the save's merge.
 
-        While a save of this job waits for its turn, this work takes none.
+        It does nothing while a save of this job waits for a turn.
         """
         if not self._refused_turn and self._turn.take():
             try:

@@ -116,8 +116,8 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
     def _end(self, request: socket.socket) -> None:
         """Shut a connection down, so that its thread wakes up and closes the connection.
 
-        The caller holds the lock. Without it, the connection could be closed meanwhile, and another
-        file could have its descriptor's number.
+        The caller holds the lock. Without the lock, another thread could close the connection
+        meanwhile, and the number of its descriptor could belong to another file.
         """
         del self._open[request]
         try:

@@ -3,7 +3,7 @@
 A job keeps the names of its newest version, because its explorers were started for these names.
 LATEST repeats the names, because the newest version may be an adapter or a remote version, and
 these have no such names. A new job gets the hub's names, which every server knows, if all its live
-explorers take them.
+explorers take these names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMED: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class NewNames:
-    """A version has other names than the previous version, or is the first that could have others.
+    """A version has other names than the previous version, or is the first with a choice of names.
 
     Attributes:
         names: the version's names.
@@ -68,7 +68,9 @@ class Naming:
         self.change: NewNames | None = None
 
     def look(self) -> None:
-        """In a job without versions, look at the explorers, so that dead ones are known in time.
+        """In a job without versions, look at the heartbeats of explorers.
+
+        So it is known which explorers are dead when the first version gets its names.
 
         Raises:
             OSError: storage does not answer.

@@ -26,7 +26,7 @@ LONGEST_SILENCE: Final = 10.0
 
 
 class ServiceManager:
-    """The service manager that has started this process; may stand for no manager.
+    """The service manager that has started this process, or a stand-in that does nothing.
 
     Any thread may call its methods. Not promised: that messages arrive, because the daemon never
     waits for a manager that does not read them.
@@ -151,7 +151,7 @@ class JobNotice:
 
     Args:
         ready: called when the daemon has scanned the job, or stands by for another daemon.
-        status: called with a line of text that tells people the daemon's state.
+        status: called with a line of text about the daemon's state, for people.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class Participants:
         return self._seen and not self._alive
 
     def look(self, tick: float) -> None:
-        """Look once.
+        """Look at all heartbeats once.
 
         Args:
             tick: about how many seconds lie between two calls.

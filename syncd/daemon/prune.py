@@ -1,4 +1,4 @@
-"""Pruning of versions, deltas, step folders and dead leases; the audit log records each."""
+"""Pruning of versions, deltas, step folders and dead leases, with a line in the audit log."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LEFT: Final = "marked for deletion, but not yet deleted when this daemon took o
 
 
 class Pruner:
-    """Carries out the decided deletions, and checks each once more before it is final.
+    """Carries out the decided deletions; checks once more before a deletion is final.
 
     Args:
         job: the job.

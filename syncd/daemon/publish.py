@@ -44,7 +44,7 @@ DeltaFrom = Callable[[Manifest], int | None]
 
 
 def _no_delta(_: Manifest) -> None:
-    """No delta will be made."""
+    """The default of ``delta_from``: no delta will be made."""
 
 
 class Publisher:
@@ -65,7 +65,7 @@ class Publisher:
         latest: LATEST as this daemon last wrote or found it; None before the first version.
         latest_bytes: the bytes of the files of LATEST's version; None if that version is not whole.
         published_save: the identity of the save that LATEST was made from. If LATEST is a rollback:
-            the identity of the save that was LATEST before the rollback.
+            the identity of the save that LATEST was made from before the rollback.
         served_request: the id of the rollback request that LATEST is the result of; None if LATEST
             was made from a save.
         outcomes: the record of saves.
@@ -146,7 +146,7 @@ class Publisher:
         return found.adopted
 
     def _discard_delta(self, sequence: int) -> None:
-        """Discard a delta to a version above LATEST; a failure is only logged: it does no harm."""
+        """Discard a delta to a version above LATEST; a failure is harmless and only logged."""
         name = delta_folder(sequence)
         log.warning(
             "discarding %s: LATEST does not name its version",
@@ -169,7 +169,7 @@ class Publisher:
 
         Raises:
             NoRoomError: the disk has no room for this version.
-            SaveNotReadyError, CheckpointError: for the reasons in :meth:`publish`.
+            SaveNotReadyError, CheckpointError: for the reasons that :meth:`publish` lists.
         """
         self._free_space.check(
             self._job.layout.actor(save.step), save, self._merge_options(), self._cancel
@@ -197,8 +197,8 @@ class Publisher:
         Args:
             save: the save as the last look at it found it.
             progress: called with the bytes of tensors merged so far, and the bytes of all tensors.
-            delta_from: called right before LATEST names the version; returns the base of its delta,
-                or None.
+            delta_from: called right before LATEST names the version; returns the sequence of the
+                base of the version's delta, or None.
 
         Raises:
             SaveNotReadyError: the save changed during the merge; nothing was published.
@@ -219,7 +219,8 @@ class Publisher:
         """Merge a complete save for one explorer; this makes no version, and changes no record.
 
         Raises:
-            SaveNotReadyError, CheckpointError, SupersededError: for the reasons in :meth:`publish`.
+            SaveNotReadyError, CheckpointError, SupersededError: for the reasons that
+                :meth:`publish` lists.
         """
         folder = self._epoch.start_build(request.id)
         target = self._job.layout.bench_build(request.session, request.id)

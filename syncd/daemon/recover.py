@@ -94,7 +94,7 @@ def look_back(job: Job) -> FoundVersions:
             found.served = look.finished(found.latest.sequence)
         except ProtocolMismatchError as error:
             log.error(
-                "%s; publishing again the save that the pointer names",
+                "%s; the save that the pointer names will be published again",
                 error,
                 extra=Event.VERSION_DAMAGED(
                     path=job.layout.version(found.latest.sequence), reason=error
@@ -140,7 +140,7 @@ class _Look:
         return self._job.read(model, path, _OURS, limit=limit)
 
     def _look_at(self, path: Path) -> None:
-        """Open the file once, because the first open may find the file that it replaced."""
+        """Open a record once before it is read, because a first open may return a replaced file."""
         try:
             self._job.storage.release(self._job.storage.open_read(path))
         except OSError as error:
@@ -196,7 +196,7 @@ class _Look:
             status = self._status(folder / file.name)
             if status is None or status.st_size != file.size:
                 log.warning(
-                    "%s does not have the %d bytes that its manifest names",
+                    "%s does not have the %d bytes that the manifest lists",
                     folder / file.name,
                     file.size,
                     extra=Event.VERSION_DAMAGED(

@@ -35,7 +35,7 @@ _POINTER_LIMIT: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The daemon's own knowledge of a job, from its records.
+    """The daemon's own knowledge of a job, from the daemon's records.
 
     Attributes:
         latest: LATEST's sequence; 0 before the first version.
@@ -203,8 +203,8 @@ class Scanner:
         ):
             actor = self._job.layout.actor(save.step)
             why = (
-                f"a trainer is saving into {actor} again: its .distcp files changed, and its "
-                f"{DCP_METADATA}, which is written last, did not (touch that where all is well)"
+                f"a trainer is saving into {actor} again: the .distcp files changed, but "
+                f"{DCP_METADATA}, the last file, did not; if the save is whole, touch that file"
             )
             save = Unfinished(save.step, why)
         if self._save is None or (save.step, save.known_as) != (

@@ -56,7 +56,8 @@ class Service:
     Args:
         root: the job directory.
         config: the daemon's configuration.
-        may_end: asked before ``exit_when_idle`` ends :meth:`run`; False keeps it running.
+        may_end: asked before ``exit_when_idle`` ends :meth:`run`; if the answer is False,
+            :meth:`run` goes on.
         answered: called after each call that storage has answered, to report progress.
         notice: receives the daemon's messages for the service manager.
         each_tick: called between two rounds, on the thread of :meth:`run`.
@@ -143,7 +144,7 @@ class Service:
         self._watcher.wake()
 
     def wake(self) -> None:
-        """Begin the next tick now. May be called from a signal handler or any thread."""
+        """Begin the next round now. May be called from a signal handler or any thread."""
         self._watcher.wake()
 
     def run(self) -> None:

@@ -13,7 +13,7 @@ from syncd.storage.record_files import ReadPolicy
 
 
 class Steering:
-    """Reads requests. A damaged request raises no error; storage that fails does.
+    """Reads requests. A damaged request raises no error; only failing storage raises OSError.
 
     Args:
         job: the job.

@@ -37,7 +37,9 @@ class Turn:
     """One job's permission to merge; this base class always permits it."""
 
     def take(self, save: str | None = None) -> bool:
-        """Whether the job may merge now; never waits. If not, ask again when woken, or each tick.
+        """Whether the job may merge now; never waits.
+
+        If the answer is False, ask again when woken, or at each tick.
 
         Args:
             save: the identity of the save to merge; None for other work that needs a turn.

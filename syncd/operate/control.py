@@ -1,7 +1,7 @@
 """Steering a job from any host: pause, resume, roll back.
 
-Each request is a durable file, so no daemon has to run: the next daemon of the job obeys the
-request. If a daemon runs now, these functions wait for its answer.
+Each request is a durable file, so no daemon has to run now: the next daemon of the job obeys the
+request. If a daemon runs now, a pause or a rollback waits for the daemon's answer.
 """
 
 from __future__ import annotations

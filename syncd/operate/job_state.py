@@ -48,7 +48,10 @@ def look(job: Job) -> dict[str, Any]:
 
 
 def look_anyway(folder: Path) -> dict[str, Any]:
-    """The state of a job, as :func:`look` returns it; if that fails, the reason as ``unseen``."""
+    """The state of a job, as :func:`look` returns it.
+
+    If the state cannot be read, the result has the reason under ``unseen``.
+    """
     try:
         return look(Job.at(folder))
     except (JobUnavailableError, OSError) as error:
@@ -56,7 +59,9 @@ def look_anyway(folder: Path) -> dict[str, Any]:
 
 
 def jobs_at(folder: Path) -> list[Path]:
-    """The folder itself if it is a job, else the jobs in it; the folder also if it has no jobs.
+    """The folder itself if it is a job, else the jobs in it.
+
+    If the folder contains no job, the result is the folder itself.
 
     A folder that this user may not read, for example ``lost+found``, does not count as a job.
 

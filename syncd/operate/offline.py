@@ -133,7 +133,7 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
         if not waited:
             log.info(
                 "%s is held: watching its heartbeat for up to %g s, to see whether the daemon that "
-                "holds it is alive",
+                "holds this lock is alive",
                 job.layout.daemon_lock,
                 judge.lease_time,
                 extra=Event.WATCHING(path=job.layout.daemon_lock, seconds=judge.lease_time),

@@ -92,7 +92,7 @@ def program() -> tuple[str, ...]:
 
 
 def owner_of(folder: Path) -> tuple[str, str]:
-    """The user and the group that own a folder: their names, or numbers without a name."""
+    """The owner and the group of a folder: by name, or by number if there is no name."""
     status = folder.stat()
     try:
         user = pwd.getpwuid(status.st_uid).pw_name

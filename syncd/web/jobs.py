@@ -164,7 +164,7 @@ class _Folder:
 
 
 class _Job:
-    """One job; while the process runs, no other job gets its number."""
+    """One job; its number is unique while the process runs."""
 
     def __init__(self, folder: Path, number: int, limit: int, pace: _Pace) -> None:
         self.folder = folder
@@ -252,7 +252,11 @@ class SharedLook(Generic[T]):
             return self._reading is not None
 
     def answer(self) -> LastRead[T]:
-        """The last data; waits for a running reading until its patience has run out."""
+        """The last data.
+
+        If a read is running, this waits for its end, but at most until ``patience`` seconds after
+        its begin.
+        """
         with self._changed:
             reading = self._reading
             if reading is None:

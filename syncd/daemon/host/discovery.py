@@ -76,7 +76,7 @@ class Discovery:
 
     @property
     def jobs(self) -> frozenset[str] | None:
-        """The names of the jobs; None before the first look."""
+        """The names of the jobs; None before the root was listed for the first time."""
         with self._lock:
             return frozenset(self._missed) if self._has_looked else None
 

@@ -72,7 +72,7 @@ class Keeper:
             service.stop()
 
     def wake(self) -> None:
-        """Begin the next tick now. May be called from a signal handler or any thread."""
+        """Begin the next round now. May be called from a signal handler or any thread."""
         if (service := self._service) is not None:
             service.wake()
 

@@ -117,7 +117,7 @@ class Services:
         """Serve until stopped, or until both jobs are idle and ``exit_when_idle`` is set.
 
         Returns:
-            True: all threads have ended.
+            Always True, because all threads have ended.
         """
         first, *others = self._keepers
         threads = [threading.Thread(target=one.serve, name=str(one.root)) for one in others]
@@ -164,7 +164,7 @@ class Services:
 
 @dataclass(slots=True)
 class _Served:
-    """One job that is served."""
+    """A job that is served, with its keeper and its thread."""
 
     keeper: Keeper
     thread: threading.Thread
@@ -376,7 +376,7 @@ class RootServices:
             while served.thread.is_alive():
                 if self._guard.silence(str(path)) >= patience:
                     log.error(
-                        "leaving %s in the middle of its work: its storage does not answer",
+                        "ending in the middle of the work on %s: its storage does not answer",
                         path,
                         extra=Event.JOB_HANGS(job=path, seconds=self._guard.silence(str(path))),
                     )

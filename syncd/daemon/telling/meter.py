@@ -1,4 +1,4 @@
-"""The meter: a daemon calls it for each event, and metrics are counted from the calls."""
+"""The meter: the daemon calls a method of it for each event, and it counts metrics."""
 
 from __future__ import annotations
 

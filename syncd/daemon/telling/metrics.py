@@ -308,7 +308,7 @@ class ExplorerMetrics:
         self._keep(label, found)
 
     def forget(self, job: str) -> None:
-        """Remove the metrics of a job's explorers until the next look."""
+        """Remove the metrics of a job's explorers; the next look sets them again."""
         self._keep(job, set())
         del self._seen[job]
 
