@@ -29,7 +29,7 @@ class Quantity:
 
     Attributes:
         unit: the unit of a number without a written unit, for messages.
-        examples: examples for messages.
+        examples: texts with a unit, as examples in messages.
         units: unit as written → its size in ``unit``.
     """
 
@@ -148,7 +148,8 @@ class DaemonConfig(BaseModel):
             read the version.
         leftover_grace: how old an orphaned temporary file must be before the daemon deletes it.
         memory_dir: a second job directory that the same process serves, on a memory filesystem that
-            trainer, daemon and explorers of one host share. The daemon creates it if it is missing.
+            trainer, daemon and explorers of one host share. The daemon creates this directory if it
+            is missing.
         exit_when_idle: whether the daemon ends when all trainers and explorers have left and no
             save is left to publish. It ends only if a trainer or an explorer was there before.
         hang_time: if storage has not answered for this long, the process ends itself. The value

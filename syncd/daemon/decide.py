@@ -18,7 +18,7 @@ from syncd.protocol.requests import Pause, RollbackRequest
 
 
 class PointerState(Enum):
-    """The content of a pointer file."""
+    """The kinds of content that a pointer file can have."""
 
     STEP = "names a step"
     MISSING = "is not there"
@@ -98,7 +98,7 @@ class Observation:
     Attributes:
         pointer: the pointer that names the step to publish.
         checkpoint: the pointer that names the step to resume from.
-        save: the save that ``pointer`` names; None if it names none.
+        save: the save that ``pointer`` names; None if ``pointer`` names no step.
         save_still_for: for how many seconds ``save`` has been seen unchanged.
         quarantined: whether ``save`` is recorded as quarantined.
         published_save: the identity of the save that LATEST was made from.

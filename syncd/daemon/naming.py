@@ -79,10 +79,10 @@ class Naming:
             self._without()
 
     def choose(self, told: Names | None) -> Names:
-        """The names of the next version.
+        """The names of the tensors in the next version.
 
         Args:
-            told: the configured names; None if none are configured.
+            told: the configured names; None if no names are configured.
 
         Raises:
             OSError: storage does not answer.
@@ -100,7 +100,7 @@ class Naming:
         return "trainer"
 
     def kept_with(self, manifest: Manifest) -> Names | None:
-        """The names that the job keeps if this version is its newest."""
+        """The names that the job keeps when this version becomes its newest version."""
         return manifest.names if _differ(manifest) else self._kept
 
     def takes_over(self, latest: Latest | None) -> None:

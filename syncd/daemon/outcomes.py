@@ -1,4 +1,4 @@
-"""The record of saves, ``saves.json``: each was published, skipped or quarantined."""
+"""The record of saves, ``saves.json``: which saves were published, skipped or quarantined."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Outcomes:
-    """The active daemon's record of saves: published, skipped or quarantined.
+    """The active daemon's record of saves that were published, skipped or quarantined.
 
     An outcome counts even if storage refuses to write it now; :meth:`write_again` writes it later.
 
@@ -30,7 +30,7 @@ class Outcomes:
         wall: seconds since the epoch, for records that people read.
 
     Attributes:
-        of_step: step → the outcome of its last save.
+        of_step: step → the outcome of the step's last save.
     """
 
     def __init__(self, job: Job, epoch: Epoch, *, wall: Callable[[], float]) -> None:

@@ -73,7 +73,7 @@ class Pruner:
         self._end_of_torn = b""
 
     def retire_version(self, action: RetireVersion) -> bool:
-        """End the leasing of a version, then delete it.
+        """End the leasing of a version, and then delete the version.
 
         Leasing ends with the rmdir of the version's lease folder. The rmdir succeeds only if the
         folder is empty on the server at that moment.

@@ -40,7 +40,7 @@ class FoundVersions:
         deltas_above: the deltas to versions above ``adopted``, or above LATEST if no version is
             adopted. No daemon makes a delta before LATEST names its version, so LATEST was lost or
             restored.
-        outcomes: step → the outcome of its last save.
+        outcomes: step → the outcome of the step's last save.
         highest: the highest sequence that any file of the job names.
     """
 

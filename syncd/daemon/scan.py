@@ -42,7 +42,7 @@ class Known:
         full_bytes: the bytes of LATEST's files; None if unknown.
         delta_base: the version from which a delta is being made; None if none is being made.
         published_save: the identity of the save that LATEST was made from.
-        outcomes: step → the outcome of its last save.
+        outcomes: step → the outcome of the step's last save.
         served_request: the id of the rollback request that LATEST is the result of, if any.
     """
 

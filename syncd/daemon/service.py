@@ -47,7 +47,7 @@ _QUIET: Final = 2
 
 
 class Service:
-    """One daemon process on one job: active, or standing by for the active one.
+    """The daemon of one job in this process: active, or standing by for the active daemon.
 
     Promised: after :meth:`stop`, :meth:`run` returns within the time of one copy chunk, and leaves
     no unfinished files. Not promised: that only one daemon considers itself active; but only one

@@ -69,7 +69,7 @@ class VersionHistory:
         kind, bytes: the version's kind and size.
         saved: when a daemon first saw the complete save.
         merge_seconds: from the start of the merge to the update of LATEST.
-        published: when LATEST began to name it.
+        published: when LATEST began to name the version.
         latency_seconds: the time from ``saved`` to ``published``.
         of, by: for a rollback, the version that it republishes, and the user who requested it.
         delta: the outcome of the delta to this version; None if no delta was to be made.

@@ -410,8 +410,8 @@ def share_what_is_made(config: DaemonConfig) -> None:
 def _for_memory(config: DaemonConfig) -> DaemonConfig:
     """The configuration for the memory directory, which has no full checkpoints and no deltas.
 
-    Its readers report in the first job. If no names are configured, versions there have the
-    trainer's names, because such a version is the trainer's own file.
+    The readers of the memory directory report in the first job. If no names are configured,
+    versions there have the trainer's names, because such a version is the trainer's own file.
     """
     told: dict[str, object] = {"pointer": STATE_POINTER, "memory_dir": None, "deltas": "off"}
     return config.model_copy(update=told | {"names": config.names or "trainer"})
