@@ -112,7 +112,8 @@ class Control:
         unanswered = self._await(lambda: self._answer(request).outcome != "asked")
         answer = self._answer(request)
         if answer.outcome == "asked":
-            return f"{unanswered} serve version {sequence} again; to cancel this, remove {path}"
+            told = f"{unanswered} serve version {sequence} again"
+            return f"{told}; to cancel the request, remove {path}"
         self._job.storage.unlink_if_there(path)
         if answer.made is None:
             raise VersionGoneError(f"the daemon cannot serve version {sequence}: {answer.why}")
