@@ -1,7 +1,7 @@
 """syncd moves model weights from trainers to explorers over shared storage.
 
-The daemon lives in :mod:`syncd.daemon`, the on-disk protocol in :mod:`syncd.protocol`. Trainers
-import ``trainer_hooks``, explorers import ``explorer_hooks``.
+The daemon is in :mod:`syncd.daemon`, and the on-disk protocol in :mod:`syncd.protocol`. Trainers
+import ``trainer_hooks``, and explorers import ``explorer_hooks``.
 """
 
 __version__ = "0.1.0"

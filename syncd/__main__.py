@@ -1,4 +1,4 @@
-"""``python -m syncd``."""
+"""The entry point of ``python -m syncd``: the command line."""
 
 from syncd.cli import main
 

@@ -1,6 +1,6 @@
-"""The extra ``torch``: a check that it is installed, for callers that need torch and NumPy.
+"""The extra ``torch``: a check that torch and NumPy are installed, for callers that need them.
 
-The daemon, the command line, ``syncd follow`` and the Reader work without it.
+The daemon, the command line, ``syncd follow`` and the Reader work without this extra.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def require_torch(user: str) -> None:
     """Check that torch and NumPy can be imported, without importing them.
 
     Args:
-        user: the module, command or option that needs them, for the message.
+        user: the module, command or option that needs torch and NumPy; the message names it.
 
     Raises:
-        TorchMissingError: one of them is not installed.
+        TorchMissingError: torch or NumPy is not installed.
     """
     missing = [name for name in _MODULES if find_spec(name) is None]
     if missing:

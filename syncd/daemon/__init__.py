@@ -1,1 +1,1 @@
-"""The daemon: scan, decide, act."""
+"""The daemon: it scans a job, decides about actions, and carries them out."""

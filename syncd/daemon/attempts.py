@@ -1,4 +1,4 @@
-"""Attempts to make a version: failures are retried with growing delays, or given up for good."""
+"""Attempts to make a version; after a failure the daemon tries again, or quarantines the save."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ _ROLLBACK_ATTEMPTS: Final = 6
 
 
 class Attempts:
-    """Publishes saves and rolls back; retries, quarantines or refuses on failure.
+    """Publishes saves, and carries out rollbacks.
+
+    A save that fails is tried again or quarantined. A rollback that fails is tried again or
+    refused.
 
     Args:
         job: the job.
@@ -80,16 +83,17 @@ class Attempts:
         """Publish a save, or quarantine it.
 
         Args:
-            save: the save, as it was last looked at.
-            whole_since: when it was first seen in this state, by ``clock``.
-            tick: seconds until the first of the next attempts.
-            heard: receives the merge's progress.
+            save: the save, as the last scan found it.
+            whole_since: when the save was first seen in its present state, by ``clock``.
+            tick: seconds to wait after the first failure; each further failure doubles the wait.
+            heard: called with the merge's progress.
 
         Returns:
-            The reason why it has to wait; None if it may go on.
+            The reason why the save has to wait; empty if it does not have to wait.
 
         Raises:
-            SyncdError: the daemon cannot go on: it was superseded, stopped, or the job is away.
+            SyncdError: the daemon cannot go on, because another daemon has taken over, because a
+                stop was requested, or because the job is unavailable.
         """
         if save.identity != self._tried:
             self._tried, self._failures, self._again_at = save.identity, 0, 0.0
@@ -149,11 +153,13 @@ class Attempts:
         self._deltas.again(self._publisher.latest)
 
     def roll_back(self, request: RollbackRequest) -> None:
-        """Make an old version LATEST again, and answer the request; new saves wait meanwhile.
+        """Make an old version LATEST again, and answer the request.
+
+        New saves wait until this is done.
 
         Raises:
-            OSError: storage refuses it; it may be tried again a few times.
-            SyncdError: as :meth:`publish`.
+            OSError: storage refuses the rollback; the caller may try it again, a few times at most.
+            SyncdError: the daemon cannot go on, for the reasons that :meth:`publish` lists.
         """
         if request.id != self._asked:
             self._asked, self._refusals = request.id, 0
@@ -178,7 +184,7 @@ class Attempts:
             self._journal.named_anew(manifest, change)
 
     def progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
-        """A callback that reports the progress of a merge now and then."""
+        """A callback for the progress of a merge; it updates the daemon's report now and then."""
 
         def tell(done: int, total: int) -> None:
             heard(done, total)
@@ -190,10 +196,10 @@ class Attempts:
         return tell
 
     def _check_room(self, save: WholeSave) -> None:
-        """Check that there is room for a version; if there is too little, delete all deltas.
+        """Check that the disk has space for a version; if not, delete all deltas and check again.
 
         Raises:
-            NoRoomError, SaveNotReadyError, CheckpointError: as :meth:`Publisher.check_room`.
+            NoRoomError, SaveNotReadyError, CheckpointError: :meth:`Publisher.check_room` raised it.
         """
         try:
             self._publisher.check_room(save)
@@ -203,7 +209,11 @@ class Attempts:
             self._publisher.check_room(save)
 
     def _try_later(self, why: str, error: Exception, tick: float) -> str:
-        """Let the next attempt at the same save wait, longer each time."""
+        """Set the time of the save's next attempt: each failure doubles the delay, up to a limit.
+
+        Returns:
+            The reason why the save has to wait.
+        """
         self._journal.meter.failed(error)
         self._tidying.after(error)
         wait = min(_LONGEST_WAIT, tick * 2**self._failures)

@@ -1,4 +1,4 @@
-"""Steps that explorers evaluate: each is built for one explorer only, and not published."""
+"""Benches: the daemon builds a step for one explorer that evaluates it, and never publishes it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOST_DOUBLINGS: Final = 16
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that has no build yet, and the save that its step was seen to hold."""
+    """A request that has no build yet, and the save that was last seen in the requested step."""
 
     request: BenchRequest
     identity: str | None = None
@@ -55,28 +55,29 @@ class _Asked:
 
 
 class Benches:
-    """Builds the steps that explorers request, and deletes builds that they no longer need.
+    """Builds the steps that explorers request, and deletes builds that no explorer needs any more.
 
-    Promised: LATEST, sequences, records of saves and the versions stay as they are; a build goes
-    once its request is gone, or the session of its explorer is dead. Not promised: that a build is
-    begun while a save is merged: one call makes at most one build, after the newest save.
+    Promised: LATEST, sequences, records of saves and the versions stay as they are. A build is
+    deleted after its request is removed, or after the session of its explorer has died. Not
+    promised: that a build begins while a save is merged. One call of :meth:`run_once` makes at most
+    one build, and the newest save is published first.
 
     Args:
         job: the job.
         epoch: the active daemon's room.
-        publisher: merges, and answers.
+        publisher: merges the saves, and answers the requests.
         attempts: reports the progress of a merge.
         journal: records builds and refusals.
         reporter: reports the daemon's work.
         tidying: removes leftovers of a failed build.
-        turn: tells, before each build, whether this job may merge now.
+        turn: asked before each build whether this job may merge now.
         lease_time: seconds, from the job's format.
-        publishes: whether to build; if False, builds are only deleted.
+        publishes: whether to make builds; if False, builds are only deleted.
         clock: seconds, monotonic.
 
     Attributes:
-        awaits_turn: whether a build waits for the merges of other jobs.
-        building: the step that is being built; None between builds.
+        awaits_turn: whether a build waits until the merges of other jobs have ended.
+        building: the step that is being built; None if no build is in progress.
     """
 
     def __init__(
@@ -114,18 +115,19 @@ class Benches:
         self.building: int | None = None
 
     def run_once(self, tick: float) -> str:
-        """Delete builds that no explorer needs; then make one build, if one is requested.
+        """Delete builds that no explorer needs, and then make at most one requested build.
 
         Args:
-            tick: seconds between two calls, about; for so long a step without receipts must not
-                change.
+            tick: about how many seconds lie between two calls. A step without receipts is built
+                only if its files have not changed for that time.
 
         Returns:
-            Why a build has to wait; empty if none does.
+            The reason why a build has to wait; empty if no build has to wait.
 
         Raises:
-            OSError: storage refuses something; the next call tries it again.
-            SyncdError: the daemon cannot go on: it was superseded, stopped, or the job is away.
+            OSError: storage refuses some work; the next call tries that work again.
+            SyncdError: the daemon cannot go on, because another daemon has taken over, because a
+                stop was requested, or because the job is unavailable.
         """
         self.awaits_turn = False
         self._lookout.tick = min(tick, self._longest_tick)
@@ -152,7 +154,7 @@ class Benches:
     # -- reading ---------------------------------------------------------------------------
 
     def _found(self) -> tuple[dict[str, BenchRequest], list[str]]:
-        """All requests, by their ids, and the sessions that have a folder."""
+        """All requests by their ids, and the sessions that have a folder for builds."""
         folder = self._job.layout.bench
         try:
             kinds = self._job.storage.kinds(folder) if self._job.storage.names(folder) else {}
@@ -173,7 +175,7 @@ class Benches:
         return requests, [name for name, kind in kinds.items() if kind is Kind.FOLDER]
 
     def _of_the_living(self, requests: Mapping[str, BenchRequest]) -> dict[str, BenchRequest]:
-        """The requests of live sessions; the others are removed."""
+        """The requests of live sessions; requests of dead sessions are removed."""
         seen = self._lookout.look({request.session for request in requests.values()})
         living = {}
         for id_, request in requests.items():
@@ -193,7 +195,7 @@ class Benches:
     def _tidy(
         self, session: str, held: Mapping[str, BenchRequest], refused: list[OSError]
     ) -> set[str]:
-        """Delete a session's builds that no request holds; returns the names of the rest."""
+        """Delete a session's builds that no request needs; returns the names of the kept builds."""
         folder = self._job.layout.bench / session
         kept: set[str] = set()
         try:
@@ -220,7 +222,11 @@ class Benches:
     # -- builds ----------------------------------------------------------------------------------
 
     def _build_next(self, tick: float) -> str:
-        """Build for the first request that can be carried out now."""
+        """Make the build for the first request that can be carried out now.
+
+        Returns:
+            The reason why a build has to wait; empty if no build has to wait.
+        """
         waiting = ""
         for asked in self._asked.values():
             if self._clock() >= asked.again_at:
@@ -239,7 +245,11 @@ class Benches:
         return waiting
 
     def _ready(self, asked: _Asked, tick: float) -> WholeSave | None:
-        """The save of a requested step if it is complete; else ``asked.why`` has the reason."""
+        """The save of a requested step if a build can be made from it now.
+
+        Otherwise the result is None. ``asked.why`` is then the reason for waiting; it is empty if
+        the build exists already, or if the request was refused.
+        """
         request, asked.why = asked.request, ""
         if self._is_built(request):
             return None
@@ -260,7 +270,7 @@ class Benches:
         return save
 
     def _is_built(self, request: BenchRequest) -> bool:
-        """Whether the build exists, even if a listing did not show it."""
+        """Whether the build exists; asks the server, because a listing may be outdated."""
         build = self._job.layout.bench_build(request.session, request.id)
         try:
             self._job.storage.refresh(build.parent)
@@ -276,7 +286,7 @@ class Benches:
         return self._job.storage.exists(self._job.layout.step(step))
 
     def _build(self, asked: _Asked, save: WholeSave, tick: float) -> str:
-        """Make one build; returns why it has to wait, if it has to."""
+        """Make one build; returns the reason if the build has to wait, else an empty string."""
         request, begun = asked.request, self._clock()
         asked.again_at = begun + min(_LONGEST_WAIT, tick * 2**asked.attempts)
         asked.attempts = min(asked.attempts + 1, _MOST_DOUBLINGS)

@@ -1,6 +1,6 @@
-"""Keeping a job tidy: leftovers of killed processes, refused deletions, and the reserve.
+"""Keeping a job tidy: leftovers of killed processes, unfinished deletions, and the reserve.
 
-The leftovers are temporary files, heartbeats of dead sessions, reports and claims.
+Leftovers are temporary files, and the heartbeats, reports and claims of dead sessions.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _DEEPEST: Final = 4
 
 
 class Tidying:
-    """Cleans up a job from take-over to end, a bounded amount of work at a time.
+    """Cleans up a job while its daemon is active; each call does a bounded amount of work.
 
     Args:
         job: the job.
         session: this process's heartbeat.
-        pruner: finishes deletions that were begun.
-        reserve: kept whole, and given up if the disk is full.
+        pruner: finishes deletions that are half done.
+        reserve: files that keep some disk space free; they are deleted if the disk is full.
         journal: records refused deletions.
         clock: seconds, monotonic.
     """
@@ -73,7 +73,7 @@ class Tidying:
         self._untidy = False
 
     def begin(self) -> None:
-        """After the take-over: finish the deletions that the previous daemon had begun."""
+        """Finish the previous daemon's deletions; call this once, after the take-over."""
         try:
             self._pruner.sweep()
         except OSError as error:  # a failed deletion must not delay new weights
@@ -82,9 +82,9 @@ class Tidying:
         self._keep_room()
 
     def after(self, error: Exception) -> None:
-        """Note work that was given up in the middle: the next call removes its leftovers.
+        """Note that some work failed in the middle, so that the next call removes its leftovers.
 
-        If it failed for lack of room, deltas and the reserve are given up to make some.
+        If the work failed because the disk is full, all deltas and the reserve are deleted.
         """
         self._untidy = True
         if isinstance(error, OSError):
@@ -92,14 +92,14 @@ class Tidying:
             self._reserve.relieve(error)
 
     def leftovers(self) -> None:
-        """Note that a delta may have left unfinished files; its failure affects nothing else."""
+        """Note that a failed delta may have left unfinished files; nothing else is affected."""
         self._untidy = True
 
     def gave_up_deltas(self, error: Exception) -> bool:
-        """Delete all deltas if there was no room: versions come first.
+        """Delete all deltas if the disk was full, because versions are more important than deltas.
 
         Returns:
-            Whether there is more room now.
+            Whether deltas were deleted, so that the disk has more space now.
         """
         if isinstance(error, OSError) and error.errno not in NO_ROOM:
             return False
@@ -110,15 +110,15 @@ class Tidying:
             return False
 
     def run_once(self, leased: Iterable[str], leftover_grace: float) -> None:
-        """Do a part of the due work.
+        """Do a bounded part of the work that is due.
 
         Args:
             leased: the sessions that hold leases.
-            leftover_grace: seconds that a leftover must not change, also one that is watched
-                already.
+            leftover_grace: seconds without a change after which a leftover is removed. A new value
+                counts also for leftovers that are watched already.
 
         Raises:
-            OSError: storage refuses something; it is tried again by the next call.
+            OSError: storage refuses some work; the next call tries that work again.
         """
         if self._clock() - self._kept_room_at >= _KEEP_ROOM_AGAIN:
             self._keep_room()
@@ -129,7 +129,7 @@ class Tidying:
             self._untidy = False
 
     def end(self) -> None:
-        """Remove unfinished work, as far as storage allows."""
+        """Remove unfinished files, as far as storage allows."""
         try:
             self._pruner.sweep()
         except OSError as error:
@@ -144,20 +144,22 @@ class Tidying:
 
 
 class Collector:
-    """Removes leftovers that have not changed for so long that their maker must be gone.
+    """Removes leftovers that have not changed for so long that their process must be dead.
 
-    Promised: it removes nothing that changes. Of files under committed names it removes only the
-    heartbeat of a dead session that holds no lease, reports and claims whose session has no
-    heartbeat, and answers that nobody takes. A process that comes back after all finds its
-    temporary name gone at the rename, and writes again. A call does a bounded part of the due work.
+    Promised: it removes nothing that changes, and a call does a bounded part of the work that is
+    due. Among files without a temporary name it removes only the heartbeats of dead sessions that
+    hold no lease, the reports and claims of sessions without a heartbeat, and answers that no
+    requester reads. If such a process runs again after all, its rename of the temporary file fails,
+    and it writes the file again.
 
     Args:
         job: the job.
-        grace: seconds that a leftover must not change.
+        grace: seconds without a change after which a leftover is removed.
         clock: seconds, monotonic.
 
     Attributes:
-        grace: may be changed; the new value also counts for leftovers that are watched already.
+        grace: the caller may change it; the new value counts also for leftovers that are watched
+            already.
     """
 
     def __init__(self, job: Job, grace: float, *, clock: Clock) -> None:
@@ -174,10 +176,11 @@ class Collector:
         self._round: Iterator[None] | None = None
 
     def run_once(self, leased: Iterable[str]) -> None:
-        """Look now and then; remove leftovers that have not changed for long enough.
+        """Look at leftovers if it is time, and remove those that have not changed for ``grace``.
 
         Args:
-            leased: the sessions that hold leases: the pruner decides about those leases.
+            leased: the sessions that hold leases; their heartbeats stay, because the pruner decides
+                about these leases.
         """
         self._leased = frozenset(leased)
         self._judge.lease_time = self.grace
@@ -193,7 +196,7 @@ class Collector:
             self._round = None
 
     def _go_round(self) -> Iterator[None]:
-        """Look at everything once, one look at a time."""
+        """Look at each leftover once; each step of the iterator is one look."""
         for path in self._found():
             if path is None:
                 yield
@@ -211,11 +214,11 @@ class Collector:
         return path.parent == self._job.layout.sessions and path.stem in self._leased
 
     def _is_still_left(self, path: Path) -> bool:
-        """Whether a path is still a leftover: a report or a name may have an owner again."""
+        """Whether a path is still a leftover; a report or a claim may have a live owner again."""
         return not self._is_participants(path) or self._is_orphan(path)
 
     def _is_participants(self, path: Path) -> bool:
-        """Whether the path is a report or a claim; both name their session."""
+        """Whether the path is a report or a claim; reports and claims name their session."""
         if path.name.startswith(TEMPORARY):
             return False
         layout = self._job.layout
@@ -234,7 +237,7 @@ class Collector:
             return False
 
     def _look(self, path: Path) -> None:
-        """Look once, and remove the path if it has not changed for long enough."""
+        """Look once at a path, and remove it if it has not changed for ``grace``."""
         try:
             liveness = self._judge.look(path)
             # A session may beat again at this very moment: that is looked at once more.
@@ -251,7 +254,10 @@ class Collector:
             self._watched.discard(path)
 
     def _found(self) -> Iterator[Path | None]:
-        """Leftovers (filelock's too), and all heartbeats; None for a look that found nothing."""
+        """Leftovers and all heartbeats; None for each look that found nothing.
+
+        Temporary files of filelock count as leftovers.
+        """
         layout = self._job.layout
         for folder in (layout.drafts, layout.explorers, layout.quarantine, layout.requests):
             yield from self._temporaries(folder)
@@ -272,7 +278,10 @@ class Collector:
             yield layout.sessions / name
 
     def _orphans(self) -> Iterator[Path | None]:
-        """Reports and claims of sessions without a heartbeat; None for each that has one."""
+        """Reports and claims of sessions without a heartbeat.
+
+        For each report or claim of another session this yields None.
+        """
         # This client's cached view of a heartbeat may be older than its participant.
         self._job.storage.refresh(self._job.layout.sessions)
         for folder in (self._job.layout.explorers, self._job.layout.claims):
@@ -287,7 +296,7 @@ class Collector:
                     yield path if self._is_orphan(path) else None
 
     def _rooms(self) -> Iterator[Path]:
-        """The markers of running ``syncd doctor``; its leftovers are removed with the marker."""
+        """The marks of ``syncd doctor`` runs; this also removes folders of runs without a mark."""
         try:
             yield from left_rooms(self._job)
         except OSError as error:
@@ -309,7 +318,7 @@ class Collector:
                 yield from self._temporaries(folder / name, depth=depth - 1)
 
     def _draft(self, path: Path) -> Iterator[Path]:
-        """The content of a folder that was about to be renamed; an empty one is removed at once."""
+        """The files in a temporary folder; an empty folder is removed at once."""
         try:
             inside = self._job.storage.kinds(path)
             for name, kind in inside.items():

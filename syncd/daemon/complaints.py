@@ -1,4 +1,4 @@
-"""Complaints about paths that the daemon ignores until someone fixes them."""
+"""Error messages about paths that the daemon ignores until someone fixes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class LetBe:
-    """Logs each ignored path now and then, not at each look.
+    """Logs each ignored path, and repeats the message only now and then, not at each scan.
 
     Args:
         clock: seconds, monotonic.
@@ -24,7 +24,7 @@ class LetBe:
         self._repeats = Repeats(clock=clock)
 
     def say(self, path: Path, error: Exception) -> None:
-        """Log it, unless it was logged recently."""
+        """Log the path and the error, if this path was not logged recently."""
         if self._repeats.due(path):
             log.error(
                 "ignoring %s until it is fixed: %s",

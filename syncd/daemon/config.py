@@ -1,6 +1,6 @@
 """The keys of the daemon's configuration and their types; ``configuration.py`` reads the values.
 
-People may write durations and sizes with a unit.
+Durations and sizes may be written with a unit, for example ``"30s"`` or ``"1GiB"``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Quantity:
     """Marks a number that may be written with a unit.
 
     Attributes:
-        unit: the unit of a plain number, for messages.
-        examples: examples for messages.
+        unit: the unit of a number without a written unit, for messages.
+        examples: texts with a unit, as examples in messages.
         units: unit as written → its size in ``unit``.
     """
 
@@ -40,11 +40,11 @@ class Quantity:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Read text with a unit first; pydantic's own rules follow."""
+        """Read text with a unit first, and apply pydantic's own rules to the result."""
         return core_schema.no_info_before_validator_function(self.read, handler(source))
 
     def read(self, value: object) -> object:
-        """A number for text with a unit; anything else as it is.
+        """The number that a text with a unit means; any other value is returned unchanged.
 
         Raises:
             ValueError: the value is true or false, which Python counts as 1 and 0.
@@ -77,10 +77,10 @@ class Suffix:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def check(self, value: Path) -> Path:
-        """The path as it is.
+        """The path, unchanged.
 
         Raises:
-            ValueError: it ends otherwise.
+            ValueError: the path has another suffix.
         """
         if value.suffix != self.suffix:
             raise ValueError(f"it does not end with {self.suffix}")
@@ -111,50 +111,54 @@ PromFile = Annotated[Path, Suffix(".prom")]
 
 
 class DaemonConfig(BaseModel):
-    """Every key with its default; times in seconds, sizes in bytes.
+    """All keys of a daemon with their defaults; times are in seconds, sizes in bytes.
 
     Attributes:
         pointer: the file that names the step to publish. Plain verl jobs have only
             ``latest_checkpointed_iteration.txt``.
-        tick: how often to look at the job if no event reports a change.
-        keep: how many of the newest versions to keep besides leased ones; LATEST is one of them.
-        deltas: whether to make a delta to each new version from the one before it, which explorers
-            that stage on another filesystem read instead: ``on``, ``off``, or ``auto``, while two
-            or more live explorers could use one.
-        keep_deltas: how many of the newest deltas to keep at most; fewer if their bytes together
-            are more than half of a version's.
-        digests: whether versions carry xxh3-128 digests, which explorers check.
-        cast: the dtype to cast floating tensors of versions to: ``bf16``, ``fp16`` or ``fp32``,
-            rounded as torch does; None keeps the saved dtypes. Integers, bool and fp8 stay.
+        tick: the time between two scans of the job if no event reports a change earlier.
+        keep: how many of the newest versions to keep, LATEST included. Leased versions are kept in
+            addition.
+        deltas: whether to make a delta to each new version from the previous version. Explorers
+            that stage on another filesystem read the delta instead of the version. ``auto`` makes
+            deltas while two or more live explorers could use them.
+        keep_deltas: how many of the newest deltas to keep at most. Fewer are kept if together they
+            are larger than half a version.
+        digests: whether versions have xxh3-128 digests, which explorers check.
+        cast: the dtype to cast the floating tensors of versions to: ``bf16``, ``fp16`` or ``fp32``,
+            with torch's rounding. Integer, bool and fp8 tensors are not cast. None: no cast.
         dcp_prefix: the prefix of the model's tensor names in saves of
-            ``torch.distributed.checkpoint``, e.g. ``model.``; the daemon removes it. None: detect.
-        names: the names of the tensors in versions: ``hub``, those of the model's checkpoints on
-            the hub, or ``trainer``, those of the trainer's module. None: those of the job's newest
-            version; in a new job ``hub`` if all live explorers take them, else ``trainer``.
+            ``torch.distributed.checkpoint``, e.g. ``model.``; the daemon removes the prefix. None:
+            the daemon detects it.
+        names: the names of the tensors in versions. ``hub``: the names in the model's checkpoints
+            on the hub. ``trainer``: the names in the trainer's module. None: the names of the job's
+            newest version; in a new job ``hub`` if all live explorers take the hub's names, else
+            ``trainer``.
         max_shard_size: the most bytes of tensors in one file of a version.
-        copy_threads: how many files of a version to write at a time; never more than there are
+        copy_threads: how many files of a version to write at a time; at most the number of
             processors.
-        prune_steps: whether to delete step folders that were published or skipped.
-        prune_foreign: whether to do so also for saves without receipts in a job that has no
-            ``latest_state_dict_iteration.txt``.
+        prune_steps: whether to delete step folders after their saves were published or skipped.
+        prune_foreign: whether to delete step folders also if their saves have no receipts and the
+            job's pointer is not ``latest_state_dict_iteration.txt``.
         refuse_nonfinite: whether to quarantine a save whose receipts name tensors with NaN or Inf,
             instead of publishing it with a warning.
         remote_timeout: how long to wait for a step folder that has neither weights nor the path of
-            remote ones, before it is quarantined.
+            remote weights. After that time the save is quarantined.
         dead_reader_grace: how long to keep a dead explorer's lease, because its engine may still
-            read.
+            read the version.
         leftover_grace: how old an orphaned temporary file must be before the daemon deletes it.
         memory_dir: a second job directory that the same process serves, on a memory filesystem that
-            trainer, daemon and explorers of one host share. The daemon creates it if it is missing.
-        exit_when_idle: whether the daemon ends once all trainers and explorers are gone, at least
-            one was there, and nothing is left to publish.
-        hang_time: if storage has not answered for this long, the process ends itself. It must be
-            longer than storage takes to write one file of ``max_shard_size``, and than the limit
-            for reading a pickle (300 s).
+            trainer, daemon and explorers of one host share. The daemon creates this directory if it
+            is missing.
+        exit_when_idle: whether the daemon ends when all trainers and explorers have left and no
+            save is left to publish. It ends only if a trainer or an explorer was there before.
+        hang_time: if storage has not answered for this long, the process ends itself. The value
+            must be above 300 s, the limit for reading a pickle, and above the time in which storage
+            writes one file of ``max_shard_size``.
         shared_group: a group, by name or number, that trainers, explorers and this daemon all
-            belong to; it may read and write all files that the daemon makes.
-        lease_time: a process without a heartbeat for this long counts as dead. It takes effect
-            only in a new job.
+            belong to. The group may read and write all files that the daemon makes.
+        lease_time: a process without a heartbeat for this long counts as dead. The setting takes
+            effect only in a new job.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -212,15 +216,16 @@ LIVE_KEYS: Final = frozenset(
 
 
 class RunConfig(DaemonConfig):
-    """All settings of ``syncd run``: those of a daemon and those of its process.
+    """All settings of ``syncd run``: the settings of a daemon, and the settings of its process.
 
     Attributes:
         job: the job directory.
-        root: instead of one job, a folder that contains jobs, which may come and go.
+        root: a folder of jobs to serve instead of one job; jobs may be added and removed.
         concurrent_merges: how many jobs below ``root`` may merge saves at the same time.
-        metrics_port: the port on 127.0.0.1 where metrics are served; 0 for none.
-        metrics_textfile: a file of this host that metrics are written to, for the node exporter.
-        log_format: lines for people, or one JSON object a line.
+        metrics_port: the port on 127.0.0.1 where metrics are served; 0 to serve no metrics there.
+        metrics_textfile: a file on this host to which the daemon writes metrics, for the node
+            exporter.
+        log_format: ``human`` logs lines for people, ``json`` one JSON object per line.
         log_level: the lowest level to log.
     """
 

@@ -1,6 +1,9 @@
-"""The daemon's configuration: default < file < environment < command line; read, checked, reloaded.
+"""The daemon's configuration: reading, checking and reloading it.
 
-Messages list the values that a key allows, from the key's type.
+The command line overrides the environment, the environment overrides the file, and the file
+overrides the defaults.
+
+Error messages list the values that a key allows; the list comes from the key's type.
 """
 
 from __future__ import annotations
@@ -38,12 +41,12 @@ _ALIKE: Final = 0.7
 
 @dataclass(frozen=True)
 class GivenValue:
-    """A value as given, with its source.
+    """A configured value before it is checked, with its source.
 
     Attributes:
         value: the value.
-        source: for people: a file, an environment variable, or an option.
-        is_local: whether a relative path starts at the working directory.
+        source: a text for people that names a file, an environment variable, or an option.
+        is_local: whether the value may be a relative path, which starts at the working directory.
     """
 
     value: object
@@ -58,7 +61,7 @@ class Configuration:
     Attributes:
         config: the values.
         sources: key → a file, an environment variable, an option, or ``default``.
-        file: the file that was read; None if none was named.
+        file: the file that was read; None if no file was named.
     """
 
     config: RunConfig
@@ -70,7 +73,7 @@ class Configuration:
         """The job directory.
 
         Raises:
-            InvalidSettingsError: nobody has named one.
+            InvalidSettingsError: the configuration names no job directory.
         """
         if self.config.job is None:
             where = "as job = \"/…\" in a configuration file ('--config FILE')"
@@ -81,10 +84,10 @@ class Configuration:
 
     @property
     def root(self) -> Path | None:
-        """The folder of many jobs; None if one job is to be served.
+        """The folder of many jobs; None if the daemon serves one job.
 
         Raises:
-            InvalidSettingsError: both are named.
+            InvalidSettingsError: the configuration names both a job and a folder of many jobs.
         """
         config = self.config
         if config.root is not None and config.job is not None:
@@ -92,7 +95,7 @@ class Configuration:
                 f"{key} = {printable(getattr(config, key))} ({printable(self.sources[key])})"
                 for key in ("job", "root")
             )
-            raise InvalidSettingsError(f"one job or many? {told}: leave out one of them")
+            raise InvalidSettingsError(f"one job or many? {told}: leave out one of these keys")
         return config.root
 
 
@@ -109,9 +112,9 @@ def load(
         options: key → its value on the command line.
 
     Raises:
-        InvalidSettingsError: the file cannot be read, or something in it, in the environment or on
-            the command line cannot be used: a line for each, with its source, key, what was found
-            and what is allowed.
+        InvalidSettingsError: the file cannot be read, or a value in the file, in the environment or
+            on the command line cannot be used. Each line of the message is about one such value:
+            its source, its key, the value itself, and the allowed values.
     """
     given = _from_file(file) if file is not None else {}
     given |= {
@@ -138,7 +141,7 @@ def load(
 
 
 def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
-    """Unknown environment variables with a similar known one: name → the known name."""
+    """Unknown environment variables that resemble a known variable: unknown name → known name."""
     found = {}
     for name in environ:
         if name.startswith(PREFIX):
@@ -149,7 +152,7 @@ def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def to_toml(configuration: Configuration) -> str:
-    """All keys with their values as a valid configuration file; sources are comments."""
+    """A valid configuration file with all keys and values; comments name each value's source."""
     lines = []
     for key, value in written(configuration.config).items():
         shown = f"{key} = {toml_value(value)}"
@@ -158,30 +161,31 @@ def to_toml(configuration: Configuration) -> str:
 
 
 def written(config: RunConfig) -> dict[str, object]:
-    """Key → value as TOML and JSON write it; an empty string stands for None."""
+    """Key → value as TOML and JSON can hold it; an empty string stands for None."""
     return {
         key: "" if value is None else value for key, value in config.model_dump(mode="json").items()
     }
 
 
 def toml_value(value: object) -> str:
-    """A value as TOML writes it: as JSON does, with one exception in text."""
+    """A value in TOML syntax: the same as in JSON, except that U+007F is escaped."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
 class ConfigReloader:
-    """A configuration that is read again while the daemon runs.
+    """A configuration that can be read again while the daemon runs.
 
-    Promised: an invalid configuration changes nothing. A valid value that cannot change
-    while the daemon runs stays as it was, which is logged; the rest takes effect.
+    Promised: an invalid configuration changes nothing. Some keys cannot change while the daemon
+    runs: their old values stay, and a warning is logged. All other new values take effect.
 
     Args:
-        read: reads it; called at once for the first time.
-        applied: called with each configuration that takes effect, the first one too.
+        read: reads the configuration; called for the first time in the constructor.
+        applied: called with each configuration that takes effect, also with the first
+            configuration.
 
     Attributes:
         current: the configuration in force.
-        whole: whether all requested values are in force.
+        whole: whether all values of the configuration that was read last are in force.
     """
 
     def __init__(
@@ -197,7 +201,11 @@ class ConfigReloader:
         applied(self.current.config)
 
     def again(self) -> RunConfig | None:
-        """Read it again; None if the old one stays in force."""
+        """Read the configuration again.
+
+        Returns:
+            The configuration in force; None if the new one is invalid, so that nothing changed.
+        """
         self.whole = False
         try:
             asked = self._read()
@@ -270,7 +278,10 @@ def _from_file(file: Path) -> dict[str, GivenValue]:
 
 
 def _misplaced(key: str, one: GivenValue) -> str | None:
-    """The error of a path that is relative or contains a NUL; a service needs absolute paths."""
+    """The error for a path that is relative or contains a NUL; None for any other value.
+
+    Paths must be absolute, because a service has no useful working directory.
+    """
     if one.is_local or not is_path(key) or not isinstance(one.value, str):
         return None
     if one.value == "" or (Path(one.value).is_absolute() and "\0" not in one.value):
@@ -298,7 +309,7 @@ def _shown(value: object) -> str:
 
 
 def allowed(key: str) -> str:
-    """The allowed values of a key: ``one of "bf16", "fp16"``, ``a whole number, 1 or more``."""
+    """The allowed values of a key, for example ``a whole number, 1 or more``."""
     kind = _kind(key)
     if get_origin(kind) is Literal:
         said = "one of " + ", ".join(f'"{choice}"' for choice in get_args(kind))
@@ -315,7 +326,7 @@ def allowed(key: str) -> str:
 
 
 def may_be_none(key: str) -> bool:
-    """Whether a key may be unset, which an empty string does."""
+    """Whether a key may be unset; an empty string unsets it."""
     return key in _FIELDS and type(None) in get_args(_FIELDS[key].annotation)
 
 
@@ -325,7 +336,7 @@ def is_path(key: str) -> bool:
 
 
 def nearest(key: str) -> str | None:
-    """The key that was probably meant."""
+    """The known key that is most similar to ``key``; None if no known key is similar."""
     found = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=_ALIKE)
     return found[0] if found else None
 
@@ -339,7 +350,7 @@ def no_such_key(key: str) -> str:
 
 
 def _kind(key: str) -> object:
-    """A key's type, without None."""
+    """The type of a key's values, apart from None."""
     annotation = _FIELDS[key].annotation
     if not may_be_none(key):
         return annotation

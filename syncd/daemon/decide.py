@@ -1,6 +1,7 @@
-"""The decision: from an Observation to the actions of a round. Pure; behaviour is tested here.
+"""The decision: pure functions from an Observation to the actions of a round.
 
-Published versions stay by rules that compose, each a function of the sequences.
+Retention rules decide which published versions stay; each rule is a function of the sequences, and
+a version stays if any rule keeps it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from syncd.protocol.requests import Pause, RollbackRequest
 
 
 class PointerState(Enum):
-    """The content of a pointer file."""
+    """The kinds of content that a pointer file can have."""
 
     STEP = "names a step"
     MISSING = "is not there"
@@ -29,7 +30,7 @@ class PointerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A pointer file as it was read. ``step`` is None if it names no step."""
+    """A pointer file as it was read; ``step`` is None if the file names no step."""
 
     state: PointerState
     step: int | None = None
@@ -37,7 +38,11 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True)
 class LeaseSeen:
-    """A lease on a version; ``dead_for`` is in seconds by our own clock, None while it lives."""
+    """A lease on a version.
+
+    ``dead_for``: for how many seconds the session of the lease has been dead, by this host's clock;
+    None if the session is alive.
+    """
 
     sequence: int
     marker: str
@@ -46,18 +51,21 @@ class LeaseSeen:
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """A step folder whose last save is on record.
+    """A step folder with a recorded outcome of its last save.
 
     Attributes:
-        outcome: the recorded outcome of that save.
-        recorded: the identity of that save.
-        found: the identity of the folder's present save; None if it is not a whole save.
-        has_receipts: whether syncd's hook wrote it.
-        full, retired, saving, resumable, critic, pinned: the other marks in the folder.
-        model_only: whether the record says that the save holds only a model; None if it is not
-            known.
-        unread: True if only its ``.metadata`` can tell whether it can be resumed from, and nobody
-            has read that: until then it counts as resumable.
+        outcome: the recorded outcome of the last save.
+        recorded: the identity of the save that has ``outcome``.
+        found: the identity of the save that is in the folder now; None if that save is not
+            complete.
+        has_receipts: whether syncd's hook wrote the save.
+        full, retired, saving, pinned: whether the folder has the mark of this name.
+        resumable: whether the folder holds more than weights, so that training may resume from it.
+        critic: whether the folder has files of a critic.
+        model_only: whether the record says that the save holds only a model; None if that is
+            unknown.
+        unread: True if only the save's ``.metadata`` can tell whether training can resume from it,
+            and the daemon has not read this file yet. Until then the save counts as resumable.
     """
 
     step: int
@@ -77,7 +85,7 @@ class StepSeen:
 
 @dataclass(frozen=True, slots=True)
 class DeltaSeen:
-    """A delta on disk: the version that it leads to, and the bytes of its files."""
+    """A delta on disk: the sequence of its target version, and the bytes of the delta's files."""
 
     sequence: int
     bytes: int
@@ -90,24 +98,25 @@ class Observation:
     Attributes:
         pointer: the pointer that names the step to publish.
         checkpoint: the pointer that names the step to resume from.
-        save: the save that ``pointer`` names; None if it names none.
-        save_still_for: seconds that it has been seen unchanged.
-        quarantined: whether that save is on record as one that cannot be published.
+        save: the save that ``pointer`` names; None if ``pointer`` names no step.
+        save_still_for: for how many seconds ``save`` has been seen unchanged.
+        quarantined: whether ``save`` is recorded as quarantined.
         published_save: the identity of the save that LATEST was made from.
-        latest: LATEST's sequence; 0 before the first.
+        latest: LATEST's sequence; 0 before the first version.
         full_bytes: the bytes of LATEST's files; None if unknown.
         versions: the published sequences.
         deltas: the deltas on disk.
-        lease_folders: the sequences that can be leased.
+        lease_folders: the sequences of versions that can be leased.
         leases: all leases.
-        steps: step folders on record.
-        unrecorded: whole saves below the pointer that are not on record.
-        vanished: recorded steps without a folder.
-        announced_step: the step that the trainer last announced a save for, if its report has one.
+        steps: step folders with a recorded outcome.
+        unrecorded: complete saves of steps below the pointer, without a recorded outcome.
+        vanished: steps with a recorded outcome but without a folder.
+        announced_step: the step of the last save that the trainer announced; None if its report
+            names no such step.
         pause: if set, the daemon publishes and prunes nothing.
-        rollbacks: the requested rollbacks without an answer.
-        served_request: the request that LATEST is the result of, if any.
-        delta_base: the version from which a delta is being made.
+        rollbacks: the requested rollbacks that have no answer yet.
+        served_request: the id of the rollback request that LATEST is the result of, if any.
+        delta_base: the version from which a delta is being made; None if none is being made.
     """
 
     pointer: Pointer
@@ -155,7 +164,11 @@ class Republish:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """Answer a request: ``made`` is the new version; if there is none, ``why`` is the reason."""
+    """Answer a rollback request.
+
+    ``made`` is the sequence of the new version. If the rollback is refused, ``made`` is None, and
+    ``why`` is the reason.
+    """
 
     request: RollbackRequest
     made: int | None = None
@@ -164,7 +177,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Record that this save will never be published, because a newer one is."""
+    """Record that this save will never be published, because a newer save is published."""
 
     step: int
     identity: str
@@ -172,14 +185,14 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Remove the record of a step without a folder."""
+    """Remove the recorded outcome of a step that has no folder."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class DropLease:
-    """Take away the lease of an explorer that died."""
+    """Remove the lease of a dead explorer."""
 
     sequence: int
     marker: str
@@ -188,7 +201,7 @@ class DropLease:
 
 @dataclass(frozen=True, slots=True)
 class RetireVersion:
-    """End the leasing of a version, and delete it if nobody holds it."""
+    """End the leasing of a version, and delete the version if no explorer holds a lease on it."""
 
     sequence: int
     why: str
@@ -219,7 +232,7 @@ class PruneStep:
 
 @dataclass(frozen=True, slots=True)
 class Learn:
-    """Find out whether a save holds only a model; if so, its step may be pruned."""
+    """Find out whether a save holds only a model; if it does, its step folder may be pruned."""
 
     step: int
 
@@ -241,12 +254,12 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The actions of a round in order, and the reason for waiting.
+    """The actions of a round in order, and the reason why the daemon waits, if it does.
 
     Attributes:
-        pending: whether something is published, answered or given up now, or will be after a wait,
-            even if no trainer or explorer were there any more. A pause counts, because someone is
-            at work.
+        pending: whether the daemon publishes, answers or quarantines something in this round, or
+            would do so later even if all trainers and explorers were gone. A pause also counts as
+            pending, because a person is at work.
     """
 
     actions: tuple[Action, ...]
@@ -255,7 +268,10 @@ class Decision:
 
 
 def decide(seen: Observation, config: DaemonConfig) -> Decision:
-    """The actions for an observation. New weights come first, so nobody waits for a deletion."""
+    """The actions for an observation.
+
+    New weights come first, so that no explorer waits until old files are deleted.
+    """
     new: tuple[Publish | GiveUp | Republish | AnswerRequest, ...]
     if seen.rollbacks:
         # Until a request is answered nothing else is published, so that a successor can tell from
@@ -285,7 +301,7 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
 
 
 def _rollback(request: RollbackRequest, seen: Observation) -> Republish | AnswerRequest:
-    """The actions for rollback requests; each is carried out once, even if found again."""
+    """The action for a rollback request; it is carried out once, even if it is found again."""
     if request.id == seen.served_request:
         return AnswerRequest(request, made=seen.latest)
     name = version_folder(request.sequence)
@@ -300,7 +316,7 @@ def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer
 
 
 def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish | GiveUp, ...], str]:
-    """The save to publish: always the one that the pointer names, and each save only once."""
+    """The save to publish: only the save that the pointer names, and each save only once."""
     if seen.pointer.step is None:
         why = f"{config.pointer} {seen.pointer.state.value}"
         missing = seen.pointer.state is PointerState.MISSING
@@ -336,11 +352,12 @@ def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:
 def _versions(
     seen: Observation, config: DaemonConfig
 ) -> Iterable[RetireVersion | CloseLeaseFolder]:
-    """Versions outside the retention rules; never LATEST, never one above it.
+    """Versions that no retention rule keeps; never LATEST, and never a version above LATEST.
 
-    A lease folder above LATEST may belong to a version that our successor is about to publish, so
-    nothing above LATEST is ever touched. A version below LATEST without a lease folder was retired
-    by a daemon that ended before deleting it: it is deleted, and never leased again.
+    A lease folder above LATEST may belong to a version that a succeeding daemon is about to
+    publish, so nothing above LATEST is ever touched. A version below LATEST without a lease folder
+    was retired by a daemon that ended before it deleted the version. Such a version is deleted, and
+    never leased again.
     """
     keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
     leased = {lease.sequence for lease in seen.leases}  # or pinned: a pin is in that folder too
@@ -350,7 +367,7 @@ def _versions(
     leasable = set(seen.lease_folders)
     for sequence in sorted(v for v in seen.versions if v < seen.latest):
         if sequence not in leasable:
-            yield RetireVersion(sequence, "retired before, and not deleted yet")
+            yield RetireVersion(sequence, "retired by an earlier daemon, and not deleted yet")
         elif sequence not in keep and sequence not in leased:
             yield RetireVersion(sequence, f"not among the newest {config.keep}, and not leased")
     for sequence in sorted(leasable.difference(seen.versions)):
@@ -359,10 +376,10 @@ def _versions(
 
 
 def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
-    """Deltas beyond the newest few: a chain of more bytes than half a version helps nobody.
+    """Deltas that are not worth keeping: a chain larger than half a version helps no explorer.
 
-    If one is pruned, all older ones are too, because every chain ends with the newest. Nothing
-    above LATEST is touched, as with versions.
+    If a delta is pruned, all older deltas are pruned too, because every chain ends with the newest
+    delta. Deltas to versions above LATEST are never touched.
     """
     together = 0
     newest_first = sorted(seen.deltas, key=lambda delta: -delta.sequence)
@@ -374,7 +391,7 @@ def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
         elif count > config.keep_deltas:
             yield PruneDelta(delta.sequence, f"not among the newest {config.keep_deltas}")
         elif together > at_most:
-            why = "together with all newer ones it has more than half the bytes of a version"
+            why = "it and all newer deltas together have more than half the bytes of a version"
             yield PruneDelta(delta.sequence, why)
 
 
@@ -383,10 +400,10 @@ KeepRule = Callable[[Sequence[int]], frozenset[int]]
 
 
 def keep_newest(count: int) -> KeepRule:
-    """Keep the newest ``count`` versions.
+    """A rule that keeps the newest ``count`` versions.
 
     Raises:
-        ValueError: ``count`` is below 1; LATEST itself always stays.
+        ValueError: ``count`` is below 1, so that LATEST would not stay.
     """
     if count < 1:
         raise ValueError(f"keep_newest({count}): at least LATEST stays")
@@ -411,7 +428,10 @@ def _steps(seen: Observation, config: DaemonConfig) -> Iterable[PruneStep | Lear
 
 
 def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> str:
-    """The reason why a step folder may be pruned; empty if it must stay, also if in doubt."""
+    """The reason why a step folder may be pruned; empty if it must stay.
+
+    In any doubt the folder stays.
+    """
     if seen.pointer.step is None:
         return ""
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step

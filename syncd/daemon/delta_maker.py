@@ -1,7 +1,8 @@
-"""The daemon's deltas: made in the background, after LATEST names their version.
+"""The daemon's deltas: made in the background, after LATEST names the new version.
 
-A version is never late, and never fails, because of its delta: if making the delta fails, there is
-none, and explorers read the version. ``docs/protocol.md`` has the order ("Deltas").
+A delta never delays its version, and never makes it fail. If the work on a delta fails, the version
+has no delta, and explorers read the version. ``docs/protocol.md`` ("Deltas") has the order of the
+writes.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _ALL: Final = "deltas"
 
 
 class MakeDelta(Protocol):
-    """Writes a delta into an empty folder, ``delta.json`` last, all of it durably.
+    """Writes a delta durably into an empty folder; ``delta.json`` is the last file.
 
-    ``cancel`` is called often and raises to stop; ``progress`` is called with the compared bytes
-    and all bytes whenever the work has advanced.
+    ``cancel`` is called often, and raises to stop the work. Whenever the work has advanced,
+    ``progress`` is called with the number of bytes compared so far, and the total.
 
     Raises:
-        NoDeltaError: the two versions can have no delta, or none that is worth it.
-        OSError, SyncdError: something failed.
+        NoDeltaError: the two versions can have no delta, or the delta would save too few bytes.
+        OSError, SyncdError: the work failed.
     """
 
     def __call__(
@@ -72,21 +73,21 @@ def by_a_child(
     cancel: Callable[[], None],
     progress: Progress,
 ) -> Delta:
-    """Make a delta in a child process: a :class:`MakeDelta`."""
+    """Make a delta in a child process; this function is a :class:`MakeDelta`."""
     ends = (WholeVersion(job.layout.version(one.sequence), one) for one in (base, target))
     with DeltaChild(job.storage, *ends) as child:
         return child.write(folder, Work(cancel, progress))
 
 
 class InBackground(Protocol):
-    """Work that goes on while the loop does something else."""
+    """Work that runs while the daemon's loop does something else."""
 
     def is_alive(self) -> bool:
-        """True until it has ended."""
+        """True until the work has ended."""
         ...
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, at most ``timeout`` seconds."""
+        """Wait until the work has ended, at most ``timeout`` seconds."""
         ...
 
 
@@ -99,11 +100,11 @@ def on_a_thread(work: Callable[[], None]) -> InBackground:
 
 @dataclass(frozen=True)
 class DeltaWork:
-    """How deltas are made; a seam for tests.
+    """The functions that make deltas; tests replace them.
 
     Attributes:
         make: makes a delta.
-        start: runs it beside the loop.
+        start: runs ``make`` while the daemon's loop goes on.
         why_not_here: the reason why this host cannot make deltas; None if it can.
     """
 
@@ -118,11 +119,12 @@ class DeltaOutcome:
 
     Attributes:
         sequence, base: the target version, and the version that the delta starts from.
-        seconds: how long it took.
-        delta: its record; None if there is none.
-        why: why there is none.
-        is_overtaken: True if there is none because a newer version came, which is no failure.
-        error: the failure; None without a failure.
+        seconds: how long the work took.
+        delta: the record of the delta; None if no delta was made.
+        why: the reason why no delta was made; empty if it was made.
+        is_overtaken: True if no delta was made because the daemon had newer work, which is no
+            failure.
+        error: the failure; None if nothing failed.
     """
 
     sequence: int
@@ -136,7 +138,7 @@ class DeltaOutcome:
 
 @dataclass(slots=True)
 class _Making:
-    """A delta being made; the loop's thread sets ``ended``, the other thread ``outcome``."""
+    """A delta being made; the loop's thread sets ``ended``, the working thread sets ``outcome``."""
 
     base: int
     target: Manifest
@@ -149,24 +151,26 @@ class _Making:
 
 
 class _EndedError(Exception):
-    """Raised in the work on a delta that the loop has ended."""
+    """Raised inside the work on a delta after the loop has cancelled that work."""
 
 
 class DeltaMaker:
-    """Makes the delta to each new version from the one before it, one at a time.
+    """Makes the delta to each new version from the previous version; one delta at a time.
 
-    The loop's thread calls the methods. None of them waits for the work, or raises because of it.
+    The loop's thread calls the methods. Only :meth:`leave` waits for the work, and no method raises
+    an error of the work.
 
     Args:
         job: the job.
-        epoch: the active daemon's room, which deltas leave by one rename.
-        work: how they are made.
+        epoch: the active daemon's room; a delta leaves it by one rename.
+        work: the functions that make the deltas.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.
 
     Attributes:
-        mode: ``deltas`` of the configuration for the next version; the loop sets it at each round.
-        takers: the live explorers that could use a delta; the loop sets it likewise.
+        mode: the value of the setting ``deltas`` for the next version; the loop sets it at each
+            round.
+        takers: the live explorers that could use a delta; the loop sets it at each round.
     """
 
     def __init__(
@@ -194,11 +198,11 @@ class DeltaMaker:
 
     @property
     def base(self) -> int | None:
-        """The version that must not be pruned now, because a delta is being made from it."""
+        """The version from which a delta is being made; it must not be pruned meanwhile."""
         return self._making.base if self._making else None
 
     def forget_others(self) -> None:
-        """Discard the progress of earlier daemons' deltas, which ended with those daemons."""
+        """Remove the progress record of earlier daemons: their work on deltas ended with them."""
         try:
             self._job.storage.unlink_if_there(self._job.layout.delta_progress)
         except OSError as error:  # only a hint: without changes nobody waits for it
@@ -208,11 +212,11 @@ class DeltaMaker:
         """Decide whether a delta to a version will be made, right before LATEST names it.
 
         Args:
-            base: LATEST, when the merge began.
+            base: LATEST as it was when the merge began.
             target: the version.
 
         Returns:
-            The base for LATEST to name; None if there will be no delta.
+            The sequence of the base, for LATEST's ``delta_from``; None if no delta will be made.
         """
         self._announced = None
         if self.mode == "off" or (self.mode == "auto" and len(self.takers) < _FEWEST):
@@ -239,7 +243,7 @@ class DeltaMaker:
         return True
 
     def begin(self) -> None:
-        """Begin the delta that was announced last: LATEST names its version now."""
+        """Begin the work on the announced delta; call this once LATEST names the target version."""
         self._ended = self._again = None
         making, self._announced = self._announced, None
         if making is None:
@@ -254,7 +258,7 @@ class DeltaMaker:
             self._epoch.in_background -= names
 
     def end(self, why: str) -> None:
-        """End the delta that is being made, and do not wait until it has ended."""
+        """Cancel the current work on a delta, without waiting for its end."""
         if self._again is not None:
             self._ended, self._again = self._again, None
         if self._making is not None and not self._making.ended.is_set():
@@ -263,17 +267,17 @@ class DeltaMaker:
             self._ended = self._making
 
     def again(self, latest: Latest | None) -> None:
-        """If the delta to LATEST's version was ended, make it anew once its work has ended.
+        """If the delta to LATEST's version was cancelled, make it anew when its old work has ended.
 
         Args:
-            latest: LATEST, which no newer version has replaced.
+            latest: the present LATEST.
         """
         ended, self._ended = self._ended, None
         if ended is not None and latest is not None and ended.target.sequence == latest.sequence:
             self._again = ended
 
     def finished(self) -> list[DeltaOutcome]:
-        """The outcomes of deltas since the last call."""
+        """The outcomes of deltas since the previous call; may begin a cancelled delta anew."""
         self._collect()
         again = self._again
         if again is not None and self._making is None:
@@ -284,7 +288,7 @@ class DeltaMaker:
         return found
 
     def leave(self) -> None:
-        """End the work and wait for it, for a while if storage does not answer."""
+        """Cancel the work, and wait for its end, but only a few seconds."""
         self.end("the daemon ends")
         self._ended = self._again = None
         if self._making is not None and self._making.background is not None:
@@ -324,7 +328,7 @@ class DeltaMaker:
         except Exception as error:
             why = f"a bug in syncd: {type(error).__name__}: {error}"
             extra = Event.FAULT(version=making.target.sequence)
-            log.exception("no delta %s: %s", name, why, extra=extra)
+            log.exception("cannot make the delta %s: %s", name, why, extra=extra)
             outcome = self._outcome(making, why=why, error=error)
         try:
             self._tell(making, "made" if outcome.delta else "none", why=outcome.why)
@@ -366,7 +370,7 @@ class DeltaMaker:
             raise NoDeltaError(f"{version_folder(sequence)} is gone") from error
 
     def _open_folder(self) -> None:
-        """Make ``deltas/`` if it is missing: by a rename, which a superseded daemon cannot do."""
+        """Make ``deltas/`` if it is missing, by a rename, which fails in a superseded daemon."""
         target = self._job.layout.deltas
         if not self._job.storage.exists(target):
             self._epoch.start_build(_ALL)

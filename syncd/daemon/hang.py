@@ -1,8 +1,9 @@
-"""Ending a process that hangs: its heartbeat thread would otherwise go on forever.
+"""Ending a process that hangs; otherwise its heartbeat thread would keep the job forever.
 
-Progress is a call to shared storage that was answered, even by an error: all of a daemon's work
-consists of such calls, also in a merge's copying threads, and an idle daemon looks at the job each
-tick. A thread that only tells the time makes no progress, nor does a thread that waits for others.
+Progress means that shared storage has answered a call, even with an error. All of a daemon's work
+consists of such calls, also in the copying threads of a merge, and an idle daemon scans the job at
+each tick. The heartbeat thread counts as no progress, and neither does a thread that waits for
+other threads.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ _STDERR: Final = 2
 class HangGuard:
     """Ends this process if one of its jobs makes no progress for ``hang_time``.
 
-    The process is ended by :func:`faulthandler.dump_traceback_later`: a C thread, which does not
-    need Python, writes the stack of every thread to standard error and exits with status 1. The
-    daemon that takes over recovers unfinished work, as after a kill. If a service manager expects
-    signs of life, the thread that made the progress sends them; it sends none while any job makes
-    no progress.
+    :func:`faulthandler.dump_traceback_later` ends the process: its C thread, which does not need
+    Python, writes the stack of every thread to standard error and exits with status 1. The next
+    daemon recovers the unfinished work, as after a kill. If a service manager expects signs of
+    life, the threads that make progress send them, but not after any job has made no progress for
+    ``hang_time``.
 
-    With many independent jobs (``together`` is off) one job that hangs does not end the process;
-    the process ends only if no job makes progress.
+    If ``together`` is False, the jobs are independent: the process ends, and signs of life stop,
+    only if no job makes progress.
 
-    It is armed while it is open as a context manager; use it only in a process that does nothing
-    but serve. Not promised: an end while the process is stopped (SIGSTOP); the service manager's
-    watchdog does that.
+    The guard is active while it is open as a context manager. Use it only in a process that does
+    nothing but serve jobs. Not promised: that the process ends while it is stopped (SIGSTOP); for
+    this case use the service manager's watchdog.
 
     Args:
         hang_time: seconds.
         manager: the service manager of this process.
-        together: whether one job that hangs ends all of them.
+        together: whether one job that hangs ends the process.
         clock: seconds, monotonic.
     """
 
@@ -82,7 +83,7 @@ class HangGuard:
             faulthandler.cancel_dump_traceback_later()
 
     def watch(self, job: str) -> Callable[[], None]:
-        """Expect progress of a job from now on; returns a callback to report progress."""
+        """Expect progress of a job from now on; returns the callback that reports its progress."""
         with self._changing:
             self._answered[job] = self._clock()
 
@@ -95,12 +96,12 @@ class HangGuard:
         return answered
 
     def silence(self, job: str) -> float:
-        """Seconds for which a job has made no progress; 0 if none is expected."""
+        """Seconds for which a job has made no progress; 0 if no progress is expected."""
         now = self._clock()
         return now - self._answered.get(job, now)
 
     def forget(self, job: str) -> None:
-        """Expect no progress of a job any more, because it has ended."""
+        """Expect no progress of a job any more, because its work has ended."""
         with self._changing:
             self._answered.pop(job, None)
 
@@ -134,11 +135,11 @@ def _counted(
 
 
 class AnsweredStorage(Storage):
-    """Storage that reports progress after each call, so that long work counts as progress.
+    """Storage that reports progress after each call, so that long work is not taken for a hang.
 
     Args:
         root: the job directory.
-        answered: called after each of them, in the thread that made the call.
+        answered: called after each call, in the thread that made the call.
     """
 
     def __init__(self, root: Path, answered: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The daemon's round: scan, decide, act."""
+"""The daemon's round: scan the job, decide about actions, and carry them out."""
 
 from __future__ import annotations
 
@@ -61,23 +61,23 @@ class Loop:
 
     Args:
         job: the job.
-        config: the configuration; keys outside ``LIVE_KEYS`` never change.
+        config: the configuration for the first round.
         session: this process's heartbeat.
-        lock: the daemon lock, held.
-        judge: tells which explorers live.
-        epoch: the room.
-        cancel: called between chunks of a merge; raises to stop.
+        lock: the daemon lock, which this process holds.
+        judge: finds out which explorers are alive.
+        epoch: this daemon's room.
+        cancel: called between chunks of a merge; it raises to stop the merge.
         publishes: whether to make new versions; if False, the loop only prunes.
         turn: asked before and during each merge whether this job may merge now.
-        notice: receives the first look at the job, and the present work.
-        meter: counts the work.
-        deltas: how deltas are made.
+        notice: receives messages for the service manager: ready, and the present state.
+        meter: receives the events to count.
+        deltas: the functions that make deltas.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for records that people read.
 
     Attributes:
         config: the configuration of the next round. Only the keys in ``LIVE_KEYS`` may change.
-        pruned: the names that the last round deleted.
+        pruned: the deletions that the last round carried out.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Loop:
         self._prunings_left = False
 
     def begin(self) -> None:
-        """Recover the state of the previous daemon, after the take-over."""
+        """Recover the state that the previous daemon left; call this after the take-over."""
         adopted = self._publisher.recover()
         self._deltas.forget_others()
         self._tidying.begin()
@@ -177,12 +177,12 @@ class Loop:
             self._journal.adopted(adopted)
 
     def run_once(self) -> Decision:
-        """One round.
+        """Run one round.
 
         Raises:
             SupersededError: another daemon has taken over.
-            JobUnavailableError: the job's folder is not there now.
-            CancelledError: asked to stop in the middle of a merge.
+            JobUnavailableError: the job's folder does not exist now.
+            CancelledError: ``cancel`` stopped a merge.
         """
         if self._lock.lost:
             raise SupersededError(f"another daemon has taken the lock of {self._job.layout.root}")
@@ -232,15 +232,15 @@ class Loop:
 
     @property
     def has_more(self) -> bool:
-        """Whether step folders, or deletions, are left for the next round."""
+        """Whether step folders or deletions remain for the next round."""
         return self._scanner.has_more or (self._prunings_left and bool(self.pruned))
 
     def leave(self) -> None:
-        """End the work in the background; call it in any case when the loop ends."""
+        """End the work in the background; call this whenever the loop ends, also after an error."""
         self._deltas.leave()
 
     def end(self) -> None:
-        """Remove unfinished work; the caller releases the lock."""
+        """Remove unfinished files; the caller must still release the lock."""
         self.leave()
         self._look_at_deltas()
         self._tidying.end()
@@ -248,7 +248,7 @@ class Loop:
         self._reporter.report("stopped")
 
     def _act(self, action: Action, whole_since: float) -> str:
-        """Carry out one action; returns the reason if it has to wait."""
+        """Carry out one action; returns the reason if the action has to wait, else ""."""
         match action:
             case Publish() | Republish() if not self._publishes:
                 pass
@@ -276,7 +276,7 @@ class Loop:
         return ""
 
     def _prune(self, action: Pruning) -> bool:
-        """Delete one thing; returns whether it is gone."""
+        """Carry out one deletion; returns whether the file or folder is gone."""
         match action:
             case DropLease():
                 gone = self._pruner.drop_lease(action)
@@ -297,7 +297,7 @@ class Loop:
         return gone
 
     def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
-        """Note an action that storage refused: the others go on, and it is tried again."""
+        """Note an action that storage refused; other actions go on, and a later round retries."""
         self._job.check_is_there()
         self._meter.failed(error)
         self._tidying.after(error)
@@ -305,7 +305,7 @@ class Loop:
         refused.setdefault(what, f"storage refuses {what}; trying again: {error}")
 
     def _tidy(self, refused: dict[str, str], seen: Observation) -> None:
-        """Clean up; work that storage refuses here is tried again too."""
+        """Remove leftovers; later rounds retry any work that storage refuses here."""
         sessions = (parse_lease_marker(lease.marker) for lease in seen.leases)
         try:
             self._outcomes.write_again()
@@ -316,7 +316,7 @@ class Loop:
             refused.setdefault("tidy", f"cannot remove leftovers now: {error}")
 
     def _look_at_benches(self, refused: dict[str, str]) -> str:
-        """Make one of the builds that explorers request; returns the reason if it has to wait."""
+        """Make one requested build for a bench; returns the reason if a build has to wait."""
         try:
             return self._benches.run_once(self.config.tick)
         except OSError as error:
@@ -327,7 +327,7 @@ class Loop:
             return ""
 
     def _look_at_deltas(self) -> None:
-        """Log the outcomes of deltas."""
+        """Log the outcomes of finished work on deltas."""
         for outcome in self._deltas.finished():
             if outcome.delta is not None:
                 self._journal.delta_made(outcome)
@@ -359,7 +359,11 @@ class Loop:
         )
 
     def _publish_in_turn(self, save: WholeSave, whole_since: float) -> str:
-        """Publish, unless the allowed number of other jobs of this process are merging."""
+        """Publish a save if this job may merge now.
+
+        Returns:
+            The reason why the save has to wait; empty if it does not have to wait.
+        """
         if not self._turn.take(save.identity):
             self._refused_turn = True
             return OTHERS_FIRST
@@ -371,9 +375,11 @@ class Loop:
             self._turn.leave()
 
     def _learn_in_turn(self, step: int) -> None:
-        """Learn about a save in turn, because it needs as much memory as planning its merge.
+        """Find out whether a save holds only a model, if this job may merge now.
 
-        It never takes the turn that a save of this job waits for.
+        This work needs a turn, because it uses as much memory as planning the save's merge.
+
+        It does nothing while a save of this job waits for a turn.
         """
         if not self._refused_turn and self._turn.take():
             try:
@@ -383,7 +389,7 @@ class Loop:
             self._scanner.look_again()
 
     def _may_go_on(self) -> None:
-        """Checkpoint for work on versions, called often; raises to end the work."""
+        """Check whether work on a version may go on; called often, and raises to end that work."""
         self._cancel()
         published = self._merging
         step = self._benches.building if published is None else published
@@ -392,8 +398,8 @@ class Loop:
         ):
             log.warning(
                 "step %d: its merge takes far longer than the size of its tensors explains: check "
-                "whether storage is slow, or the files in %s hold far more than their tensors; a "
-                "newer save replaces it, and other jobs no longer wait for it",
+                "whether storage is slow, or whether the files in %s are far larger than their "
+                "tensors; other jobs no longer wait for this merge, and a newer save ends it",
                 step,
                 self._job.layout.actor(step),
                 extra=Event.MERGE_LATE(step=step),

@@ -1,4 +1,4 @@
-"""A read-only HTTP server on loopback that no client can block: for metrics and for a page."""
+"""A read-only HTTP server on loopback that no client can block; it serves metrics and a page."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _HEAD: Final = 16 * 1024
 
 
 class LoopbackServer(socketserver.ThreadingTCPServer):
-    """Answers requests on 127.0.0.1, a thread and a descriptor each.
+    """Answers requests on 127.0.0.1, with one thread and one descriptor for each connection.
 
     Every user of the host can connect, so two things are bounded. A connection ends after
-    ``longest`` seconds, even if its client says nothing, sends byte after byte, or reads slowly. At
-    most ``most`` are open. For one more the server closes the oldest one without a complete
-    request, because a real request comes within milliseconds; if all are complete, the oldest.
+    ``longest`` seconds, even if its client sends nothing, sends single bytes, or reads slowly. At
+    most ``most`` connections are open. For a further connection the server closes the oldest
+    connection without a complete request, because a real request is complete within milliseconds.
+    If all requests are complete, it closes the oldest connection.
 
     Args:
-        port: on 127.0.0.1; 0 for a free one.
-        request: the class that answers.
+        port: the port on 127.0.0.1; 0 for any free port.
+        request: the class that answers a request.
         most: the most open connections at a time.
 
     Raises:
@@ -54,7 +55,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
         super().__init__((HOST, port), request)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread; if there are too many connections, close another first."""
+        """Answer in a new thread; if too many connections are open, close one of them first."""
         if not self._room.acquire(blocking=False):
             with self._changing:
                 if self._open:
@@ -71,27 +72,27 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, in that thread."""
+        """Answer in the connection's thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
 
     def heard(self, request: socket.socket) -> None:
-        """Mark a connection as having sent its request: it is closed for another one last."""
+        """Note that a connection has sent its whole request, so that it is not closed first."""
         with self._changing:
             if request in self._open:
                 self._open[request] = True, self._open[request][1]
 
     def service_actions(self) -> None:
-        """Close connections that have lasted too long; called at least twice a second."""
+        """Close connections that are older than ``longest``; called at least twice a second."""
         end = time.monotonic() - self.longest
         with self._changing:
             for late in [one for one, (_, begun) in self._open.items() if begun < end]:
                 self._end(late)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection that no other thread will close."""
+        """Close a connection, and forget it, so that no other thread shuts it down again."""
         with self._changing:
             self._open.pop(request, None)
         super().shutdown_request(request)
@@ -104,7 +105,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
                 self._end(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 # the base's names
-        """Log the error; the base class would print it."""
+        """Log the error with its traceback; the base class would print it instead."""
         log.error(
             "an HTTP request on %s:%d failed",
             *self.server_address,
@@ -113,10 +114,10 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
         )
 
     def _end(self, request: socket.socket) -> None:
-        """Shut a connection down, so that its thread wakes up and closes it.
+        """Shut a connection down, so that its thread wakes up and closes the connection.
 
-        The caller holds the lock, because a closed descriptor's number may already be another
-        file's.
+        The caller holds the lock. Without the lock, another thread could close the connection
+        meanwhile, and the number of its descriptor could belong to another file.
         """
         del self._open[request]
         try:
@@ -126,26 +127,26 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
 
 
 class LoopbackRequest(BaseHTTPRequestHandler):
-    """One request; its connection ends with the answer, which :meth:`answer` sends."""
+    """One request; :meth:`answer` sends the answer, and then the connection ends."""
 
     server: LoopbackServer
     error_content_type = "text/plain; charset=utf-8"
     error_message_format = "%(code)d %(message)s\n"
 
     def answer(self) -> None:
-        """Answer a request to read ``self.path``."""
+        """Answer a request for ``self.path``; each subclass defines this."""
         raise NotImplementedError
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Answer a GET request."""
         self.answer()
 
     def do_HEAD(self) -> None:
-        """The same, without the content."""
+        """Answer a HEAD request: :meth:`send` leaves the content out."""
         self.answer()
 
     def send(self, content: bytes, kind: str) -> None:
-        """Answer with content of a media type; to HEAD without the content."""
+        """Answer with content of the media type ``kind``; the answer to HEAD has no content."""
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
@@ -154,7 +155,7 @@ class LoopbackRequest(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def handle(self) -> None:
-        """Answer; a client that went away meanwhile needs no answer."""
+        """Answer the request, and ignore it if the client has closed the connection."""
         try:
             head = self._head()
             self.server.heard(self.request)
@@ -165,7 +166,7 @@ class LoopbackRequest(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _head(self) -> bytes:
-        """The bytes of a request up to the empty line, at most as many as a real request has."""
+        """The bytes of a request up to the empty line, but at most :data:`_HEAD` bytes."""
         head = b""
         while len(head) < _HEAD and b"\n\r\n" not in head and b"\n\n" not in head:
             part = self.connection.recv(_HEAD - len(head))
@@ -175,7 +176,7 @@ class LoopbackRequest(BaseHTTPRequestHandler):
         return head
 
     def version_string(self) -> str:
-        """The server's name, without the version of Python."""
+        """The server's name; the base class would add Python's version."""
         return "syncd"
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 # the base's name

@@ -1,8 +1,9 @@
-"""The names of tensors in versions: those of the hub, or those of the trainer's module.
+"""The names of tensors in versions: the hub's names, or the names of the trainer's module.
 
-A job keeps the names of its newest version, because its explorers were started for them; LATEST has
-them too, because that version may be an adapter or a remote one, which has none. A new job gets the
-hub's, which every server knows, if all its live explorers take them.
+A job keeps the names of its newest version, because its explorers were started for these names.
+LATEST repeats the names, because the newest version may be an adapter or a remote version, and
+these have no such names. A new job gets the hub's names, which every server knows, if all its live
+explorers take these names.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ _NAMED: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class NewNames:
-    """A version has other names than the one before, or is the first one that could have others.
+    """A version has other names than the previous version, or is the first with a choice of names.
 
     Attributes:
         names: the version's names.
-        before: the names of the version before; None for the first.
-        why: the reason for the trainer's names, if nobody has asked for them.
+        before: the names of the previous version; None for the first version.
+        why: the reason why the daemon chose the trainer's names; empty if it chose the hub's names,
+            or if a setting chose.
     """
 
     names: Names
@@ -38,7 +40,7 @@ class NewNames:
 
 
 class Naming:
-    """Chooses the names of a job's next version, and remembers those of the newest.
+    """Chooses the names of a job's next version, and remembers the names of its newest version.
 
     Args:
         job: the job.
@@ -46,9 +48,10 @@ class Naming:
         clock: seconds, monotonic.
 
     Attributes:
-        newest: the names of the newest version; None before the first, or if the hub's and the
-            trainer's are the same.
-        change: the change that came with the newest version, if any.
+        newest: the names of the newest version; None before the first version, or if the hub's
+            names and the trainer's names of that version are the same.
+        change: the change of names that came with the newest version; None if its names did not
+            change.
     """
 
     def __init__(self, job: Job, lease_time: float, *, clock: Clock = time.monotonic) -> None:
@@ -65,7 +68,9 @@ class Naming:
         self.change: NewNames | None = None
 
     def look(self) -> None:
-        """In a job without versions, look at the explorers, to find out in time which are dead.
+        """In a job without versions, look at the heartbeats of explorers.
+
+        So it is known which explorers are dead when the first version gets its names.
 
         Raises:
             OSError: storage does not answer.
@@ -74,10 +79,10 @@ class Naming:
             self._without()
 
     def choose(self, told: Names | None) -> Names:
-        """The names of the next version.
+        """The names of the tensors in the next version.
 
         Args:
-            told: the configured names; None if none are configured.
+            told: the configured names; None if no names are configured.
 
         Raises:
             OSError: storage does not answer.
@@ -95,16 +100,16 @@ class Naming:
         return "trainer"
 
     def kept_with(self, manifest: Manifest) -> Names | None:
-        """The names that the job keeps if this version is its newest."""
+        """The names that the job keeps when this version becomes its newest version."""
         return manifest.names if _differ(manifest) else self._kept
 
     def takes_over(self, latest: Latest | None) -> None:
-        """Another daemon has left this LATEST."""
+        """Keep the names of the LATEST that the previous daemon left."""
         if latest is not None:
             self._kept = latest.names
 
     def serves(self, manifest: Manifest) -> None:
-        """A version is LATEST now."""
+        """Note that this version is LATEST now."""
         self._is_new, self.change, self.newest = False, None, None
         if not _differ(manifest):
             return
@@ -124,5 +129,5 @@ class Naming:
 
 
 def _differ(manifest: Manifest) -> bool:
-    """True if the names of a version's tensors are others on the hub."""
+    """True if the version's tensors have other names on the hub than in the trainer's module."""
     return any(file.name == NAME_MAP for file in manifest.files)

@@ -1,4 +1,4 @@
-"""Messages to the service manager: sd_notify(3), a few lines over a datagram socket.
+"""Messages to the service manager, by sd_notify(3): a few lines over a datagram socket.
 
 If no service manager started this process, nothing is sent.
 """
@@ -26,14 +26,16 @@ LONGEST_SILENCE: Final = 10.0
 
 
 class ServiceManager:
-    """The service manager that has started this process, if there is one.
+    """The service manager that has started this process, or a stand-in that does nothing.
 
-    Safe to call from any thread. Not promised: that messages arrive; the daemon ignores a manager
-    that does not answer.
+    Any thread may call its methods. Not promised: that messages arrive, because the daemon never
+    waits for a manager that does not read them.
 
     Args:
-        address: the address of its socket: a path, or ``@`` and an abstract name; None for nobody.
-        watchdog: within how many seconds it expects :meth:`alive`; None for never.
+        address: the address of the manager's socket: a path, or ``@`` and an abstract name; None if
+            there is no manager.
+        watchdog: within how many seconds the manager expects a call of :meth:`alive`; None if it
+            expects none.
     """
 
     def __init__(self, address: str | None = None, *, watchdog: float | None = None) -> None:
@@ -55,7 +57,7 @@ class ServiceManager:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> ServiceManager:
-        """The manager that ``NOTIFY_SOCKET`` names; none if that is not a Unix socket."""
+        """The manager that ``NOTIFY_SOCKET`` names, or no manager if that is not a Unix socket."""
         address = environment.get("NOTIFY_SOCKET", "")
         if not address.startswith(("/", "@")):
             return cls()
@@ -65,7 +67,10 @@ class ServiceManager:
         return cls(address, watchdog=watchdog)
 
     def job(self, name: str) -> JobNotice:
-        """The notice of one job of this process; the start is complete once all are ready."""
+        """The notice of one job of this process.
+
+        The start of the process is complete when all jobs with a notice are ready.
+        """
         with self._lock:
             if self._starting:
                 self._waiting.add(name)
@@ -74,7 +79,7 @@ class ServiceManager:
         )
 
     def alive(self) -> None:
-        """Report progress, so that no watchdog or timeout of systemd ends the process."""
+        """Report progress, so that systemd's watchdog and timeouts do not end the process."""
         if self._owes_ready:
             self._say_ready()
         extends = self._starting or self._stopping
@@ -82,7 +87,7 @@ class ServiceManager:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Report a reload of the configuration while this is open, even if it fails."""
+        """Report a reload of the configuration, which lasts until this context ends."""
         # CLOCK_MONOTONIC, as time.monotonic() is on Linux; systemd 253 insists on it.
         self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
@@ -91,10 +96,10 @@ class ServiceManager:
             self._say_ready()
 
     def stopping(self) -> None:
-        """Report that the process has begun to end. May be called from a signal handler.
+        """Report that the process has begun to end; a signal handler may call this.
 
-        The handler may have interrupted a thread that holds a lock, of this class or of logging. So
-        this takes no lock, and does not log a failure.
+        The handler may have interrupted a thread that holds a lock of this class or of logging. So
+        this method takes no lock, and does not log a failure.
         """
         self._stopping = True
         self._try_to_send("STOPPING=1")
@@ -108,7 +113,10 @@ class ServiceManager:
         self._say_ready()
 
     def _say_ready(self) -> None:
-        """Send READY until it is accepted: otherwise systemd would end the start as failed."""
+        """Send READY; if it is not accepted, :meth:`alive` sends it again.
+
+        Without READY systemd would treat the start as failed.
+        """
         self._owes_ready = self._send("READY=1") is not None
 
     def _tell(self, name: str, line: str) -> None:
@@ -127,7 +135,7 @@ class ServiceManager:
         return error
 
     def _try_to_send(self, *assignments: str) -> OSError | None:
-        """Send; returns the error if it was not accepted."""
+        """Send the lines as one message; returns the error if the message was not accepted."""
         if self._socket is None:
             return None
         data = "\n".join(assignments).encode(errors="replace")
@@ -142,8 +150,8 @@ class JobNotice:
     """A daemon's messages about one job to the service manager.
 
     Args:
-        ready: called when the daemon has looked at the job, or stands by for another one.
-        status: called with a line for people.
+        ready: called when the daemon has scanned the job, or stands by for another daemon.
+        status: called with a line of text about the daemon's state, for people.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The record of saves, ``saves.json``: each was published, skipped or quarantined."""
+"""The record of saves, ``saves.json``: which saves were published, skipped or quarantined."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class Outcomes:
-    """The active daemon's record of saves: published, skipped or quarantined.
+    """The active daemon's record of saves that were published, skipped or quarantined.
 
-    An outcome counts even if storage refuses to record it now: see
-    :meth:`write_again`.
+    An outcome counts even if storage refuses to write it now; :meth:`write_again` writes it later.
 
     Args:
         job: the job.
@@ -31,7 +30,7 @@ class Outcomes:
         wall: seconds since the epoch, for records that people read.
 
     Attributes:
-        of_step: step → the outcome of its last save.
+        of_step: step → the outcome of the step's last save.
     """
 
     def __init__(self, job: Job, epoch: Epoch, *, wall: Callable[[], float]) -> None:
@@ -42,12 +41,12 @@ class Outcomes:
         self.of_step: dict[int, SaveOutcome] = {}
 
     def published(self, step: int, identity: str, sequence: int) -> None:
-        """A save was published."""
+        """Record that a save was published."""
         outcome = SaveOutcome(identity=identity, outcome="published", sequence=sequence)
         self._put_on_record(step, outcome)
 
     def found_published(self, manifest: Manifest) -> None:
-        """Record a version that a previous daemon made of a save."""
+        """Record that a previous daemon made a version from a save."""
         recorded = self.of_step.get(manifest.step)
         # A later save of that step may have been quarantined: it is not tried again.
         if recorded is not None and recorded.outcome == "quarantined":
@@ -60,14 +59,14 @@ class Outcomes:
         self._put_on_record(manifest.step, outcome)
 
     def skip(self, step: int, identity: str) -> None:
-        """A save will never be published."""
+        """Record that a save will never be published."""
         self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
 
     def quarantine(self, save: Save, error: Exception) -> Path:
-        """A save cannot be published, and is not tried again.
+        """Record that a save cannot be published; the daemon does not try it again.
 
         Returns:
-            The file of the record that says why.
+            The path of the record that has the reason.
         """
         identity = save.known_as or ""
         name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
@@ -94,15 +93,15 @@ class Outcomes:
     def learn(self, step: int, *, prefix: str | None, cancel: Callable[[], None]) -> None:
         """Record whether a save of torch.distributed.checkpoint holds only a model.
 
-        Does nothing if a newer save of the step is on record.
+        Does nothing if the step folder now holds another save than the recorded one.
 
         Args:
             step: the save's step.
-            prefix: the prefix of the model's tensor names; None to find out.
-            cancel: called between reads; raises to stop.
+            prefix: the prefix of the model's tensor names; None to detect the prefix.
+            cancel: called between reads; it raises to stop the work.
 
         Raises:
-            OSError: storage failed: nothing is known.
+            OSError: storage failed; nothing was recorded.
         """
         outcome = self.of_step.get(step)
         if outcome is None:
@@ -119,12 +118,12 @@ class Outcomes:
             self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
 
     def forget(self, step: int) -> None:
-        """Remove the record of a step without a folder."""
+        """Remove the recorded outcome of a step that has no folder."""
         if self.of_step.pop(step, None) is not None:
             self._write()
 
     def write_again(self) -> None:
-        """Write the records that storage refused before."""
+        """Write ``saves.json`` again if storage refused the last write."""
         if self._unwritten:
             self._write()
 

@@ -16,8 +16,9 @@ _HEARTBEAT: Final = ".lock"
 class Participants:
     """Watches all heartbeats of a job except those of daemons.
 
-    Promised: leftovers of a process that died before this one began never count as a live
-    participant. Not promised: to see a trainer without a heartbeat, e.g. one without syncd's hooks.
+    Promised: the heartbeat of a process that died before this process began never counts as a live
+    participant. Not promised: to see a trainer without a heartbeat, for example a trainer without
+    syncd's hooks.
 
     Args:
         job: the job.
@@ -49,22 +50,22 @@ class Participants:
 
     @property
     def alive(self) -> bool:
-        """Whether a participant was, or may have been, alive at the last look."""
+        """Whether a participant was alive, or may have been alive, at the last look."""
         return self._alive
 
     @property
     def gone(self) -> bool:
-        """Whether participants were there since this process began, and none is now."""
+        """Whether participants have been there since this process began, and none is alive now."""
         return self._seen and not self._alive
 
     def look(self, tick: float) -> None:
-        """Look once.
+        """Look at all heartbeats once.
 
         Args:
-            tick: seconds between two calls, about.
+            tick: about how many seconds lie between two calls.
 
         Raises:
-            OSError: storage failed, or the job is not there: nothing is concluded.
+            OSError: storage failed, or the job is not there; the result of the last look stays.
         """
         self._lookout.tick = tick
         found = self._heartbeats()

@@ -1,4 +1,4 @@
-"""Pruning of versions, deltas, step folders and dead leases, through the trash, with records."""
+"""Pruning of versions, deltas, step folders and dead leases, with a line in the audit log."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ _LEFT: Final = "marked for deletion, but not yet deleted when this daemon took o
 
 
 class Pruner:
-    """Carries out the decided deletions, and looks once more before each is final.
+    """Carries out the decided deletions; checks once more before a deletion is final.
 
     Args:
         job: the job.
-        epoch: the active daemon's room; condemned files are first moved to its trash.
+        epoch: the active daemon's room; folders are moved into it before they are deleted.
         session: this process's session, for the audit log.
-        needed: tells, once a step is out of sight, whether it is needed after all.
+        needed: returns whether a step is needed after all; called after its folder was moved to the
+            trash.
         wall: seconds since the epoch, for the audit log.
     """
 
@@ -72,13 +73,13 @@ class Pruner:
         self._end_of_torn = b""
 
     def retire_version(self, action: RetireVersion) -> bool:
-        """End the leasing of a version, then delete it.
+        """End the leasing of a version, and then delete the version.
 
-        Leasing ends with the rmdir of its lease folder, which succeeds only if the folder is empty
-        at that moment on the server.
+        Leasing ends with the rmdir of the version's lease folder. The rmdir succeeds only if the
+        folder is empty on the server at that moment.
 
         Returns:
-            Whether the version is gone; False if it was leased meanwhile.
+            Whether the version is gone; False if an explorer has leased the version meanwhile.
         """
         if not self._close_leases(action.sequence):
             return False
@@ -91,7 +92,10 @@ class Pruner:
         return True
 
     def prune_delta(self, action: PruneDelta) -> None:
-        """Delete a delta. Nobody leases one: a reader that finds it gone reads the version."""
+        """Delete a delta.
+
+        Deltas have no leases: a reader that finds its delta deleted reads the version instead.
+        """
         try:
             doomed = self._epoch.condemn(self._job.layout.delta(action.sequence))
         except FileNotFoundError:
@@ -100,7 +104,7 @@ class Pruner:
         self._job.storage.remove_tree(doomed)
 
     def prune_all_deltas(self, why: str) -> bool:
-        """Delete all deltas; returns whether there was one."""
+        """Delete all deltas; returns whether there was any delta."""
         names = self._job.storage.names(self._job.layout.deltas)
         found = [sequence for name in names if (sequence := parse_delta_folder(name)) is not None]
         for sequence in found:
@@ -108,11 +112,11 @@ class Pruner:
         return bool(found)
 
     def close_lease_folder(self, action: CloseLeaseFolder) -> None:
-        """Remove the empty lease folder of a version that is gone."""
+        """Remove the lease folder, if it is empty, of a version that is gone."""
         self._close_leases(action.sequence)
 
     def drop_lease(self, action: DropLease) -> bool:
-        """Remove a dead explorer's lease; False if it was already gone."""
+        """Remove a dead explorer's lease; returns False if the lease was already gone."""
         path = self._job.layout.lease_folder(action.sequence) / action.marker
         if not self._job.storage.unlink_if_there(path):
             return False
@@ -120,11 +124,11 @@ class Pruner:
         return True
 
     def prune_step(self, action: PruneStep) -> bool:
-        """Move a step folder to the trash, look inside once more, then delete it.
+        """Move a step folder to the trash, look into it once more, and then delete it.
 
         Returns:
-            Whether it is gone; False if its content had changed since the decision: then it is put
-            back.
+            Whether the folder is gone. If its content has changed since the decision, the folder is
+            put back, and the result is False.
         """
         step = action.seen.step
         folder = self._job.layout.step(step)
@@ -162,9 +166,10 @@ class Pruner:
         return True
 
     def sweep(self) -> None:
-        """Finish the deletions of a previous daemon; put back folders that it had not decided on.
+        """Finish a previous daemon's deletions, and put back the folders that are in its trash.
 
-        Its condemned folders are deleted, and recorded (perhaps for the second time).
+        Folders that the previous daemon had moved to ``doomed/`` are deleted, and recorded, perhaps
+        for the second time.
         """
         for trash in self._epoch.undecided():
             name = trash.name.partition("-")[0]
@@ -188,7 +193,7 @@ class Pruner:
                 self._put_back(trash, self._job.layout.root / name)
             except (IsADirectoryError, NotADirectoryError) as error:
                 log.error(
-                    "cannot put %s back, so it stays there: %s",
+                    "cannot put %s back, so it stays in the trash: %s",
                     trash,
                     error,
                     extra=Event.LEFT_ALONE(path=trash, reason=error),
@@ -207,9 +212,9 @@ class Pruner:
         self._epoch.sweep()
 
     def _look_anew(self, folder: Path, step: int, outcome: SaveOutcome) -> StepSeen | None:
-        """The folder's content on the server, not in this client's cache.
+        """The folder's present content on the server; this client's cache is not used.
 
-        A client's cache of a folder moves with the folder.
+        Without a refresh the client would use its old cache of the folder, even under the new name.
         """
         actor = folder / "actor"
         parts = (actor / name for name in (RECEIPTS, HUGGINGFACE, LORA_ADAPTER))
@@ -238,7 +243,7 @@ class Pruner:
         return True
 
     def _put_back(self, trash: Path, folder: Path) -> None:
-        """Put a folder back; if its name is in use again, only the files missing there."""
+        """Put a folder back; if its name is in use again, put back only the files missing there."""
         try:
             self._job.storage.rename(trash, folder)
         except OSError as error:

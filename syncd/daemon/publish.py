@@ -1,4 +1,4 @@
-"""Publishing: merge a save inside the daemon's room, commit it, and let LATEST name it."""
+"""Publishing: merge a save inside the daemon's room, commit the version, and update LATEST."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ DeltaFrom = Callable[[Manifest], int | None]
 
 
 def _no_delta(_: Manifest) -> None:
-    """No delta will be made."""
+    """The default of ``delta_from``: no delta will be made."""
 
 
 class Publisher:
-    """Makes the versions of a job, one at a time; knows LATEST and the save it was made from.
+    """Makes the versions of a job, one at a time; knows LATEST and the save that LATEST came from.
 
     Args:
         job: the job.
@@ -56,18 +56,20 @@ class Publisher:
         epoch: the active daemon's room.
         session: this process's session, for ``publish.lock``.
         naming: chooses the names of tensors.
-        cancel: called between chunks; raises to stop.
+        cancel: called between chunks of a merge; it raises to stop the merge.
         wall: seconds since the epoch, for records that people read.
         clock: seconds, monotonic, for timings.
 
     Attributes:
         config: the configuration for the next version; the loop sets it at each round.
-        latest: LATEST, as this daemon wrote or found it; None before the first version.
-        latest_bytes: the bytes of LATEST's version's files, if the version is whole.
-        published_save: the identity of the save that LATEST was made from, or stands in for.
-        served_request: the request that LATEST is the result of; None for a save's version.
-        outcomes: of the saves.
-        naming: knows the names of the tensors of LATEST.
+        latest: LATEST as this daemon last wrote or found it; None before the first version.
+        latest_bytes: the bytes of the files of LATEST's version; None if that version is not whole.
+        published_save: the identity of the save that LATEST was made from. If LATEST is a rollback:
+            the identity of the save that LATEST was made from before the rollback.
+        served_request: the id of the rollback request that LATEST is the result of; None if LATEST
+            was made from a save.
+        outcomes: the record of saves.
+        naming: knows the names of LATEST's tensors.
     """
 
     def __init__(
@@ -99,13 +101,13 @@ class Publisher:
         self.outcomes = Outcomes(job, epoch, wall=wall)
 
     def recover(self) -> Manifest | None:
-        """Read the records after a take-over, and adopt or discard a last unannounced version.
+        """Read the records after a take-over; adopt or discard the versions above LATEST.
 
         Returns:
-            The version that was adopted.
+            The manifest of the adopted version; None if none was adopted.
 
         Raises:
-            ProtocolMismatchError: LATEST is of a newer protocol.
+            ProtocolMismatchError: LATEST has a newer protocol version.
         """
         found = look_back(self._job)
         self._take_notice_down()
@@ -144,7 +146,7 @@ class Publisher:
         return found.adopted
 
     def _discard_delta(self, sequence: int) -> None:
-        """Discard a delta to a version above LATEST. If it cannot be discarded, it does no harm."""
+        """Discard a delta to a version above LATEST; a failure is harmless and only logged."""
         name = delta_folder(sequence)
         log.warning(
             "discarding %s: LATEST does not name its version",
@@ -167,7 +169,7 @@ class Publisher:
 
         Raises:
             NoRoomError: the disk has no room for this version.
-            SaveNotReadyError, CheckpointError: as :meth:`publish`.
+            SaveNotReadyError, CheckpointError: for the reasons that :meth:`publish` lists.
         """
         self._free_space.check(
             self._job.layout.actor(save.step), save, self._merge_options(), self._cancel
@@ -182,23 +184,25 @@ class Publisher:
         found = save.nonfinite
         if self.config.refuse_nonfinite and found is not None and found.count:
             raise NonFiniteError(
-                f"step {save.step} has {found}, and the daemon refuses that (refuse_nonfinite): "
+                f"step {save.step} has {found}, and the daemon refuses such saves "
+                "(refuse_nonfinite): "
                 "resume training from an earlier checkpoint, and save again"
             )
 
     def publish(
         self, save: WholeSave, *, progress: Progress = unheard, delta_from: DeltaFrom = _no_delta
     ) -> Manifest:
-        """Merge a whole save and make it LATEST.
+        """Merge a complete save and make it LATEST.
 
         Args:
-            save: as it was looked at last.
-            progress: called with the bytes of tensors that are done, and those of all.
-            delta_from: asked right before LATEST names the version.
+            save: the save as the last look at it found it.
+            progress: called with the bytes of tensors merged so far, and the bytes of all tensors.
+            delta_from: called right before LATEST names the version; returns the sequence of the
+                base of the version's delta, or None.
 
         Raises:
-            SaveNotReadyError: the save changed meanwhile; nothing was published.
-            CheckpointError: it can never be published as it is.
+            SaveNotReadyError: the save changed during the merge; nothing was published.
+            CheckpointError: the save can never be published as it is.
             SupersededError: another daemon has taken over.
         """
 
@@ -212,10 +216,11 @@ class Publisher:
     def build_for_bench(
         self, request: BenchRequest, save: WholeSave, *, progress: Progress = unheard
     ) -> Manifest:
-        """Merge a complete save for one explorer only: makes no version, and changes no record.
+        """Merge a complete save for one explorer; this makes no version, and changes no record.
 
         Raises:
-            SaveNotReadyError, CheckpointError, SupersededError: as :meth:`publish`.
+            SaveNotReadyError, CheckpointError, SupersededError: for the reasons that
+                :meth:`publish` lists.
         """
         folder = self._epoch.start_build(request.id)
         target = self._job.layout.bench_build(request.session, request.id)
@@ -233,14 +238,14 @@ class Publisher:
         return manifest
 
     def refuse_bench(self, request: BenchRequest, why: str) -> None:
-        """Replace a request for a build by the reason why there will be none."""
+        """Replace a request for a build by a refusal with the reason ``why``."""
         path = self._job.layout.bench_request(request.id)
         refused = request.model_copy(update={"outcome": "refused", "why": why})
         if self._job.storage.exists(path):  # else the explorer has taken it back
             self._epoch.publish_file(path, encode(refused))
 
     def _build(self, save: WholeSave, folder: Path, sequence: int, progress: Progress) -> Manifest:
-        """Merge a whole save into an empty folder of our room."""
+        """Merge a complete save into an empty folder of this daemon's room."""
         match save:
             case Remote():
                 step = self._job.layout.step(save.step)
@@ -270,10 +275,12 @@ class Publisher:
     def republish(self, request: RollbackRequest) -> Manifest:
         """Make an old version LATEST again, under a new sequence.
 
-        LATEST's previous save stays recorded as published: the pointer may still name it.
+        The save that was LATEST before stays recorded as published, because the pointer may still
+        name it.
 
         Raises:
-            VersionGoneError, RecordError, VerificationError: it is not there, or damaged.
+            VersionGoneError, RecordError, VerificationError: the old version does not exist any
+                more, or is damaged.
             SupersededError: another daemon has taken over.
         """
         source = self._job.layout.version(request.sequence)
@@ -300,7 +307,13 @@ class Publisher:
         return self._make_version(old.step, build)
 
     def answer(self, request: RollbackRequest, *, made: int | None, why: str) -> None:
-        """Replace a request by its answer."""
+        """Replace a rollback request by its answer.
+
+        Args:
+            request: the request.
+            made: the sequence of the new version; None if the rollback was refused.
+            why: the reason for the refusal; empty if the rollback was done.
+        """
         outcome = "refused" if made is None else "done"
         answered = request.model_copy(update={"outcome": outcome, "made": made, "why": why})
         path = self._job.layout.request(request.id)
@@ -313,10 +326,10 @@ class Publisher:
         build: Callable[[Path, int], Manifest],
         delta_from: DeltaFrom = _no_delta,
     ) -> Manifest:
-        """Publish a version; this function is the order of all writes.
+        """Publish a version; this function defines the order of all writes.
 
-        Everything is made in this daemon's room, and leaves it by a rename, which fails once
-        another daemon has taken over. docs/protocol.md has the reasons ("The fence: epochs").
+        Everything is made in this daemon's room and leaves the room by a rename, which fails after
+        another daemon has taken over. docs/protocol.md ("The fence: epochs") has the reasons.
         """
         epoch = self._epoch
         sequence = self._next_sequence()
@@ -355,7 +368,7 @@ class Publisher:
         self.served_request = None if back is None else back.request
 
     def _next_sequence(self) -> int:
-        """The next number; skips names that are taken by something other than a folder."""
+        """The next sequence; skips numbers whose names belong to something other than a folder."""
         sequence = self._floor + 1
         while self._in_the_way(self._job.layout.version(sequence)) or self._in_the_way(
             self._job.layout.lease_folder(sequence)
@@ -363,8 +376,8 @@ class Publisher:
             sequence += 1
         if parse_version_folder(version_folder(sequence)) is None:
             raise JobUnavailableError(
-                f"{self._job.layout.latest} names version {self._floor}, the highest number there "
-                "is; no daemon wrote that: restore the content that it had before"
+                f"{self._job.layout.latest} names version {self._floor}, the highest possible "
+                "number, so no daemon wrote this LATEST: restore its previous content"
             )
         return sequence
 
@@ -384,7 +397,7 @@ class Publisher:
             )
 
     def _announce(self, manifest: Manifest, delta_from: int | None = None) -> None:
-        """Let LATEST name a published version."""
+        """Write LATEST so that it names a published version."""
         latest = Latest(
             sequence=manifest.sequence,
             step=manifest.step,

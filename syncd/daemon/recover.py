@@ -1,4 +1,4 @@
-"""Recovery after a take-over: the last daemon's records, its versions, and all its numbers."""
+"""Recovery after a take-over: reads the previous daemon's records, versions and sequences."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ class FoundVersions:
     """The versions and records that a daemon finds after its take-over.
 
     Attributes:
-        latest: LATEST; None if it is missing or unreadable.
-        served: the manifest of LATEST's version; None if it is damaged.
-        adopted: a finished version that LATEST does not name yet: the highest one.
-        unfinished: the versions above LATEST, and above ``adopted``, that are not whole.
-        deltas_above: the deltas to versions above ``adopted``, or LATEST if none is adopted: no
-            daemon makes one before LATEST names its version.
-        outcomes: step → the outcome of its last save.
-        highest: the highest sequence that anything in the job has ever named.
+        latest: LATEST; None if that file is missing or unreadable.
+        served: the manifest of LATEST's version; None if the version is damaged.
+        adopted: the manifest of the highest finished version above LATEST; None if there is no such
+            version.
+        unfinished: the incomplete versions above LATEST and above ``adopted``.
+        deltas_above: the deltas to versions above ``adopted``, or above LATEST if no version is
+            adopted. No daemon makes a delta before LATEST names its version, so LATEST was lost or
+            restored.
+        outcomes: step → the outcome of the step's last save.
+        highest: the highest sequence that any file of the job names.
     """
 
     latest: Latest | None = None
@@ -52,10 +54,10 @@ class FoundVersions:
 
 
 def look_back(job: Job) -> FoundVersions:
-    """Read all records and versions; changes nothing.
+    """Read all records and versions of a job; changes nothing.
 
     Raises:
-        ProtocolMismatchError: LATEST or the saves on record are of a newer protocol.
+        ProtocolMismatchError: LATEST or ``saves.json`` has a newer protocol version.
         OSError: storage does not answer, so the state of the job is unknown.
     """
     # This client's cached view of these may be older than the take-over.
@@ -92,7 +94,7 @@ def look_back(job: Job) -> FoundVersions:
             found.served = look.finished(found.latest.sequence)
         except ProtocolMismatchError as error:
             log.error(
-                "%s; publishing again the save that the pointer names",
+                "%s; the save that the pointer names will be published again",
                 error,
                 extra=Event.VERSION_DAMAGED(
                     path=job.layout.version(found.latest.sequence), reason=error
@@ -106,7 +108,7 @@ def _let_be(path: Path, why: object) -> None:
 
 
 def _refresh_of_others(storage: Storage, folder: Path) -> None:
-    """Refresh a folder; if this user may not touch it, the take-over goes on."""
+    """Refresh a folder; if the folder is gone or belongs to another user, the take-over goes on."""
     try:
         storage.refresh(folder)
     except OSError as error:
@@ -116,7 +118,7 @@ def _refresh_of_others(storage: Storage, folder: Path) -> None:
 
 def _lost(path: Path, error: Exception) -> None:
     log.error(
-        "%s: going on without it",
+        "%s; continuing without this record",
         error,
         extra=Event.RECORD_LOST(path=path, reason=error),
     )
@@ -133,16 +135,16 @@ class _Look:
         self._job = job
 
     def record(self, model: type[R], path: Path, limit: int = RECORD_LIMIT) -> R | None:
-        """A record that only daemons write; None if it is lost or damaged."""
+        """A record that only daemons write; None if the record is missing or damaged."""
         self._look_at(path)
         return self._job.read(model, path, _OURS, limit=limit)
 
     def _look_at(self, path: Path) -> None:
-        """Open the file once, because a first open may still find the replaced file."""
+        """Open a record once before it is read, because a first open may return a replaced file."""
         try:
             self._job.storage.release(self._job.storage.open_read(path))
         except OSError as error:
-            log.debug("%s: %s; looking a second time", path, error)
+            log.debug("cannot open %s: %s; opening it again", path, error)
 
     def published(self) -> list[int]:
         found = (
@@ -162,7 +164,7 @@ class _Look:
         return [sequence for sequence in found if sequence is not None]
 
     def deltas_above(self, latest: int) -> list[int]:
-        """The deltas to versions that LATEST did not name."""
+        """The deltas to versions above ``latest``."""
         found = []
         for sequence in self.deltas():
             if sequence > latest + _BELIEVED:
@@ -172,7 +174,7 @@ class _Look:
         return found
 
     def finished(self, sequence: int) -> Manifest | None:
-        """The manifest of a published version, if every file that it lists has its size."""
+        """The manifest of a published version; None if a file is missing or has a wrong size."""
         folder = self._job.layout.version(sequence)
         try:
             manifest = read_manifest(self._job.storage, folder)
@@ -194,18 +196,18 @@ class _Look:
             status = self._status(folder / file.name)
             if status is None or status.st_size != file.size:
                 log.warning(
-                    "%s does not have the %d bytes that its manifest names",
+                    "%s does not have the %d bytes that the manifest lists",
                     folder / file.name,
                     file.size,
                     extra=Event.VERSION_DAMAGED(
-                        path=folder / file.name, reason=f"it is not {file.size} bytes"
+                        path=folder / file.name, reason=f"its size is not {file.size} bytes"
                     ),
                 )
                 return None
         return manifest if manifest.sequence == sequence else None
 
     def highest_sequence(self, found: FoundVersions) -> int:
-        """The highest sequence that anything in the job has ever named: it never goes back."""
+        """The highest sequence that any file of the job names; new sequences must be higher."""
         named = [0, *self.published(), *self.deltas()]
         if found.latest is not None:
             named.append(found.latest.sequence)
@@ -226,7 +228,7 @@ class _Look:
         return max(number for number in named if number <= known + _BELIEVED)
 
     def has_content(self, folder: Path) -> bool:
-        """Whether a folder has content, as far as this user may read it."""
+        """Whether a folder has content; True if this user may not read the folder."""
         try:
             return bool(self._job.storage.names(folder))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Looking at a job: from its files to an Observation, at a cost that does not grow with its age."""
+"""Scanning a job: makes an Observation from its files, at a cost independent of the job's age."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _POINTER_LIMIT: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The daemon's own knowledge of a job, from its records.
+    """The daemon's own knowledge of a job, from the daemon's records.
 
     Attributes:
-        latest: LATEST's sequence, 0 before the first.
+        latest: LATEST's sequence; 0 before the first version.
         full_bytes: the bytes of LATEST's files; None if unknown.
-        delta_base: the version from which a delta is being made.
+        delta_base: the version from which a delta is being made; None if none is being made.
         published_save: the identity of the save that LATEST was made from.
-        outcomes: step → the outcome of its last save.
-        served_request: the request that LATEST is the result of.
+        outcomes: step → the outcome of the step's last save.
+        served_request: the id of the rollback request that LATEST is the result of, if any.
     """
 
     latest: int
@@ -55,12 +55,12 @@ class Known:
 
 
 class Scanner:
-    """Looks at one job repeatedly, and remembers paths that it need not look at twice.
+    """Scans one job repeatedly, and remembers results that need not be read again.
 
     Args:
         job: the job.
         pointer: the name of the file that names the step to publish.
-        judge: tells which explorers live.
+        judge: finds out which explorers are alive.
         clock: seconds, monotonic.
     """
 
@@ -89,10 +89,10 @@ class Scanner:
         self._steering = Steering(job)
 
     def scan(self, known: Known, config: DaemonConfig) -> Observation:
-        """Look once.
+        """Scan the job once.
 
         Raises:
-            JobUnavailableError: as :func:`check_is_there`.
+            JobUnavailableError: the job's folder, or ``.syncd`` in it, is missing.
         """
         self._job.check_is_there()
         self._lookout.tick = min(config.tick, self._longest_tick)
@@ -140,22 +140,22 @@ class Scanner:
 
     @property
     def has_more(self) -> bool:
-        """Whether step folders are left for the next scan."""
+        """Whether step folders remain for the next scan."""
         return self._steps.has_more
 
     def look_again(self) -> None:
-        """Make all step folders due for a look."""
+        """Make the next scans look into all step folders again."""
         self._steps.look_again()
 
     def points_elsewhere(self, step: int) -> bool:
-        """Whether the pointer now names another step; False in any doubt."""
+        """Whether the pointer now names another step than ``step``; False in any doubt."""
         pointer, _ = self._pointer(self._pointer_file)
         return pointer.step is not None and pointer.step != step
 
     def is_needed(self, step: int) -> bool:
-        """Whether a pointer names a step, or its trainer has announced it or one below it.
+        """Whether a step must stay: a pointer names it, or the last announced step is not above it.
 
-        Used when the step's folder is out of sight already; asks the server. Each file is opened
+        Called when the step's folder is already in the trash; asks the server. Each file is opened
         twice, because on some storage the first open may return a replaced file.
         """
         for folder in (self._job.layout.root, self._job.layout.state):
@@ -184,7 +184,7 @@ class Scanner:
         return Pointer(PointerState.STEP, step), key
 
     def _look_at_pointed(self, pointer: Pointer, key: Signature | None, known: Known) -> None:
-        """Look at the save that the pointer names, unless it is settled and nothing moved."""
+        """Look at the save that the pointer names, if anything about it may have changed."""
         if pointer.step is None:
             self._save = self._settled = self._looked = None
             return
@@ -203,8 +203,8 @@ class Scanner:
         ):
             actor = self._job.layout.actor(save.step)
             why = (
-                f"a trainer is saving into {actor} again: its .distcp files changed, and its "
-                f"{DCP_METADATA}, which is written last, did not (touch that where all is well)"
+                f"a trainer is saving into {actor} again: the .distcp files changed, but "
+                f"{DCP_METADATA}, the last file, did not; if the save is whole, touch that file"
             )
             save = Unfinished(save.step, why)
         if self._save is None or (save.step, save.known_as) != (
@@ -274,7 +274,7 @@ class Scanner:
         return found
 
     def _markers(self, folder: Path) -> list[str]:
-        """The leases on a version; if they cannot be read, one is assumed."""
+        """The names of the leases on a version; if they cannot be read, one lease is assumed."""
         try:
             return self._job.storage.names(folder)
         except OSError as error:
@@ -284,7 +284,11 @@ class Scanner:
             return [""]
 
     def _announced(self) -> int | None:
-        """The step that the trainer announced last; 0 until it has announced its first."""
+        """The step that the trainer announced last; None if the trainer has no report.
+
+        It is 0 if the trainer has announced no step, or if its report cannot be read: then nothing
+        is pruned.
+        """
         path = self._job.layout.trainer_report
         try:
             return parse(TrainerReport, self._job.storage.read(path), path).step or 0

@@ -1,4 +1,4 @@
-"""The daemon of one job: standing by, taking over, pausing, stopping.
+"""The daemon of one job: it stands by, takes over, serves, pauses and stops.
 
 Signal handlers only set a flag and wake the loop; the loop acts.
 """
@@ -47,26 +47,28 @@ _QUIET: Final = 2
 
 
 class Service:
-    """One daemon process on one job: active, or standing by for the active one.
+    """The daemon of one job in this process: active, or standing by for the active daemon.
 
-    Promised: after :meth:`stop`, :meth:`run` returns within one copy chunk, and leaves no
-    unfinished work. Not promised: that two daemons never both take themselves for the active one;
-    only one of them can commit.
+    Promised: after :meth:`stop`, :meth:`run` returns within the time of one copy chunk, and leaves
+    no unfinished files. Not promised: that only one daemon considers itself active; but only one
+    daemon can commit.
 
     Args:
         root: the job directory.
         config: the daemon's configuration.
-        may_end: asked before ``exit_when_idle`` ends :meth:`run`.
-        answered: called whenever storage has answered, which counts as progress.
+        may_end: asked before ``exit_when_idle`` ends :meth:`run`; if the answer is False,
+            :meth:`run` goes on.
+        answered: called after each call that storage has answered, to report progress.
         notice: receives the daemon's messages for the service manager.
         each_tick: called between two rounds, on the thread of :meth:`run`.
-        turn: asked whether this job may merge now; by default it always may.
+        turn: asked whether this job may merge now; by default the answer is always yes.
         meter_of: makes the meter that receives the daemon's events.
         storage: the shared storage.
 
     Raises:
-        InvalidSettingsError: ``shared_group`` does not exist, or cannot be given to the job.
-        JobUnavailableError: the job is not there, or this user may not write to it.
+        InvalidSettingsError: ``shared_group`` does not exist, or the job's folders cannot be given
+            to that group.
+        JobUnavailableError: the job's folder does not exist, or this user may not write to it.
     """
 
     def __init__(
@@ -123,9 +125,9 @@ class Service:
     def give_up(self) -> None:
         """Release the job to other daemons now, even if the thread of :meth:`run` is stuck.
 
-        Its heartbeats end. Once another daemon has taken over, the fence blocks anything that this
-        one may still do; when its thread comes back, it ends. May be called from any thread. Hangs
-        if storage hangs.
+        The heartbeats of this daemon end. After another daemon has taken over, the fence blocks all
+        commits of this daemon. :meth:`run` returns when its thread is no longer stuck. May be
+        called from any thread. Hangs if storage hangs.
         """
         self.stop()
         if (held := self._held) is not None:
@@ -142,11 +144,15 @@ class Service:
         self._watcher.wake()
 
     def wake(self) -> None:
-        """Begin the next tick now. May be called from a signal handler or any thread."""
+        """Begin the next round now. May be called from a signal handler or any thread."""
         self._watcher.wake()
 
     def run(self) -> None:
-        """Serve until stopped, or until no participant and nothing to publish is left."""
+        """Serve until stopped.
+
+        If ``exit_when_idle`` is set, this also returns when no participant is alive and nothing is
+        left to publish.
+        """
         with self._watcher:
             self._watcher.watch(
                 {self._job.layout.root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})}
@@ -158,7 +164,7 @@ class Service:
                     self._say(f"standing by: {error}", error, event=Event.DAEMON_STANDS_BY)
                 except CancelledError:
                     log.info(
-                        "stopped: the work in progress was given up; nothing is half done",
+                        "stopped: the work in progress was discarded; no unfinished files are left",
                         extra=Event.DAEMON_STOPPED(),
                     )
                 except JobUnavailableError as error:
@@ -176,24 +182,25 @@ class Service:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no participant is alive and nothing is left to publish, or the job is away."""
+        """Whether no participant is alive and nothing is left to publish, or the job is missing."""
         return self._away or (self._quiet_rounds >= _QUIET and not self._participants.alive)
 
     @property
     def _tick(self) -> float:
-        """Seconds between two looks: short enough for the judges' stopwatches too.
+        """Seconds between two rounds: the setting ``tick``, or less if other settings require it.
 
-        It is also short enough that an idle daemon does not seem to hang.
+        It is at most a quarter of the lease time, because judges need looks that often. It is at
+        most a quarter of ``hang_time``, so that an idle daemon does not seem to hang.
         """
         return min(self._config.tick, self._lease_time / 4, self._config.hang_time / 4)
 
     def _wait(self) -> None:
-        """Wait for an event or a tick; then apply a reload that was requested meanwhile."""
+        """Wait for an event, but at most a tick; then call ``each_tick``."""
         self._watcher.wait(self._tick)
         self._each_tick()
 
     def _stand_by_and_serve(self) -> None:
-        """Run one session: until stopped, superseded, or without storage."""
+        """Run one session, until this daemon is stopped or superseded, or storage fails."""
         self._check_there()
         self._job.check_folders()
         path = self._job.layout.format
@@ -216,7 +223,7 @@ class Service:
                 lock.release()
 
     def _open_job(self) -> float:
-        """Create syncd's missing files in the job; returns its lease time."""
+        """Create syncd's missing files in the job; returns the job's lease time."""
         if self._config.shared_group is not None:
             share_with_group(self._job, self._config.shared_group)
         lease_time = self._job.open(lease_time=self._config.lease_time).lease_time
@@ -224,7 +231,7 @@ class Service:
         return lease_time
 
     def _check_there(self) -> None:
-        """Check that the job is there; if another job is in its place, open that one."""
+        """Check that the job is there; if another job has replaced it, open the new job."""
         try:
             self._job.check_is_there()
         except JobUnavailableError:
@@ -235,11 +242,11 @@ class Service:
         self._remember_folder()
 
     def _is_made_anew(self) -> bool:
-        """Whether a trainer without hooks has begun another job: a pointer, but no ``.syncd``.
+        """Whether a trainer without hooks has begun a new job: a pointer, but no ``.syncd``.
 
-        A job that is being deleted stays the same folder to its end, so nothing is created in it.
-        Nothing is created in a folder on another device either, because there the storage is not
-        mounted.
+        The new job must be another folder (inode) on the same device. A job that is being deleted
+        keeps its folder, so nothing is created in it. A folder on another device means that the
+        storage is not mounted, so nothing is created there either.
         """
         layout, storage = self._job.layout, self._job.storage
         folder, pointer = storage.status(layout.root), layout.root / self._config.pointer
@@ -252,7 +259,7 @@ class Service:
         return folder.st_dev == self._device and folder.st_ino != self._inode
 
     def _remember_folder(self) -> None:
-        """Remember the identity of the job's folder."""
+        """Remember the device and inode of the job's folder."""
         folder = self._job.storage.status(self._job.layout.root)
         if folder is not None:
             self._device, self._inode = folder.st_dev, folder.st_ino
@@ -307,7 +314,7 @@ class Service:
                 loop.end()
 
     def _round(self, loop: Loop) -> None:
-        """Run one round; if storage refuses something for now, the epoch goes on."""
+        """Run one round; if storage refuses some work for now, this daemon stays active."""
         quiet, self._quiet_rounds = self._quiet_rounds, 0
         try:
             # Look for participants first: those that are gone now have written everything. A round
@@ -333,7 +340,7 @@ class Service:
             self._participants.look(self._tick)
 
     def _look_at_rights(self) -> None:
-        """Warn once, with the first steps seen, if this user cannot prune them."""
+        """Warn once, when the first step folders exist, if this user may not prune them."""
         if self._rights_seen:
             return
         found = unprunable(self._job)
@@ -345,7 +352,7 @@ class Service:
             )
 
     def _gave_up_reserve(self) -> bool:
-        """Free the reserve on a full disk, so that the daemon can take over and prune."""
+        """Delete the reserve on a full disk, so that the daemon can take over and prune."""
         try:
             return Reserve(self._job).give_up()
         except OSError as error:
@@ -368,9 +375,9 @@ class Service:
         event: Event = Event.DAEMON_PAUSED,
         change: str = "",
     ) -> None:
-        """Log each change; repeat an unchanged state now and then.
+        """Log each change of the daemon's state; repeat an unchanged state now and then.
 
-        ``change`` identifies the state, if names in the message differ each time.
+        ``change`` is the text to compare, if the message ``what`` has names that differ each time.
         """
         self._notice.status(what)
         if isinstance(why, Exception):

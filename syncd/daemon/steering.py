@@ -1,4 +1,4 @@
-"""Requests of people, read by the daemon: the pause, and rollbacks."""
+"""Requests that people make and the daemon reads: a pause, and rollbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from syncd.storage.record_files import ReadPolicy
 
 
 class Steering:
-    """Reads requests; a damaged request is not an error, only failing storage is.
+    """Reads requests. A damaged request raises no error; only failing storage raises OSError.
 
     Args:
         job: the job.
@@ -32,15 +32,15 @@ class Steering:
         return self._job.read(Pause, path, self._policy, unreadable=damaged)
 
     def is_paused(self) -> bool:
-        """True if the job is paused now; asks the server, not the client's cache."""
+        """True if the job is paused now; asks the storage server, not this client's cache."""
         self._job.storage.refresh(self._job.layout.state)
         return self.pause() is not None
 
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
         """The unanswered requests, always in the same order.
 
-        Requests that this daemon may not answer are left out. Otherwise it would find them
-        unanswered forever, and publish nothing else.
+        A request that this daemon has no right to answer is left out. Otherwise the daemon would
+        find that request unanswered forever, and publish nothing else.
         """
         if not self.asked():
             return ()
@@ -56,7 +56,7 @@ class Steering:
         return self.asked()
 
     def answered(self) -> list[Path]:
-        """Answers that no requester has read yet."""
+        """The files of answers that their requesters have not read yet."""
         return [
             self._job.layout.requests / name
             for name in self._names()
@@ -64,7 +64,7 @@ class Steering:
         ]
 
     def asked(self) -> tuple[RollbackRequest, ...]:
-        """The rollbacks that are queued, as far as this client knows; only reads."""
+        """The queued rollbacks, as far as this client's cache shows them; changes nothing."""
         found = [self._request(name) for name in self._names()]
         return tuple(request for request in found if request and request.outcome == "asked")
 

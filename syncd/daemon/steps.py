@@ -1,4 +1,4 @@
-"""Looking into step folders: a bounded number at a time, and all of them in turn."""
+"""Looking into step folders: a bounded number at a time, and every folder in its turn."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOOK_AGAIN: Final = 60.0
 
 
 class Steps:
-    """The step folders that are due, and their content.
+    """Looks into step folders, and remembers which folders are due.
 
     Args:
         job: the job.
@@ -60,17 +60,22 @@ class Steps:
 
     @property
     def has_more(self) -> bool:
-        """Whether step folders are left for the next look."""
+        """Whether step folders remain for the next look."""
         return bool(self._due) or self._again
 
     def look_again(self) -> None:
-        """Make all step folders due for a look."""
+        """Make all step folders due again."""
         self._key = None
 
     def look(
         self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]
     ) -> tuple[tuple[StepSeen, ...], tuple[Save, ...], tuple[int, ...]]:
-        """Look into a bounded number of the step folders that are due."""
+        """Look into some of the step folders that are due.
+
+        Returns:
+            The folders with a recorded outcome; skipped saves that are not recorded yet; steps with
+            a recorded outcome but without a folder.
+        """
         self._refill(pointer, key, outcomes)
         seen: list[StepSeen] = []
         unrecorded: list[Save] = []
@@ -103,10 +108,10 @@ class Steps:
         return tuple(seen), tuple(unrecorded), tuple(vanished)
 
     def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
-        """Make step folders due: when a pointer moved, after a version, and now and then.
+        """Make step folders due: after a pointer moved, after a publication, and now and then.
 
-        The newest come first, and then a round that has begun goes on, so that the oldest of very
-        many folders get their turn even if something moves often.
+        The newest folders come first. After them, a cycle through all folders that has begun goes
+        on. So the oldest of very many folders get their turn even if the pointers move often.
         """
         now = self._clock()
         moved = key != self._key
@@ -126,10 +131,10 @@ class Steps:
         self._key, self._at = key, now
 
     def _note_passed(self, pointer: Pointer, steps: set[int], *, is_time: bool) -> None:
-        """Note which folders were there when the pointer was seen to move.
+        """Note which folders existed when the daemon saw the pointer move up.
 
-        A trainer without syncd's hook that resumes at a lower step does not announce that. Its
-        writes below the pointer, before it moves the pointer back, do not count as skipped saves.
+        If a trainer without syncd's hook resumes at a lower step, it writes saves below the pointer
+        before it moves the pointer back. Such saves must not count as skipped.
         """
         if pointer.step is None:
             return  # it is being written: the position before the move is still known
@@ -140,7 +145,7 @@ class Steps:
             self._passed = frozenset()
 
     def _skipped_save(self, step: int) -> Save | None:
-        """A complete save below the pointer; None for a full checkpoint that stays."""
+        """The save of a step below the pointer if it counts as skipped, else None."""
         folder = self._job.layout.step(step)
         if self._job.storage.exists(folder / FULL) or self._job.storage.exists(folder / SAVING):
             return None
@@ -152,7 +157,7 @@ class Steps:
 def look_at_step(
     storage: Storage, folder: Path, step: int, outcome: SaveOutcome
 ) -> StepSeen | None:
-    """A step folder's present content beside its record; None if the folder is gone."""
+    """The present content and the recorded outcome of a step folder; None if it is gone."""
     names = set(storage.names(folder))
     if not names and not storage.exists(folder):
         return None

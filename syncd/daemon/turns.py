@@ -1,4 +1,4 @@
-"""Turns to merge: a limited number of jobs of a process at a time, in request order."""
+"""Turns to merge: a limited number of a process's jobs merge at a time, in request order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from syncd.storage.judge import Clock
 #: asks once a tick, and a tick is a minute at most.
 PATIENCE: Final = 90.0
 #: The reason why a save waits, although it could be merged now.
-OTHERS_FIRST: Final = "other jobs are merged first: no more at a time than concurrent_merges"
+OTHERS_FIRST: Final = "other jobs are merged first: at most concurrent_merges jobs merge at a time"
 #: A merge is late after this many times its fair time,
 FAIR_TIMES: Final = 20
 #: but never before this many seconds.
@@ -30,41 +30,44 @@ _MEASURED: Final = 64 * 1024 * 1024
 
 
 class LateError(Exception):
-    """Raised in a late merge that has to end now; its text is the reason."""
+    """Raised in a late merge that has to end now; the error's text is the reason."""
 
 
 class Turn:
-    """One job's permission to merge; this one always has it."""
+    """One job's permission to merge; this base class always permits it."""
 
     def take(self, save: str | None = None) -> bool:
-        """Whether the job may merge now. Never waits: ask again when woken, or at the next tick.
+        """Whether the job may merge now; never waits.
+
+        If the answer is False, ask again when woken, or at each tick.
 
         Args:
-            save: the identity of the save.
+            save: the identity of the save to merge; None for other work that needs a turn.
         """
         del save
         return True
 
     def progress(self, done: int, total: int) -> None:
-        """Note the bytes of tensors merged so far, and their total."""
+        """Note the bytes of tensors merged so far, and the bytes of all tensors."""
 
     def check(self, is_overtaken: Callable[[], bool]) -> bool:
-        """Called often by a merge.
+        """Check whether a merge may go on; the merge calls this often.
 
         Args:
-            is_overtaken: tells, for a late merge, whether its trainer has announced another save.
+            is_overtaken: called for a late merge; returns whether its trainer has announced another
+                save.
 
         Returns:
-            Whether the merge has just been found late, and goes on beside the others.
+            True once, when the merge has become late and goes on beside the other merges.
 
         Raises:
-            LateError: the merge has to end.
+            LateError: the merge is late and has to end.
         """
         del is_overtaken
         return False
 
     def leave(self) -> None:
-        """Give up the turn: this job is done, or has nothing left to merge."""
+        """Give up the turn, because this job has ended its merge, or has nothing to merge."""
 
 
 @dataclass(slots=True)
@@ -88,12 +91,12 @@ class _Merging:
 
 @dataclass(slots=True)
 class _Known:
-    """Data kept about a job between two merges.
+    """Data about a job that are kept between its merges.
 
     Attributes:
-        rate: bytes a second of its last merge that copied enough to tell.
-        put_off: the save whose merge was ended because other jobs waited.
-        ended: how many merges in a row were ended.
+        rate: bytes per second in the job's last merge that was large enough to measure.
+        put_off: the identity of the save whose merge was ended because other jobs waited.
+        ended: how many of the job's merges in a row were ended because they were late.
     """
 
     rate: float | None = None
@@ -102,26 +105,29 @@ class _Known:
 
 
 class Turns:
-    """Limits the number of jobs that merge at a time; first come, first served.
+    """Limits the number of jobs that merge at a time; jobs merge in the order of their requests.
 
-    A job that merges again queues behind all that asked meanwhile. If a job's storage hangs, during
-    its merge or its wait, the others wait for it at most :data:`PATIENCE`. Then one more job may
-    merge, until the first has come back and ended its merge.
+    A job that wants to merge again queues behind all jobs that asked meanwhile. If the storage of a
+    merging or waiting job hangs, other jobs wait for that job at most :data:`PATIENCE` seconds.
+    After that time one more job may merge, until the first job's storage answers again and its
+    merge has ended.
 
-    A merge is *late* after :data:`FAIR_TIMES` times as long as its tensors should take, and at
-    least :data:`LEAST` seconds. The first late merge goes on beside the others, and does not count.
-    If a second merge is late meanwhile, and a job waits for a turn, the second one ends: its save
-    is put off until the place beside is free, and is merged there. So waiting jobs end a save's
-    merge only once, and its second attempt delays nobody.
+    A merge is *late* if it has taken :data:`FAIR_TIMES` times as long as its tensors should take,
+    and at least :data:`LEAST` seconds. The first late merge goes on *beside* the others: it no
+    longer counts against the limit. If a second merge becomes late while the first goes on and a
+    job waits for a turn, the second merge is ended. Its save is put off until no other late merge
+    goes on beside the others, and is then merged beside them. So waiting jobs end the merge of a
+    save only once, and the second attempt delays no other job.
 
-    A late merge also ends if its trainer has announced a newer save, which is then merged. Each
-    such end in a row doubles the time until the job's next merge is late, so that even a trainer
-    that saves faster than its merges end is served. A newer save never ends a merge that is not
-    late.
+    A late merge also ends if its trainer has announced a newer save, and the newer save is merged
+    instead. Each such end in a row doubles the time after which a newer save may end the job's next
+    merge. So even if a trainer saves faster than its saves are merged, some saves are merged. A
+    newer save never ends a merge that is not late.
 
     Args:
         most: how many jobs may merge at a time.
-        silence: returns for how many seconds a merging job's storage has not answered.
+        silence: called with a merging job; returns for how many seconds its storage has not
+            answered.
         clock: seconds, monotonic.
     """
 
@@ -137,11 +143,11 @@ class Turns:
         self._known: dict[str, _Known] = {}
 
     def of(self, job: str, wake: Callable[[], None]) -> Turn:
-        """The turn of a job; ``wake`` is called when it may have come."""
+        """The turn of a job; ``wake`` is called when the job should ask again."""
         return _InTurn(self, job, wake)
 
     def take(self, job: str, wake: Callable[[], None], save: str | None) -> bool:
-        """Whether a job may merge now; if not, it waits in its place."""
+        """Whether a job may merge now; if not, the job keeps its place in the queue."""
         now = self._clock()
         with self._lock:
             self._let_beside(now)
@@ -170,12 +176,12 @@ class Turns:
             return True
 
     def progress(self, job: str, done: int, total: int) -> None:
-        """As :meth:`Turn.progress`."""
+        """Note the progress of a job's merge, as :meth:`Turn.progress` does."""
         if (merging := self._merging.get(job)) is not None:
             merging.done, merging.total = done, total
 
     def check(self, job: str, is_overtaken: Callable[[], bool]) -> bool:
-        """As :meth:`Turn.check`."""
+        """Check whether a job's merge may go on, as :meth:`Turn.check` does."""
         merging = self._merging.get(job)
         now = self._clock()
         if merging is None or now < merging.look_at:
@@ -197,20 +203,20 @@ class Turns:
         if found_late:
             for waiting in to_wake:
                 waiting.wake()
-        told = f"its merge has taken {now - merging.began:.0f} s of at most {limit:.0f} s"
+        told = f"its merge has taken {now - merging.began:.0f} s (limit: {limit:.0f} s)"
         if in_the_way:
             self._end(job, merging, put_off=True)
             raise LateError(
-                f"{told} while other jobs wait and another late merge runs: it begins "
-                "again when that one has ended"
+                f"{told} while other jobs wait and another late merge runs: this merge begins "
+                "again when the other late merge has ended"
             )
         if now - merging.began >= limit * 2**ended and is_overtaken():
             self._end(job, merging, put_off=False)
-            raise LateError(f"{told}, and a newer save is announced: merging that one instead")
+            raise LateError(f"{told}, and a newer save is announced: merging the newer one instead")
         return found_late
 
     def leave(self, job: str) -> None:
-        """Stop merging and waiting."""
+        """Note that a job has stopped merging, or waiting for its turn."""
         with self._lock:
             if job not in self._merging and job not in self._waiting:
                 return
@@ -227,7 +233,7 @@ class Turns:
             waiting.wake()
 
     def forget(self, job: str) -> None:
-        """Forget a job that is no longer served."""
+        """Forget the data of a job that is no longer served."""
         with self._lock:
             self._known.pop(job, None)
 
@@ -235,7 +241,7 @@ class Turns:
         return self._known.setdefault(job, _Known())
 
     def _next_ones(self) -> list[_Waiting]:
-        """The jobs that may get their turn now."""
+        """The waiting jobs that should ask again now."""
         aside = [waiting for waiting in self._waiting.values() if waiting.aside]
         others = [waiting for waiting in self._waiting.values() if not waiting.aside]
         return aside[:1] + others[: self._most]
@@ -255,7 +261,7 @@ class Turns:
         )
 
     def _let_beside(self, now: float) -> None:
-        """Let the first late merge go on beside the others, if no other one does."""
+        """Let the first late merge go on beside the others, if no other late merge does so."""
         if not self._beside_is_free():
             return
         for merging in self._merging.values():
@@ -266,8 +272,8 @@ class Turns:
     def _limit(self, merging: _Merging) -> float:
         """Seconds after which a merge is late.
 
-        The rate is the median over jobs, so that a job with many saves does not set it for the
-        others.
+        The assumed rate is the median over jobs, so that a job with many saves does not determine
+        the limit of other jobs.
         """
         rates = sorted(known.rate for known in self._known.values() if known.rate is not None)
         rate = min(rates[len(rates) // 2], _BEST_RATE) if rates else _FIRST_RATE

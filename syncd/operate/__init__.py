@@ -1,6 +1,6 @@
 """The operator's side of a job: its state, its history, and the requests to its daemon.
 
-Contains everything that the commands and the page ask of a job directory. It works without a
-running daemon, and no daemon imports it; ``syncd.cli`` and ``syncd.web`` do. Begin with
-``job_state.py``.
+This package contains all functions with which the commands and the web page read and steer a job
+directory. They work without a running daemon. ``syncd.cli`` and ``syncd.web`` import this package;
+the daemon does not. Begin with ``job_state.py``.
 """

@@ -1,7 +1,7 @@
-"""Steering a job from any host: pause, resume, roll back. Each request is a file first.
+"""Steering a job from any host: pause, resume, roll back.
 
-Nothing here needs a daemon: each request is durable, and any daemon that works on the job later
-obeys it. If one works now, its answer is waited for.
+Each request is a durable file, so no daemon has to run now: the next daemon of the job obeys the
+request. If a daemon runs now, a pause or a rollback waits for the daemon's answer.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _POLL: Final = 0.1
 
 
 class Control:
-    """The requests of one person to one job.
+    """Makes the requests of one person to one job.
 
     Args:
         job: the job.
         timeout: seconds to wait for a working daemon's answer.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for records that people read.
-        sleep: waits for so many seconds.
+        sleep: waits for a number of seconds.
 
     Raises:
         JobUnavailableError: syncd has served no job here.
@@ -58,14 +58,14 @@ class Control:
         self._judge = Judge(job.storage, job.lease_time(), clock=clock)
 
     def pause(self) -> str:
-        """Stop publishing and pruning until :meth:`resume`.
+        """Stop publishing and pruning until :meth:`resume` is called.
 
-        Once a daemon has confirmed the pause, it publishes no save and prunes nothing. It finishes
-        a merge that has begun first. Not promised: if a daemon had built a version and died before
-        announcing it, the next daemon may still announce it.
+        After a daemon has confirmed the pause, it publishes no save and prunes nothing. A merge
+        that has begun is finished before the daemon confirms. Not promised: if a daemon has built a
+        version and dies before LATEST names it, the next daemon may still publish that version.
 
         Returns:
-            A message for the user if no daemon has answered; empty if one has.
+            A message for the user if no daemon has answered; empty if a daemon has answered.
         """
         pause = Pause(id=new_session_id(), by=_person(), time=self._wall())
         self._job.storage.replace(
@@ -87,15 +87,15 @@ class Control:
     def roll_back(self, sequence: int) -> int | str:
         """Publish an old version again, as LATEST under a new sequence.
 
-        Later saves are published as usual, and so is a save that was not published yet. If the
-        old weights should stay, call :meth:`pause` first.
+        Later saves are published as usual, and so is the newest save if it was not published yet.
+        To keep serving the old weights, call :meth:`pause` first.
 
         Returns:
-            The new version's sequence. If no daemon has answered, a message for the user instead:
-            the request stays, and the next daemon carries it out.
+            The sequence of the new version; or a message for the user if no daemon has answered. In
+            this case the request stays, and the next daemon carries it out.
 
         Raises:
-            VersionGoneError: there is no such version, or a daemon refused it.
+            VersionGoneError: there is no such version, or a daemon refused the rollback.
         """
         self._job.storage.refresh(self._job.layout.published)
         if not self._job.storage.exists(self._job.layout.version(sequence)):
@@ -112,18 +112,19 @@ class Control:
         unanswered = self._await(lambda: self._answer(request).outcome != "asked")
         answer = self._answer(request)
         if answer.outcome == "asked":
-            return f"{unanswered} serve it again; to cancel the request, remove {path}"
+            told = f"{unanswered} serve version {sequence} again"
+            return f"{told}; to cancel the request, remove {path}"
         self._job.storage.unlink_if_there(path)
         if answer.made is None:
             raise VersionGoneError(f"the daemon cannot serve version {sequence}: {answer.why}")
         return answer.made
 
     def working(self) -> bool:
-        """Whether a daemon works on the job, as far as one look can tell."""
+        """Whether a daemon works on the job, as far as a single look at its heartbeat can tell."""
         return self._judge.look(self._job.layout.daemon_lock) is Liveness.ALIVE
 
     def _await(self, done: Callable[[], bool]) -> str:
-        """Wait for a daemon's answer; returns a message for the user if none came."""
+        """Wait for a daemon's answer; returns a message for the user if no answer came."""
         deadline = self._clock() + self._timeout
         while not done():
             if not self.working():
@@ -135,7 +136,7 @@ class Control:
         return ""
 
     def _kept(self, mine: Pause) -> bool:
-        """Whether the daemon obeys this pause, or one that replaced it."""
+        """Whether the daemon obeys this pause, or a newer pause that has replaced it."""
         report = self._job.read(DaemonReport, self._job.layout.daemon_report, SILENT)
         if report is None or report.paused is None:
             return False

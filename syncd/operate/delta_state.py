@@ -1,4 +1,4 @@
-"""The deltas of a job, read from outside."""
+"""The deltas of a job, read without its daemon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from syncd.storage.job import Job
 
 
 def delta_sequences(job: Job) -> list[int]:
-    """The versions that deltas on disk lead to.
+    """The target versions of the deltas on disk.
 
     Raises:
         OSError: storage does not answer.
@@ -39,5 +39,5 @@ def deltas_on_disk(job: Job) -> list[dict[str, Any]]:
 
 
 def changed_part(delta: Delta) -> float:
-    """The part of the elements that differ, 0 to 1."""
+    """The fraction of the elements that differ between the two versions, 0 to 1."""
     return delta.changed / delta.elements if delta.elements else 0.0

@@ -1,4 +1,4 @@
-"""The history of each version: saved, merged, published, live on explorers, pruned."""
+"""The history of each version: when it was saved, merged, published, live and pruned."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from syncd.storage.record_files import IF_ANY, readable_lines
 
 @dataclass(slots=True)
 class Live:
-    """An explorer that serves a version.
+    """An explorer's load of a version.
 
     Attributes:
-        explorer: its name.
-        time: when the daemon noticed it, at a tick: seconds since the epoch; None if only the
-            explorer reports it.
-        seconds: since LATEST named the version; None if that time is unknown.
-        pause: the seconds of the load in which its engine did not serve, as the explorer reports
-            it; None if it does not.
-        delta_bytes: the bytes of the deltas that it read instead of the version's files; None if it
-            read the files, or this is unknown.
+        explorer: the explorer's name.
+        time: about when the explorer loaded the version, in seconds since the epoch by the daemon's
+            clock; None if no daemon has recorded the load.
+        seconds: from the update of LATEST to the load; None if this is unknown.
+        pause: for how many seconds the engine did not serve during the load; None if the explorer
+            does not report this.
+        delta_bytes: the bytes of the deltas that the explorer read instead of the version's files.
+            None if it read the files, or if this is unknown.
     """
 
     explorer: str
@@ -47,10 +47,10 @@ class DeltaHistory:
     """The outcome of the delta to a version.
 
     Attributes:
-        base: the version that it leads from.
-        bytes, changed, seconds: its size, the part of the elements that differ, and the time to
-            make it; None if there is no delta.
-        why: the reason why there is none.
+        base: the version that the delta starts from.
+        bytes, changed, seconds: the delta's size, the fraction of elements that differ, and how
+            long it took to make; None if there is no delta.
+        why: the reason why there is no delta; None if it was made.
     """
 
     base: int | None
@@ -62,21 +62,21 @@ class DeltaHistory:
 
 @dataclass(slots=True)
 class VersionHistory:
-    """One version. Times are seconds since the epoch by the daemon's clock; None: not known.
+    """One version; times are in seconds since the epoch by the daemon's clock, None if unknown.
 
     Attributes:
-        version, step: of the version.
-        kind, bytes: its kind and size.
-        saved: when the daemon first saw the whole save.
-        merge_seconds: from the start of the merge to LATEST.
-        published: when LATEST began to name it.
-        latency_seconds: from ``saved`` to ``published``.
-        of, by: the version that it republishes, and the user who asked for it.
-        delta: the outcome of the delta to it; None if none was to be made.
-        live: the explorers that serve or served it, in this order.
-        pruned, pruned_why: when and why it was deleted.
-        on_disk: whether it is on disk.
-        latest: whether LATEST names it.
+        version, step: the version's sequence and step.
+        kind, bytes: the version's kind and size.
+        saved: when a daemon first saw the complete save.
+        merge_seconds: from the start of the merge to the update of LATEST.
+        published: when LATEST began to name the version.
+        latency_seconds: the time from ``saved`` to ``published``.
+        of, by: for a rollback, the version that it republishes, and the user who requested it.
+        delta: the outcome of the delta to this version; None if no delta was to be made.
+        live: the loads of this version by explorers, in the order in which daemons found them.
+        pruned, pruned_why: when and why the version was deleted.
+        on_disk: whether the version is on disk.
+        latest: whether LATEST names this version.
     """
 
     version: int
@@ -104,15 +104,15 @@ _VERSIONS: Final = TypeAdapter(list[VersionHistory])
 def history(job: Job, limit: int) -> list[VersionHistory]:
     """The newest versions, oldest first, including pruned ones.
 
-    The daemon keeps a bounded journal (:mod:`.journal_file`). An older version is listed only while
+    The daemon's journal is bounded. If a version is older than the journal, it is listed only while
     it is on disk, and without times.
 
     Args:
         job: the job.
-        limit: the number of versions.
+        limit: the most versions to return; only the newest are returned.
 
     Raises:
-        JobUnavailableError: syncd has served no job here, or it cannot be looked at.
+        JobUnavailableError: syncd has served no job in this folder, or the folder cannot be read.
     """
     check_is_job(job)
     try:
@@ -122,7 +122,11 @@ def history(job: Job, limit: int) -> list[VersionHistory]:
 
 
 def told(job: Job, limit: int) -> dict[str, Any]:
-    """The history as JSON; ``docs/cli.md`` lists the keys. Raises as :func:`history`."""
+    """The history in the form of JSON; ``docs/cli.md`` lists the keys.
+
+    Raises:
+        JobUnavailableError: syncd has served no job in this folder, or the folder cannot be read.
+    """
     versions = _VERSIONS.dump_python(history(job, limit))
     return {"job": str(job.layout.root), "versions": versions}
 
@@ -180,7 +184,7 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
 
 
 def _finite(seconds: float) -> float | None:
-    """A difference of foreign times, or None if infinite, which JSON cannot hold."""
+    """A difference of times from other hosts; None if it is infinite, which JSON cannot hold."""
     return seconds if math.isfinite(seconds) else None
 
 
@@ -195,7 +199,7 @@ def _add_deletions(job: Job, found: dict[int, VersionHistory]) -> None:
 
 
 def _add_unseen(job: Job, found: dict[int, VersionHistory]) -> None:
-    """Add loads that explorers report and no daemon has journaled."""
+    """Add the loads that explorers report but that no daemon has journaled."""
     for report in job.explorer_reports(job.storage.names(job.layout.explorers), IF_ANY):
         for load in report.last_loads:
             version = found.get(load.sequence)
@@ -204,7 +208,7 @@ def _add_unseen(job: Job, found: dict[int, VersionHistory]) -> None:
 
 
 def _add_manifest(job: Job, version: VersionHistory) -> None:
-    """Add facts from a version's manifest if the journal does not have them."""
+    """Add facts from a version's manifest that the journal does not have."""
     try:
         manifest = read_manifest(job.storage, job.layout.version(version.version))
     except (OSError, RecordError):

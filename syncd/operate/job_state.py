@@ -1,4 +1,4 @@
-"""The current state of a job, read from outside: the JSON of ``syncd status``."""
+"""The current state of a job, read without its daemon: the JSON of ``syncd status``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _TAIL: Final = 128 * 1024
 
 
 def look(job: Job) -> dict[str, Any]:
-    """The state of a job; this only reads.
+    """The state of a job; changes nothing.
 
-    Records of others that cannot be read are None, or left out.
+    A record that cannot be read is None in the result, or is left out of a list.
 
     Returns:
-        ``docs/cli.md`` lists the keys.
+        The state; ``docs/cli.md`` lists the keys.
 
     Raises:
         JobUnavailableError: syncd has served no job here.
@@ -48,7 +48,10 @@ def look(job: Job) -> dict[str, Any]:
 
 
 def look_anyway(folder: Path) -> dict[str, Any]:
-    """The state of a job as by :func:`look`; if that fails, the reason under ``unseen``."""
+    """The state of a job, as :func:`look` returns it.
+
+    If the state cannot be read, the result has the reason under ``unseen``.
+    """
     try:
         return look(Job.at(folder))
     except (JobUnavailableError, OSError) as error:
@@ -56,13 +59,15 @@ def look_anyway(folder: Path) -> dict[str, Any]:
 
 
 def jobs_at(folder: Path) -> list[Path]:
-    """The folder itself if it is a job, else the jobs in it; the folder if there are none.
+    """The folder itself if it is a job, else the jobs in it.
 
-    A folder that this user may not look into, such as ``lost+found``, is no job.
+    If the folder contains no job, the result is the folder itself.
+
+    A folder that this user may not read, for example ``lost+found``, does not count as a job.
 
     Raises:
         JobUnavailableError: the folder cannot be read.
-        OSError: it cannot be listed.
+        OSError: the folder cannot be listed.
     """
     if is_job(Job.at(folder)):
         return [folder]
@@ -71,7 +76,7 @@ def jobs_at(folder: Path) -> list[Path]:
 
 
 def _may_be_job(folder: Path) -> bool:
-    """Whether to list the folder as a job; also if storage fails, so that its row shows that."""
+    """Whether to list a folder as a job; True also if storage fails, so that its row shows that."""
     try:
         return Job.at(folder).is_there()
     except OSError as error:
@@ -94,7 +99,7 @@ def check_is_job(job: Job) -> None:
     """Check that syncd has served a job in this folder.
 
     Raises:
-        JobUnavailableError: it has not, or the folder cannot be read.
+        JobUnavailableError: syncd has served no job in the folder, or the folder cannot be read.
     """
     if not is_job(job):
         if not job.storage.exists(job.layout.root):
@@ -151,10 +156,10 @@ def _look(job: Job) -> dict[str, Any]:
 
 
 def _explorer(report: ExplorerReport, latest: Latest | None) -> dict[str, Any]:
-    """An explorer's report, and its lag behind LATEST; in steps too if it serves a version.
+    """An explorer's report, and its lag behind LATEST in versions and in steps.
 
-    An explorer that evaluates a step has no lag. One that waits for its engine has the status
-    ``starting``.
+    The lag in steps is None if the explorer serves no version. An explorer that evaluates a step
+    has no lag. An explorer that waits for its engine has the status ``starting``.
     """
     told = report.model_dump()
     if report.starting is not None:
@@ -167,7 +172,11 @@ def _explorer(report: ExplorerReport, latest: Latest | None) -> dict[str, Any]:
 
 
 def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The second job of the same daemon, or the reason it cannot be read; None without one."""
+    """The memory directory of a job's daemon, or the reason why it cannot be read.
+
+    Returns:
+        The state of the memory directory; None if the daemon has no memory directory.
+    """
     if daemon is None or daemon["memory_dir"] is None:
         return None
     folder = Path(daemon["memory_dir"])
@@ -180,7 +189,7 @@ def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _names(storage: Storage, folder: Path) -> list[str]:
-    """The names in a folder; none if it cannot be listed."""
+    """The names in a folder; an empty list if the folder cannot be listed."""
     try:
         return storage.names(folder)
     except OSError:
@@ -195,7 +204,7 @@ def _is_there(storage: Storage, path: Path) -> bool:
 
 
 def _rollbacks(job: Job) -> list[dict[str, Any]]:
-    """The rollbacks that no daemon has carried out or refused yet."""
+    """The rollback requests that no daemon has carried out or refused yet."""
     try:
         asked = Steering(job).asked()
     except OSError:
@@ -204,13 +213,13 @@ def _rollbacks(job: Job) -> list[dict[str, Any]]:
 
 
 def _leases(job: Job, sequence: int) -> list[str]:
-    """The names of the holders of a version."""
+    """The names of the explorers that hold leases on a version."""
     markers = set(_names(job.storage, job.layout.lease_folder(sequence))) - {PINNED}
     return sorted((parse_lease_marker(marker) or (marker, ""))[0] for marker in markers)
 
 
 def _free(storage: Storage, folder: Path) -> dict[str, int | None] | None:
-    """Free bytes and inodes for this user; None if the filesystem does not report them."""
+    """Free bytes and inodes for this user; None if they cannot be read."""
     try:
         return storage.free(folder)._asdict()
     except OSError:
@@ -218,7 +227,7 @@ def _free(storage: Storage, folder: Path) -> dict[str, int | None] | None:
 
 
 def _events(job: Job) -> list[dict[str, Any]]:
-    """The last lines of the journal and of the audit log together, oldest first."""
+    """The last events in the journal and in the audit log, merged, oldest first."""
     try:
         journal = read_journal(job, _TAIL)
         audit = last_lines(job.storage, job.layout.audit, _TAIL)

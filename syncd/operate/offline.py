@@ -1,4 +1,4 @@
-"""Pruning without a running daemon, and the dry run of it."""
+"""Pruning without a running daemon, and a dry run of pruning."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LOOK: Final = 0.5
 
 
 def would_prune(job: Job, config: DaemonConfig) -> list[Pruning]:
-    """The deletions that a daemon would do now; changes nothing.
+    """The deletions that a daemon would carry out now; this function changes nothing.
 
     Raises:
         JobUnavailableError: syncd has served no job here.
@@ -68,13 +68,13 @@ def prune_now(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Pruning]:
-    """Take over as a daemon would, prune, and leave.
+    """Take over the job as a daemon does, prune, and end.
 
     Returns:
-        The deleted names.
+        The deletions that were carried out.
 
     Raises:
-        JobUnavailableError: a daemon is working on this job, or there is no job.
+        JobUnavailableError: a daemon is working on this job, the job is paused, or there is no job.
     """
     try:
         return _prune(job, config, sleep)
@@ -89,7 +89,7 @@ def _prune(job: Job, config: DaemonConfig, sleep: Callable[[float], None]) -> li
     lease_time = job.lease_time()
     if Steering(job).is_paused():
         raise JobUnavailableError(
-            f"{job.layout.root} is paused, and nothing is pruned meanwhile: 'syncd resume' it first"
+            f"{job.layout.root} is paused, so nothing can be pruned: run 'syncd resume' first"
         )
     with Session(job.layout, lease_time, prefix=DAEMON_SESSION) as session:
         lock = _take_lock(job, lease_time, sleep)
@@ -121,10 +121,10 @@ def _prune(job: Job, config: DaemonConfig, sleep: Callable[[float], None]) -> li
 
 
 def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> DaemonLock:
-    """Take the daemon's lock, also from a dead daemon of another host.
+    """Take the daemon lock, even if a dead daemon of another host still holds it.
 
     Raises:
-        JobUnavailableError: the holder's heartbeat moved: a daemon is working on this job.
+        JobUnavailableError: the lock's heartbeat changes, so a daemon is working on this job.
     """
     judge = Judge(job.storage, lease_time)
     lock = DaemonLock(job, lease_time, judge)
@@ -133,7 +133,7 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
         if not waited:
             log.info(
                 "%s is held: watching its heartbeat for up to %g s, to see whether the daemon that "
-                "holds it is alive",
+                "holds this lock is alive",
                 job.layout.daemon_lock,
                 judge.lease_time,
                 extra=Event.WATCHING(path=job.layout.daemon_lock, seconds=judge.lease_time),
@@ -142,7 +142,7 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
         if judge.saw_beat(job.layout.daemon_lock) or waited > 2 * judge.lease_time:
             raise JobUnavailableError(
                 f"a daemon is working on {job.layout.root}, and prunes by itself: set its --keep, "
-                "or stop it first"
+                "or stop the daemon first"
             )
         pause = min(_LOOK, lease_time / LOOKS_PER_LEASE / 2)
         sleep(pause)
@@ -155,7 +155,11 @@ def _prunings(decision: Decision) -> list[Pruning]:
 
 
 def _known(job: Job) -> Known:
-    """The daemon's own records, as far as they can be read."""
+    """The daemon's knowledge of the job, from its records.
+
+    Raises:
+        JobUnavailableError: a record cannot be read, for example because nothing was published yet.
+    """
     try:
         latest = parse(Latest, job.storage.read(job.layout.latest), job.layout.latest)
         served = read_manifest(job.storage, job.layout.version(latest.sequence))

@@ -1,1 +1,1 @@
-"""Units of systemd for a daemon, and for an explorer beside a server."""
+"""Units of systemd: one for a daemon, and one for an explorer beside a model server."""

@@ -1,4 +1,4 @@
-"""The files of ``syncd unit``: a template for all jobs, and a drop-in for each."""
+"""The unit files of ``syncd unit``: one template for all jobs, and a drop-in for each job."""
 
 from __future__ import annotations
 
@@ -32,20 +32,23 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_./+:,@=-]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """The settings of one unit.
+    """The settings of one instance of a unit.
 
     Attributes:
-        name: the part after the ``@``.
-        user: the user that it runs as, by name or number.
-        group: its group.
-        needs: folders that must be mounted before it starts.
-        writes: the only folders that it may write to.
-        reads: files and folders that it must see.
-        groups: more groups.
-        command: syncd's arguments, in place of the template's.
-        check: syncd's arguments before a reload.
-        template: the name of its template.
-        hang_time: seconds of hanging after which the daemon ends itself; None for the template's.
+        name: the instance's name, after the ``@``.
+        user: the user that the unit runs as, by name or number.
+        group: the group that the unit runs as.
+        needs: folders that must be mounted before the unit starts.
+        writes: the only folders that the unit may write to.
+        reads: files and folders that the unit must be able to read.
+        groups: supplementary groups.
+        command: syncd's arguments, which replace the arguments in the template; empty to keep
+            those.
+        check: the arguments of the syncd command that runs before a reload, to check the
+            configuration; empty for none.
+        template: the file name of the unit's template.
+        hang_time: after how many seconds without progress the daemon ends itself; None to keep the
+            template's timeout.
     """
 
     name: str
@@ -62,12 +65,12 @@ class Instance:
 
     @property
     def unit(self) -> str:
-        """The name of the unit, as ``systemctl`` takes it."""
+        """The name of the unit for ``systemctl``."""
         return self.template.replace("@.service", f"@{self.name}")
 
 
 def unit_files(instance: Instance) -> dict[str, str]:
-    """The files of a unit: the path below systemd's folder → the content."""
+    """The files of a unit: path relative to systemd's unit folder → content."""
     template = resources.files("syncd.units").joinpath(instance.template).read_text("utf-8")
     called = " ".join(map(quoted, program()))
     return {
@@ -77,19 +80,19 @@ def unit_files(instance: Instance) -> dict[str, str]:
 
 
 def is_untouched(text: str) -> bool:
-    """Whether a file is exactly as syncd wrote it, in this release or another one."""
+    """Whether a file is exactly as syncd wrote it; any release of syncd counts."""
     mark, _, rest = text.partition("\n")
     return mark == _MARK + _digest(rest)
 
 
 def program() -> tuple[str, ...]:
-    """The command that is installed with this interpreter."""
+    """The words of the ``syncd`` command of this Python interpreter."""
     script = Path(sysconfig.get_path("scripts")) / "syncd"
     return (str(script),) if os.access(script, os.X_OK) else (sys.executable, "-m", "syncd")
 
 
 def owner_of(folder: Path) -> tuple[str, str]:
-    """The owner of a folder: user and group, by name if they have one."""
+    """The owner and the group of a folder: by name, or by number if there is no name."""
     status = folder.stat()
     try:
         user = pwd.getpwuid(status.st_uid).pw_name
@@ -103,14 +106,14 @@ def owner_of(folder: Path) -> tuple[str, str]:
 
 
 def quoted(word: object) -> str:
-    """A word as unit files take it: no specifier, no variable, always one word.
+    """A word quoted for a unit file, so that systemd reads it as one word without specifiers.
 
     Raises:
-        InvalidSettingsError: it has characters that no unit file can hold.
+        InvalidSettingsError: the word has characters that a unit file cannot hold.
     """
     text = str(word)
     if not text.isprintable():
-        raise InvalidSettingsError(f"{text!r} has characters that cannot stand in a unit file")
+        raise InvalidSettingsError(f"{text!r} has characters that a unit file cannot hold")
     if _PLAIN.fullmatch(text):
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
@@ -118,7 +121,7 @@ def quoted(word: object) -> str:
 
 
 def _drop_in(instance: Instance) -> str:
-    """The job's own settings, which follow the template's."""
+    """The content of the drop-in: the job's own settings, which override the template."""
     lines = ["[Unit]", f"RequiresMountsFor={_list(instance.needs)}", "", "[Service]"]
     if instance.command:
         lines += ["ExecStart=", f"ExecStart={_called(instance.command)}"]

@@ -1,1 +1,1 @@
-"""The page of ``syncd web``: jobs as ``status`` and ``history`` have them, in a browser."""
+"""The page of ``syncd web``: a browser shows the status and the history of jobs."""

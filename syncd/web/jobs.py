@@ -1,7 +1,7 @@
 """The jobs that the page shows, and the state of each, as JSON.
 
-Storage is read once for all visitors, in separate threads: storage that hangs delays no visitor for
-long.
+One read of storage serves all visitors. Reads run in separate threads, so storage that hangs delays
+no visitor for long.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ PATIENCE: Final = 2.0
 
 
 class Jobs:
-    """The jobs in some folders, as they come and go.
+    """The jobs in some folders, while jobs are added and removed.
 
-    Nothing is read before a visitor asks. Each job is read in its own threads: if its storage does
-    not answer, it has ``silent_since``, and the others are shown.
+    Nothing is read before a visitor asks. Each job is read in its own threads. If the storage of a
+    job does not answer, the answer for that job has ``silent_since``, and the other jobs are shown
+    as usual.
 
     Args:
-        folders: jobs, or folders of jobs.
-        limit: the number of versions in a history, the newest ones.
+        folders: job directories, or folders that contain job directories.
+        limit: the most versions in a history; only the newest are shown.
         every: seconds between two reads of the same job.
         patience: seconds after which a read counts as unanswered.
     """
@@ -63,12 +64,12 @@ class Jobs:
         self._numbers = count()
 
     def overview(self) -> dict[str, Any]:
-        """All jobs.
+        """The status of all jobs.
 
         Returns:
-            ``now`` (seconds since the epoch), and ``jobs``, each with its ``id``, its ``job``
-            (the folder) and its ``status`` as ``syncd status --json`` has it, null before the first
-            answer; ``read`` and ``silent_since`` are those of :class:`LastRead`.
+            ``now``, in seconds since the epoch, and the list ``jobs``. Each job has ``id``, ``job``
+            (the folder), and ``status``: the output of ``syncd status --json``, or null before the
+            first answer. The keys ``read`` and ``silent_since`` are those of :class:`LastRead`.
         """
         jobs = self._current()
         for job in jobs:
@@ -89,15 +90,16 @@ class Jobs:
         }
 
     def history(self, number: int, had: float | None = None) -> dict[str, Any] | None:
-        """One job's ``history``, as ``syncd history --json`` has it, and the rest likewise.
+        """The history of one job, in the form of ``syncd history --json``.
 
         Args:
             number: the job's id.
-            had: the ``read`` time of the history that the visitor has already. If it has not
-                changed, the history is null, because it may be megabytes.
+            had: the ``read`` time of the history that the visitor already has. If there is no newer
+                history, ``history`` is null, because a history may have megabytes.
 
         Returns:
-            None if no job has this id.
+            ``now`` and ``history``, and ``read`` and ``silent_since`` as in :meth:`overview`. None
+            if no job has this id.
         """
         with self._changing:
             job = self._numbered.get(number)
@@ -125,7 +127,7 @@ class Jobs:
             return [self._job(path) for path in dict.fromkeys(found)]
 
     def _forget_all_but(self, found: Sequence[Path]) -> None:
-        """Forget jobs that no longer exist, and their data."""
+        """Forget jobs that no longer exist, and the data read from them."""
         gone = [job for path, job in self._known.items() if path not in found]
         for job in gone:
             if not (job.status.is_reading or job.history.is_reading):
@@ -144,14 +146,14 @@ class _Pace(TypedDict):
 
 
 class _Folder:
-    """A given folder: a job, or a folder that contains jobs."""
+    """A folder that the user named: a job, or a folder that contains jobs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._found = [path]
 
     def jobs(self) -> list[Path]:
-        """The jobs in the folder; if none are seen now, the ones seen before."""
+        """The jobs in the folder; if none can be found now, the jobs that were found before."""
         try:
             found = jobs_at(self.path)
         except (JobUnavailableError, OSError):
@@ -162,7 +164,7 @@ class _Folder:
 
 
 class _Job:
-    """One job; its number is never reused while the process lives."""
+    """One job; its number is unique while the process runs."""
 
     def __init__(self, folder: Path, number: int, limit: int, pace: _Pace) -> None:
         self.folder = folder
@@ -180,12 +182,13 @@ def _history(folder: Path, limit: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class LastRead(Generic[T]):
-    """The last data read. Times are seconds since the epoch.
+    """The data of the last read; times are in seconds since the epoch.
 
     Attributes:
         found: the data; None before the first read has ended.
-        read: when that read began; None before the first has ended.
-        silent_since: when the unanswered read began; None if all is well.
+        read: when the last completed read began; None before the first read has ended.
+        silent_since: when a read began that storage has not answered; None if there is no such
+            read.
     """
 
     found: T | None
@@ -200,13 +203,14 @@ class _Reading:
 
 
 class SharedLook(Generic[T]):
-    """Reads something in its own thread, when a visitor asks and the last read is old enough.
+    """Reads data in its own thread, when a visitor asks and the last read is old enough.
 
-    Promised: never two reads at a time, however many ask and however long one hangs. Not promised:
-    that a read that hangs ever ends; its thread stays until storage answers, or the process ends.
+    Promised: there are never two reads at a time, even if many visitors ask or a read hangs for
+    long. Not promised: that a read that hangs ever ends. Its thread stays until storage answers, or
+    until the process ends.
 
     Args:
-        look: reads the data; an error ends its thread, and the old data stay.
+        look: reads the data. If it raises, its thread ends, and the old data stay.
         every: seconds between two reads.
         patience: seconds after which a read counts as unanswered.
         clock: seconds, monotonic.
@@ -231,7 +235,7 @@ class SharedLook(Generic[T]):
         self._read: float | None = None
 
     def begin(self) -> None:
-        """Start a new reading, unless one is running or has just ended."""
+        """Start a new read, if no read is running and none has just ended."""
         with self._changed:
             now = self._clock()
             if self._reading is not None or now < self._due:
@@ -243,12 +247,16 @@ class SharedLook(Generic[T]):
 
     @property
     def is_reading(self) -> bool:
-        """Whether a reading is running, or hangs."""
+        """Whether a read is running, or hangs."""
         with self._changed:
             return self._reading is not None
 
     def answer(self) -> LastRead[T]:
-        """The last data; waits for a running reading until its patience has run out."""
+        """The last data.
+
+        If a read is running, this waits for its end, but at most until ``patience`` seconds after
+        its begin.
+        """
         with self._changed:
             reading = self._reading
             if reading is None:

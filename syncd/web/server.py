@@ -1,4 +1,4 @@
-"""The page's server: a few fixed files and two kinds of JSON, on loopback, read-only."""
+"""The page's server: serves a few fixed files and two kinds of JSON on loopback, read-only."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ _HEADERS: Final = {
 
 
 class Server(LoopbackServer):
-    """Serves the page of some jobs.
+    """Serves the page that shows some jobs.
 
     Args:
         jobs: the jobs to show.
-        port: on 127.0.0.1; 0 for a free one.
+        port: the port on 127.0.0.1; 0 for any free port.
 
     Raises:
         InvalidSettingsError: the port cannot be used.
@@ -80,8 +80,8 @@ class Server(LoopbackServer):
             super().__init__(port, _Request, _MOST)
         except OSError as error:
             raise InvalidSettingsError(
-                f"port {port} cannot be used: {error.strerror}. Give another by --port, or 0 for "
-                "a free one"
+                f"port {port} cannot be used: {error.strerror}. Give another port with --port, or "
+                "0 for a free port"
             ) from error
 
     @property
@@ -91,13 +91,13 @@ class Server(LoopbackServer):
 
 
 class _Request(LoopbackRequest):
-    """One request. No part of its path ever becomes a file path."""
+    """One request; no part of its URL ever becomes a path on disk."""
 
     server: Server
     _methods: ClassVar = {"GET", "HEAD"}
 
     def parse_request(self) -> bool:
-        """Read the request, and refuse other methods and foreign hosts."""
+        """Read the request; refuse methods other than GET and HEAD, and foreign host names."""
         if not super().parse_request():
             return False
         if self.command not in self._methods:
@@ -128,7 +128,7 @@ class _Request(LoopbackRequest):
         self.send(json.dumps(told).encode(), _JSON)
 
     def end_headers(self) -> None:
-        """Add security headers for browsers to every answer, also to refusals."""
+        """Add security headers for browsers to every answer, also to errors."""
         for name, value in _HEADERS.items():
             self.send_header(name, value)
         super().end_headers()

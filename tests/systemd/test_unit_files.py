@@ -161,7 +161,7 @@ def test_a_follower_has_its_command_line_and_may_write_where_it_stages(tmp_path:
         (["demo", "--follow", "{job}", "--link", "/link"], "is in the root folder"),
         (["../demo"], "cannot be part of a file name"),
         (["demo", "--config", "{job}/none.toml"], "cannot read the configuration"),
-        (["demo", "--user", "a\nb", "--config", "{job}/../demo.toml"], "cannot stand in a unit"),
+        (["demo", "--user", "a\nb", "--config", "{job}/../demo.toml"], "a unit file cannot hold"),
     ],
 )
 def test_what_cannot_be_a_unit_is_said(

@@ -578,7 +578,7 @@ def test_the_last_number_of_all_pauses_and_says_which_file(shared: Shared, named
         shared.job.put(shared.layout.latest, last)
         with shared.daemon() as loop:
             shared.job.save(5)
-            assert any("the highest number" in str(error) for error in shared.rounds(loop))
+            assert any("the highest possible number" in str(error) for error in shared.rounds(loop))
         shared.job.put(shared.layout.latest, said)
     else:
         room = shared.layout.epochs / "999999999999999999-ffffffff"

@@ -192,7 +192,7 @@ def test_a_change_of_names_is_said_once(
         loop.run_once()
     assert [tensors(job, n) for n in (3, 4)] == [HUB, HUB]
     assert said(job) == [(1, "trainer", None), (2, "hub", None)]
-    assert "up to the version before those of the trainer's module" in caplog.text
+    assert "in the previous version they had the names of the trainer's module" in caplog.text
 
 
 def test_a_rollback_brings_its_names_back_and_they_are_kept(job: SmallJob, clock: Clock) -> None:

@@ -1,6 +1,6 @@
-"""Many jobs in one process.
+"""Serving jobs from one process.
 
-In it: finding jobs below a root, keeping each job served even if its daemon fails, and the process
-that does so for one job or for many. Only ``syncd.cli`` imports it; it imports ``service.py``,
-which serves one job. Begin with ``services.py``.
+This package finds the jobs in a folder, restarts the daemon of a job if it fails, and serves one
+job or many jobs in one process. Only ``syncd.cli`` imports it. It imports ``service.py``, which
+serves one job. Begin with ``services.py``.
 """

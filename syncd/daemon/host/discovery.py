@@ -1,4 +1,4 @@
-"""Discovery of the jobs below a root, as they come and go."""
+"""Discovery of the jobs in a folder, while jobs are added and removed."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _PATIENCE: Final = 30.0
 
 
 class Discovery:
-    """Looks for jobs, in a thread of its own.
+    """Looks for jobs, in its own thread.
 
-    A job is a folder in the root (no link) whose name does not begin with a dot. It has ``.syncd``,
-    which our hook or a daemon makes, or the pointer, which any trainer makes. Other things in the
-    root are only looked at. If the root cannot be listed (for example unmounted), nothing is
-    concluded about its jobs.
+    A job is a folder in the root, not a link, whose name does not begin with a dot. It contains
+    ``.syncd``, which syncd's hook or a daemon makes, or the pointer, which any trainer makes. Other
+    entries of the root are ignored. If the root cannot be listed, for example because it is not
+    mounted, the list of jobs stays as it is.
 
-    Promised: a folder whose storage hangs does not prevent finding the others. Not promised: that a
-    job is seen sooner than this client's cache of the listing allows.
+    Promised: a folder whose storage hangs does not keep other jobs from being found. Not promised:
+    that a new job is found before this client's cached listing of the root is renewed.
 
     Args:
-        root: the folder.
+        root: the folder that contains the jobs.
         pointer: the name of the file that names the step to publish.
-        changed: called when a job has come or gone.
+        changed: called when a job was added or removed.
         every: seconds between two listings.
-        answered: called when the root was listed.
+        answered: called each time storage has answered the listing of the root.
         storage: the shared storage.
         clock: seconds, monotonic.
     """
@@ -76,23 +76,23 @@ class Discovery:
 
     @property
     def jobs(self) -> frozenset[str] | None:
-        """The names of the jobs; None before the first look."""
+        """The names of the jobs; None before the root was listed for the first time."""
         with self._lock:
             return frozenset(self._missed) if self._has_looked else None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread that looks for jobs."""
         self._looker = looker = object()
         threading.Thread(
             target=self._keep_looking, args=[looker], name="syncd-discovery", daemon=True
         ).start()
 
     def close(self) -> None:
-        """Stop looking; does not wait for a look that hangs."""
+        """Stop looking for jobs; does not wait for a listing that hangs."""
         self._closed.set()
 
     def supervise(self) -> None:
-        """Abandon a folder that does not answer. Call this now and then."""
+        """Abandon a folder whose storage does not answer; call this about once a second."""
         with self._lock:
             if self._at is None or self._clock() - self._at[1] < _PATIENCE:
                 return
@@ -109,7 +109,7 @@ class Discovery:
         self.start()
 
     def look(self, looker: object = None) -> None:
-        """List the root once, and look into the folders that are not jobs yet."""
+        """List the root once, and check the folders that are not known as jobs."""
         try:
             kinds = self._storage.kinds(self._root)
         except OSError as error:

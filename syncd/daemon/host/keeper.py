@@ -1,4 +1,4 @@
-"""Keeping one job served: a daemon that fails is replaced by a new one."""
+"""Keeping one job served: a new daemon replaces a daemon that failed."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _LOOK: Final = 0.2
 
 
 class Keeper:
-    """Serves one job until it is stopped or ends; a failed daemon is made again.
+    """Serves one job until it is stopped or its daemon ends; a failed daemon is made again.
 
-    Jobs that cannot be served, and bugs of syncd, are logged, and served again soon.
+    If the job cannot be served, or syncd has a bug, the error is logged, and a new daemon serves
+    the job a few seconds later.
 
     Args:
         root: the job directory.
-        config: its daemon's configuration.
+        config: the configuration of the job's daemon.
         make: makes the daemon.
-        guard: expects progress of the job until :meth:`serve` is over.
+        guard: expects progress of the job until :meth:`serve` returns.
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class Keeper:
         """Make the daemon now, before it has to serve.
 
         Raises:
-            SyncdError: as :class:`Service`.
+            SyncdError: the constructor of :class:`Service` raised it.
         """
         self._replace()
 
     def serve(self) -> None:
-        """Serve, in this thread."""
+        """Serve the job in this thread."""
         try:
             self._serve_again_and_again()
         finally:
@@ -71,18 +72,21 @@ class Keeper:
             service.stop()
 
     def wake(self) -> None:
-        """Begin the next tick now. May be called from a signal handler or any thread."""
+        """Begin the next round now. May be called from a signal handler or any thread."""
         if (service := self._service) is not None:
             service.wake()
 
     def give_up(self) -> None:
-        """Release the job to other daemons, as :meth:`Service.give_up`. Hangs if storage hangs."""
+        """Release the job to other daemons, as :meth:`Service.give_up` does.
+
+        Hangs if storage hangs.
+        """
         self.stop()
         if (service := self._service) is not None:
             service.give_up()
 
     def reload(self, config: DaemonConfig) -> None:
-        """Use another configuration, as :meth:`Service.reload`. May be called from any thread."""
+        """Use another configuration, as :meth:`Service.reload` does; any thread may call this."""
         with self._replacing:
             self._config = config
             if self._service is not None:

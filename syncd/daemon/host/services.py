@@ -1,6 +1,7 @@
 """Serving jobs from one process: one job and its memory directory, or all jobs of a folder.
 
-Each job has a daemon of its own; those of a folder come and go.
+Each job has its own daemon. In a folder of jobs, daemons start and stop as jobs are added and
+removed.
 """
 
 from __future__ import annotations
@@ -43,24 +44,28 @@ _LAST_PATIENCE: Final = 30.0
 class Services:
     """The daemons of a job and of its memory directory, in one process.
 
-    Each has its own session, lock, epoch and thread, so that one's waits and failures do not affect
-    the other. A bug in syncd is logged, and that job is served again soon.
+    Each daemon has its own session, lock, epoch and thread, so that waits and failures of one
+    daemon do not affect the other. If a daemon fails because of a bug in syncd, the bug is logged,
+    and a new daemon serves the job a few seconds later.
 
     Args:
         root: the job directory.
-        config: the daemon's configuration; ``memory_dir`` names the second job, if there is one.
-            With ``shared_group`` the umask of this process keeps the group's bits.
-        read_again: returns the new configuration after :meth:`reload`; None if the old one stays.
-            Keys that may not change while the daemon runs have their old values.
-        each_tick: called between two rounds of the first job.
+        config: the daemon's configuration; ``memory_dir`` names the second job, if there is a
+            second job. If ``shared_group`` is set, the umask of this process keeps the group's
+            permission bits.
+        read_again: called after :meth:`reload`; returns the new configuration, or None if the old
+            configuration stays. In the new configuration, keys that may not change while the daemon
+            runs have their old values.
+        each_tick: called between two rounds of the first job, on its thread.
         meter_of: makes the meter of a job, which receives its events.
         manager: the service manager that started this process.
         guard: ends this process if one of the jobs hangs.
 
     Raises:
-        InvalidSettingsError: one of the two directories is inside the other, or ``shared_group``
-            cannot be given to them.
-        JobUnavailableError: one of them is not there, or cannot be written.
+        InvalidSettingsError: one of the two directories is inside the other, or their group cannot
+            be set to ``shared_group``.
+        JobUnavailableError: one of the two directories does not exist, or this user may not write
+            to it.
     """
 
     def __init__(
@@ -109,10 +114,10 @@ class Services:
         self._keepers[0].wake()
 
     def run(self) -> bool:
-        """Serve until stopped, or until the first job is idle and no other has work.
+        """Serve until stopped, or until both jobs are idle and ``exit_when_idle`` is set.
 
         Returns:
-            True: all threads have ended.
+            Always True, because all threads have ended.
         """
         first, *others = self._keepers
         threads = [threading.Thread(target=one.serve, name=str(one.root)) for one in others]
@@ -127,7 +132,7 @@ class Services:
         return True
 
     def _service(self, number: int, root: Path, config: DaemonConfig) -> Service:
-        """A daemon of this process; if the first job's daemon ends, it ends the others."""
+        """A daemon of this process; when the daemon of the first job ends, the others end too."""
 
         def may_end() -> bool:
             return number == 0 and all(keeper.is_idle for keeper in self._keepers[1:])
@@ -143,7 +148,7 @@ class Services:
         )
 
     def _tick(self) -> None:
-        """Work between two rounds of the first job, on its thread, the main thread."""
+        """Do the work between two rounds of the first job, on the main thread."""
         self._each_tick()
         if not self._reload_asked:
             return
@@ -159,7 +164,7 @@ class Services:
 
 @dataclass(slots=True)
 class _Served:
-    """One job that is served."""
+    """A job that is served, with its keeper and its thread."""
 
     keeper: Keeper
     thread: threading.Thread
@@ -170,28 +175,30 @@ class _Served:
 class RootServices:
     """The daemons of all jobs in a folder, in one process.
 
-    Each job has its own session, lock, epoch and thread, so that one's waits and failures do not
-    affect the others. At most ``concurrent_merges`` of them merge at a time, in the order in which
-    they asked. The thread of :meth:`run` touches no storage, so that storage that hangs cannot stop
-    it from ending, or from supervising the other jobs.
+    Each job has its own session, lock, epoch and thread, so that waits and failures of one job do
+    not affect other jobs. At most ``concurrent_merges`` jobs merge at a time, in the order in which
+    they asked. The thread of :meth:`run` makes no call to storage. So even if storage hangs, that
+    thread can supervise the other jobs, and end.
 
-    A job that makes no progress for ``hang_time`` is given up: its heartbeats end, so that another
-    host's daemon may take over. Once its thread comes back it is served here again. The process
-    itself ends, by its guard, only if no job makes progress.
+    If a job makes no progress for ``hang_time``, this process ends the job's heartbeats, so that
+    another host's daemon may take over. When the job's thread no longer hangs, this process serves
+    the job again. The guard ends the process only if no job makes progress.
 
     Args:
         root: the folder.
-        config: each daemon's configuration.
-        read_again: returns the new configuration after :meth:`reload`; None if the old one stays.
+        config: the configuration of all daemons.
+        read_again: called after :meth:`reload`; returns the new configuration, or None if the old
+            configuration stays.
         each_tick: called about once a second.
         meter_of: makes the meter of a job, which receives its events.
         forget: called with a job that is no longer served.
         manager: the service manager that started this process.
-        guard: receives the progress; it must not end the process because of a single job.
+        guard: receives the progress of all jobs; it must not end the process because of a single
+            job.
 
     Raises:
-        InvalidSettingsError: the configuration has a key that is for a single job.
-        JobUnavailableError: the folder is not there.
+        InvalidSettingsError: the configuration has a key that is allowed only for a single job.
+        JobUnavailableError: the folder does not exist.
     """
 
     def __init__(
@@ -209,7 +216,7 @@ class RootServices:
         for key in ("memory_dir", "exit_when_idle"):
             if getattr(config, key):
                 raise InvalidSettingsError(
-                    f"{key} is for one job, and root = {root} is for many: leave out one of them"
+                    f"{key} is for one job, and root = {root} is for many: leave out one key"
                 )
         root = root.absolute()
         if not root.is_dir():
@@ -246,7 +253,10 @@ class RootServices:
         self._waker.wake()
 
     def reload(self) -> None:
-        """Ask for the configuration to be read again. As :meth:`stop`."""
+        """Ask for the configuration to be read again.
+
+        May be called from a signal handler or any thread.
+        """
         self._reload_asked = True
         self._waker.wake()
 
@@ -254,8 +264,8 @@ class RootServices:
         """Serve until stopped.
 
         Returns:
-            True if all threads have ended; False if storage blocks one so that only the end of the
-            process can end it.
+            True if all threads have ended. False if storage blocks a thread, so that only the end
+            of the process can end that thread.
         """
         with self._waker:
             self._discovery.start()
@@ -273,7 +283,7 @@ class RootServices:
         return ended
 
     def _follow(self) -> None:
-        """Serve new jobs, and stop serving jobs that are gone."""
+        """Begin to serve new jobs, and stop serving jobs whose folders are gone."""
         found = self._discovery.jobs
         if found is None:
             return
@@ -298,7 +308,7 @@ class RootServices:
         self._notice.ready()
 
     def _serve(self, path: Path) -> _Served | None:
-        """Serve a job; None if this process can start no more threads now."""
+        """Begin to serve a job; None if this process cannot start a thread for it now."""
 
         def make(config: DaemonConfig) -> Service:
             return Service(
@@ -366,7 +376,7 @@ class RootServices:
             while served.thread.is_alive():
                 if self._guard.silence(str(path)) >= patience:
                     log.error(
-                        "leaving %s in the middle of its work: its storage does not answer",
+                        "ending in the middle of the work on %s: its storage does not answer",
                         path,
                         extra=Event.JOB_HANGS(job=path, seconds=self._guard.silence(str(path))),
                     )
@@ -383,7 +393,7 @@ def _give_up(keeper: Keeper) -> None:
 
 
 def _stack_of(thread: threading.Thread) -> str:
-    """The stack of a thread on one line; the innermost call comes first."""
+    """The stack of a thread as one line of text, with the innermost call first."""
     frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 # documented, for this use
     if frame is None:
         return "nothing: it has ended"
@@ -392,16 +402,16 @@ def _stack_of(thread: threading.Thread) -> str:
 
 
 def share_what_is_made(config: DaemonConfig) -> None:
-    """With ``shared_group``, keep the group's permission bits in this process's umask."""
+    """If ``shared_group`` is set, let this process's umask keep the group's permission bits."""
     if config.shared_group is not None:
         os.umask(os.umask(0o077) & ~0o070)
 
 
 def _for_memory(config: DaemonConfig) -> DaemonConfig:
-    """The configuration for the memory directory: no full checkpoints, and readers of one host.
+    """The configuration for the memory directory, which has no full checkpoints and no deltas.
 
-    Its readers report in the first job. Unless configured otherwise it keeps the trainer's names,
-    because a version with these is the trainer's own file.
+    The readers of the memory directory report in the first job. If no names are configured,
+    versions there have the trainer's names, because such a version is the trainer's own file.
     """
     told: dict[str, object] = {"pointer": STATE_POINTER, "memory_dir": None, "deltas": "off"}
     return config.model_copy(update=told | {"names": config.names or "trainer"})
@@ -417,7 +427,7 @@ def _check_apart(root: Path, memory: Path) -> None:
 
 
 def _make(memory: Path) -> None:
-    """Create the memory directory: a memory filesystem is empty after each start of its host."""
+    """Create the memory directory, because a memory filesystem is empty after its host starts."""
     try:
         Storage().make_folder(memory, below=memory.parent)
     except OSError as error:

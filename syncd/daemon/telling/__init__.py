@@ -1,6 +1,6 @@
-"""The daemon's words: the journal, ``daemon.json``, and the metrics.
+"""The daemon's output for people and monitoring: journal, ``daemon.json`` and metrics.
 
-In it: the log lines and journal lines for each event, the daemon's report on itself, the times when
-explorers went live, and the metrics. The daemon's loop and ``syncd.operate`` import it; it does not
-import the loop. Begin with ``journal.py``.
+This package writes the log lines and journal lines of each event, the daemon's report about itself,
+the times when explorers went live, and the metrics. The daemon's loop and ``syncd.operate`` import
+this package; it does not import the loop. Begin with ``journal.py``.
 """

@@ -1,4 +1,4 @@
-"""Going live: each load of a version that an explorer's report lists."""
+"""Going live: finds each load of a version in the reports of explorers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ class SeenLive(NamedTuple):
     """A load that no daemon has journaled yet.
 
     Attributes:
-        explorer: its name.
+        explorer: the explorer's name.
         version: the version's sequence.
-        pause: seconds for which its engine did not serve; None if the report has no pause.
+        pause: seconds for which the engine did not serve during the load; None if the report has no
+            pause.
         ago: seconds between the load and the explorer's report, by the explorer's clock.
-        is_first: whether no load of this explorer is on record.
-        delta_bytes: the bytes of the deltas that it was read from; None if its files were read.
+        is_first: whether no earlier load of this explorer is known.
+        delta_bytes: the bytes of the deltas from which the version was read; None if its own files
+            were read.
     """
 
     explorer: str
@@ -51,19 +53,22 @@ class _LastLook(NamedTuple):
 
 
 class GoingLive:
-    """Finds each load of each explorer, once.
+    """Finds each load of each explorer exactly once.
 
-    A report lists its explorer's last loads, so that no load is missed even if it is seldom read.
-    It is read only until its explorer serves LATEST: then nothing newer can come. Only each
-    explorer's newest load is remembered, because versions only grow. The newest loads that earlier
-    daemons recorded are in the journal, which is read once.
+    A report lists the last loads of its explorer, so that no load is missed even if the report is
+    read seldom. A report is read only while its explorer does not serve LATEST, because an explorer
+    that serves LATEST has nothing newer to load. Only the newest load of each explorer is
+    remembered, because sequences only grow. The newest loads that earlier daemons recorded are read
+    once from the journal.
 
-    The report of a release that does not list loads counts as one load, if this job has seen its
-    explorer lease the version, because such reports also name versions of a memory directory.
+    Older releases do not list loads. The report of such a release counts as one load, but only if
+    the explorer was seen to lease the version in this job, because such reports also name versions
+    of a memory directory.
 
     Args:
         job: the job.
-        lookout: looks at the heartbeats of explorers that could use a delta; not shared.
+        lookout: looks at the heartbeats of explorers that could use a delta; nothing else may use
+            it.
     """
 
     def __init__(self, job: Job, lookout: Lookout) -> None:
@@ -78,14 +83,14 @@ class GoingLive:
         self._round = 0
 
     def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[SeenLive]:
-        """Look once; each load that it yields counts as journaled from then on.
+        """Read reports and yield new loads; each yielded load counts as journaled afterwards.
 
         Args:
-            leases: all leases.
+            leases: all leases of the job.
             latest: the sequence of LATEST.
 
         Raises:
-            OSError: storage does not answer. The next look goes on with the other reports.
+            OSError: storage does not answer; the next call goes on with the other reports.
         """
         for lease in leases:
             if lease.dead_for is None and (marker := parse_lease_marker(lease.marker)):
@@ -120,12 +125,13 @@ class GoingLive:
                 yield from self._loads(name, report, latest)
 
     def takers(self, tick: float) -> set[str]:
-        """The live explorers whose report says that a delta helps them.
+        """The live explorers whose reports say that they can use a delta.
 
-        They hold no lease, because they serve from a copy on their host.
+        Such explorers may hold no lease, because they serve from a copy on their host. So their
+        heartbeats are checked here.
 
         Args:
-            tick: seconds between two calls, about.
+            tick: about how many seconds lie between two calls.
 
         Raises:
             OSError: storage does not answer.
@@ -150,10 +156,10 @@ class GoingLive:
                 yield SeenLive(name, load.sequence, load.pause, ago, told is None, load.delta_bytes)
 
     def _read_journal(self) -> None:
-        """Read from the journal which loads are recorded.
+        """Read the recorded loads from the journal.
 
-        Loads of versions that were published before the part that is read may be recorded in the
-        part that is not, so they count as journaled.
+        Only the end of the journal is read. Loads of versions that were published before that part
+        may be recorded in the part that is not read, so these loads count as journaled.
         """
         path = self._job.layout.journal
         told: dict[str, int] = {}

@@ -1,6 +1,6 @@
-"""The journal: a log line, a count and a metric for each event in a job, and a line in its file.
+"""The journal: for each event a log line, a count, a metric, and often a line in a file.
 
-``syncd status`` and ``syncd history`` read the file to show the fate of saves and versions.
+``syncd status`` and ``syncd history`` read the file to show the outcomes of saves and versions.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ _REMEMBERED: Final = 16
 
 
 class Journal:
-    """One log line, one count and one metric for each event in a job.
+    """Writes a log line, a count and a metric for each event in a job.
 
-    Events that ``syncd status`` and ``syncd history`` show also get a line in the journal's file.
+    If ``syncd status`` or ``syncd history`` shows an event, the event also gets a line in the
+    journal's file.
 
     Args:
-        meter: receives each event.
+        meter: receives each event, for the metrics.
         file: the journal's file.
         clock: seconds, monotonic.
 
     Attributes:
-        counters: the counts since the take-over.
-        waiting_for: the last logged reason why the daemon waits; empty if it does not wait.
+        counters: the counts of events since the take-over.
+        waiting_for: the reason why the daemon waits, as it was logged last; empty if the daemon
+            does not wait.
     """
 
     def __init__(self, meter: Meter, file: JournalFile, *, clock: Clock = time.monotonic) -> None:
@@ -72,7 +74,7 @@ class Journal:
         self._file.note("active")
 
     def adopted(self, manifest: Manifest) -> None:
-        """A version that a previous daemon had finished is LATEST, and logged already."""
+        """This daemon has adopted a version that a previous daemon had finished; logs no line."""
         self._named(manifest)
         self._file.note(
             "adopted", version=manifest.sequence, step=manifest.step, kind=manifest.kind
@@ -98,18 +100,18 @@ class Journal:
         )
 
     def write(self) -> None:
-        """Write the events since the last call to the file."""
+        """Write the lines that were added since the previous call to the file."""
         self._file.write()
 
     def waiting(self, why: str) -> None:
-        """Log the reason why the daemon waits, if any, when it changes."""
+        """Log the reason why the daemon waits, if the reason has changed."""
         if why != self.waiting_for:
             self.waiting_for = why
             if why:
                 log.info("waiting: %s", why, extra=Event.WAITING(reason=why))
 
     def published(self, manifest: Manifest, *, seconds: float, latency: float) -> None:
-        """A save has become LATEST; seconds as :meth:`Meter.published` has them."""
+        """A save has become LATEST; the times are those of :meth:`Meter.published`."""
         merged = sum(file.size for file in manifest.files)
         found = manifest.nonfinite if manifest.nonfinite and manifest.nonfinite.count else None
         self._count(published=1, merged_bytes=merged)
@@ -156,10 +158,10 @@ class Journal:
             )
 
     def model_config_changed(self, manifest: Manifest, before: int, changes: list[str]) -> None:
-        """The model settings of a published version differ from the previous version's."""
+        """The model settings of a new version differ from the settings of the previous version."""
         log.warning(
             "config.json of version %d differs from that of version %d: %s; engines that reload "
-            "only the weights keep the old settings: restart them if these settings matter",
+            "only the weights keep the old settings: restart these engines if the settings matter",
             manifest.sequence,
             before,
             "; ".join(changes),
@@ -169,13 +171,13 @@ class Journal:
         )
 
     def named_anew(self, manifest: Manifest, change: NewNames) -> None:
-        """The tensors of a version have other names than before, or could have."""
+        """The tensors have new names, or this is the first version with a choice of names."""
         of = {"hub": "of the hub", "trainer": "of the trainer's module"}
         told = f"tensors have the names {of[change.names]}"
         if change.before is not None:
-            told += f", up to the version before those {of[change.before]}"
+            told += f"; in the previous version they had the names {of[change.before]}"
         if change.why:
-            told += f", because {change.why}; 'syncd run --names hub' chooses others"
+            told += f", because {change.why}; 'syncd run --names hub' chooses the hub's names"
         self._file.note(
             "names",
             version=manifest.sequence,
@@ -198,14 +200,14 @@ class Journal:
         )
 
     def skipped(self, step: int) -> None:
-        """A save will never be published: a newer one was."""
+        """A save will never be published, because a newer save is published."""
         self._count(skipped=1)
         self._file.note("skipped", step=step)
         extra = Event.SAVE_SKIPPED(step=step)
         log.info("skipping step %d: a newer one is already published", step, extra=extra)
 
     def quarantined(self, save: Save, error: Exception, path: Path) -> None:
-        """A save cannot be published, for the reason in the record at ``path``."""
+        """A save cannot be published; the record at ``path`` has the reason."""
         self._count(quarantined=1)
         self.meter.failed(error)
         self._file.note("quarantined", step=save.step, why=str(error))
@@ -218,13 +220,13 @@ class Journal:
         )
 
     def ended_late(self, save: Save, error: Exception) -> None:
-        """A merge was ended because it took too long, for others or for a newer save."""
+        """A late merge was ended, because other jobs waited or a newer save was announced."""
         log.warning(
             "step %d: %s", save.step, error, extra=Event.MERGE_ENDED(step=save.step, reason=error)
         )
 
     def fault(self, save: Save, error: Exception, path: Path) -> None:
-        """A save was quarantined because of a bug of syncd; call it inside the except block."""
+        """A save was quarantined because of a bug in syncd; call this inside the except block."""
         self._count(quarantined=1)
         self.meter.failed(error)
         why = f"a bug in syncd: {type(error).__name__}: {error}"
@@ -237,7 +239,7 @@ class Journal:
         )
 
     def rolled_back(self, request: RollbackRequest, manifest: Manifest) -> None:
-        """An old version is LATEST again."""
+        """A rollback has made an old version LATEST again."""
         self._count(rolled_back=1)
         self._named(manifest)
         self._file.note(
@@ -262,7 +264,7 @@ class Journal:
         )
 
     def rollback_refused(self, request: RollbackRequest, error: Exception) -> None:
-        """An old version cannot be LATEST again."""
+        """A rollback was refused."""
         self.meter.failed(error)
         self._file.note("refused", of=request.sequence, by=printable(request.by), why=str(error))
         log.error(
@@ -273,7 +275,7 @@ class Journal:
         )
 
     def bench_built(self, request: BenchRequest, manifest: Manifest, *, seconds: float) -> None:
-        """A step was built for one explorer alone."""
+        """A step was built for one explorer, at its request."""
         merged = sum(file.size for file in manifest.files)
         log.info(
             "built step %d for the bench of explorer %s: %.1f MB in %.2f s",
@@ -290,7 +292,7 @@ class Journal:
         )
 
     def bench_refused(self, request: BenchRequest, error: Exception) -> None:
-        """A step cannot be built for an explorer."""
+        """The build of a step for an explorer was refused."""
         self.meter.failed(error)
         # For a bug of syncd, its place in the code too; other errors explain themselves.
         log.error(
@@ -305,7 +307,7 @@ class Journal:
         )
 
     def delta_made(self, outcome: DeltaOutcome) -> None:
-        """A delta to LATEST's version is there."""
+        """A delta to LATEST's version was made."""
         delta = outcome.delta
         assert delta is not None  # noqa: S101 - for the type checker
         changed = delta.changed / delta.elements if delta.elements else 0.0
@@ -338,7 +340,7 @@ class Journal:
         )
 
     def no_delta(self, outcome: DeltaOutcome) -> None:
-        """There is no delta to LATEST's version, although one was to be made."""
+        """A delta to LATEST's version was wanted, but was not made."""
         if outcome.error is not None:
             self.meter.failed(outcome.error)
         self.meter.no_delta()
@@ -356,11 +358,11 @@ class Journal:
         )
 
     def pruned(self, **more: int) -> None:
-        """Something was deleted; the pruner has logged it."""
+        """Count a deletion, which the pruner has already logged."""
         self._count(**more)
 
     def lease_dropped(self) -> None:
-        """The lease of a dead explorer was taken away; the pruner has logged it."""
+        """Count the removal of a dead explorer's lease, which the pruner has already logged."""
         self.meter.counted(leases_dropped=1)
 
     def cleanup_delayed(self, error: OSError) -> None:
@@ -382,7 +384,7 @@ class Journal:
         )
 
     def _named(self, manifest: Manifest) -> None:
-        """LATEST names a version from now on."""
+        """Remember the time at which LATEST began to name a version."""
         self._named_at[manifest.sequence] = self._clock()
         if len(self._named_at) > _REMEMBERED:
             del self._named_at[min(self._named_at)]
@@ -395,17 +397,19 @@ class Journal:
 
 
 class JournalFile:
-    """Appends to the journal, some lines at a time.
+    """Appends lines to the journal's file, several lines at a time.
 
-    Promised: if storage refuses a line, the daemon goes on without it. Not promised: that a line
-    survives a power loss, or that all lines arrive. Lines of a daemon that was killed before
-    :meth:`write` are lost, and on a full disk the oldest waiting lines may be.
+    Promised: if storage refuses a line, the daemon goes on. Not promised: that a line survives a
+    power loss, or that every line is written. If the daemon is killed before :meth:`write`, the
+    waiting lines are lost. If the disk is full for long, the oldest waiting lines are lost.
 
     Args:
         job: the job.
         wall: seconds since the epoch, for people.
-        limit: as of :func:`~syncd.storage.append.append`; with 2 explorers it holds some thousands
-            of versions, with 500 about a hundred.
+        limit: the bytes after which a new file is begun, as in
+            :func:`~syncd.storage.append.append`. By default a file holds the lines of some
+            thousands of versions with 2 explorers, and of about a hundred versions with 500
+            explorers.
     """
 
     def __init__(
@@ -422,18 +426,18 @@ class JournalFile:
         self._repeats = Repeats()
 
     def note(self, event: str, *, ago: float = 0.0, **fields: Any) -> None:
-        """Add a line to the next write.
+        """Add a line, which the next :meth:`write` writes.
 
         Args:
-            event: what happened.
-            ago: seconds since then.
+            event: the name of the event.
+            ago: how many seconds ago the event happened.
             fields: the other fields of :class:`JournalLine`.
         """
         line = JournalLine.model_validate({"time": self._wall() - ago, "event": event, **fields})
         self._waiting.append(encode(line))
 
     def write(self) -> None:
-        """Write the lines noted since the last call. Cheap if there are none."""
+        """Write the lines that wait; does nothing if no line waits."""
         if not self._waiting:
             return
         path = self._job.layout.journal
@@ -454,11 +458,11 @@ class JournalFile:
 
 
 def read_journal(job: Job, limit: int = 2 * LIMIT) -> list[JournalLine]:
-    """The journal, oldest line first; unreadable lines are left out.
+    """The lines of the journal, oldest first; unreadable lines are left out.
 
     Args:
         job: the job.
-        limit: the most bytes that are read, the newest.
+        limit: the most bytes to read; only the newest lines are read.
 
     Raises:
         OSError: storage does not answer.
@@ -468,5 +472,5 @@ def read_journal(job: Job, limit: int = 2 * LIMIT) -> list[JournalLine]:
 
 
 def lasting(why: str) -> str:
-    """The text of an error, without names that change at each attempt."""
+    """The text of an error, without the random parts of names, which change at each attempt."""
     return _RANDOM.sub("-…", why)

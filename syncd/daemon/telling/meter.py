@@ -1,4 +1,4 @@
-"""The meter: a daemon calls it for each event, and metrics are counted from the calls."""
+"""The meter: the daemon calls a method of it for each event, and it counts metrics."""
 
 from __future__ import annotations
 
@@ -10,56 +10,57 @@ from syncd.storage.job import Job
 
 
 class Meter:
-    """Receives the events of one job; this one ignores them.
+    """Receives the events of one job; this base class ignores them.
 
-    The thread that serves the job calls the methods, which must not raise.
+    The thread that serves the job calls the methods. They must not raise.
     """
 
     def active(self, *, yes: bool) -> None:
-        """Whether this daemon is the active one."""
+        """This daemon has become active, or has stopped being active."""
 
     def scanned(self, seen: Observation) -> None:
-        """The job was looked at."""
+        """The daemon has scanned the job."""
 
     def round_ended(self, seconds: float) -> None:
-        """A round is over, including all its work."""
+        """A round has ended, after ``seconds`` with all its work."""
 
     def counted(self, **more: int) -> None:
-        """Count events by the names of ``DaemonCounters``, and ``leases_dropped``."""
+        """Count events; the keys are the fields of ``DaemonCounters``, and ``leases_dropped``."""
 
     def published(self, manifest: Manifest, *, seconds: float, latency: float) -> None:
         """A save was published.
 
         Args:
             manifest: the manifest of the version.
-            seconds: from the beginning of the merge to LATEST.
-            latency: seconds from the first look that found the save whole to LATEST, by this
-                host's clock.
+            seconds: from the beginning of the merge to the update of LATEST.
+            latency: seconds from the first scan that found the save complete to the update of
+                LATEST, by this host's clock.
         """
 
     def live(self, *, seconds: float | None, pause: float | None) -> None:
         """An explorer has loaded a version.
 
         Args:
-            seconds: since LATEST named the version; None for an explorer's first load, or if a
-                daemon before this one published the version.
-            pause: seconds for which its engine did not serve; None if it does not report that.
+            seconds: from the update of LATEST to the load. None for an explorer's first load, or if
+                a previous daemon published the version.
+            pause: seconds for which the engine did not serve; None if the explorer does not report
+                it.
         """
 
     def delta_made(self, size: int, *, changed: float, seconds: float) -> None:
-        """A delta of ``size`` bytes is there.
+        """A delta was made.
 
         Args:
-            size: its bytes.
+            size: the delta's bytes.
             changed: the fraction of the elements that differ, 0 to 1.
-            seconds: since LATEST named its version.
+            seconds: from the update of LATEST to the commit of the delta.
         """
 
     def no_delta(self) -> None:
-        """A delta was wanted but not made."""
+        """A delta was wanted, but could not be made."""
 
     def failed(self, error: BaseException) -> None:
-        """Something was refused, or went wrong."""
+        """Storage or the daemon has refused some work, or some work has failed."""
 
 
 #: Makes the meter of one job.
@@ -67,5 +68,5 @@ MeterOf = Callable[[Job], Meter]
 
 
 def unmetered(_job: Job) -> Meter:
-    """Count nothing."""
+    """A meter that counts nothing."""
     return Meter()

@@ -1,8 +1,8 @@
-"""The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` lists them.
+"""The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` lists the metrics.
 
-One registry holds the metrics of all jobs of a process. Labels are bounded: the job directory,
-names of errors, outcomes, and explorers. An explorer's metrics come from its report, and end with
-the report.
+One registry holds the metrics of all jobs of a process. The number of label values is bounded:
+labels are the job directory, names of errors, outcomes, and names of explorers. An explorer's
+metrics come from its report, and are removed when the report is removed.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Metrics:
     """All metrics of one process, in a registry of its own.
 
     Attributes:
-        registry: the metrics that are served.
+        registry: holds the metrics; an exporter serves it.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        info = self._gauge("build_info", "1; the version is its label.", "version")
+        info = self._gauge("build_info", "Always 1; the label has the release.", "version")
         info.labels(__version__).set(1)
         self.reloaded = Gauge(
             "syncd_config_last_reload_successful",
@@ -64,7 +64,7 @@ class Metrics:
         self.active = self._gauge("daemon_active", "1 while this daemon serves, 0 in standby.", JOB)
         self.paused = self._gauge("paused", "1 while people have paused publishing.", JOB)
         self.last_scan = self._gauge(
-            "last_scan_timestamp_seconds", "Time of the last successful look at the job.", JOB
+            "last_scan_timestamp_seconds", "Time of the last successful scan of the job.", JOB
         )
         self.latest_version = self._gauge("latest_version", "The sequence of LATEST.", JOB)
         self.versions = self._gauge("versions", "Version folders on disk.", JOB)
@@ -99,10 +99,10 @@ class Metrics:
             _LONG,
         )
         self.delta_changed = self._gauge(
-            "delta_changed_ratio", "Part of the elements that the last delta changes, 0 to 1.", JOB
+            "delta_changed_ratio", "Fraction of elements that the last delta changes, 0 to 1.", JOB
         )
         self.delta_seconds = self._histogram(
-            "delta_seconds", "Time from the update of LATEST until its delta is there.", _LONG
+            "delta_seconds", "Time from the update of LATEST until the delta to it exists.", _LONG
         )
         self.live = self._histogram(
             "live_seconds", "Time from the update of LATEST until an explorer serves it.", _SHORT
@@ -117,14 +117,14 @@ class Metrics:
         return _JobMeter(self, job)
 
     def forget_state(self, job: str) -> None:
-        """Remove the gauges of a job until they are set again."""
+        """Remove the gauges that describe a job's state; later scans set them again."""
         state = (self.paused, self.latest_version, self.versions, self.leases)
         for gauge in (*state, self.free_bytes, self.free_inodes, self.delta_changed):
             remove(gauge, job)
         self.explorers.forget(job)
 
     def forget_job(self, root: Path) -> None:
-        """Remove the metrics of a job that is no longer served: they would stay forever."""
+        """Remove the metrics of a job that is no longer served; nothing else removes them."""
         job = printable(root)
         self.forget_state(job)
         for gauge in (self.active, self.last_scan):
@@ -157,7 +157,7 @@ class Metrics:
 
 
 class _JobMeter(Meter):
-    """Counts what happens in one job."""
+    """Counts the events of one job."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class ExplorerMetrics:
     """The gauges of all explorers.
 
     Args:
-        registry: holds them.
+        registry: holds the gauges.
         job: the name of the label for the job directory.
     """
 
@@ -268,12 +268,12 @@ class ExplorerMetrics:
         def gauge(name: str, what: str) -> Gauge:
             return Gauge(f"syncd_explorer_{name}", what, [job, "explorer"], registry=registry)
 
-        self._lag = gauge("lag_versions", "Versions between LATEST and what an explorer serves.")
-        self._steps = gauge("lag_steps", "Training steps between the two.")
-        self._pause = gauge("pause_seconds", "How long its last load kept it from serving.")
-        self._load = gauge("load_seconds", "How long its engine's last load took.")
-        self._full = gauge("full_bytes", "Bytes of version files read for its last load.")
-        self._delta = gauge("delta_bytes", "Bytes of deltas read for its last load.")
+        self._lag = gauge("lag_versions", "Versions between LATEST and the served version.")
+        self._steps = gauge("lag_steps", "Training steps between LATEST and the served step.")
+        self._pause = gauge("pause_seconds", "Time for which the last load paused the explorer.")
+        self._load = gauge("load_seconds", "How long the last load of an explorer's engine took.")
+        self._full = gauge("full_bytes", "Bytes of version files read for an explorer's last load.")
+        self._delta = gauge("delta_bytes", "Bytes of deltas read for an explorer's last load.")
         self._refused = gauge(
             "refuses", "1 if the explorer refused the newest version that it tried."
         )
@@ -291,10 +291,10 @@ class ExplorerMetrics:
         self._seen: dict[str, set[str]] = {}
 
     def look(self, label: str, job: Job) -> None:
-        """Read LATEST and all reports.
+        """Set the gauges from LATEST and from the reports of a job's explorers.
 
         Args:
-            label: the job's.
+            label: the job's label.
             job: the job.
 
         Raises:
@@ -308,7 +308,7 @@ class ExplorerMetrics:
         self._keep(label, found)
 
     def forget(self, job: str) -> None:
-        """Remove the metrics of a job's explorers until the next look."""
+        """Remove the metrics of a job's explorers; the next look sets them again."""
         self._keep(job, set())
         del self._seen[job]
 
@@ -349,7 +349,7 @@ class ExplorerMetrics:
 
 
 def remove(metric: Counter | Gauge | Histogram, *labels: str) -> None:
-    """Remove a metric with these labels, if it exists."""
+    """Remove the values of a metric with these labels, if there are any."""
     try:
         metric.remove(*labels)
     except KeyError:

@@ -1,4 +1,4 @@
-"""Export of the metrics: over HTTP on this host, and in a file for the node exporter."""
+"""Export of the metrics: over HTTP on loopback, and in a file for the node exporter."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _WRITE: Final = 15.0
 
 
 class Exporter:
-    """Serves metrics while it is open.
+    """Serves metrics over HTTP, and writes them to a file, while it is open.
 
-    The file is written at a tick, so during a merge it does not change. It is a file of this host,
-    not of the job.
+    The file is written at ticks, so it does not change during a merge. It belongs to this host, not
+    to the job's storage.
 
     Args:
         metrics: the metrics to serve.
-        port: on 127.0.0.1; 0 for none.
-        textfile: the file, replaced as a whole each time; None for none.
+        port: the port on 127.0.0.1; 0 to serve nothing over HTTP.
+        textfile: the file, which each write replaces as a whole; None to write no file.
         clock: seconds, monotonic.
 
     Raises:
-        InvalidSettingsError: the port is taken.
+        InvalidSettingsError: the port cannot be used.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Exporter:
             except OSError as error:
                 raise InvalidSettingsError(
                     f"metrics_port = {port} cannot be used: {error.strerror}. Give another port, "
-                    "or 0 for none"
+                    "or 0 to serve no metrics"
                 ) from error
             self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
             self._thread.start()
@@ -72,12 +72,12 @@ class Exporter:
             log.info("serving metrics at %s", address, extra=extra)
 
     def tick(self) -> None:
-        """Write the file, if it is time."""
+        """Write the file if the last write was some seconds ago."""
         if self._textfile is not None and self._clock() - self._written_at >= _WRITE:
             self._write(self._textfile)
 
     def close(self) -> None:
-        """Write the file once more, and serve no longer."""
+        """Write the file once more, and stop serving."""
         if self._textfile is not None:
             self._write(self._textfile)
         if self._server is not None:

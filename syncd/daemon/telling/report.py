@@ -1,4 +1,4 @@
-"""The daemon's report on itself, ``daemon.json``."""
+"""The daemon's report about itself, ``daemon.json``."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _OFTEN: Final = 2.0
 
 
 class Reporter:
-    """Writes the report when something changed, and three times a lease in any case.
+    """Writes the report when something has changed, and at least three times per lease time.
 
     Args:
         layout: the job.
         epoch: the active daemon's room.
         session: this process's heartbeat.
-        publisher: knows LATEST.
-        journal: has the counters.
-        notice: receives the state too.
-        reserve: given up if there is no room for a report.
-        memory_dir: the second job that this process serves.
+        publisher: has LATEST, for the report.
+        journal: has the counters, for the report.
+        notice: receives the daemon's state for the service manager.
+        reserve: deleted if the disk has no space for a report.
+        memory_dir: the second job that this process serves; None if there is no second job.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.
 
     Attributes:
-        pause: the id of the pause that is in force, if any.
+        pause: the id of the pause in force; None if the job is not paused.
     """
 
     def __init__(
@@ -78,7 +78,13 @@ class Reporter:
         self._repeats = Repeats(clock=clock)
 
     def report(self, state: str, detail: str = "", merge: MergeProgress | None = None) -> None:
-        """Write what the daemon does; if that fails, the daemon goes on."""
+        """Write the report; if storage refuses it, the error is logged, and the daemon goes on.
+
+        Args:
+            state: the daemon's state, for example ``merging``.
+            detail: a text that follows the state, for people.
+            merge: the progress of the merge.
+        """
         latest = self._publisher.latest
         served = f"version {latest.sequence} of step {latest.step}" if latest else "no version yet"
         self._notice.status(f"{served}; {state}{detail and f': {detail}'}")
@@ -124,5 +130,8 @@ class Reporter:
             self._took = self._clock() - now
 
     def may_say_more(self) -> bool:
-        """Whether progress may be reported again: reports take at most a twentieth of the time."""
+        """Whether progress may be reported again.
+
+        This limits the writing of reports to about a twentieth of the time.
+        """
         return self._clock() - self._reported_at >= max(_OFTEN, 20 * self._took)
