@@ -27,7 +27,7 @@ def span(seconds: float) -> str:
 
 
 def ago(now: float, then: float) -> str:
-    """The age of a record; never negative, although ``now`` and ``then`` may be of two clocks."""
+    """The age of a record. It is never negative, even if the clocks of two hosts differ."""
     return f"{span(max(0.0, now - then))} ago"
 
 

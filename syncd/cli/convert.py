@@ -66,7 +66,7 @@ class _Converted:
     help="Convert only this step; it must exist.  [default: all full checkpoints]",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be converted, and convert nothing.")
-@click.option("--again", is_flag=True, help="Convert checkpoints again that were converted before.")
+@click.option("--again", is_flag=True, help="Also convert checkpoints that were converted before.")
 @options.dtype
 @options.max_shard_size
 @options.copy_threads

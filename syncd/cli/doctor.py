@@ -57,7 +57,7 @@ def command(job: Path, peer: int | None, wait: float, limit: float, *, as_json: 
 
     JOB is a job directory, or an empty directory that will become one. The command creates files
     only below .syncd/doctor, and removes them at the end. It takes less than a minute if the
-    storage works. It needs no daemon, and does not disturb a running one.
+    storage works. It needs no daemon, and does not disturb a running daemon.
 
     Exits with 19 if syncd cannot keep one of its promises on this storage. Warnings do not change
     the exit code.

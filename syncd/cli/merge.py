@@ -57,7 +57,7 @@ def command(
     ACTOR_DIR may also be a checkpoint of torch.distributed.checkpoint.
 
     If the shards belong to a PEFT model, or a folder lora_adapter/ beside the shards holds an
-    adapter, OUT_DIR becomes the folder of this LoRA adapter.
+    adapter, OUT_DIR becomes the folder of the LoRA adapter.
 
     OUT_DIR must be missing or empty. It appears complete or not at all.
     """

@@ -231,7 +231,7 @@ names = click.option(
     type=click.Choice(["hub", "trainer"]),
     default="hub",
     show_default=True,
-    help="The tensors' names: as on the hub (a tensor for each expert), or as the trainer saved.",
+    help="The tensors' names: as on the hub (a tensor for each expert), or as saved.",
 )
 config_file = click.option(
     "--config",

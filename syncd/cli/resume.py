@@ -16,7 +16,7 @@ from syncd.storage.job import Job
 @options.job
 @options.as_json
 def command(job: Path, *, as_json: bool) -> None:
-    """End the pause of JOB by 'syncd pause': publish the newest save, and prune again."""
+    """End a pause of JOB ('syncd pause'): publish the newest save, and prune again."""
     control = Control(Job.at(job), timeout=0)
     was = control.resume()
     is_working = control.working()

@@ -23,7 +23,8 @@ def command(job: Path, version: int, timeout: float, *, as_json: bool) -> None:
     """Publish an old version of JOB again, under a new sequence, so that explorers load it.
 
     The trainer's next save is published as usual, and replaces the old version. To keep the old
-    version, run 'syncd pause' first. If no daemon is running, the next daemon handles the request.
+    version in use, run 'syncd pause' first. If no daemon is running, the next daemon handles the
+    request.
     """
     control = Control(Job.at(job), timeout=timeout)
     with at_work("waiting for the daemon"):

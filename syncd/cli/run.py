@@ -108,7 +108,7 @@ _DEFAULTS = RunConfig()
     type=click.Choice(["hub", "trainer"]),
     default=None,
     help="The names of tensors in versions: as on the hub, or as in the trainer's module.  "
-    "[default: as in the newest version; in a new job hub, if all explorers accept hub names]",
+    "[default: as in the newest version; for a new job hub, if all explorers accept hub names]",
 )
 @options.max_shard_size
 @options.copy_threads
@@ -135,8 +135,9 @@ def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_opt
 
     A second daemon on the same job stands by, and takes over when the first daemon dies.
 
-    A setting without an option comes from the environment (SYNCD_KEEP for --keep), or else from the
-    configuration file. On SIGHUP the daemon reads that file again. See 'syncd config --help'.
+    A setting that is not given as an option comes from the environment (SYNCD_KEEP for --keep), or
+    else from the configuration file. On SIGHUP the daemon reads that file again. See 'syncd config
+    --help'.
     """
     said = options.given(ctx)
     if as_json:

@@ -1,4 +1,4 @@
-"""Signal handlers that end a command, either between two steps or at once with its cleanup."""
+"""Signal handlers that end a command: between two of its steps, or at once after a cleanup."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stopped_by_signals(
 
 @contextmanager
 def cleaned_up() -> Iterator[None]:
-    """During the block, SIGTERM and SIGHUP exit through ``finally`` blocks, for their cleanup.
+    """During the block, SIGTERM and SIGHUP raise SystemExit, so that ``finally`` blocks clean up.
 
     The exit status is 128 plus the signal's number, as a shell reports a killed process.
     """

@@ -38,7 +38,8 @@ def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bo
 
     JOBS are job directories, or folders that contain job directories. Each of several jobs is one
     line. Without JOBS, the jobs that the configurations in /etc/syncd name are shown. If stdout is
-    not a terminal, --watch prints each refresh as text, or with --json as one line.
+    not a terminal, --watch prints each refresh as text. With --watch and --json each refresh is one
+    line with a JSON object.
 
     The command changes nothing. Ages depend on the clocks of the hosts that wrote the files; an age
     is wrong if the writer's clock differs from the clock of this host.

@@ -97,7 +97,7 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
     daemon, latest, trainer = seen["daemon"], seen["latest"], seen["trainer"]
     facts = [("job", seen["job"])]
     if daemon is None:
-        facts.append(("daemon", "none has worked here yet"))
+        facts.append(("daemon", "no daemon has worked here yet"))
     else:
         detail = f": {daemon['detail']}" if daemon["detail"] else ""
         who = f"{daemon['host']} pid {daemon['pid']}, epoch {daemon['epoch']}"
@@ -273,7 +273,7 @@ def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[Ren
 
 
 def _pause(reload: dict[str, Any] | None) -> str:
-    """The pause of an engine at its last reload, and if it loaded a staged copy or by a delta."""
+    """An engine's pause at its last reload. It is marked if a staged copy or a delta was used."""
     if reload is None:
         return "-"
     staged = {None: "", True: ", staged", False: ", not staged"}[reload["staged"]]

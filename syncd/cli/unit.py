@@ -50,16 +50,16 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="JOB",
             help="Make a unit for an explorer of this job (syncd follow), not for a daemon.",
         ),
-        click.option("--stage", type=path, default=None, help="With --follow: its --stage option."),
+        click.option("--stage", type=path, default=None, help="With --follow: see 'syncd follow'."),
         click.option(
             "--budget",
             type=options.BytesRange(min=1),
             help="With --follow: the most bytes that the copies in --stage may take.",
         ),
-        click.option("--link", type=path, default=None, help="With --follow: its --link option."),
-        click.option("--command", "run", default=None, help="With --follow: its --command option."),
+        click.option("--link", type=path, default=None, help="With --follow: see 'syncd follow'."),
+        click.option("--command", "run", default=None, help="With --follow: see 'syncd follow'."),
         click.option(
-            "--memory-dir", type=path, default=None, help="With --follow: its --memory-dir option."
+            "--memory-dir", type=path, default=None, help="With --follow: see 'syncd follow'."
         ),
         click.option(
             "--option",

@@ -42,8 +42,8 @@ def command(jobs: tuple[Path, ...], port: int, limit: int, *, as_json: bool) -> 
     shown.
 
     The command changes nothing, and reads only while a browser has the page open. The page is
-    served only on this host's loopback address. To see the page from another host, run there: ssh
-    -L 8460:127.0.0.1:8460 HOST.
+    served only on this host's loopback address. To see the page from another host, run this command
+    on that host: ssh -L 8460:127.0.0.1:8460 HOST.
     """
     for job in jobs:
         _check_is_there(job)

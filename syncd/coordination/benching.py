@@ -160,7 +160,7 @@ class Bench:
         return False
 
     def _check_daemon(self, step: int) -> None:
-        """Check that the running daemon's release can build single steps; no daemon is no error.
+        """Check that the running daemon, if there is one, can build single steps.
 
         Raises:
             JobUnavailableError: the daemon's release cannot build single steps.

@@ -40,8 +40,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         name: the explorer's name, unique among the live explorers.
         settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, which has the versions (method ``memory``).
-        workers: this explorer's number of ranks in a weight group; 0 if it joins no transfers.
-        hub_names: True if it also accepts versions with the hub's names (``syncd run --names``).
+        workers: the explorer's number of ranks in a weight group; 0 if it joins no transfers.
+        hub_names: True if this explorer also accepts the hub's names (``syncd run --names``).
         seams: substitutes for tests.
 
     Raises:
@@ -105,8 +105,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             old_status: the status that the caller expects this explorer to have; None for any.
 
         Raises:
-            InvalidTransitionError: ``status`` cannot follow the present status, or ``old_status``
-                differs from the present status.
+            InvalidTransitionError: this change is not allowed, or ``old_status`` is wrong.
         """
         me = self._me
         asks = status is RunningStatus.REQUIRE_SYNC and me.record.status != status.value
@@ -122,7 +121,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         super().close()
 
     def set_explorer_version(self, version: Version, refused: str | None = None) -> None:
-        """Report the served version, and ``refused``: a refused newer version, with the reason."""
+        """Report the served version; ``refused`` is a newer version that was refused, and why."""
         told = self._me.record.reload
         self._serve(version, refused=refused, received=None, bench=None, reload=told)
 
@@ -140,7 +139,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         starting: str | None = None,
         delta_base: int | None = None,
     ) -> None:
-        """Set these fields of the explorer's report; omitted fields are cleared.
+        """Set fields of the explorer's report; omitted fields are cleared, except ``workers``.
 
         Args:
             version: the served version; None before the first version.
@@ -243,8 +242,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         Returns:
             The newest version, or ``current`` if the trainer has stopped, died or said that nothing
             newer will come. In that case the trainer's last save was published, skipped or
-            quarantined, or no daemon was alive for a lease time. A log line says so, once for each
-            version.
+            quarantined, or no daemon was alive for a lease time. This is logged once per version.
 
         Raises:
             WaitTimeoutError: no newer version was published in time.
@@ -319,7 +317,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             (:meth:`rendezvous`); or None if the trainer's end ended the wait.
 
         Raises:
-            WaitTimeoutError: neither came in time. For other errors see :meth:`wait_for_newer`.
+            WaitTimeoutError: no version or transfer came in time.
+            CancelledError, InvalidTransitionError: as in :meth:`wait_for_newer`.
             OSError: LATEST or the offer cannot be read.
         """
         with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
@@ -345,7 +344,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             cancel: ends the wait from another thread.
 
         Raises:
-            WaitTimeoutError: neither came in time. See also :meth:`wait_new_model_state_dict`.
+            WaitTimeoutError: no version or trainer came in time.
         """
         if current is None and not self._weights.has_seen_trainer:
             with self._wait(timeout, cancel) as wait:

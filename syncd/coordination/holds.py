@@ -63,7 +63,7 @@ class Holds:
         return self.share(folder, sequence, lambda: self._lease(sequence))
 
     def hold_again(self, version: LeasedVersion) -> LeasedVersion:
-        """Hold a version once more that this participant holds already.
+        """Hold a version again that this participant already holds.
 
         Raises:
             VersionGoneError: the version was released meanwhile.
@@ -90,8 +90,8 @@ class Holds:
         """
         if os.getpid() != self._pid:  # its leases would be the same files as its parent's
             raise InvalidSettingsError(
-                f"{self._name} belongs to process {self._pid}, of which this is a fork: create the "
-                "Reader, or the hook, in this process"
+                f"{self._name} belongs to process {self._pid}, and this process is a fork of it: "
+                "create the Reader, or the hook, in this process"
             )
         with self._lock:
             if folder not in self._held:

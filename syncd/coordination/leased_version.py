@@ -43,7 +43,7 @@ class LeasedVersion:
     Attributes:
         sequence: the version's number; each new version has a higher number. It is 0 for a step
             that was built to be evaluated, and is not a version of the job.
-        step: the trainer's label.
+        step: the trainer's step, which is only a label.
         kind: ``full``, ``adapter`` or ``remote``.
         folder: a complete Hugging Face model folder, or a LoRA adapter's folder. For kind
             ``remote`` the folder has no files to load.

@@ -77,7 +77,8 @@ class Member(Generic[Report]):
     dies, the participant counts as dead one lease time later. No other live participant of the
     same role has its name, and nobody else writes its status. At its end a wait always restores
     the status. A participant never gets an older version after a newer one. Not promised: that
-    others see a change at once. Storage may cache, so it is asked again every :data:`POLL` seconds.
+    others see a change at once. Storage may cache, so a participant asks it again after at most
+    :data:`POLL` seconds.
 
     Methods block. Several threads may call them, but only one wait runs at a time. The timeout of a
     wait includes its time in the queue, so a queued wait can end with WaitTimeoutError. A fork of
@@ -158,9 +159,9 @@ class Member(Generic[Report]):
     # -- participants -------------------------------------------------------------------------
 
     def add_module(self) -> None:
-        """Register again, if this process was paused for longer than a lease time.
+        """Register again after this process was paused for longer than a lease time.
 
-        The constructor registers for the first time.
+        The constructor makes the first registration.
 
         Raises:
             NameTakenError: another participant has taken the name meanwhile.
@@ -197,12 +198,12 @@ class Member(Generic[Report]):
         return self._roster.trainer_status()
 
     def trainer_requires_weight_sync(self) -> bool | None:
-        """True if the trainer waits for a transfer; None if it has stopped."""
+        """True if the trainer waits for a transfer; None if the trainer has stopped."""
         status = self._roster.trainer_status()
         return None if status is RunningStatus.STOPPED else status is RunningStatus.REQUIRE_SYNC
 
     def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
-        """The number of explorers by status; the dead are not counted."""
+        """The number of explorers by status; dead explorers are not counted."""
         return self._roster.explorer_counts()
 
     # -- versions ------------------------------------------------------------------------------
@@ -261,8 +262,8 @@ class Member(Generic[Report]):
         Release the version before you close this participant.
 
         Args:
-            version: the version to hold. A version that this participant holds already is held
-                once more.
+            version: the version to hold. To hold a version again that this participant already
+                holds, pass its :class:`LeasedVersion`.
 
         Raises:
             VersionGoneError: the version was retired, or is not visible here yet. Hold the newest
@@ -299,7 +300,7 @@ class Member(Generic[Report]):
                 not changed.
             SaveFailedError: the daemon has refused the save.
             WaitTimeoutError: the step was not published in time.
-            InvalidSettingsError: an explorer asks for this while a trainer is running, or while
+            InvalidSettingsError: an explorer calls this method while a trainer is running, or while
                 other explorers follow the job. Those explorers would get the step too.
         """
         if step is None:
@@ -398,7 +399,11 @@ class Member(Generic[Report]):
             try:
                 self._stack.close()
             except OSError as error:
-                log.warning("%s will count as dead after one lease time: %s", self.name, error)
+                log.warning(
+                    "%s cannot end its session, and will count as dead after one lease time: %s",
+                    self.name,
+                    error,
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -428,7 +433,7 @@ class Member(Generic[Report]):
             if found is None or stopped or not self._is_there(found.session or ""):
                 return None
         except (OSError, SyncdError) as error:
-            log.debug("the trainer cannot be looked at yet: %s", error)  # each wait looks again
+            log.debug("cannot read the trainer's report yet: %s", error)  # each wait looks again
             return None
         return found
 
@@ -451,7 +456,7 @@ class Member(Generic[Report]):
         if unlike and other not in self._compared:
             log.warning(
                 "trainer %s and explorer %s have different SyncSettings, and may wait for each "
-                "other in vain: %s; give both the same",
+                "other in vain: %s; give both the same settings",
                 printable(trainer.name or ""),
                 printable(explorer.name),
                 unlike,

@@ -88,12 +88,12 @@ class Participant(Generic[Report]):
         """Check that this process registered the participant.
 
         Raises:
-            InvalidSettingsError: this process is a fork of the process that registered.
+            InvalidSettingsError: this process is a fork of the process that registered it.
         """
         if not self.is_ours:
             raise InvalidSettingsError(
-                f"{self.session.id} belongs to process {self._pid}, of which this is a fork: "
-                "register after the fork"
+                f"{self.session.id} belongs to process {self._pid}, and this process is a fork of "
+                "it: register after the fork"
             )
 
     def check(self) -> None:

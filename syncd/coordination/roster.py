@@ -199,7 +199,7 @@ class Roster:
     # -- liveness ------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Check new sessions and the next slice of the known sessions that reports name."""
+        """Check the new sessions, and the next slice of all sessions that the reports name."""
         self._liveness = self._lookout.look(self._sessions())
 
     def _look_at_new(self) -> None:
@@ -273,7 +273,7 @@ class Roster:
     def _report(
         self, model: type[R], path: Path, cache: dict[Path, _Cached[R]]
     ) -> R | _Newer | None:
-        """A report; the cached one if two reads in a row found the file unchanged."""
+        """A report; the cached report if two reads in a row found the file unchanged."""
         cached = cache.get(path)
 
         def look(fd: int) -> _Cached[R]:

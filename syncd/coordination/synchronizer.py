@@ -51,7 +51,7 @@ class Synchronizer:
         options: further keyword arguments of the role's blocking twin.
 
     Attributes:
-        blocking: the blocking twin, which makes all calls.
+        blocking: the blocking twin, which does the work.
 
     Raises:
         NameTakenError: a live participant has the name.
@@ -88,7 +88,7 @@ class Synchronizer:
     # -- participants -------------------------------------------------------------------------
 
     async def add_module(self) -> None:
-        """Register again, if this process was paused for longer than a lease time."""
+        """Register again after this process was paused for longer than a lease time."""
         await self._run(self.blocking.add_module)
 
     # -- statuses ------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Synchronizer:
         return await self._run(self.blocking.get_trainer_status)
 
     async def trainer_requires_weight_sync(self) -> bool | None:
-        """True if the trainer waits for a transfer; None if it has stopped."""
+        """True if the trainer waits for a transfer; None if the trainer has stopped."""
         return await self._run(self.blocking.trainer_requires_weight_sync)
 
     async def set_explorer_status(
@@ -246,7 +246,7 @@ class Synchronizer:
     async def load_state(
         self, role: Role | None = None, name: str | None = None
     ) -> SavedState | None:
-        """The newest state that a participant saved; None if it has saved none.
+        """The newest state that a participant has saved; None if it has saved no state.
 
         By default it is this participant's own state.
         """
@@ -269,13 +269,17 @@ class Synchronizer:
     def _trainer(self) -> TrainerSynchronizer:
         if isinstance(self.blocking, TrainerSynchronizer):
             return self.blocking
-        raise InvalidSettingsError(f"{self.blocking.name} is an explorer: only a trainer can do so")
+        raise InvalidSettingsError(
+            f"{self.blocking.name} is an explorer: this call needs a trainer"
+        )
 
     @property
     def _explorer(self) -> ExplorerSynchronizer:
         if isinstance(self.blocking, ExplorerSynchronizer):
             return self.blocking
-        raise InvalidSettingsError(f"{self.blocking.name} is the trainer: only explorers can do so")
+        raise InvalidSettingsError(
+            f"{self.blocking.name} is the trainer: this call needs an explorer"
+        )
 
 
 class Threads:

@@ -54,7 +54,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         seams: substitutes for tests.
 
     Raises:
-        NameTakenError: a trainer is alive. This check can take one lease time.
+        NameTakenError: another trainer is alive. This check can take one lease time.
         JobUnavailableError: the job directory is missing or cannot be written.
         InvalidSettingsError: the name cannot be part of a file name.
     """
@@ -106,7 +106,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             found = self._job.explorer_reports(names, IF_ANY)
             self._compare_all([one for one in found if self._is_there(one.session)])
         except (OSError, SyncdError) as error:
-            log.debug("explorers cannot be looked at yet: %s", error)  # each look compares again
+            log.debug("cannot read the explorers' reports yet: %s", error)  # each look tries again
 
     def _compare_all(self, explorers: list[ExplorerReport]) -> list[ExplorerReport]:
         for one in explorers:
@@ -141,8 +141,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def begin_save(self, step: int) -> None:
         """Announce a save before its first byte is written.
 
-        The pruner then keeps the folders of this step and above: a trainer that resumed at a lower
-        step is about to write them again.
+        The pruner then keeps the folders of this step and of higher steps, because a trainer that
+        resumed at a lower step will write these folders again.
         """
         self._me.update(step=step)
         self._versions.announce(self._me.record)
@@ -202,8 +202,9 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> bool:
         """Wait while the slowest live explorer lags by more than ``max_explorer_lag`` steps.
 
-        The method does not wait for an explorer that evaluates a step (``explorer_hooks.bench``) or
-        that has refused a version, because only a newer version helps such an explorer.
+        The method does not wait for an explorer that evaluates a step (``explorer_hooks.bench``).
+        Nor does it wait for an explorer that has refused a version, because such an explorer needs
+        a newer version.
 
         Args:
             timeout: seconds; the settings' ``sync_timeout`` by default.
@@ -274,8 +275,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def has_missed(self, save_id: SaveId) -> bool:
         """True if an explorer has missed the sent weights and is too stale (``max_staleness``).
 
-        A member of the last transfer has missed it if the member does not report within three times
-        ``broadcast_timeout`` after the agreement that it serves the weights.
+        A member of the last transfer has missed the weights if it does not report, within three
+        times ``broadcast_timeout`` after the agreement, that it serves the weights.
 
         Args:
             save_id: the save id of the last transfer.
@@ -386,7 +387,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
             with self._wait(timeout, cancel) as wait:
                 while late := self._in_group(open_now.group_name):
                     if not wait.more():
-                        log.warning("these explorers are still in the group: %s", ", ".join(late))
+                        log.warning(
+                            "closing a weight group that these explorers have not left: %s",
+                            ", ".join(late),
+                        )
                         break
         self._group.close()
 

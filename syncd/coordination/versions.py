@@ -172,12 +172,12 @@ class Versions:
         return actor if self.job.storage.exists(actor) else None
 
     def outcome(self, step: int) -> SaveOutcome | None:
-        """The recorded outcome of a step's last save; None if there is none yet."""
+        """The recorded outcome of a step's last save; None if no outcome is recorded yet."""
         saves = self.job.read(SaveOutcomes, self.job.layout.saves, limit=LONG_RECORD_LIMIT)
         return saves.steps.get(step) if saves is not None else None
 
     def is_refused(self, step: int) -> bool:
-        """True if the daemon has refused a step's save, and it has not been saved again since."""
+        """True if the daemon has refused a step's save, and the step was not saved again since."""
         outcome = self.outcome(step)
         return (
             outcome is not None
@@ -230,7 +230,7 @@ class Versions:
         return seen is Liveness.ALIVE
 
     def daemon_hint(self) -> str:
-        """The end of a message that nothing was published in time: the remedy."""
+        """A hint at the cause and the remedy, to end a message that nothing was published."""
         try:
             lives = self.daemon_lives()
         except OSError as error:

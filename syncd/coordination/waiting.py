@@ -48,7 +48,7 @@ class Cancellation:
             raise CancelledError("the wait was cancelled, or its synchronizer closed")
 
     def pause(self, seconds: float) -> bool:
-        """Wait for some seconds or until a cancellation; return True if it is cancelled."""
+        """Sleep for some seconds or until :meth:`cancel` is called; True if it was called."""
         # Polls instead of waiting on an Event: a thread that waits on one may hold its lock, and a
         # signal handler on that thread that cancels would then deadlock.
         deadline = time.monotonic() + seconds

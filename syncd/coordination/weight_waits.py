@@ -89,8 +89,9 @@ class WeightWaits:
                 )
             if not wait.more():
                 raise WaitTimeoutError(
-                    f"no trainer has come to {self._root} in time, and no version is published "
-                    "there; check with `syncd status` that this is the trainer's job directory"
+                    f"no trainer has registered in {self._root} in time, and no version is "
+                    "published there; check with `syncd status` that this is the trainer's job "
+                    "directory"
                 )
 
     def newer(
@@ -103,7 +104,7 @@ class WeightWaits:
         ends_with_trainer: bool = False,
         look: Callable[[], None] = lambda: None,
     ) -> Version | Offer | None:
-        """Run the loop that all waits for weights share; None if the trainer's end ended it."""
+        """Run the loop of all waits for weights; return None if the wait ended with the trainer."""
         if ends_with_trainer:
             self.for_trainer(current, wait)
         request = SyncRequest(self._me, self._roster, clock=self._clock, poll=self._poll)
@@ -152,7 +153,7 @@ class WeightWaits:
     def _why_nothing(self) -> str:
         why = self._versions.daemon_hint()
         if self.unlike:
-            why += f"; the SyncSettings of trainer and explorer are unlike: {self.unlike}"
+            why += f"; the SyncSettings of trainer and explorer differ: {self.unlike}"
         return why
 
     def _look_at_trainer(
@@ -198,7 +199,7 @@ class WeightWaits:
             return
         self._warned = current
         if current is None:
-            log.warning("no version was published: %s goes on without one", self._name)
+            log.warning("no version was published: %s continues without a version", self._name)
         else:
             log.warning("nothing newer than step %d: %s keeps serving it", current.step, self._name)
 
@@ -282,7 +283,7 @@ class SyncRequest:
 class Ending:
     """Decides when one wait is over although nothing newer was published.
 
-    The wait is over when two conditions hold:
+    The wait is over when both of these conditions hold:
 
     - The trainer has stopped or died, or has said since the wait began that nothing newer will
       come.

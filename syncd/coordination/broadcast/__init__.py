@@ -2,6 +2,7 @@
 
 The package contains the offer that the trainer writes and the verdict on the offer, the store that
 all members connect to, the process group with its deadlines, and the metadata of the weights. The
-package imports the modules of ``syncd.coordination`` for participants and waits. ``trainer.py`` and
-``explorer.py`` there import the package. To learn the code, read ``offer.py`` first.
+package imports the modules of ``syncd.coordination`` for participants and waits; ``trainer.py`` and
+``explorer.py`` of ``syncd.coordination`` import the package. To learn the code, read ``offer.py``
+first.
 """

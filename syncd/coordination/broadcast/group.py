@@ -155,7 +155,8 @@ class WeightGroup:
         except TimeoutError:
             raise BroadcastError(
                 f"the weight group {rendezvous.group_name} was not formed at {where} within "
-                f"{deadline:g} s: not all of its {rendezvous.world_size} ranks came, or one stopped"
+                f"{deadline:g} s: not all of its {rendezvous.world_size} ranks connected, or a "
+                "rank stopped"
             ) from None
         except (RuntimeError, OSError, ValueError) as error:
             raise BroadcastError(

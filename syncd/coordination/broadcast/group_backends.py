@@ -194,7 +194,9 @@ def _nccl(
     rendezvous: Rendezvous, rank: int, store: Store, *, deadline: float, device: torch.device
 ) -> Any:
     if device.type != "cuda" or not torch.cuda.is_available() or not dist.is_nccl_available():
-        raise ValueError("it is between GPUs (nccl), and there is none here to receive on")
+        raise ValueError(
+            "the group is between GPUs (nccl), and this process has no GPU to receive on"
+        )
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = torch_time(deadline)  # noqa: SLF001 # torch has no other name for it

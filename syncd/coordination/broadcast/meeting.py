@@ -39,7 +39,7 @@ class MeetingPlace(NamedTuple):
 
 
 class Meetings:
-    """``group.json``: the meeting place of an offer's members. Only the trainer writes it."""
+    """``group.json``: the meeting place of an offer's members. Only the trainer writes the file."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -76,7 +76,7 @@ class TrainerGroup:
 
     @property
     def rendezvous(self) -> Rendezvous | None:
-        """The rendezvous of the open group; None if none is open."""
+        """The rendezvous of the open group; None if no group is open."""
         return self._rendezvous
 
     def open(

@@ -165,7 +165,8 @@ class TrainerSide:
                     return step
                 if not wait.more():
                     late = [one.name for one in working if not self._has_joined(one)]
-                    log.error("not ready for a transfer in time: %s", ", ".join(late) or "unknown")
+                    names = ", ".join(late) or "unknown"
+                    log.error("explorers that were not ready for a transfer in time: %s", names)
                     return None
         finally:
             try:
@@ -248,7 +249,7 @@ class ExplorerSide:
         try:
             past = offers.current()
         except OSError as error:
-            log.debug("an earlier offer may end the first wait: %s", error)
+            log.debug("cannot read the present offer, which may end the first wait: %s", error)
         else:
             if past is not None and past.decided is not None:
                 self._over.add(past.offer)  # it was for explorers that were there then

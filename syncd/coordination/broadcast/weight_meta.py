@@ -159,7 +159,7 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, meta: WeightMeta, bucket_bytes: int, *, has_digests: bool) -> Self:
-        """The header of a transfer; a bucket size below :data:`ALIGNED` is raised to it."""
+        """The header of a transfer; :data:`ALIGNED` is the least value of ``bucket_bytes``."""
         size = len(meta.encode())
         return cls(meta.digest, size, max(bucket_bytes, ALIGNED), has_digests)
 
@@ -236,8 +236,8 @@ class Image:
 
         A tensor of at least a sixteenth of ``bucket_bytes`` has one or more buckets of its own.
         These buckets are views of the tensor's memory, so the tensor need not be packed. Smaller
-        tensors are packed together, up to a quarter of ``bucket_bytes``. That costs less than one
-        broadcast for each of them.
+        tensors are packed together, up to a quarter of ``bucket_bytes``, because copying them costs
+        less than one broadcast for each tensor.
 
         Args:
             meta: the meta of the transfer.
