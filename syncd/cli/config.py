@@ -19,8 +19,8 @@ _file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 def command() -> None:
     """Check a configuration file, or show the settings that a daemon would use.
 
-    The value of a key comes from the first of these sources that sets the key: the command line of
-    'syncd run', the environment (SYNCD_KEEP for keep), FILE, the default.
+    The value of a key comes from the first source that sets the key. The order of the sources is:
+    the command line of 'syncd run', the environment (SYNCD_KEEP for keep), FILE, the default.
     """
 
 

@@ -97,7 +97,8 @@ def command(
     Together with the config and the tokenizer that the trainer saved there, the folder becomes a
     complete Hugging Face model. Checkpoints that were converted before, and checkpoints that the
     trainer is writing now, are skipped. The trainer and the daemon may run at the same time. If a
-    checkpoint fails, the others are still converted; the exit code is the code of the first error.
+    checkpoint fails, the other checkpoints are still converted; the exit code is the code of the
+    first error.
     """
     if base is not None and not (base / MODEL_CONFIG).is_file():
         raise click.UsageError(f"--base-model-dir: {base} has no {MODEL_CONFIG}.")

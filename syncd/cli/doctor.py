@@ -55,7 +55,7 @@ _INDENT: Final = 18
 def command(job: Path, peer: int | None, wait: float, limit: float, *, as_json: bool) -> None:
     """Test the storage of JOB with processes on one host, or on two hosts.
 
-    JOB is a job directory, or an empty directory that will become one. The command creates files
+    JOB is a job directory, or an empty directory for a new job. The command creates files
     only below .syncd/doctor, and removes them at the end. It takes less than a minute if the
     storage works. It needs no daemon, and does not disturb a running daemon.
 

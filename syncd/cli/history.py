@@ -34,13 +34,13 @@ _GAP: Final = "  "
 )
 @options.as_json
 def command(job: Path, limit: int, *, as_json: bool) -> None:
-    """Show the history of the versions of JOB, including pruned ones.
+    """Show the history of the versions of JOB, including pruned versions.
 
     'published' is the time at which LATEST began to name the version. 'after' is the time until
     then since the daemon first found the save complete; 'merge' is the time of the merge, a part of
     'after'. 'live on' lists the explorers that served the version, and how long after the
     publication each began to serve it. 'delta' is the size of the delta to the version, or 'none'
-    if a delta was planned but not made; explorers that read the delta are marked. 'pruned' is the
+    if a delta was planned but not made. Explorers that read the delta are marked. 'pruned' is the
     time from the publication to the deletion.
 
     All times come from the daemon's clock. The daemon reads the explorers' reports once a tick.

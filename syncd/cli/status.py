@@ -41,7 +41,7 @@ def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bo
     not a terminal, --watch prints each refresh as text. With --watch and --json each refresh is one
     line with a JSON object.
 
-    The command changes nothing. Ages depend on the clocks of the hosts that wrote the files; an age
+    The command changes nothing. Ages depend on the clocks of the hosts that wrote the files. An age
     is wrong if the writer's clock differs from the clock of this host.
     """
     found, is_one = _found(jobs)

@@ -248,7 +248,7 @@ def _faults(reports: list[dict[str, Any]], width: int) -> list[RenderableType]:
 
 
 def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[RenderableType]:
-    """The explorers. If not all fit, those furthest behind come first and stopped ones last."""
+    """The table of explorers; if not all fit, sorted by lag, with stopped explorers last."""
     if len(reports) > most:
         reports = sorted(reports, key=lambda one: (one["status"] == "stopped", -one["behind"]))
     found = _table("explorer", "status", "version", "step", "behind", "pause", "heard")

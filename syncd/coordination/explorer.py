@@ -386,8 +386,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             cancel: ends the wait from another thread.
 
         Returns:
-            The trainer's step; None if not all are ready in time, if the trainer is gone, or if the
-            trainer announced that these weights come as published files.
+            The trainer's step; None if not all are ready in time or the trainer is gone. It is also
+            None if the trainer announced that these weights come as published files.
         """
         with self._wait(timeout, cancel) as wait:
             return self._transfer.agree(wait)
@@ -460,7 +460,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> None:
         """Form the weight group without a transfer; the trainer must call its method of this name.
 
-        The explorer has one worker in this group, which is this process.
+        In this group the explorer has one worker, in this process.
 
         Args:
             timeout: seconds to wait for the trainer; the settings' ``sync_timeout`` by default.

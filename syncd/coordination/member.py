@@ -71,7 +71,7 @@ class Seams:
 
 
 class Member(Generic[Report]):
-    """One participant of a job. It communicates with the other participants through files alone.
+    """One participant of a job. It communicates with the other participants only through files.
 
     Promised: a participant counts as live until it is closed or its process dies. If the process
     dies, the participant counts as dead one lease time later. No other live participant of the
@@ -362,8 +362,8 @@ class Member(Generic[Report]):
             a state.
 
         Raises:
-            InvalidSettingsError: a name is given without a role, the role ``explorer`` without a
-                name, the role is unknown, or the name cannot be part of a file name.
+            InvalidSettingsError: role and name do not identify a participant, or the name cannot be
+                part of a file name.
             RecordError: both the file and its previous copy are torn.
             ProtocolMismatchError: a newer protocol wrote the file.
             OSError: storage failed.
@@ -386,7 +386,7 @@ class Member(Generic[Report]):
         """End all waits, report that this participant has stopped, and give its name up.
 
         It is safe to call this method twice. In a fork it does nothing. If a process ends without
-        calling it, other participants notice that only one lease time later.
+        this call, other participants notice that only one lease time later.
         """
         if not self.is_ours:
             return
@@ -448,7 +448,7 @@ class Member(Generic[Report]):
             other: the session of the other participant.
 
         Returns:
-            The differences; empty if the settings are equal or one side has none.
+            The differences; empty if the settings are equal or one side has no settings.
         """
         if trainer.sync is None or explorer.sync is None:
             return ""

@@ -41,7 +41,7 @@ WriteStateDict = Callable[[Mapping[str, Any], int], object]
 
 
 class TrainerSynchronizer(Member[TrainerReport]):
-    """The one trainer of a job. See :class:`~syncd.coordination.member.Member`.
+    """The only trainer of a job. See :class:`~syncd.coordination.member.Member`.
 
     Args:
         job_dir: the job directory.
@@ -153,8 +153,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """Announce new weights for the daemon to publish; answer the explorers that asked.
 
         Args:
-            model_state_dict: a state dict for the ``writer``; or the remote path of a Tinker-style
-                trainer; or None if the save is on disk and the pointer names its step.
+            model_state_dict: a state dict for the ``writer``, or the remote path of a Tinker-style
+                trainer. None means that the save is on disk and the pointer names its step.
             trainer_step: the step of the weights.
 
         Raises:
@@ -275,8 +275,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def has_missed(self, save_id: SaveId) -> bool:
         """True if an explorer has missed the sent weights and is too stale (``max_staleness``).
 
-        A member of the last transfer has missed the weights if it does not report, within three
-        times ``broadcast_timeout`` after the agreement, that it serves the weights.
+        A member of the last transfer is not counted until three times ``broadcast_timeout`` after
+        the agreement, because it may still be receiving or loading the weights.
 
         Args:
             save_id: the save id of the last transfer.
@@ -311,7 +311,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
         Args:
             master_address: this host's address: a host name or an IP address.
-            master_port: the port; 0 for any free port, chosen anew for each group.
+            master_port: the port; 0 for any free port, chosen again for each group.
             state_dict_meta: ignored; the parameter exists because Trinity's method has it. In each
                 transfer the ranks agree on names, dtypes and shapes before the first byte.
         """

@@ -346,7 +346,7 @@ class KeptGroup:
         return self._group
 
     def close(self) -> None:
-        """Leave the group, after the last transfer or a failed one. Safe to call twice."""
+        """Leave the group, after the last transfer or a failed transfer. Safe to call twice."""
         group, self._group = self._group, None
         if group is not None:
             group.close()

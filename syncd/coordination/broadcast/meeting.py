@@ -58,8 +58,8 @@ class Meetings:
 class TrainerGroup:
     """The weight group of the trainer's rank 0; one group can serve several transfers.
 
-    A group is used again while its members stay the same, all members report that they have the
-    group open, and no transfer has failed in it. Each new group has a higher generation.
+    A group is used again while its members stay the same, all members have the group open, and no
+    transfer has failed in it. Each new group has a higher generation.
 
     Args:
         meetings: the meetings of the job.
@@ -153,7 +153,7 @@ class TrainerGroup:
             )
 
     def close(self) -> None:
-        """Leave the group, after the last transfer or a failed one. Safe to call twice."""
+        """Leave the group, after the last transfer or a failed transfer. Safe to call twice."""
         group, self._group, self._rendezvous = self._group, None, None
         if group is not None:
             group.close()

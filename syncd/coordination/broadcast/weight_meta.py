@@ -104,7 +104,7 @@ class WeightMeta:
 
     @property
     def digest(self) -> bytes:
-        """A digest of 16 bytes; it is equal if the same tensors have the same order."""
+        """A digest of 16 bytes, which is equal for equal lists of tensors."""
         return xxhash.xxh3_128_digest(self.encode())
 
     def encode(self) -> bytes:
