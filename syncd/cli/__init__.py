@@ -1,4 +1,4 @@
-"""The ``syncd`` command: one module a subcommand, imported when it is used."""
+"""The ``syncd`` command. Each subcommand has its own module, which is imported when it is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GROUPS: Final = {
     },
     "Look": {
         "status": "Show the published versions, the explorers that serve them, and current waits.",
-        "history": "Show each version's history: saved, merged, live, pruned.",
+        "history": "Show when each version was saved, merged, live and pruned.",
         "web": "Show status and history in a browser.",
         "verify": "Read versions again and compare them with their manifests.",
     },
@@ -58,7 +58,7 @@ _INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 class _Lazy(click.Group):
-    """A group that imports a command's module only to run it: the daemon stays small."""
+    """A group that imports only the module of the command to run, to keep the daemon small."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -101,7 +101,7 @@ def _added() -> dict[str, EntryPoint]:
 
 
 def _loaded(point: EntryPoint) -> Any:
-    """A command of another package.
+    """Load a command of another package.
 
     Raises:
         InvalidSettingsError: the package is broken.
@@ -116,7 +116,7 @@ def _loaded(point: EntryPoint) -> Any:
 
 
 def _described(point: EntryPoint) -> tuple[str, str]:
-    """A line of help. If a package is broken, its line says so, and the others are shown."""
+    """The name and the help of another package's command; the error if the package is broken."""
     try:
         return point.name, _loaded(point).get_short_help_str(limit=100)
     except InvalidSettingsError as error:
@@ -128,13 +128,13 @@ def _described(point: EntryPoint) -> tuple[str, str]:
 def cli() -> None:
     """Move RL weights from trainers to explorers over shared storage.
 
-    Options that take SECONDS or BYTES take plain numbers, or numbers with a unit: 500ms, 30s, 5min,
-    2h; 500MB, 64GB, 1GiB.
+    Options with a value of SECONDS or BYTES accept plain numbers, or numbers with a unit: 500ms,
+    30s, 5min, 2h; 500MB, 64GB, 1GiB.
     """
 
 
 def main() -> None:
-    """Run the command line. A syncd error ends it with one line and that error's exit code."""
+    """Run the command line. At a syncd error, print one line and exit with the error's code."""
     log_lines.set_up()
     log_lines.name_faults()
     try:

@@ -1,4 +1,4 @@
-"""Sizes, times and durations as people read them, in few characters."""
+"""Sizes, times and durations as short text for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 def size(count: float) -> str:
-    """Bytes in decimal units: ``512 B``, ``3.4 GB``."""
+    """A number of bytes in decimal units, for example ``512 B`` or ``3.4 GB``."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 999.5 or unit == "TB":
             break
@@ -27,12 +27,12 @@ def span(seconds: float) -> str:
 
 
 def ago(now: float, then: float) -> str:
-    """The age of a record, by two clocks that may differ."""
+    """The age of a record. It is never negative, even if the clocks of two hosts differ."""
     return f"{span(max(0.0, now - then))} ago"
 
 
 def moment(seconds: float) -> str:
-    """A time by this host's zone, to the second and without the year: ``11-22 14:03:09``."""
+    """A time in this host's time zone, without the year: ``11-22 14:03:09``."""
     try:
         return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):  # others may write any number

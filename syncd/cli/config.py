@@ -19,8 +19,8 @@ _file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 def command() -> None:
     """Check a configuration file, or show the settings that a daemon would use.
 
-    For each key the first of these counts: the command line of 'syncd run', the environment
-    (SYNCD_KEEP for keep), FILE, the default.
+    The value of a key comes from the first source that sets the key. The order of the sources is:
+    the command line of 'syncd run', the environment (SYNCD_KEEP for keep), FILE, the default.
     """
 
 
@@ -32,9 +32,9 @@ def command() -> None:
 @_file
 @options.as_json
 def check(file: Path, *, as_json: bool) -> None:
-    """Report the errors in FILE and in the environment, one a line.
+    """Report the errors in FILE and in the environment, one on each line.
 
-    Exits with 2 if there are any. Reads only FILE: it does not check whether the paths in it exist.
+    Exits with 2 if there are errors. Does not check whether the paths in FILE exist.
     """
     try:
         found = _load(file)
@@ -64,7 +64,7 @@ def check(file: Path, *, as_json: bool) -> None:
 def show(file: Path | None, *, as_json: bool) -> None:
     """Print every key, its value and the source of the value, as TOML that syncd can read.
 
-    Without FILE: the defaults and the environment only.
+    Without FILE it prints the values from the environment and the defaults.
     """
     found = _load(file)
     if as_json:

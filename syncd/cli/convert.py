@@ -1,4 +1,4 @@
-"""``syncd convert``: full checkpoints as Hugging Face models."""
+"""``syncd convert``: merge full checkpoints into Hugging Face models."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _Converted:
     "base",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     default=None,
-    help=f"Take {MODEL_CONFIG} and tokenizer from here if the trainer saved none.",
+    help=f"If the trainer saved no {MODEL_CONFIG}, take it and the tokenizer from this folder.",
 )
 @click.option(
     "--step",
@@ -66,9 +66,7 @@ class _Converted:
     help="Convert only this step; it must exist.  [default: all full checkpoints]",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be converted, and convert nothing.")
-@click.option(
-    "--again", is_flag=True, help="Convert again, replacing weights that were converted before."
-)
+@click.option("--again", is_flag=True, help="Also convert checkpoints that were converted before.")
 @options.dtype
 @options.max_shard_size
 @options.copy_threads
@@ -96,10 +94,11 @@ def command(
 
     JOB may also be the folder of one step, global_step_N.
 
-    Together with the config and the tokenizer that the trainer left there, the folder becomes a
+    Together with the config and the tokenizer that the trainer saved there, the folder becomes a
     complete Hugging Face model. Checkpoints that were converted before, and checkpoints that the
-    trainer is writing now, are skipped. Trainer and daemon may run meanwhile. If a checkpoint
-    fails, the others are still tried; the exit code is that of the first error.
+    trainer is writing now, are skipped. The trainer and the daemon may run at the same time. If a
+    checkpoint fails, the other checkpoints are still converted; the exit code is the code of the
+    first error.
     """
     if base is not None and not (base / MODEL_CONFIG).is_file():
         raise click.UsageError(f"--base-model-dir: {base} has no {MODEL_CONFIG}.")
@@ -115,7 +114,7 @@ def command(
         return convert_step(source, found, merging, progress=progress)
 
     def complete(found: FoundCheckpoint) -> str:
-        """Copy the files that the trainer did not leave; returns their description for the log."""
+        """Copy the files that the trainer did not save; return a description of them to print."""
         actor = source.layout.actor(found.step)
         if base is None or not lacks_config(source.storage, actor):
             return ""
@@ -151,7 +150,7 @@ def command(
 
 
 def _alone(folder: Path, step: int | None) -> tuple[Path, int | None]:
-    """The job and the step to convert, also if the folder is the folder of one step."""
+    """The job and the step to convert. If the folder is a step folder, it determines both."""
     found = parse_step_folder(folder.resolve().name)
     if found is None or holds_job(Job.at(folder)):
         return folder, step

@@ -64,8 +64,8 @@ _DOES: Final = {
     show_default=True,
     help="Training steps; each one is saved.",
 )
-@click.option("--keep", is_flag=True, help="Leave the job directory and the logs.")
-@click.option("--no-tty", is_flag=True, help="Plain lines, as when stdout is no terminal.")
+@click.option("--keep", is_flag=True, help="Keep the job directory and the logs.")
+@click.option("--no-tty", is_flag=True, help="Print plain lines, as if stdout were no terminal.")
 @options.as_json
 def command(steps: int, *, keep: bool, no_tty: bool, as_json: bool) -> None:
     """Train on 2 FSDP ranks, merge, publish, reload in 2 explorers, prune; then compare the bits.
@@ -95,7 +95,7 @@ def command(steps: int, *, keep: bool, no_tty: bool, as_json: bool) -> None:
 
 @contextmanager
 def _room(console: Console, *, keep: bool) -> Iterator[Path]:
-    """A folder for the job and the logs."""
+    """Make a folder for the job and the logs; remove it at the end, unless ``keep`` is set."""
     room = Path(tempfile.mkdtemp(prefix="syncd-demo-"))
     try:
         yield room
@@ -108,7 +108,7 @@ def _room(console: Console, *, keep: bool) -> Iterator[Path]:
 
 @dataclass
 class _Run:
-    """The processes of one demo, and the observations of them."""
+    """The processes of one demo, and the seconds of each merge that the demo has seen."""
 
     room: Path
     steps: int
@@ -121,7 +121,7 @@ class _Run:
 
     @contextmanager
     def processes(self) -> Iterator[None]:
-        """Run all processes while this is open; all have ended when it closes."""
+        """Run all processes during the block. At the end of the block all of them have ended."""
         job = str(self.job.layout.root)
         try:
             self._start("daemon", "syncd", "run", job, keep=1, tick=0.5, lease_time=_LEASE_TIME)
@@ -161,15 +161,15 @@ class _Run:
                     program.wait()
 
     def going(self) -> bool:
-        """Whether trainers or explorers are still at work.
+        """True if a trainer or an explorer is still running.
 
         Raises:
-            JobUnavailableError: one of the programs failed.
+            JobUnavailableError: one of the processes failed.
         """
         for name, program in self.programs.items():
             if program.poll() not in {None, 0}:
                 tail = self._log(name).read_text(errors="replace").strip().splitlines()[-12:]
-                error = JobUnavailableError(f"{name} ended with {program.returncode}:")
+                error = JobUnavailableError(f"{name} ended with status {program.returncode}:")
                 for line in tail:
                     error.add_note(line)
                 raise error
@@ -186,7 +186,7 @@ class _Run:
         return found
 
     def said(self, name: str) -> dict[str, Any]:
-        """The output that a program printed at its end."""
+        """The JSON that a program printed at its end."""
         told: dict[str, Any] = json.loads((self.room / f"{name}.out").read_text())
         return told
 
@@ -194,7 +194,7 @@ class _Run:
         """Compare the explorers' weights with the trainer's, bit by bit.
 
         Raises:
-            VerificationError: they differ.
+            VerificationError: the weights differ.
         """
         for name in _EXPLORERS:
             different = _differences(self.room / "truth.safetensors", self._held(name))
@@ -236,7 +236,7 @@ class _Run:
 
 
 class _Screen:
-    """The display of the demo: a table that updates on a terminal, else a line per change."""
+    """The display of the demo: on a terminal a table that updates, else a line for each change."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -252,7 +252,7 @@ class _Screen:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since this display was made."""
         return time.monotonic() - self._begun
 
     def __enter__(self) -> Self:
@@ -266,7 +266,7 @@ class _Screen:
             self._live.stop()
 
     def show(self, phase: str, seen: dict[str, Any] | None = None, *, ends: bool = False) -> None:
-        """Show a phase and an observation of the job; by default the last one."""
+        """Show a phase and a state of the job; by default the state of the previous call."""
         self._seen = seen or self._seen
         if self._live is not None:
             words = Text.assemble((phase, "bold green"), f"   {self.elapsed:.1f} s")
@@ -281,7 +281,7 @@ class _Screen:
 
 
 def _introduce(run: _Run, console: Console, *, keep: bool) -> None:
-    """Print an introduction, and the commands to look at the demo meanwhile."""
+    """Print an introduction, and the commands to watch the demo from another terminal."""
     job = shlex.quote(str(run.job.layout.root))
     stays = "" if keep else "  (--keep leaves it there)"
     for line in (
@@ -296,7 +296,7 @@ def _introduce(run: _Run, console: Console, *, keep: bool) -> None:
 
 
 def _watch(run: _Run, screen: _Screen) -> None:
-    """Show the progress until all is done."""
+    """Show the progress until the trainer and the explorers have ended."""
     deadline = time.monotonic() + _DEADLINE
     while True:
         going = run.going()
@@ -389,9 +389,9 @@ def _summary(run: _Run, console: Console, seconds: float, *, keep: bool) -> None
     kept = [f"syncd history {job}", f"syncd web {job}"]
     following = [
         "your own model, in ten minutes: docs/getting-started.md",
-        *(kept if keep else ["syncd demo --keep     leaves the job, to be looked at"]),
-        "syncd doctor FOLDER   measures the storage that is to be used",
-        "syncd --help          all commands",
+        *(kept if keep else ["syncd demo --keep     keeps the job for you to look at"]),
+        "syncd doctor FOLDER   tests the storage that you want to use",
+        "syncd --help          lists all commands",
     ]
     proved = f"both explorers hold the trainer's step {run.steps}, bit for bit"
     lines = [Text(), Text(proved, "bold green")]

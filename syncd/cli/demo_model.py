@@ -1,7 +1,7 @@
 """The model that ``syncd demo`` trains and serves: a small transformer, written by hand.
 
-Like real models it has parts that a merge must get right: tied weights, norms of one dimension, a
-buffer of integers, and sizes that two ranks do not divide evenly. Only the demo imports it.
+Like a real model it has parts that are hard to merge: tied weights, norms of one dimension, a
+buffer of integers, and sizes that two ranks cannot share evenly. Only the demo imports this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LAYERS: Final = 4
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm."""
+    """Attention and a feed-forward layer, each with a norm before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class DecoderLayer(nn.Module):
         self.down = nn.Linear(4 * _WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``, ``(batch, time, width)``, plus what the block has to add."""
+        """Add the outputs of both layers to ``x``, which has the shape ``(batch, time, width)``."""
         batch, time, _ = x.shape
         parts = self.qkv(self.attention_norm(x)).view(batch, time, 3, _HEADS, -1)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -64,7 +64,7 @@ class TinyTransformer(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Tokens ``(8, 65)`` int64 to learn from: counting, each row from a start and by a stride."""
+    """Training tokens ``(8, 65)`` int64: each row counts up from a random start, by a stride."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     start = torch.randint(0, VOCABULARY, (8, 1), generator=generator)
     stride = torch.randint(1, 9, (8, 1), generator=generator)

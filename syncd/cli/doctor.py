@@ -35,7 +35,7 @@ _INDENT: Final = 18
     type=click.IntRange(min=0, max=1),
     default=None,
     metavar="HOST_NUMBER",
-    help="Measure between two hosts: run with 0 here, and with 1 on the other host meanwhile.",
+    help="Test between two hosts: run with 0 here, and at the same time with 1 on the other host.",
 )
 @click.option(
     "--wait",
@@ -49,17 +49,18 @@ _INDENT: Final = 18
     type=options.SecondsRange(min=1, max=600),
     default=_LIMITS.look,
     show_default=True,
-    help="How long to look for a change before it counts as not visible.",
+    help="How long to wait for a change before it counts as not visible.",
 )
 @options.as_json
 def command(job: Path, peer: int | None, wait: float, limit: float, *, as_json: bool) -> None:
-    """Test the storage of JOB, between processes of one host or of two hosts.
+    """Test the storage of JOB with processes on one host, or on two hosts.
 
-    JOB is a job directory, or an empty directory that will become one. The command creates files
+    JOB is a job directory, or an empty directory for a new job. The command creates files
     only below .syncd/doctor, and removes them at the end. It takes less than a minute if the
-    storage works. It needs no daemon, and does not disturb a running one.
+    storage works. It needs no daemon, and does not disturb a running daemon.
 
-    Exits with 19 if syncd cannot keep one of its promises here. A warning is not a failure.
+    Exits with 19 if syncd cannot keep one of its promises on this storage. Warnings do not change
+    the exit code.
     """
     root = job.resolve()
     examined = Job.at(root)
@@ -93,10 +94,10 @@ def _as_json(root: Path, findings: list[Finding]) -> dict[str, object]:
 
 
 class _Shown(Watching):
-    """Prints each finding as it comes, and on a terminal also the current probe.
+    """Prints each finding as soon as it is known; on a terminal it also shows the current test.
 
     Args:
-        quiet: whether findings are printed elsewhere.
+        quiet: True to print no findings, because the caller prints them.
     """
 
     def __init__(self, *, quiet: bool) -> None:

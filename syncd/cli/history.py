@@ -1,4 +1,4 @@
-"""``syncd history``: the history of each version."""
+"""``syncd history``: show the history of each version."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ _GAP: Final = "  "
     type=click.IntRange(min=1),
     default=20,
     show_default=True,
-    help="Show this many versions, the newest ones.",
+    help="Show this many of the newest versions.",
 )
 @options.as_json
 def command(job: Path, limit: int, *, as_json: bool) -> None:
-    """Show the history of the versions of JOB, including pruned ones.
+    """Show the history of the versions of JOB, including pruned versions.
 
-    'published' is when LATEST began to name the version. 'after' is the time until then since the
-    daemon first found the save complete; 'merge' is the part of it in which the daemon merged.
-    'live on' lists the explorers that served the version, and how long after it was published.
-    'delta' is the size of the delta to the version, if one was to be made; explorers that read it
-    are marked. 'pruned' is how long after it was published the daemon deleted it.
+    'published' is the time at which LATEST began to name the version. 'after' is the time until
+    then since the daemon first found the save complete; 'merge' is the time of the merge, a part of
+    'after'. 'live on' lists the explorers that served the version, and how long after the
+    publication each began to serve it. 'delta' is the size of the delta to the version, or 'none'
+    if a delta was planned but not made. Explorers that read the delta are marked. 'pruned' is the
+    time from the publication to the deletion.
 
-    All times are by the daemon's clock. The daemon reads the explorers' reports once a tick.
+    All times come from the daemon's clock. The daemon reads the explorers' reports once a tick.
     """
     opened = Job.at(job)
     if as_json:
@@ -81,7 +82,7 @@ def _cells(version: VersionHistory) -> tuple[str, ...]:
 
 
 def _live(live: list[Live], room: int) -> str:
-    """The explorers, one a line; a name that is too long is cut at its beginning."""
+    """The explorers, one on each line; a name that is too long loses its beginning."""
     shown = [(printable(one.explorer), one) for one in live[:_EXPLORERS]]
     if len(live) > _EXPLORERS:
         shown.append((f"and {len(live) - _EXPLORERS} more", live[-1]))

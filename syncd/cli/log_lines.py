@@ -1,4 +1,4 @@
-"""Log lines: text for people, or one JSON object a line for machines."""
+"""Log lines: text for people, or one JSON object on each line for programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BURST: Final = 10
 
 
 def _job_of(record: logging.LogRecord) -> str:
-    """The directory of the job that a line is about, if one process serves many jobs."""
+    """The directory of the job that a line is about; empty if the process serves only one job."""
     thread = record.threadName or ""
     return thread.removeprefix(JOB_THREAD) if thread.startswith(JOB_THREAD) else ""
 
@@ -36,12 +36,12 @@ class HumanLines(logging.Formatter):
     """``2026-01-31 12:00:00,123 INFO published step 7 as version 3: 980.2 MB in 1.31 s``.
 
     If a process serves many jobs, the message begins with the job's name in brackets. A message is
-    one line, escaped by :func:`.printable`, because names and errors in it may be anyone's. The
-    lines of a traceback are escaped too, and indented.
+    one line. It is escaped by :func:`.printable`, because it may contain names and errors from
+    other programs. The lines of a traceback are also escaped, and indented.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, how often it was held back, and the traceback."""
+        """The line, the number of times that it was held back, and the traceback."""
         line = f"{self.formatTime(record)} {record.levelname} "
         if job := _job_of(record):
             line += f"[{os.path.basename(job)}] "
@@ -57,12 +57,12 @@ class HumanLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """One JSON object: time, level, event, message, logger, and the event's fields.
 
-    Times are UTC, with milliseconds. Values that JSON lacks become text; bytes of a name that are
-    not UTF-8 are escaped there by a backslash, as in lines for people.
+    Times are UTC, with milliseconds. Values of a type that JSON does not have become text. Bytes of
+    a name that are not UTF-8 are escaped by a backslash, as in :class:`HumanLines`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line without a newline in it."""
+        """The record as one JSON object, without a newline."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -88,9 +88,9 @@ class JsonLines(logging.Formatter):
 
 
 class Flood(logging.Filter):
-    """Holds back a line that came ten times in a minute, then lets it pass ever more rarely.
+    """Holds back repeated lines: after ten times in a minute a line is shown more and more rarely.
 
-    The next line that passes says how many were held back.
+    Each shown line says how many times the line was held back before.
     """
 
     def __init__(self, repeats: Repeats | None = None) -> None:
@@ -98,7 +98,7 @@ class Flood(logging.Filter):
         self._repeats = repeats or Repeats(burst=_BURST)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is shown."""
+        """True if the line is shown."""
         line = (record.name, record.levelno, record.getMessage(), _job_of(record))
         held_back = self._repeats.held_back(line)
         if held_back:
@@ -107,7 +107,7 @@ class Flood(logging.Filter):
 
 
 class _Lines(logging.StreamHandler):  # type: ignore[type-arg] # generic in its stub alone
-    """The handler that :func:`set_up` made, so that a later call changes it and no other."""
+    """The handler that :func:`set_up` makes. A later :func:`set_up` changes only this handler."""
 
 
 def set_up(form: str = "human", level: str = "info") -> None:
@@ -131,10 +131,9 @@ def set_up(form: str = "human", level: str = "info") -> None:
 
 
 def name_faults() -> None:
-    """Log uncaught exceptions too, of this process and of all its threads.
+    """Also log the uncaught exceptions of all threads of this process.
 
-    Only for a program that does nothing else, because Python's hooks for this concern the whole
-    process.
+    Do not call this in a library, because Python's exception hooks affect the whole process.
     """
 
     def of_process(

@@ -1,4 +1,4 @@
-"""``syncd merge``: one checkpoint, without a daemon."""
+"""``syncd merge``: merge one checkpoint without a daemon."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from syncd.torch_extra import require_torch
     "--fsync/--no-fsync",
     default=True,
     show_default=True,
-    help="Wait until the result is durable: it survives a power loss.",
+    help="Wait until the result is durable, so that it survives a power loss.",
 )
 @options.as_json
 def command(
@@ -54,12 +54,12 @@ def command(
 ) -> None:
     """Merge the shards in ACTOR_DIR into OUT_DIR, a complete Hugging Face model folder.
 
-    ACTOR_DIR may also be a folder of torch.distributed.checkpoint.
+    ACTOR_DIR may also be a checkpoint of torch.distributed.checkpoint.
 
-    If the shards are of a PEFT model, or if lora_adapter/ beside them holds an adapter, OUT_DIR
-    becomes the folder of that LoRA adapter.
+    If the shards belong to a PEFT model, or a folder lora_adapter/ beside the shards holds an
+    adapter, OUT_DIR becomes the folder of the LoRA adapter.
 
-    OUT_DIR must be new or empty. It appears complete or not at all.
+    OUT_DIR must be missing or empty. It appears complete or not at all.
     """
     if cast is not None:
         require_torch("--dtype")
@@ -129,7 +129,7 @@ def _look(storage: Storage, actor: Path) -> SavedWeights:
     """The complete save in a folder.
 
     Raises:
-        SaveNotReadyError: there is none.
+        SaveNotReadyError: the folder holds no complete save.
     """
     save = look_at_save(storage, actor, parse_step_folder(actor.parent.name) or 0)
     if not isinstance(save, Unfinished):

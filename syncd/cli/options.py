@@ -18,34 +18,34 @@ from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, step_folder, version_folder
 
 _DEFAULTS = RunConfig()
-#: The folder with the configurations of this host's services, one a job.
+#: The folder with the configurations of this host's services.
 CONFIGURATIONS: Final = Path("/etc/syncd")
 
 job = click.argument("job", type=click.Path(path_type=Path, file_okay=False))
-as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
 _Number = TypeVar("_Number", int, float)
 
 
 class SecondsRange(click.FloatRange):
-    """Seconds, or a duration with a unit as in the configuration: ``500ms``, ``5min``."""
+    """A duration: a number of seconds, or a number with a unit, such as ``500ms`` or ``5min``."""
 
     name = "seconds"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """A number of seconds, within the range."""
+        """Convert a value to seconds, and check the range."""
         return super().convert(_amount(SECONDS, float, value, param, ctx), param, ctx)
 
 
 class BytesRange(click.IntRange):
-    """Bytes, or a size with a unit as in the configuration: ``64GB``, ``1GiB``."""
+    """A size: a number of bytes, or a number with a unit, such as ``64GB`` or ``1GiB``."""
 
     name = "bytes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """A number of bytes, within the range."""
+        """Convert a value to bytes, and check the range."""
         return super().convert(_amount(BYTES, int, value, param, ctx), param, ctx)
 
 
@@ -80,17 +80,18 @@ _KEY_OF = {"digest": "digests"}
 
 
 def configured_folders() -> list[Path]:
-    """The jobs of this host's services, and the folders that contain jobs (``root``).
+    """The folders that the configurations in /etc/syncd name by the keys ``job`` and ``root``.
 
     Raises:
-        InvalidSettingsError: there are none, or a configuration cannot be used.
+        InvalidSettingsError: no configuration names a folder, or a configuration cannot be used.
     """
     configs = [load(file, {}).config for file in sorted(CONFIGURATIONS.glob("*.toml"))]
     named = (config.job or config.root for config in configs)
     found = list(dict.fromkeys(folder for folder in named if folder is not None))
     if not found:
         raise InvalidSettingsError(
-            f"which job? Give its directory: no configuration in {CONFIGURATIONS} names one"
+            f"which job? Give a job directory, because no configuration in {CONFIGURATIONS} names "
+            "a job"
         )
     return found
 
@@ -110,7 +111,7 @@ def given(ctx: click.Context) -> dict[str, GivenValue]:
 
 @dataclass(frozen=True, slots=True)
 class VersionOrStep:
-    """A version or a step, as it was named on the command line; one of the two is None."""
+    """A version or a step from the command line; either ``sequence`` or ``step`` is None."""
 
     sequence: int | None = None
     step: int | None = None
@@ -126,7 +127,7 @@ def _version(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
         return int(found[1])
     hint = ""
     if found := _STEP.fullmatch(value):
-        hint = f"; it is a step, and a step may have several versions: did you mean v{found[1]}?"
+        hint = f"; it is a step, which may have several versions: did you mean v{found[1]}?"
     raise click.BadParameter(f"{value!r} is not the name of a version, such as v17{hint}")
 
 
@@ -146,7 +147,7 @@ timeout = click.option(
     type=SecondsRange(min=0),
     default=60.0,
     show_default=True,
-    help="How long to wait for an answer from the daemon, if one is running.",
+    help="How long to wait for the daemon's answer, if a daemon is running.",
 )
 
 _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
@@ -155,28 +156,28 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=click.Choice([STATE_POINTER, CHECKPOINT_POINTER]),
         default=_DEFAULTS.pointer,
         show_default=True,
-        help="The file that names the step to publish; plain verl jobs have only the second.",
+        help="The file that names the step to publish; plain verl jobs have only the second file.",
     ),
     click.option(
         "--keep",
         type=click.IntRange(min=1),
         default=_DEFAULTS.keep,
         show_default=True,
-        help="How many of the newest versions to keep, besides leased ones.",
+        help="How many of the newest versions to keep, besides leased versions.",
     ),
     click.option(
         "--deltas",
         type=click.Choice(["auto", "on", "off"]),
         default=_DEFAULTS.deltas,
         show_default=True,
-        help="Make deltas between versions; auto: while two live explorers could use them.",
+        help="Make deltas between versions; auto: only while two live explorers could use them.",
     ),
     click.option(
         "--keep-deltas",
         type=click.IntRange(min=1),
         default=_DEFAULTS.keep_deltas,
         show_default=True,
-        help="How many of the newest deltas to keep at most; together no more than half a version.",
+        help="The most deltas to keep. All together they take at most half the bytes of a version.",
     ),
     click.option(
         "--prune-steps/--no-prune-steps",
@@ -187,7 +188,7 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option(
         "--prune-foreign/--no-prune-foreign",
         default=_DEFAULTS.prune_foreign,
-        help=f"Also delete steps without receipts, in a job without {STATE_POINTER}.",
+        help=f"In a job without {STATE_POINTER}, also delete step folders without receipts.",
     ),
     click.option(
         "--dead-reader-grace",
@@ -208,13 +209,13 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=SecondsRange(min=0, min_open=True, max=3600),
         default=_DEFAULTS.lease_time,
         show_default=True,
-        help="A process without a heartbeat for this long counts as dead; only for a new job.",
+        help="A process without a heartbeat for this long counts as dead. Affects only a new job.",
     ),
 )
 
 
 def policy(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of the retention rules to a command."""
+    """Add the options of the pruning rules to a command."""
     for option in reversed(_POLICY):
         command = option(command)
     return command
@@ -223,28 +224,28 @@ def policy(command: Callable[..., Any]) -> Callable[..., Any]:
 prefix = click.option(
     "--prefix",
     default=None,
-    help="The prefix of the model's names in torch.distributed.checkpoint.  [default: detect]",
+    help="The prefix of tensor names in torch.distributed.checkpoint.  [default: detect]",
 )
 names = click.option(
     "--names",
     type=click.Choice(["hub", "trainer"]),
     default="hub",
     show_default=True,
-    help="The tensors' names: as on the hub (one for each expert), or as the trainer saved them.",
+    help="The tensors' names: as on the hub (a tensor for each expert), or as saved.",
 )
 config_file = click.option(
     "--config",
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
     default=None,
-    help="A TOML file with any of these settings, and the job; see docs/configuration.md.",
+    help="A TOML file that can set the job and these options; see docs/configuration.md.",
 )
 log_format = click.option(
     "--log-format",
     type=click.Choice(["human", "json"]),
     default=_DEFAULTS.log_format,
     show_default=True,
-    help="Log lines as text for people, or as one JSON object a line.",
+    help="Log lines as text for people, or as one JSON object on each line.",
 )
 log_level = click.option(
     "--log-level",
@@ -265,19 +266,19 @@ dtype = click.option(
     "cast",
     type=click.Choice(["bf16", "fp16", "fp32"]),
     default=None,
-    help="Cast floating-point tensors, as torch does, but not fp8.  [default: as saved]",
+    help="Cast floating-point tensors, except fp8, as torch does.  [default: as saved]",
 )
 max_shard_size = click.option(
     "--max-shard-size",
     type=BytesRange(min=1),
     default=_DEFAULTS.max_shard_size,
     show_default=True,
-    help="The largest number of bytes of tensors in one file.",
+    help="The most bytes of tensors in one file.",
 )
 copy_threads = click.option(
     "--copy-threads",
     type=click.IntRange(min=1, max=64),
     default=_DEFAULTS.copy_threads,
     show_default=True,
-    help="How many files to write at a time; never more than there are processors.",
+    help="How many files to write at a time; at most one for each processor.",
 )

@@ -21,8 +21,8 @@ def command(job: Path, timeout: float, *, as_json: bool) -> None:
     """Stop publishing the saves of JOB, and all pruning, until 'syncd resume'.
 
     During a pause the daemon keeps its heartbeat, explorers keep their versions, and 'syncd
-    rollback' still works. A merge that has begun is finished first; this command waits for it.
-    Step folders pile up meanwhile.
+    rollback' still works. A merge that has begun is finished first; this command waits for the end
+    of the merge. During a pause the number of step folders grows.
     """
     with at_work("waiting for the daemon"):
         unanswered = Control(Job.at(job), timeout=timeout).pause()

@@ -19,8 +19,8 @@ from syncd.storage.leases import pin_step, pin_version
 def command(job: Path, target: options.VersionOrStep, *, as_json: bool) -> None:
     """Keep a version (v17) or a step folder (17) of JOB from being pruned, until it is unpinned.
 
-    The pin holds as soon as this command has succeeded, whether a daemon is running or not. It
-    keeps syncd from deleting a step folder; the trainer may still delete it.
+    The pin takes effect as soon as this command has succeeded, even if no daemon is running. Only
+    syncd obeys a pin; the trainer may still delete a pinned step folder.
     """
     opened = Job.at(job)
     opened.lease_time()  # a job at all?

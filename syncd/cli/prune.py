@@ -37,12 +37,12 @@ def command(
 ) -> None:
     """Delete versions and step folders of JOB by the daemon's rules, while no daemon runs.
 
-    The rules come from the same options, configuration file and environment as those of 'syncd
-    run'. Every deletion is recorded as a line in .syncd/audit.jsonl.
+    The rules come from the same options, configuration file and environment as for 'syncd run'.
+    Every deletion is recorded as a line in .syncd/audit.jsonl.
     """
     rules = load(config, os.environ, options.given(ctx)).config
     pruned = Job.at(job)
-    with at_work("looking" if dry_run else "pruning"):
+    with at_work("checking" if dry_run else "pruning"):
         actions = would_prune(pruned, rules) if dry_run else prune_now(pruned, rules)
     if as_json:
         told = [

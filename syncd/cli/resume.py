@@ -1,4 +1,4 @@
-"""``syncd resume``: go on after a pause."""
+"""``syncd resume``: publish and prune again after a pause."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from syncd.storage.job import Job
 @options.job
 @options.as_json
 def command(job: Path, *, as_json: bool) -> None:
-    """End 'syncd pause': publish the newest save of JOB, and prune again."""
+    """End a pause of JOB ('syncd pause'): publish the newest save, and prune again."""
     control = Control(Job.at(job), timeout=0)
     was = control.resume()
     is_working = control.working()

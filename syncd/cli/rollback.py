@@ -22,8 +22,9 @@ from syncd.storage.job import Job
 def command(job: Path, version: int, timeout: float, *, as_json: bool) -> None:
     """Publish an old version of JOB again, under a new sequence, so that explorers load it.
 
-    The trainer's next save is published as usual, and replaces it. If the old weights should stay,
-    run 'syncd pause' first. If no daemon runs, the request waits for the next one.
+    The trainer's next save is published as usual, and replaces the old version. To keep the old
+    version in use, run 'syncd pause' first. If no daemon is running, the next daemon handles the
+    request.
     """
     control = Control(Job.at(job), timeout=timeout)
     with at_work("waiting for the daemon"):

@@ -45,7 +45,7 @@ _DEFAULTS = RunConfig()
     type=options.SecondsRange(min=0, min_open=True, max=60),
     default=_DEFAULTS.tick,
     show_default=True,
-    help="How often to look at the job if no event reports a change.",
+    help="How often to check the job if no event reports a change.",
 )
 @click.option(
     "--memory-dir",
@@ -57,7 +57,7 @@ _DEFAULTS = RunConfig()
     "--root",
     type=click.Path(path_type=Path, file_okay=False),
     default=None,
-    help="Instead of JOB: serve all jobs in this folder, as they come and go.",
+    help="Instead of JOB: serve all jobs in this folder, including jobs created later.",
 )
 @click.option(
     "--concurrent-merges",
@@ -69,24 +69,24 @@ _DEFAULTS = RunConfig()
 @click.option(
     "--exit-when-idle/--no-exit-when-idle",
     default=_DEFAULTS.exit_when_idle,
-    help="Exit once all trainers and explorers have come and gone, and all saves are published.",
+    help="Exit once all trainers and explorers have ended, and all saves are published.",
 )
 @click.option(
     "--refuse-nonfinite/--no-refuse-nonfinite",
     default=_DEFAULTS.refuse_nonfinite,
-    help="Quarantine a save whose trainer found NaN or Inf in it, instead of warning.",
+    help="Quarantine a save if the trainer found NaN or Inf in it, instead of only warning.",
 )
 @click.option(
     "--remote-timeout",
     type=options.SecondsRange(min=0),
     default=_DEFAULTS.remote_timeout,
     show_default=True,
-    help="How long to wait for a step that has neither weights nor a remote path.",
+    help="How long to wait for a remote path in a step folder that has no weights.",
 )
 @click.option(
     "--dcp-prefix",
     default=None,
-    help="The prefix of the model's names in torch.distributed.checkpoint.  [default: detect]",
+    help="The prefix of tensor names in torch.distributed.checkpoint.  [default: detect]",
 )
 @click.option(
     "--hang-time",
@@ -99,7 +99,7 @@ _DEFAULTS = RunConfig()
     "--shared-group",
     default=None,
     metavar="GROUP",
-    help="Give new files to this group, which trainers, explorers and daemon all belong to.",
+    help="Give new files to this group. Trainers, explorers and the daemon must all belong to it.",
 )
 @options.digest
 @options.dtype
@@ -108,7 +108,7 @@ _DEFAULTS = RunConfig()
     type=click.Choice(["hub", "trainer"]),
     default=None,
     help="The names of tensors in versions: as on the hub, or as in the trainer's module.  "
-    "[default: those of the newest version; of a new job hub, if all explorers take them]",
+    "[default: as in the newest version; for a new job hub, if all explorers accept hub names]",
 )
 @options.max_shard_size
 @options.copy_threads
@@ -133,10 +133,11 @@ _DEFAULTS = RunConfig()
 def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_options: Any) -> None:
     """Serve JOB, or all jobs in the folder --root, until SIGTERM: merge, publish, signal, prune.
 
-    A second daemon on the same job stands by, and takes over when the first one dies.
+    A second daemon on the same job stands by, and takes over when the first daemon dies.
 
-    Settings that are not given here come from the environment (SYNCD_KEEP for --keep), then from
-    the configuration file. On SIGHUP the daemon reads that file again. See 'syncd config --help'.
+    A setting that is not given as an option comes from the environment (SYNCD_KEEP for --keep), or
+    else from the configuration file. On SIGHUP the daemon reads that file again. See 'syncd config
+    --help'.
     """
     said = options.given(ctx)
     if as_json:
@@ -151,7 +152,7 @@ def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_opt
     # A save of a thousand ranks needs a thousand open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    log.debug("up to %d open files instead of %d", hard, soft)
+    log.debug("the limit of open files is now %d; it was %d", hard, soft)
     with ExitStack() as stack:
         services = _services(configuration, stack)
         # Without a file there is nothing to read again: SIGHUP ends the process, as ever.
@@ -165,11 +166,12 @@ def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_opt
 
 
 def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
-    """The configuration, checked against this host too.
+    """Load the configuration, and check that this host can do what it asks for.
 
     Raises:
-        InvalidSettingsError: it cannot be used, or asks for deltas that cannot be made here.
-        TorchMissingError: it casts, and torch is not installed.
+        InvalidSettingsError: the configuration cannot be used, or asks for deltas that this host
+            cannot make.
+        TorchMissingError: the configuration sets ``cast``, and torch is not installed.
     """
     configuration = load(file, os.environ, said)
     if configuration.config.cast is not None:
@@ -181,7 +183,7 @@ def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
 
 
 def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | RootServices:
-    """The daemons; their hang guard and metrics run while the stack is open."""
+    """Make the daemons. Their hang guard and metrics run until the stack is closed."""
     config, root = configuration.current.config, configuration.current.root
     manager = ServiceManager.of_environment()
     guard = HangGuard(config.hang_time, manager, together=root is None)

@@ -1,4 +1,4 @@
-"""Signals end a command: between two steps, or at once and cleanly."""
+"""Signal handlers that end a command: between two of its steps, or at once after a cleanup."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from types import FrameType
 def stopped_by_signals(
     stop: Callable[[], None], *, reload: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """SIGTERM and SIGINT call ``stop`` while this is open, and SIGHUP ``reload``.
+    """During the block, SIGTERM and SIGINT call ``stop``, and SIGHUP calls ``reload``.
 
-    Without ``reload`` SIGHUP keeps its effect: it ends the process.
+    If ``reload`` is None, SIGHUP ends the process as usual.
     """
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -36,7 +36,7 @@ def stopped_by_signals(
 
 @contextmanager
 def cleaned_up() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP run the ``finally`` blocks, which remove unfinished files.
+    """During the block, SIGTERM and SIGHUP raise SystemExit, so that ``finally`` blocks clean up.
 
     The exit status is 128 plus the signal's number, as a shell reports a killed process.
     """

@@ -36,12 +36,13 @@ _INTERVAL: Final = 2.0
 def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bool) -> None:
     """Show the published versions of JOBS, the explorers that serve them, and current waits.
 
-    JOBS are job directories, or folders that contain job directories. Several jobs are shown one a
-    line. Without JOBS: the jobs that the configurations in /etc/syncd name. With --watch and no
-    terminal each refresh is printed, as text or, with --json, as one JSON object a line.
+    JOBS are job directories, or folders that contain job directories. Each of several jobs is one
+    line. Without JOBS, the jobs that the configurations in /etc/syncd name are shown. If stdout is
+    not a terminal, --watch prints each refresh as text. With --watch and --json each refresh is one
+    line with a JSON object.
 
-    The command only reads. Ages come from the clocks of the hosts that wrote the files; if these
-    clocks differ, the ages are off by as much.
+    The command changes nothing. Ages depend on the clocks of the hosts that wrote the files. An age
+    is wrong if the writer's clock differs from the clock of this host.
     """
     found, is_one = _found(jobs)
     every = interval if watch else None
@@ -67,10 +68,10 @@ def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bo
 
 
 def _found(given: Sequence[Path]) -> tuple[list[Path], bool]:
-    """The jobs to show, and whether it is the one job that was named.
+    """The jobs to show; and True if there is only one job, whose own directory was given.
 
     Raises:
-        JobUnavailableError: a given folder is not a job, and contains none.
+        JobUnavailableError: a given folder is not a job, and contains no job.
         InvalidSettingsError: neither the command line nor a configuration names a job.
     """
     if not given:
@@ -81,7 +82,7 @@ def _found(given: Sequence[Path]) -> tuple[list[Path], bool]:
 
 
 def _jobs_or_itself(folder: Path) -> list[Path]:
-    """The jobs at a folder of a configuration; the folder itself if it cannot be read."""
+    """The jobs in the folder that a configuration names; the folder itself if it is unreadable."""
     try:
         return jobs_at(folder)
     except (JobUnavailableError, OSError):
@@ -94,7 +95,7 @@ def _print_json(found: list[Path], *, is_one: bool, indent: int | None) -> None:
 
 
 def _repeat(show: Callable[[], None], every: float | None) -> None:
-    """Show once, or repeatedly until Ctrl-C, which is then the normal end."""
+    """Show once; with an interval, show repeatedly until Ctrl-C, which is then the normal end."""
     try:
         show()
         while every is not None:

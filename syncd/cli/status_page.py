@@ -30,12 +30,12 @@ _LABEL: Final = 9
 
 
 def page(seen: dict[str, Any], now: float, width: int, height: int | None = None) -> RenderableType:
-    """One job, and its second one.
+    """The page of one job; if it has a memory directory, also of the job in that directory.
 
-    Faults and events come before the explorers, of which a low terminal shows fewer.
+    Faults and events come before the explorers. On a low terminal fewer explorers are shown.
 
     Args:
-        seen: the result of :func:`syncd.operate.job_state.look`, or the reason why there is none.
+        seen: the result of :func:`syncd.operate.job_state.look_anyway`.
         now: seconds since the epoch, by this host's clock.
         width: the width of the terminal, in columns.
         height: the height of the terminal, in lines; None if the output is not a terminal.
@@ -52,7 +52,7 @@ def page(seen: dict[str, Any], now: float, width: int, height: int | None = None
 
 
 def table(seen: list[dict[str, Any]], now: float) -> RenderableType:
-    """Several jobs, a row each."""
+    """The table of several jobs, with one row for each job."""
     found = _table("job", "daemon", "latest", "step", "explorers", "behind", "heard")
     notes: list[Text] = []
     for job in seen:
@@ -97,7 +97,7 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
     daemon, latest, trainer = seen["daemon"], seen["latest"], seen["trainer"]
     facts = [("job", seen["job"])]
     if daemon is None:
-        facts.append(("daemon", "none has worked here yet"))
+        facts.append(("daemon", "no daemon has worked here yet"))
     else:
         detail = f": {daemon['detail']}" if daemon["detail"] else ""
         who = f"{daemon['host']} pid {daemon['pid']}, epoch {daemon['epoch']}"
@@ -167,14 +167,17 @@ def _deltas(seen: dict[str, Any]) -> str:
     if making and latest and making["sequence"] == latest["sequence"]:
         if making["state"] == "making":
             done = f" ({making['done'] / making['total']:.0%})" if making["total"] else ""
-            told.append(f"that to v{making['sequence']} is being made{done}")
+            told.append(f"the delta to v{making['sequence']} is being made{done}")
         elif making["state"] == "none":
-            told.append(f"none to v{making['sequence']}: {making['why']}")
+            told.append(f"no delta to v{making['sequence']}: {making['why']}")
     return "; ".join(told)
 
 
 def _names(seen: dict[str, Any]) -> str:
-    """Whose names tensors have, and which explorers take no others; empty without others."""
+    """The names that tensors have, and the explorers that do not accept the hub's names.
+
+    Empty if the daemon reports no names.
+    """
     names = (seen["daemon"] or {}).get("names")
     if names is None:
         return ""
@@ -188,7 +191,7 @@ def _names(seen: dict[str, Any]) -> str:
 
 
 def _how_to_start(seen: dict[str, Any], now: float) -> str:
-    """The command that starts a daemon, if none seems to work; empty otherwise."""
+    """The command that starts a daemon, if no daemon seems to be running; else empty."""
     daemon = seen["daemon"]
     if "memory" not in seen:
         return ""  # a second job, which the first job's daemon serves
@@ -225,7 +228,7 @@ def _done(counters: dict[str, int]) -> str:
 
 
 def _counted(name: str) -> str:
-    """A counter in words; the log says "pruned" of a version that was retired and deleted."""
+    """A counter's name in words. As in the log, a retired and deleted version is "pruned"."""
     return "versions pruned" if name == "versions_retired" else name.replace("_", " ")
 
 
@@ -245,7 +248,7 @@ def _faults(reports: list[dict[str, Any]], width: int) -> list[RenderableType]:
 
 
 def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[RenderableType]:
-    """The explorers: if not all are shown, the ones furthest behind first; stopped ones last."""
+    """The table of explorers; if not all fit, sorted by lag, with stopped explorers last."""
     if len(reports) > most:
         reports = sorted(reports, key=lambda one: (one["status"] == "stopped", -one["behind"]))
     found = _table("explorer", "status", "version", "step", "behind", "pause", "heard")
@@ -270,7 +273,7 @@ def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[Ren
 
 
 def _pause(reload: dict[str, Any] | None) -> str:
-    """The pause of an engine at its last reload, and what it loaded: a staged copy, by a delta."""
+    """An engine's pause at its last reload. It is marked if a staged copy or a delta was used."""
     if reload is None:
         return "-"
     staged = {None: "", True: ", staged", False: ", not staged"}[reload["staged"]]
@@ -307,7 +310,7 @@ def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each
             because = f", because {event['why']}" if event.get("why") else ""
             return f"{version}: tensors have the names of the {event.get('names')}{because}"
         case "adopted":
-            return f"adopted {version} of step {step}, which a daemon before had finished"
+            return f"adopted {version} of step {step}, which an earlier daemon had finished"
         case "rolled_back":
             return f"v{event.get('of')} is served again, as {version}: asked for by {_by(event)}"
         case "refused":
@@ -318,7 +321,7 @@ def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each
         case "no_delta":
             return f"no delta from v{event.get('of')} to {version}: {event.get('why')}"
         case "skipped":
-            return f"skipped step {step}: a newer one was out"
+            return f"skipped step {step}: a newer step was published"
         case "quarantined":
             return f"refused step {step}: {event.get('why')}"
         case _:
@@ -331,7 +334,7 @@ def _by(event: dict[str, Any]) -> str:
 
 
 def _few(names: list[str]) -> str:
-    """Names; only the first ones if there are many."""
+    """The names, joined by commas; only the first names if there are many."""
     told = ", ".join(names[:4])
     return told if len(names) <= 5 else f"{told} and {len(names) - 4} more"
 
@@ -344,7 +347,7 @@ def _table(*heads: str) -> Table:
 
 
 def _cells(*cells: object) -> list[Text]:
-    """Cells of plain text on one line: no markup or terminal commands from other programs."""
+    """Cells of plain text on one line, in which markup and terminal escapes have no effect."""
     return [_text(str(cell)) for cell in cells]
 
 
@@ -353,7 +356,7 @@ def _text(text: str) -> Text:
 
 
 def _lines(label: str, text: str, width: int, *, indent: int = _LABEL) -> list[RenderableType]:
-    """A label and its text, wrapped below itself; a path is never cut."""
+    """A label and its text. The text is wrapped below its own first line; a path is never cut."""
     found = textwrap.wrap(
         printable(text),
         max(width - indent, 20),

@@ -1,4 +1,4 @@
-"""``syncd unit``: systemd units for this host."""
+"""``syncd unit``: print or install systemd units for this host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command() -> None:
     """Print or install systemd units: a daemon for a job, or an explorer beside a server.
 
     NAME is the unit's instance name: syncd@NAME serves the job that /etc/syncd/NAME.toml names.
-    With --follow, syncd-follow@NAME is an explorer of that name.
+    With --follow, syncd-follow@NAME runs an explorer that is called NAME.
     """
 
 
@@ -42,7 +42,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="The daemon's configuration.  [default: /etc/syncd/NAME.toml]",
         ),
         click.option("--user", default=None, help="The unit's user.  [default: the job's owner]"),
-        click.option("--group", default=None, help="The unit's group.  [default: the job's]"),
+        click.option("--group", default=None, help="The unit's group.  [default: the job's group]"),
         click.option(
             "--follow",
             type=path,
@@ -50,16 +50,16 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="JOB",
             help="Make a unit for an explorer of this job (syncd follow), not for a daemon.",
         ),
-        click.option("--stage", type=path, default=None, help="With --follow: its --stage."),
+        click.option("--stage", type=path, default=None, help="With --follow: see 'syncd follow'."),
         click.option(
             "--budget",
             type=options.BytesRange(min=1),
             help="With --follow: the most bytes that the copies in --stage may take.",
         ),
-        click.option("--link", type=path, default=None, help="With --follow: its --link option."),
-        click.option("--command", "run", default=None, help="With --follow: its --command option."),
+        click.option("--link", type=path, default=None, help="With --follow: see 'syncd follow'."),
+        click.option("--command", "run", default=None, help="With --follow: see 'syncd follow'."),
         click.option(
-            "--memory-dir", type=path, default=None, help="With --follow: its --memory-dir option."
+            "--memory-dir", type=path, default=None, help="With --follow: see 'syncd follow'."
         ),
         click.option(
             "--option",
@@ -77,7 +77,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @_options
 @options.as_json
 def print_(name: str, *, as_json: bool, **given: Any) -> None:
-    """Print the unit's files and the paths they would be written to."""
+    """Print the unit's files, each with the path that 'syncd unit install' would write it to."""
     files = {_SYSTEMD / where: text for where, text in unit_files(_instance(name, **given)).items()}
     if as_json:
         told = {str(path): text for path, text in files.items()}
@@ -101,8 +101,8 @@ def print_(name: str, *, as_json: bool, **given: Any) -> None:
 def install(name: str, to: Path, *, force: bool, as_json: bool, **given: Any) -> None:
     """Write the unit's files, and print the commands to run next.
 
-    A file that was edited since syncd wrote it is not replaced. Put your own settings into another
-    drop-in beside it ('systemctl edit').
+    A file that was edited since syncd wrote it is not replaced. Put your own settings into a
+    separate drop-in file ('systemctl edit').
     """
     instance = _instance(name, **given)
     storage = Storage()
@@ -113,7 +113,7 @@ def install(name: str, to: Path, *, force: bool, as_json: bool, **given: Any) ->
             if found != text and not is_untouched(found):
                 raise InvalidSettingsError(
                     f"{path} was edited since syncd wrote it: move the changes to another drop-in "
-                    f"('systemctl edit {instance.unit}') and remove it, or give --force"
+                    f"('systemctl edit {instance.unit}') and remove the file, or give --force"
                 )
     for path, text in files.items():
         storage.make_folder(path.parent, below=Path(path.anchor))
@@ -216,13 +216,13 @@ def _follower(
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder that the unit must be able to write to; a mount itself, else the parent."""
+    """The folder that the unit must be able to write to: a mount itself, or a path's parent."""
     if path.is_mount():
         return path
     if path.parent == Path(path.anchor):
         raise InvalidSettingsError(
             f"{path} is in the root folder, which the unit would need to write to: give a path in "
-            "a folder of its own"
+            "another folder"
         )
     return path.parent
 

@@ -17,7 +17,7 @@ from syncd.storage.leases import unpin_step, unpin_version
 @options.target
 @options.as_json
 def command(job: Path, target: options.VersionOrStep, *, as_json: bool) -> None:
-    """Unpin a version (v17) or a step folder (17) of JOB: the usual pruning rules apply again."""
+    """Unpin a version (v17) or step folder (17) of JOB, so that the usual pruning rules apply."""
     opened = Job.at(job)
     opened.lease_time()  # a job at all?
     was = False

@@ -1,4 +1,4 @@
-"""``syncd verify``: read versions again."""
+"""``syncd verify``: compare versions and deltas with their manifests."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ class _Verified:
 @click.argument("path", type=click.Path(path_type=Path, file_okay=False, exists=True))
 @options.as_json
 def command(path: Path, *, as_json: bool) -> None:
-    """Compare the versions and deltas of the job PATH, or the one folder PATH, with their records.
+    """Compare the versions and deltas of a job with their manifests.
 
-    Reads every byte. Exits with 7 if something differs from its manifest. Folders that 'syncd
-    merge' made, and huggingface/ folders that 'syncd convert' filled, have a manifest too.
+    PATH is a job directory, or a single folder with a manifest: a version, a folder that 'syncd
+    merge' made, or a huggingface/ folder that 'syncd convert' filled. Reads every byte. Exits with
+    7 if a folder differs from its manifest.
     """
     storage = Storage(path)
     job = Job.at(path, storage)
@@ -65,7 +66,7 @@ def command(path: Path, *, as_json: bool) -> None:
         click.echo(json.dumps({"folders": [asdict(result) for result in results]}, indent=2))
     wrong = [result.folder for result in results if result.outcome == "damaged"]
     if wrong:
-        raise VerificationError(f"differ from their manifests: {', '.join(wrong)}")
+        raise VerificationError(f"these folders differ from their manifests: {', '.join(wrong)}")
 
 
 def _verified_delta(storage: Storage, folder: Path) -> _Verified:

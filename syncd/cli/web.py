@@ -1,4 +1,4 @@
-"""``syncd web``: jobs on a page in a browser."""
+"""``syncd web``: show jobs on a web page."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ _PORT: Final = 8460
     type=click.IntRange(min=1),
     default=200,
     show_default=True,
-    help="Show this many versions of each job, the newest ones.",
+    help="Show this many of each job's newest versions.",
 )
 @options.as_json
 def command(jobs: tuple[Path, ...], port: int, limit: int, *, as_json: bool) -> None:
     """Show status and history of JOBS on a web page that updates itself, until Ctrl-C.
 
-    JOBS are job directories, or folders that contain job directories; jobs in these may come and
-    go. Without JOBS: the jobs that the configurations in /etc/syncd name.
+    JOBS are job directories, or folders that contain job directories; a new job in such a folder
+    appears on the page. Without JOBS, the jobs that the configurations in /etc/syncd name are
+    shown.
 
-    The command only reads, and only while a browser has the page open. The page is served on this
-    host's loopback only. To see it from elsewhere: ssh -L 8460:127.0.0.1:8460 HOST.
+    The command changes nothing, and reads only while a browser has the page open. The page is
+    served only on this host's loopback address. To see the page from another host, run this command
+    on that host: ssh -L 8460:127.0.0.1:8460 HOST.
     """
     for job in jobs:
         _check_is_there(job)
@@ -57,7 +59,7 @@ def command(jobs: tuple[Path, ...], port: int, limit: int, *, as_json: bool) -> 
 
 
 def _check_is_there(folder: Path) -> None:
-    """Refuse a mistyped path. If storage fails instead, the page itself shows that."""
+    """Raise an error if a folder is missing. Errors of storage are shown by the page instead."""
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError) as error:

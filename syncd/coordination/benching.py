@@ -32,21 +32,21 @@ from syncd.storage.step_folders import check_on_disk
 
 log = logging.getLogger(__name__)
 
-#: The sequence in the manifest of a build: it was never published.
+#: The sequence in the manifest of a build, because a build is never published.
 _UNPUBLISHED: Final = 0
 
 
 class Bench:
-    """Holds steps for one explorer: a published version of the step, or the daemon's build of it.
+    """Holds steps for one explorer: a published version of a step, or the daemon's build of a step.
 
-    Promised: no other explorer changes its version, and a held folder stays until it is released,
-    or the explorer's session is dead.
+    Promised: a hold does not change the versions that other explorers serve. A held folder stays
+    until the explorer releases it or the explorer's session is dead.
 
     Args:
         job: the job.
-        versions: the job's published versions, or its memory directory's.
+        versions: the published versions of the job, or of the job's memory directory.
         name: the explorer's name.
-        session: the heartbeat of the explorer in the job.
+        session: the explorer's heartbeat in the job.
     """
 
     def __init__(self, job: Job, versions: Versions, name: str, session: str) -> None:
@@ -58,19 +58,20 @@ class Bench:
     def hold(self, step: int, wait: Wait) -> LeasedVersion:
         """Hold a step.
 
-        If the step is published, it leases that version. Otherwise it asks the daemon to build the
-        step, and waits if the step's save is not whole yet.
+        If the step is published, this method leases the published version. Otherwise it asks the
+        daemon to build the step, and waits for the build. The build begins once the step's save is
+        complete.
 
         Returns:
-            The version; its sequence is 0 if it was built.
+            The held version. Its sequence is 0 if the daemon built it.
 
         Raises:
-            SaveNotReadyError: the step is not on disk; the message lists the steps that are.
-            SaveFailedError: the daemon cannot build it; the message has the reason.
-            JobUnavailableError: the daemon is of a release that builds no steps; or the job is not
-                there now.
-            WaitTimeoutError: it was not built in time.
-            VerificationError: its manifest is damaged.
+            SaveNotReadyError: the step is not on disk. The message lists the steps on disk.
+            SaveFailedError: the daemon cannot build the step. The message has the reason.
+            JobUnavailableError: the daemon's release cannot build single steps, or the job
+                directory is missing now.
+            WaitTimeoutError: the daemon did not build the step in time.
+            VerificationError: the version's manifest is damaged.
         """
         published = self._lease_published(step)
         if published is not None:
@@ -95,7 +96,7 @@ class Bench:
             raise
 
     def is_of(self, manifest: Manifest, step: int) -> bool:
-        """True if a version comes from the save in a step's folder, even if that was pruned."""
+        """True if a version was made from a step's present save, or the step folder was pruned."""
         if manifest.step != step:
             return False
         folder = self._job.layout.step(step)
@@ -103,7 +104,7 @@ class Bench:
         return save.identity == manifest.save_id or not self._job.storage.exists(folder)
 
     def _lease_published(self, step: int) -> LeasedVersion | None:
-        """The newest published version of a step's present save; None if there is none."""
+        """Lease the newest published version of a step's present save; None if there is none."""
         layout = self._versions.job.layout
         found = map(parse_version_folder, self._job.storage.names(layout.published))
         for sequence in sorted((one for one in found if one is not None), reverse=True):
@@ -132,10 +133,10 @@ class Bench:
                 )
 
     def _is_built(self, request: BenchRequest) -> bool:
-        """True if the build is there; asks the server.
+        """Ask the file server if the build exists.
 
         Raises:
-            SaveFailedError: the daemon has refused it.
+            SaveFailedError: the daemon has refused the request.
         """
         folder = self._job.layout.bench_build(request.session, request.id)
         for parent in (self._job.layout.bench, folder.parent):
@@ -159,10 +160,10 @@ class Bench:
         return False
 
     def _check_daemon(self, step: int) -> None:
-        """Check that a working daemon, if there is one, knows such requests.
+        """Check that the running daemon, if there is one, can build single steps.
 
         Raises:
-            JobUnavailableError: it does not.
+            JobUnavailableError: the daemon's release cannot build single steps.
         """
         daemon = self._job.read(DaemonReport, self._job.layout.daemon_report)
         if daemon is None or daemon.release is not None or daemon.state == "stopped":
@@ -170,14 +171,13 @@ class Bench:
         if self._job.storage.exists(self._job.layout.daemon_lock):
             raise JobUnavailableError(
                 f"the daemon of {self._job.layout.root} (pid {daemon.pid} on "
-                f"{printable(daemon.host)}) runs an older release, which daemon.json does not "
-                f"name, and cannot build step {step} for one explorer: restart it with syncd "
-                f"{__version__}"
+                f"{printable(daemon.host)}) runs an older release that cannot build step {step} "
+                f"for one explorer: restart the daemon with syncd {__version__}"
             )
 
 
 class _Build:
-    """An explorer's hold on a build: its request, without which the daemon deletes the build."""
+    """An explorer's hold on a build: while the request file exists, the daemon keeps the build."""
 
     def __init__(self, job: Job, request: BenchRequest) -> None:
         self._job = job
@@ -187,7 +187,8 @@ class _Build:
         """Release the build. Safe to call twice.
 
         Raises:
-            OSError: storage refused it, or the job is not there now: the build is still held.
+            OSError: storage refused the release, or the job directory is missing now. The build is
+                still held.
         """
         if self._job.storage.unlink_if_there(self._path):
             return

@@ -1,4 +1,7 @@
-"""The part of a DTensor that one rank has. Imports torch, so import this inside functions only."""
+"""The part of a DTensor that one rank has.
+
+This module imports torch, so import this module inside functions only.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ from syncd.checkpoint.tensor_rules import shown
 def local_box(name: str, tensor: DTensor) -> Box | None:
     """The part of the whole tensor that ``to_local()`` holds; None on a rank outside the mesh.
 
-    No communication.
+    This function does not communicate with other ranks.
 
     Args:
         name: the tensor's name, for messages.
         tensor: the tensor, on any mesh, of any number of dimensions.
 
     Raises:
-        PlacementError: it has a placement that is neither Shard nor Replicate.
-        CoverageError: its local tensor's shape contradicts the placements.
+        PlacementError: a placement of the tensor is neither Shard nor Replicate.
+        CoverageError: the shape of the local tensor contradicts the placements.
     """
     mesh, spec = tensor.device_mesh, tensor._spec  # noqa: SLF001 - the order of cuts is only there
     coordinate = mesh.get_coordinate()
@@ -46,7 +49,7 @@ def local_box(name: str, tensor: DTensor) -> Box | None:
 
 
 def _placement(told: Any) -> placement.Placement:
-    """Torch's placement as syncd's."""
+    """Convert torch's placement to syncd's."""
     if isinstance(told, TorchReplicate):
         return placement.Replicate()
     factor = getattr(told, "split_factor", None)

@@ -1,4 +1,4 @@
-"""An explorer's methods of the Synchronizer, blocking: the calls of a rollout worker's hook."""
+"""An explorer's methods of the Synchronizer, blocking; a rollout worker's hook calls them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         name: the explorer's name, unique among the live explorers.
         settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, which has the versions (method ``memory``).
-        workers: how many ranks of a weight group it has; 0 if no transfer waits for it.
-        hub_names: whether it takes versions under the hub's names, too (``syncd run --names``).
-        seams: for tests.
+        workers: the explorer's number of ranks in a weight group; 0 if it joins no transfers.
+        hub_names: True if this explorer also accepts the hub's names (``syncd run --names``).
+        seams: substitutes for tests.
 
     Raises:
-        NameTakenError: a live explorer has the name; finding out may take a lease time.
+        NameTakenError: a live explorer has the name. This check can take one lease time.
         JobUnavailableError: the job directory is missing or cannot be written.
         InvalidSettingsError: the name cannot be part of a file name.
     """
@@ -98,21 +98,21 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     def set_explorer_status(
         self, status: RunningStatus, old_status: RunningStatus | None = None
     ) -> None:
-        """Set this explorer's status. With ``require_sync`` it asks for a sync once more.
+        """Set this explorer's status; ``require_sync`` asks the trainer for another sync.
 
         Args:
-            status: the new one.
-            old_status: its status as the caller believes.
+            status: the new status.
+            old_status: the status that the caller expects this explorer to have; None for any.
 
         Raises:
-            InvalidTransitionError: the status cannot follow its own, or that is not the old one.
+            InvalidTransitionError: this change is not allowed, or ``old_status`` is wrong.
         """
         me = self._me
         asks = status is RunningStatus.REQUIRE_SYNC and me.record.status != status.value
         become(me, status, old_status, requests=me.record.requests + asks, starting=None)
 
     def close(self) -> None:
-        """End this explorer, as any member; it also stops counting as starting."""
+        """Close this explorer (:meth:`.Member.close`), and clear ``starting`` in its report."""
         if self.is_ours and self._me.record.starting is not None:
             try:
                 self._me.update(starting=None)
@@ -121,7 +121,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         super().close()
 
     def set_explorer_version(self, version: Version, refused: str | None = None) -> None:
-        """Report the served version, and the newer one that was refused, with the reason."""
+        """Report the served version; ``refused`` is a newer version that was refused, and why."""
         told = self._me.record.reload
         self._serve(version, refused=refused, received=None, bench=None, reload=told)
 
@@ -139,19 +139,19 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         starting: str | None = None,
         delta_base: int | None = None,
     ) -> None:
-        """Set all fields of an explorer's report; omitted ones are cleared.
+        """Set fields of the explorer's report; omitted fields are cleared, except ``workers``.
 
         Args:
-            version: the served version; None before the first.
+            version: the served version; None before the first version.
             refused: the newer version that was refused, and the reason.
-            reload: the times of loading that version.
+            reload: the times of loading the served version.
             fault: why this explorer cannot be relied on.
             received: the save id of the served weights, if they came by a broadcast.
-            bench: the step that is evaluated, in place of a version.
-            workers: how many ranks of a weight group it has from now on; None for no change.
-            group: given with ``workers``: the weight group that all of them have open.
-            starting: the reason why it is not running yet; its next status clears that too.
-            delta_base: the newest version that its host has, as a base of deltas.
+            bench: the step that is evaluated instead of a version.
+            workers: the new number of ranks in a weight group; None for no change.
+            group: only with ``workers``: the weight group that all these ranks have open.
+            starting: why this explorer is not running yet. Setting a status clears this field too.
+            delta_base: the newest version on this host that can be the base of a delta.
         """
         self._serve(
             version,
@@ -194,10 +194,10 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         timeout: float | None = None,
         cancel: Cancellation | None = None,
     ) -> LeasedVersion:
-        """Hold a step that is on disk, to evaluate it here; the other explorers do not change.
+        """Hold a step on disk to evaluate it in this explorer only; other explorers do not change.
 
-        If the step is published, it leases that version; otherwise the daemon builds the step, and
-        deletes the build once it is released. It waits for a step that is not whole yet.
+        If the step is published, this leases its version. Otherwise the daemon builds the step once
+        its save is complete, and deletes the build after the release.
 
         Args:
             step: the step.
@@ -206,14 +206,14 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             cancel: ends the wait from another thread.
 
         Returns:
-            The version, to be released before this is closed; its sequence is 0 if it was built.
+            The version; its sequence is 0 if it was built. Release it before you close this object.
 
         Raises:
-            SaveNotReadyError: the step is not on disk; the message lists the steps that are.
-            SaveFailedError: the daemon cannot build it; the message has the reason.
-            WaitTimeoutError: it was not built in time.
+            SaveNotReadyError: the step is not on disk. The message lists the steps on disk.
+            SaveFailedError: the daemon cannot build the step. The message has the reason.
+            WaitTimeoutError: the daemon did not build the step in time.
             CancelledError: the wait was cancelled.
-            JobUnavailableError: the daemon's release builds no steps; or the job is not there now.
+            JobUnavailableError: the daemon's release cannot build steps, or the job is missing now.
         """
         with self._wait(timeout, cancel) as wait:
             if serves is not None and self._bench.is_of(serves.manifest, step):
@@ -230,25 +230,24 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> Version | None:
         """Require a sync, and wait until a newer version than ``current`` is published.
 
-        An explorer that holds nothing, in a job without a version, first waits for a trainer
+        If ``current`` is None and the job has no version, it first waits for a trainer
         (:meth:`wait_for_trainer`).
 
         Args:
-            current: what this explorer serves; None before its first version.
-            no_wait: take the newest version that is there, without requiring a sync.
+            current: the version that this explorer serves; None before its first version.
+            no_wait: return the newest published version at once, without requiring a sync.
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
         Returns:
-            The newest version, never one older than ``current``. It is ``current`` if nothing newer
-            comes: the trainer has said so, stopped or died, and its last save was published,
-            skipped or quarantined, or no daemon has lived for a lease time. That is logged once for
-            each version.
+            The newest version, or ``current`` if the trainer has stopped, died or said that nothing
+            newer will come. In that case the trainer's last save was published, skipped or
+            quarantined, or no daemon was alive for a lease time. This is logged once per version.
 
         Raises:
-            WaitTimeoutError: neither happened in time.
+            WaitTimeoutError: no newer version was published in time.
             CancelledError: the wait was cancelled.
-            JobUnavailableError: the job is not there now, for example unmounted: wait again.
+            JobUnavailableError: the job directory is missing, for example unmounted. Wait again.
             InvalidTransitionError: this explorer is not running.
             OSError: storage failed.
         """
@@ -269,19 +268,19 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> Version:
         """Wait until a newer version than ``current`` is published, even without a trainer.
 
-        Unlike :meth:`wait_new_model_state_dict`, it goes on waiting if the trainer stops or says
-        that nothing newer comes, and while the job is unmounted.
+        Unlike :meth:`wait_new_model_state_dict`, this wait does not end if the trainer stops or
+        says that nothing newer will come, or if the job is unmounted.
 
         Args:
-            current: a version must have a higher sequence; None for any version.
-            asks: whether to require a sync meanwhile, and again after each answer that there is
-                nothing newer; if storage fails, it asks again.
-            timeout: seconds; 0 to take what is there, without requiring a sync; None for no limit.
+            current: the wait ends with a version of a higher sequence; None for any version.
+            asks: True to require a sync during the wait, and to require it again after each answer
+                that nothing newer will come. If storage fails, the request is repeated.
+            timeout: seconds; 0 to check once without requiring a sync; None for no limit.
             cancel: ends the wait from another thread.
-            look: called each time that there is nothing newer; an error ends the wait.
+            look: called after each check that finds nothing newer; its errors end the wait.
 
         Raises:
-            WaitTimeoutError: nothing newer in time.
+            WaitTimeoutError: no newer version was published in time.
             CancelledError: the wait was cancelled.
             InvalidTransitionError: this explorer is not running.
             OSError: LATEST cannot be read.
@@ -302,24 +301,24 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         cancel: Cancellation | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> Version | Offer | None:
-        """Require a sync, and wait for a newer version or a transfer, whichever comes first.
+        """Require a sync, and wait until a newer version or a transfer comes.
 
         Args:
-            current: a version must have a higher sequence; None for any version.
-            joins: whether to take part in transfers now.
-            ends_with_trainer: whether it begins and ends like :meth:`wait_new_model_state_dict` if
-                there is no trainer, or the trainer says that nothing newer comes; if False, it asks
-                again.
-            timeout: seconds; None for as long as it takes.
+            current: the wait ends with a version of a higher sequence; None for any version.
+            joins: called at each check; returns True to take part in transfers.
+            ends_with_trainer: True to begin and end like :meth:`wait_new_model_state_dict`; False
+                to ask again if the trainer says that nothing newer will come.
+            timeout: seconds; None for no limit.
             cancel: ends the wait from another thread.
-            look: called each time that there is nothing newer; an error ends the wait.
+            look: called after each check that finds nothing newer; its errors end the wait.
 
         Returns:
-            A version; or the offer of a decided transfer, whose members all have to meet
-            (:meth:`rendezvous`); None if the wait ended with the trainer.
+            A version; or the offer of an agreed transfer, whose members must all meet next
+            (:meth:`rendezvous`); or None if the trainer's end ended the wait.
 
         Raises:
-            WaitTimeoutError: neither in time; all else as :meth:`wait_for_newer`.
+            WaitTimeoutError: no version or transfer came in time.
+            CancelledError, InvalidTransitionError: as in :meth:`wait_for_newer`.
             OSError: LATEST or the offer cannot be read.
         """
         with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
@@ -334,31 +333,31 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         timeout: float | None = None,
         cancel: Cancellation | None = None,
     ) -> None:
-        """Wait, holding nothing, until a first version is published or a trainer works.
+        """Wait until a first version is published or a trainer is running.
 
-        Trainers load for minutes before they register. It returns at once if this explorer holds a
-        version, or has seen a trainer work before. It logs one warning that it waits.
+        A trainer may load for minutes before it registers. This method returns at once if
+        ``current`` is given or a trainer was seen running before. It logs one warning if it waits.
 
         Args:
-            current: what this explorer serves; None before its first version.
+            current: the version that this explorer serves; None before its first version.
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
         Raises:
-            WaitTimeoutError: neither in time; all else as :meth:`wait_new_model_state_dict`.
+            WaitTimeoutError: no version or trainer came in time.
         """
         if current is None and not self._weights.has_seen_trainer:
             with self._wait(timeout, cancel) as wait:
                 self._weights.for_trainer(current, wait)
 
     def current_run(self) -> str | None:
-        """The run id of the trainer that works now; None if none does."""
+        """The run id of the trainer that is running now; None if no trainer is running."""
         trainer = self._roster.trainer()
         works = trainer and trainer.status != RunningStatus.STOPPED.value
         return trainer.run_id if trainer and works else None
 
     def may_produce(self) -> bool:
-        """True if this explorer is fresh enough to go on producing (``max_staleness``)."""
+        """True if this explorer's weights are fresh enough to produce with (``max_staleness``)."""
         if self.settings.max_staleness is None:
             return True
         newest, trainer = self._versions.newest(), None
@@ -380,24 +379,24 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> int | None:
         """Wait until the trainer and all other live explorers are ready for a transfer.
 
-        For its promises see :meth:`.TrainerSynchronizer.ready_to_nccl_sync`.
+        For the promises see :meth:`.TrainerSynchronizer.ready_to_nccl_sync`.
 
         Args:
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
         Returns:
-            The trainer's step; None if they are not ready in time, the trainer is gone, or it said
-            that these weights come by the checkpoint path.
+            The trainer's step; None if not all are ready in time or the trainer is gone. It is also
+            None if the trainer announced that these weights come as published files.
         """
         with self._wait(timeout, cancel) as wait:
             return self._transfer.agree(wait)
 
     def nccl_sync_succeeded(self, step: int) -> None:
-        """Record that the weights of a step have arrived; call it after the transfer.
+        """Record that the weights of a step have arrived; call this method after the transfer.
 
-        If they came through the weight group that :meth:`rendezvous` named, the next transfer uses
-        that group again.
+        If the weights came through the weight group that :meth:`rendezvous` named, the next
+        transfer uses that group again.
         """
         met = self._met
         self._me.update(
@@ -407,7 +406,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         )
 
     def rendezvous(self, *, cancel: Cancellation | None = None) -> tuple[Rendezvous, int]:
-        """The meeting place of the workers and those that :meth:`ready_to_nccl_sync` agreed with.
+        """Wait for the meeting place of the transfer that :meth:`ready_to_nccl_sync` agreed on.
 
         Args:
             cancel: ends the wait from another thread.
@@ -416,7 +415,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             The meeting place, and the rank of this explorer's first worker.
 
         Raises:
-            BroadcastError: nothing was agreed, or the trainer has not named the place within
+            BroadcastError: no transfer was agreed, or the trainer did not name the place within
                 ``broadcast_timeout``.
             CancelledError: the wait was cancelled.
             OSError: storage failed.
@@ -432,21 +431,21 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     def open_group(
         self, device: torch.device, *, cancel: Cancellation | None = None
     ) -> WeightGroup:
-        """The weight group, joined after :meth:`rendezvous` by a first worker in this process.
+        """Call :meth:`rendezvous`, and join the weight group as a first worker in this process.
 
         Args:
             device: the device of received tensors.
             cancel: ends the wait for the rendezvous from another thread.
 
         Raises:
-            BroadcastError: nothing was agreed; or not all came within ``broadcast_timeout``.
+            BroadcastError: no transfer was agreed, or a rank was late (``broadcast_timeout``).
         """
         met, rank = self.rendezvous(cancel=cancel)
         deadline = self.settings.broadcast_timeout
         return self._group.open(met, rank, deadline=deadline, device=device)
 
     def group_failed(self) -> None:
-        """Leave the weight group, and report that: the next transfer forms another group."""
+        """Leave the weight group and report that, so that the next transfer forms a new group."""
         self._group.close()
         self._met = None
         if self._me.record.group is not None:
@@ -459,23 +458,23 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         device: str = "cpu",
         cancel: Cancellation | None = None,
     ) -> None:
-        """Form the weight group with the trainer, which calls its own; nothing is transferred.
+        """Form the weight group without a transfer; the trainer must call its method of this name.
 
-        For one worker, in this process.
+        In this group the explorer has one worker, in this process.
 
         Args:
-            timeout: seconds until the trainer has come; the settings' ``sync_timeout`` by default.
+            timeout: seconds to wait for the trainer; the settings' ``sync_timeout`` by default.
             device: the device of received tensors.
             cancel: ends the wait from another thread.
 
         Raises:
-            BroadcastError: it has not come, or the group cannot be formed.
+            BroadcastError: the trainer was not ready in time, or the group cannot be formed.
         """
         require_torch("a broadcast of weights")
         import torch  # noqa: PLC0415 # needed for broadcasts only
 
         if self.ready_to_nccl_sync(timeout=timeout, cancel=cancel) is None:
-            raise BroadcastError("the trainer did not come to form a weight group")
+            raise BroadcastError("the trainer was not ready in time to form a weight group")
         self._me.update(group=self.open_group(torch.device(device), cancel=cancel).name)
 
     def coordinate_weight_sync_teardown(
@@ -484,7 +483,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         *,
         cancel: Cancellation | None = None,  # noqa: ARG002 # likewise
     ) -> None:
-        """Leave the weight group, before the trainer does."""
+        """Leave the weight group, before the trainer leaves it."""
         self.group_failed()
 
     def _point(self, step: int) -> None:

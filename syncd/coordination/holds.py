@@ -1,4 +1,4 @@
-"""The versions that one participant holds: one lease each, however many of its threads hold it."""
+"""The versions that one participant holds: one lease for each version, shared by all holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class _SharedHold:
-    """One of several holds on a version, which share a lease."""
+    """One of several holds on a version. The holds share one lease."""
 
     def __init__(self, release: Callable[[_SharedHold], None], folder: Path) -> None:
         self._release = release
@@ -31,13 +31,13 @@ class _SharedHold:
 class Holds:
     """Takes and releases leases for one participant.
 
-    Promised: a lease that nothing holds any more ends, even if storage refuses to release it, or is
-    away at that moment: :meth:`settle` tries again. A fork takes and releases no lease.
+    Promised: a lease ends when its last hold ends. If storage refuses the release or is missing at
+    that moment, :meth:`settle` tries again. A fork of the process takes and releases no lease.
 
     Args:
         job: the job.
-        name: the participant that leases.
-        session: the heartbeat that its leases name.
+        name: the participant's name.
+        session: the heartbeat that the participant's leases name.
     """
 
     def __init__(self, job: Job, name: str, session: str) -> None:
@@ -55,17 +55,18 @@ class Holds:
         """Hold a version.
 
         Raises:
-            VersionGoneError: it was retired before it could be held, or is not visible here yet.
-            VerificationError: its manifest is damaged; the version was released.
+            VersionGoneError: the version was retired before it could be held, or is not visible
+                here yet.
+            VerificationError: the version's manifest is damaged. The version was released.
         """
         folder = self._job.layout.version(sequence)
         return self.share(folder, sequence, lambda: self._lease(sequence))
 
     def hold_again(self, version: LeasedVersion) -> LeasedVersion:
-        """Hold once more a version that this participant holds already.
+        """Hold a version again that this participant already holds.
 
         Raises:
-            VersionGoneError: it was released meanwhile.
+            VersionGoneError: the version was released meanwhile.
         """
 
         def gone() -> Hold:
@@ -78,18 +79,19 @@ class Holds:
 
         Args:
             folder: the folder of a version, or of a step that was built to be evaluated.
-            sequence: the sequence in its manifest.
-            lease: makes the first hold.
+            sequence: the sequence that the folder's manifest must have.
+            lease: takes the lease. It is called only if this participant does not hold the folder
+                yet.
 
         Raises:
-            VersionGoneError: the folder is not there, or not visible here yet.
-            VerificationError: its manifest is damaged, or has another sequence.
-            InvalidSettingsError: this process is a fork of the one that made this.
+            VersionGoneError: the folder is missing, or not visible here yet.
+            VerificationError: the folder's manifest is damaged, or has another sequence.
+            InvalidSettingsError: this process is a fork of the process that made this object.
         """
         if os.getpid() != self._pid:  # its leases would be the same files as its parent's
             raise InvalidSettingsError(
-                f"{self._name} belongs to process {self._pid}, of which this is a fork: make the "
-                "Reader, or the hook, in this process"
+                f"{self._name} belongs to process {self._pid}, and this process is a fork of it: "
+                "create the Reader, or the hook, in this process"
             )
         with self._lock:
             if folder not in self._held:
@@ -108,13 +110,13 @@ class Holds:
             return version.with_hold(hold)
 
     def end(self, folder: Path, lease: Hold) -> None:
-        """Release a lease that was made for :meth:`share`, and that nothing holds."""
+        """Release a lease that was taken for :meth:`share`, if nothing holds the folder."""
         with self._lock:
             if folder not in self._held:
                 self._end(folder, lease)
 
     def settle(self) -> None:
-        """Release the leases that storage refused to release before; call this at every look."""
+        """Release the leases that storage refused to release before; call this regularly."""
         if not self._unreleased or os.getpid() != self._pid:
             return
         with self._lock:
@@ -130,7 +132,7 @@ class Holds:
             raise
 
     def _release(self, hold: _SharedHold) -> None:
-        """End one hold; the last one ends the lease."""
+        """End one hold. When the last hold on a folder ends, release the lease."""
         if os.getpid() != self._pid:
             return  # in a fork, for example when an iterator ends: the lease is the parent's
         with self._lock:
@@ -143,7 +145,7 @@ class Holds:
                 self._end(hold.folder, version)
 
     def _end(self, folder: Path, lease: Hold) -> None:
-        """Release a lease, or keep it for the next :meth:`settle`."""
+        """Release a lease; if storage refuses, keep the lease for the next :meth:`settle`."""
         try:
             lease.release()
         except OSError as error:

@@ -1,6 +1,6 @@
 """Pinned host memory, which devices read and write without the CPU.
 
-Imports torch, so import this inside functions only.
+This module imports torch, so import this module inside functions only.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-#: Blocks from this size on are mapped directly. Torch's allocator of pinned memory would round them
-#: up to a power of two: a third more on average.
+#: Blocks of at least this size are mapped directly, because torch's allocator of pinned memory
+#: would round their size up to a power of two: a third more on average.
 _LARGE: Final = 1024 * 1024
 _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 class HostMemory:
-    """A block of host memory; for copies from or to a device other than the CPU it is pinned.
+    """A block of host memory for copies to and from a device; pinned if that is not the CPU.
 
-    Hold this object during every copy to or from it: a tensor that views it keeps its content, but
-    the memory is pinned only while this object lives. If pinning fails, a warning is logged and the
-    memory is ordinary: copies are right, and slower.
+    Keep a reference to this object during every copy to or from the block. A tensor that views the
+    block keeps the content, but the memory is pinned only while this object exists. If pinning
+    fails, the object logs a warning and uses ordinary memory; copies are then correct but slower.
 
     Args:
         size: bytes.
-        device: the other end of the copies.
+        device: the device to copy to and from.
 
     Attributes:
         content: the whole block, uint8, of shape ``(size,)``.
@@ -50,7 +50,7 @@ class HostMemory:
         error = int(cuda.cudaHostRegister(address, self.content.nbytes, _PORTABLE))
         if error:
             log.warning(
-                "CUDA does not pin %d bytes of host memory (error %d): copies take "
+                "CUDA cannot pin %d bytes of host memory (error %d), so copies take "
                 "longer; check the limits of locked memory",
                 self.content.nbytes,
                 error,
@@ -74,7 +74,7 @@ def _unpin(content: Tensor) -> None:
 
 
 def _forget_last_error() -> None:
-    """CUDA reports a refusal again at the next kernel launch: launch one here to clear it."""
+    """Launch a kernel, because CUDA reports a refused pinning once more at the next launch."""
     try:
         torch.ones(1, device="cuda")
     except RuntimeError as error:

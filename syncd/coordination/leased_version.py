@@ -1,4 +1,4 @@
-"""A leased version: read LATEST, lease the version it names, read its manifest. Needs no torch."""
+"""A leased version: read LATEST, lease the version it names, read its manifest. Without torch."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ log = logging.getLogger(__name__)
 
 
 class Hold(Protocol):
-    """Keeps a version's files on disk: a lease, or its equivalent for a copy on one host."""
+    """Keeps a version's files on disk. A hold is a lease, or the equivalent for a local copy."""
 
     def release(self) -> None:
         """Release the files. Safe to call twice."""
 
 
 class LeasedVersion:
-    """A version that stays on disk for as long as it is held: until :meth:`release`.
+    """A version that stays on disk until :meth:`release` is called.
 
-    Users do not construct it: ``Reader.lease`` returns it, and the hook passes it to engines.
+    Users do not construct this class: ``Reader.lease`` returns a leased version, and the hook
+    passes leased versions to engines.
 
     Attributes:
-        sequence: the version's number, which only grows; 0 for a step that was built to be
-            evaluated, and is not a version of the job.
-        step: the trainer's label.
+        sequence: the version's number; each new version has a higher number. It is 0 for a step
+            that was built to be evaluated, and is not a version of the job.
+        step: the trainer's step, which is only a label.
         kind: ``full``, ``adapter`` or ``remote``.
-        folder: a complete Hugging Face model folder, or a LoRA adapter's folder; for kind
-            ``remote`` it holds nothing to load.
-        source: the published folder. It differs from ``folder``, and may be pruned, if ``folder``
-            is a copy on this host.
-        remote_path: the location of the weights, if the kind is ``remote``; else None.
-        manifest: the files that the folder must hold.
-        storage: the folder's storage.
+        folder: a complete Hugging Face model folder, or a LoRA adapter's folder. For kind
+            ``remote`` the folder has no files to load.
+        source: the published folder. If ``folder`` is a copy on this host, ``source`` is another
+            folder, which may be pruned.
+        remote_path: the location of the weights if the kind is ``remote``; else None.
+        manifest: the version's manifest, which lists the files that the folder must hold.
+        storage: the storage that has the folder.
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class LeasedVersion:
         self.remote_path = manifest.remote
 
     def verify(self, *, cancel: Callable[[], None] = lambda: None) -> None:
-        """Read all of it, and compare sizes, headers and digests with the manifest.
+        """Read all files, and compare their sizes, headers and digests with the manifest.
 
         If the manifest has no digests, only sizes and headers are compared. A version of kind
-        ``remote`` has no files here, so nothing is compared, and its path is not accessed.
+        ``remote`` has no files in its folder, so nothing is compared, and the remote path is not
+        accessed.
 
         Raises:
             VerificationError: a file is not what the manifest says.
@@ -86,12 +88,12 @@ class LeasedVersion:
     def copy_to(
         self, storage: Storage, folder: Path, *, cancel: Callable[[], None] = lambda: None
     ) -> None:
-        """Verify it, and copy it in the same pass: each byte is read once.
+        """Verify and copy the version in one pass, so that each byte is read once.
 
         Args:
             storage: the storage of the copy.
-            folder: an empty folder that nobody else looks at.
-            cancel: called often; it raises to stop.
+            folder: the folder for the copy: empty, and used by nobody else.
+            cancel: called often; to stop the copy it raises an error.
 
         Raises:
             VerificationError: a file is not what the manifest says.
@@ -102,47 +104,47 @@ class LeasedVersion:
         )
 
     def with_hold(self, hold: Hold) -> LeasedVersion:
-        """The same version, held by something else."""
+        """The same version with another hold."""
         return LeasedVersion(self.storage, self.folder, self.manifest, hold, source=self.source)
 
     def open_weights(self) -> Iterator[SafetensorsFile]:
-        """The version's safetensors files, each open while the caller is at it."""
+        """Yield the version's safetensors files; each is closed when the next one is asked for."""
         for file in self.manifest.files:
             if file.name.endswith(WEIGHTS):
                 with self.open_file(file.name) as opened:
                     yield opened
 
     def open_file(self, name: str) -> SafetensorsFile:
-        """One of the version's safetensors files; the caller closes it.
+        """Open one of the version's safetensors files; the caller must close it.
 
         Args:
-            name: the name in the manifest.
+            name: the file's name in the manifest.
 
         Raises:
-            ShardFormatError: it is not a whole safetensors file.
-            OSError: it cannot be opened or read.
+            ShardFormatError: the file is not a complete safetensors file.
+            OSError: the file cannot be opened or read.
         """
         return SafetensorsFile.open(self.storage, self.folder / name)
 
     def read_file(self, name: str) -> bytes:
-        """The content of one of the version's small files, for example a configuration.
+        """Read one of the version's small files, for example a configuration.
 
         Args:
-            name: the name in the manifest.
+            name: the file's name in the manifest.
 
         Raises:
-            OSError: it cannot be read, or has over 256 MiB.
+            OSError: the file cannot be read, or is larger than 256 MiB.
         """
         return self.storage.read(self.folder / name, LONG_RECORD_LIMIT)
 
     def name_map(self) -> NameMap:
-        """The hub's names for the tensors of the trainer's module; empty if they are the same.
+        """The map from the names of the trainer's tensors to their names on the hub.
 
-        It is also empty if the hub's names are unknown.
+        The map is empty if the names are the same, or if the hub's names are unknown.
 
         Raises:
-            VerificationError: it is damaged.
-            OSError: it cannot be read.
+            VerificationError: the file of the map is damaged.
+            OSError: the file of the map cannot be read.
         """
         if all(file.name != NAME_MAP for file in self.manifest.files):
             return NameMap(NameMapRecord())
@@ -154,17 +156,17 @@ class LeasedVersion:
     def release(self) -> None:
         """Release the version. Safe to call twice.
 
-        If storage refuses it, or the job is not there now, the explorer releases it at a later
-        look for versions.
+        If storage refuses the release, or the job directory is missing now, the explorer tries
+        again at a later check for new versions.
         """
         self._lease.release()
 
 
 def read_latest(job: Job) -> Latest | None:
-    """The content of LATEST now; None if it is missing, or cannot be read yet.
+    """The present content of LATEST; None if LATEST is missing or cannot be read yet.
 
     Raises:
-        ProtocolMismatchError: the daemon is of a newer protocol.
+        ProtocolMismatchError: a daemon of a newer protocol wrote LATEST.
     """
     return job.read(Latest, job.layout.latest, _LATEST)
 
@@ -180,11 +182,11 @@ _LATEST: Final = ReadPolicy(damaged=is_no_record, newer=False, say=_say)
 
 
 def hold_folder(storage: Storage, folder: Path, sequence: int, hold: Hold) -> LeasedVersion:
-    """A held folder, as a version.
+    """Make a :class:`LeasedVersion` of a folder that is already held.
 
     Raises:
-        VersionGoneError: it is not there, or not visible here yet.
-        VerificationError: its manifest is damaged, or has another sequence.
+        VersionGoneError: the folder is missing, or not visible here yet.
+        VerificationError: the folder's manifest is damaged, or has another sequence.
     """
     return LeasedVersion(storage, folder, _manifest(storage, sequence, folder), hold)
 

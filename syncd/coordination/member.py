@@ -1,4 +1,4 @@
-"""The methods that trainers and explorers share: registration, statuses, versions, the end."""
+"""The methods that trainers and explorers share: registration, statuses, versions, closing."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Role = Literal["trainer", "explorer"]
-#: The most seconds between two looks if the filesystem sends no events.
+#: The most seconds between two checks if the filesystem sends no events.
 POLL: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A participant as others see it."""
+    """A participant as other participants see it."""
 
     role: Role
     name: str
@@ -55,13 +55,13 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
-    """Substitutes that tests put in place of the real thing.
+    """Substitutes that tests use in place of the real storage, clocks and poll interval.
 
     Attributes:
-        storage: the shared storage; by default the job directory's.
+        storage: the shared storage; by default the storage of the job directory.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.
-        poll: the most seconds between two looks if the filesystem sends no events.
+        poll: the most seconds between two checks if the filesystem sends no events.
     """
 
     storage: Storage | None = None
@@ -71,31 +71,33 @@ class Seams:
 
 
 class Member(Generic[Report]):
-    """One participant of a job, and its knowledge of the others; through files alone.
+    """One participant of a job. It communicates with the other participants only through files.
 
-    Promised: it counts as live until it is closed or its process dies; after a death it counts as
-    dead a lease time later. No other live participant has its name, and only it writes its status.
-    A wait always restores the status at its end. No version ever goes back. Not promised: that
-    others see a change at once: storage that caches is asked again each :data:`POLL` seconds.
+    Promised: a participant counts as live until it is closed or its process dies. If the process
+    dies, the participant counts as dead one lease time later. No other live participant of the
+    same role has its name, and nobody else writes its status. At its end a wait always restores
+    the status. A participant never gets an older version after a newer one. Not promised: that
+    others see a change at once. Storage may cache, so a participant asks it again after at most
+    :data:`POLL` seconds.
 
-    Methods block. They may be called from several threads, but only one wait runs at a time: a
-    wait's timeout includes the time that it queues, and it may end as WaitTimeoutError. A fork of
-    the process is no participant, and must register itself.
+    Methods block. Several threads may call them, but only one wait runs at a time. The timeout of a
+    wait includes its time in the queue, so a queued wait can end with WaitTimeoutError. A fork of
+    the process is not a participant; the fork must register itself.
 
     Args:
         job_dir: the job directory.
-        role: its role.
-        name: its name, unique among the live participants of its role.
+        role: the participant's role.
+        name: the participant's name, unique among the live participants of its role.
         settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, which has the versions (method ``memory``).
-        seams: for tests.
-        path: gives the path of its report.
-        first: makes its first report from its session.
+        seams: substitutes for tests.
+        path: returns the path of the participant's report.
+        first: makes the participant's first report from its session's id.
 
     Raises:
-        NameTakenError: a live participant has the name; finding out may take a lease time.
+        NameTakenError: a live participant has the name. This check can take one lease time.
         JobUnavailableError: the job directory is missing or cannot be written.
-        NoRoomError: its disk is full.
+        NoRoomError: the disk of the job directory is full.
         InvalidSettingsError: the name cannot be part of a file name.
     """
 
@@ -146,20 +148,20 @@ class Member(Generic[Report]):
 
     @property
     def session_id(self) -> str:
-        """This process's heartbeat in the job, which leases may name."""
+        """The id of this participant's heartbeat in the job; leases may name it."""
         return self._me.session.id
 
     @property
     def is_ours(self) -> bool:
-        """True if this process registered it; False in a fork."""
+        """True if this process registered this participant; False in a fork of the process."""
         return self._me.is_ours
 
     # -- participants -------------------------------------------------------------------------
 
     def add_module(self) -> None:
-        """Register again: construction did it first.
+        """Register again after this process was paused for longer than a lease time.
 
-        For a participant that was paused for longer than a lease.
+        The constructor makes the first registration.
 
         Raises:
             NameTakenError: another participant has taken the name meanwhile.
@@ -167,7 +169,7 @@ class Member(Generic[Report]):
         self._me.update()
 
     def modules(self) -> list[Module]:
-        """All registered participants whose reports are still there, and whether they live."""
+        """The live participants and those that reported that they stopped."""
         found = [
             Module("explorer", one.name, RunningStatus(one.status), self._lives(one))
             for one in self._roster.explorers()
@@ -192,22 +194,22 @@ class Member(Generic[Report]):
     # -- statuses ------------------------------------------------------------------------------
 
     def get_trainer_status(self) -> RunningStatus:
-        """The trainer's status; stopped before the first trainer, and after the trainer died."""
+        """The trainer's status; ``stopped`` if no trainer has registered or the trainer died."""
         return self._roster.trainer_status()
 
     def trainer_requires_weight_sync(self) -> bool | None:
-        """True if the trainer waits for a transfer; None if it has stopped."""
+        """True if the trainer waits for a transfer; None if the trainer has stopped."""
         status = self._roster.trainer_status()
         return None if status is RunningStatus.STOPPED else status is RunningStatus.REQUIRE_SYNC
 
     def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
-        """The number of explorers by status; the dead are not counted."""
+        """The number of explorers by status; dead explorers are not counted."""
         return self._roster.explorer_counts()
 
     # -- versions ------------------------------------------------------------------------------
 
     def get_latest_model_version(self) -> Version | None:
-        """The version that explorers should serve; None before the first."""
+        """The version that explorers should serve; None before the first version."""
         return self._versions.newest()
 
     def get_latest_model_path(self, *, use_huggingface: bool = False) -> Path | str | None:
@@ -215,8 +217,12 @@ class Member(Generic[Report]):
 
         Args:
             use_huggingface: True for the version's folder, a complete Hugging Face model; False for
-                the folder of the trainer's shards, or None if they are pruned. For a version of
-                kind ``remote`` both are its remote path, a string.
+                the folder of the trainer's shards.
+
+        Returns:
+            The folder. It is None if no version is published, or if the trainer's shards were
+            wanted and are pruned. For a version of kind ``remote`` the result is always its remote
+            path, a string.
         """
         return self._versions.path(use_huggingface=use_huggingface)
 
@@ -228,37 +234,41 @@ class Member(Generic[Report]):
         The version is leased from the first tensor to the last, or until the iterator is closed.
 
         Args:
-            version: for example a wait's result; None for the newest version at the call.
+            version: for example a wait's result; None for the newest version.
 
         Raises:
-            VersionGoneError: that version was retired: there is a newer one to wait for.
+            VersionGoneError: the version was retired. Wait for a newer version.
             VerificationError: a tensor differs from the manifest.
-            EngineMismatchError: the version has no weights here.
+            EngineMismatchError: the version's folder contains no weights.
         """
         yield from self._versions.stream(version)
 
     def get_state_dict_meta(
         self, version: Version | None = None
     ) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype (``torch.bfloat16``) and shape of each tensor of a version.
+        """Name, dtype (for example ``torch.bfloat16``) and shape of each tensor of a version.
 
         Args:
-            version: None for the newest.
+            version: None for the newest version.
 
         Raises:
-            VersionGoneError: that version was retired.
+            VersionGoneError: the version was retired.
         """
         return self._versions.metadata(version)
 
     def hold(self, version: Version | LeasedVersion) -> LeasedVersion:
-        """Hold a version: its files stay until it is released, before this is closed.
+        """Hold a version: its files stay until the caller releases it.
+
+        Release the version before you close this participant.
 
         Args:
-            version: the version; or one that this participant holds already, to hold it once more.
+            version: the version to hold. To hold a version again that this participant already
+                holds, pass its :class:`LeasedVersion`.
 
         Raises:
-            VersionGoneError: it was retired, or is not visible here yet: take the newer one.
-            VerificationError: its manifest is damaged.
+            VersionGoneError: the version was retired, or is not visible here yet. Hold the newest
+                version instead.
+            VerificationError: the version's manifest is damaged.
         """
         if isinstance(version, LeasedVersion):
             return self._versions.holds.hold_again(version)
@@ -272,24 +282,26 @@ class Member(Generic[Report]):
         timeout: float | None = None,
         cancel: Cancellation | None = None,
     ) -> Version | None:
-        """Have a step that is on disk published, wait for that, and return its version.
+        """Have a step on disk published; wait for the publication and return the version.
 
-        If LATEST already has that step, it returns that version, even if the step was saved again
-        since. If the save in the step folder is not complete yet, it waits for it.
+        If LATEST already names the step, the method returns LATEST's version at once, even if the
+        step was saved again since. If the save in the step folder is not complete yet, the method
+        waits for the save.
 
         Args:
-            step: the step; None for the newest version, without waiting.
-            world_size: how many shards there must be; None if the save is certainly whole.
+            step: the step. If None, the method returns the newest version without waiting.
+            world_size: the number of shards that must be in the step folder; None if the save is
+                certainly complete.
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
         Raises:
-            SaveNotReadyError: a shard is missing; or the step has no folder, and the pointer is as
-                it was.
+            SaveNotReadyError: a shard is missing; or the step has no folder, and the pointer was
+                not changed.
             SaveFailedError: the daemon has refused the save.
-            WaitTimeoutError: it was not published in time.
-            InvalidSettingsError: an explorer asks for this while a trainer works, or while other
-                explorers follow the job, which would get the step too.
+            WaitTimeoutError: the step was not published in time.
+            InvalidSettingsError: an explorer calls this method while a trainer is running, or while
+                other explorers follow the job. Those explorers would get the step too.
         """
         if step is None:
             return self._versions.newest()
@@ -327,33 +339,33 @@ class Member(Generic[Report]):
         """Save this participant's latest iteration and state (JSON), atomically.
 
         Raises:
-            InvalidSettingsError: the state is not JSON, or could not be read again: it is nested
-                too deep, or too long.
-            NameTakenError: another participant has taken the name meanwhile; its saved state stays.
+            InvalidSettingsError: the state is not JSON, is nested too deep, or is too long.
+            NameTakenError: another participant has taken the name meanwhile. Nothing was saved.
             CancelledError: this participant is closed.
-            OSError: storage failed; the previous state stays.
+            OSError: storage failed. The previous state stays.
         """
         self._me.check()
         self._state.save(iteration, state)
 
     def load_state(self, role: Role | None = None, name: str | None = None) -> SavedState | None:
-        """The state that a participant saved last; by default this participant's own.
+        """The newest state that a participant saved; by default this participant's own state.
 
-        A state outlives its participant. You may read another participant's state while it works;
-        it may save a newer one at any time.
+        A saved state stays after its participant has ended. You may read the state of a running
+        participant, which can save a newer state at any time.
 
         Args:
             role: another participant's role; ``trainer`` is the job's trainer, under any name.
             name: the explorer's name, if the role is ``explorer``.
 
         Returns:
-            Its iteration and its state; None before the first save, or if nobody had the name.
+            The saved iteration and state; None if no participant of that role and name has saved
+            a state.
 
         Raises:
-            InvalidSettingsError: a name without a role, an explorer without a name, no such role,
-                or a name that cannot be part of a file name.
-            RecordError: the file is torn, and so is its previous copy.
-            ProtocolMismatchError: a newer protocol wrote it.
+            InvalidSettingsError: role and name do not identify a participant, or the name cannot be
+                part of a file name.
+            RecordError: both the file and its previous copy are torn.
+            ProtocolMismatchError: a newer protocol wrote the file.
             OSError: storage failed.
         """
         if role is None and name is None:
@@ -362,8 +374,8 @@ class Member(Generic[Report]):
             checked_name(name, "the explorer's name")
         elif role != "trainer":
             raise InvalidSettingsError(
-                f"role {role!r} and name {name!r} name no saved state: load_state() is for your "
-                "own, load_state('trainer') and load_state('explorer', NAME) are for others'"
+                f"role {role!r} and name {name!r} identify no saved state: call load_state() for "
+                "your own, load_state('trainer') or load_state('explorer', NAME) for another"
             )
         path = self._job.layout.saved_state(role, name or "")
         return StateFile(self._job, path).load()
@@ -373,8 +385,8 @@ class Member(Generic[Report]):
     def close(self) -> None:
         """End all waits, report that this participant has stopped, and give its name up.
 
-        Safe to call twice; in a fork it does nothing. Without it, others notice the participant's
-        end only a lease time later.
+        It is safe to call this method twice. In a fork it does nothing. If a process ends without
+        this call, other participants notice that only one lease time later.
         """
         if not self.is_ours:
             return
@@ -387,7 +399,11 @@ class Member(Generic[Report]):
             try:
                 self._stack.close()
             except OSError as error:
-                log.warning("%s will count as dead after one lease time: %s", self.name, error)
+                log.warning(
+                    "%s cannot end its session, and will count as dead after one lease time: %s",
+                    self.name,
+                    error,
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -398,38 +414,41 @@ class Member(Generic[Report]):
     def _wait(
         self, timeout: float | None, cancel: Cancellation | None
     ) -> AbstractContextManager[Wait]:
-        """One wait, of at most the settings' ``sync_timeout`` by default."""
+        """One wait. By default its timeout is the settings' ``sync_timeout``."""
         self._me.check_process()
         return self._waits.one(self.settings.sync_timeout if timeout is None else timeout, cancel)
 
     def _is_there(self, session: str) -> bool:
-        """True if a session has a heartbeat file, as a process that was just killed still has."""
+        """True if a session has a heartbeat file; the file of a killed process stays at first."""
         return self._job.storage.exists(self._job.layout.session(session))
 
     def _trainer_there(self) -> TrainerReport | None:
-        """The trainer's report, without the roster, which would watch its heartbeat from now on."""
+        """The trainer's report if the trainer seems to be running; else None.
+
+        This does not use the roster, because the roster would then watch the trainer's heartbeat.
+        """
         try:
             found = self._job.read(TrainerReport, self._job.layout.trainer_report)
             stopped = found is None or found.status == RunningStatus.STOPPED.value
             if found is None or stopped or not self._is_there(found.session or ""):
                 return None
         except (OSError, SyncdError) as error:
-            log.debug("the trainer cannot be looked at yet: %s", error)  # each wait looks again
+            log.debug("cannot read the trainer's report yet: %s", error)  # each wait looks again
             return None
         return found
 
     def _compare_settings(
         self, trainer: TrainerReport, explorer: ExplorerReport, other: str | None
     ) -> str:
-        """Warn once, as soon as both are there, if the two sides have different sync settings.
+        """Warn if the trainer and an explorer have different settings, once for each participant.
 
         Args:
             trainer: the trainer's report.
-            explorer: the explorer's report; one of the two is this participant's own.
+            explorer: the explorer's report. One of the two reports is this participant's own.
             other: the session of the other participant.
 
         Returns:
-            The differences; empty if there are none, or one side has no settings.
+            The differences; empty if the settings are equal or one side has no settings.
         """
         if trainer.sync is None or explorer.sync is None:
             return ""
@@ -437,7 +456,7 @@ class Member(Generic[Report]):
         if unlike and other not in self._compared:
             log.warning(
                 "trainer %s and explorer %s have different SyncSettings, and may wait for each "
-                "other in vain: %s; give both the same",
+                "other in vain: %s; give both the same settings",
                 printable(trainer.name or ""),
                 printable(explorer.name),
                 unlike,
@@ -446,5 +465,5 @@ class Member(Generic[Report]):
         return unlike
 
     def _worth_a_look(self) -> dict[Path, frozenset[str]]:
-        """Folder → names in it whose change may end a wait."""
+        """Folder → the names of the files in it whose change can end a wait."""
         return {self._versions.job.layout.state: frozenset({self._versions.job.layout.latest.name})}

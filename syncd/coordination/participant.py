@@ -1,4 +1,4 @@
-"""This process as a participant of a job: its heartbeat, its name, and its own report."""
+"""This process as a participant of a job: the process's heartbeat, its name, and its report."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
 
-#: A participant's report about itself, by its role.
+#: A participant's report about itself; its type depends on the participant's role.
 Report = TypeVar("Report", ExplorerReport, TrainerReport)
 #: Makes a participant's first report from its session's id.
 FirstReport = Callable[[str], Report]
 
 
 class Participant(Generic[Report]):
-    """A session, a claimed name, and the report that nobody else writes.
+    """A session, a claimed name, and the report that only this participant writes.
 
-    Promised: from construction to :meth:`close` others see it as live, with its latest report; and
-    no two live participants have one name (:class:`~syncd.storage.claims.HeldName`).
+    Promised: from construction to :meth:`close` others see this participant as live, with its
+    latest report. No two live participants of one role have the same name
+    (:class:`~syncd.storage.claims.HeldName`).
 
     Args:
         job: the job.
         role: ``trainer`` or ``explorer``.
         name: this participant's name.
         lease_time: seconds, from the job's format.
-        path: the file of its report.
+        path: the file of this participant's report.
         first: makes the first report.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.
 
     Attributes:
         session: this process's heartbeat.
-        record: its present report.
+        record: this participant's present report.
 
     Raises:
-        NameTakenError: a live participant has the name. Finding out may take a lease time.
+        NameTakenError: a live participant has the name. This check can take one lease time.
     """
 
     def __init__(
@@ -80,38 +81,39 @@ class Participant(Generic[Report]):
 
     @property
     def is_ours(self) -> bool:
-        """True if this process registered it; a fork has no heartbeat of its own."""
+        """True if this process registered the participant; False in a fork of the process."""
         return os.getpid() == self._pid
 
     def check_process(self) -> None:
-        """Check that this process registered it.
+        """Check that this process registered the participant.
 
         Raises:
-            InvalidSettingsError: this process is a fork of the one that it belongs to.
+            InvalidSettingsError: this process is a fork of the process that registered it.
         """
         if not self.is_ours:
             raise InvalidSettingsError(
-                f"{self.session.id} belongs to process {self._pid}, of which this is a fork: "
-                "register after the fork"
+                f"{self.session.id} belongs to process {self._pid}, and this process is a fork of "
+                "it: register after the fork"
             )
 
     def check(self) -> None:
         """Check that this participant still has its name.
 
         Raises:
-            InvalidSettingsError: this process is a fork of the one that it belongs to.
-            NameTakenError: another participant took the name while this one counted as dead.
-            CancelledError: it is closed.
+            InvalidSettingsError: this process is a fork of the process that registered.
+            NameTakenError: another participant took the name while this participant counted as
+                dead.
+            CancelledError: this participant is closed.
             OSError: storage failed.
         """
         self.check_process()
         self._name.check()
 
     def update(self, **changes: Any) -> None:
-        """Change the report. If storage refuses it now, the next change writes it too.
+        """Change the report. If storage refuses the change now, the next update writes it too.
 
         Raises:
-            SyncdError, OSError: as :meth:`check`.
+            SyncdError, OSError: for the same reasons as :meth:`check`.
         """
         self.check_process()
         with self._lock:
@@ -135,18 +137,20 @@ def become(
     """Change a participant's status, and other fields of its report.
 
     Raises:
-        InvalidTransitionError: the status cannot follow the one that it has.
+        InvalidTransitionError: the new status cannot follow the present status.
     """
     check_transition(RunningStatus(participant.record.status), status, old_status)
     participant.update(status=status.value, **changes)
 
 
 def require_sync(participant: Participant[Report], **changes: Any) -> None:
-    """Begin a wait by requiring a sync; if that cannot be written, there is no wait.
+    """Begin a wait: change the participant's status to ``require_sync``.
+
+    If the new status cannot be written, the old status is restored and the error is raised.
 
     Raises:
         InvalidTransitionError: the participant is not running.
-        NameTakenError: another participant took the name while this one counted as dead.
+        NameTakenError: another participant took the name while this participant counted as dead.
         OSError: storage failed.
     """
     status = RunningStatus.REQUIRE_SYNC
@@ -159,14 +163,19 @@ def require_sync(participant: Participant[Report], **changes: Any) -> None:
 
 
 def back_to_running(participant: Participant[Report], **changes: Any) -> None:
-    """End a wait: a participant that required a sync runs again, even if storage refuses that.
+    """End a wait: change the status from ``require_sync`` back to ``running``.
+
+    If storage refuses to write the new status, the function logs a warning; the next update of the
+    report writes the status.
 
     Raises:
-        NameTakenError: another participant took the name while this one counted as dead.
+        NameTakenError: another participant took the name while this participant counted as dead.
     """
     if participant.record.status != RunningStatus.REQUIRE_SYNC.value:
         return  # it was stopped meanwhile
     try:
         become(participant, RunningStatus.RUNNING, **changes)
     except OSError as error:
-        log.warning("%s runs again, but cannot record it yet: %s", participant.session.id, error)
+        log.warning(
+            "%s runs again, but cannot record its status yet: %s", participant.session.id, error
+        )

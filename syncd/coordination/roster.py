@@ -1,4 +1,4 @@
-"""The roster of a job: its participants, their reports, and which of them live."""
+"""The roster of a job: its participants, their reports, and which participants are alive."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 P = TypeVar("P", ExplorerReport, TrainerReport)
 
 _RECORD: Final = ".json"
-#: How often in a lease time a slice of the heartbeats is looked at.
+#: How many slices of the heartbeats are checked in each lease time.
 SLICES_PER_LEASE: Final = 16
-#: How many slices are looked at after each read of all reports, for participants that came or left.
+#: How many slices are checked between two reads of all reports, which show who joined or left.
 _SLICES_PER_ROUND: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Newer:
-    """A report of a newer protocol: an error for as long as its writer may live."""
+    """A report of a newer protocol: it counts as an error until its writer is known to be dead."""
 
     session: str | None
     error: str
@@ -55,19 +55,20 @@ class _Cached(Generic[R]):
 
 
 class Roster:
-    """The participants of a job: their own reports, and whether they live.
+    """The participants of a job: their own reports, and which participants are alive.
 
-    Promised: a participant that was killed, or whose host is gone, counts as dead soon after a
-    lease time; until then it counts as alive. A thread looks at the heartbeats, a slice at a time,
-    from the first question on. A participant of a newer protocol is an error while it lives, and is
-    skipped once it is dead. Not promised: that a report is seen at once; on storage that caches
-    listings, a new participant may be seen later.
+    Promised: a participant that was killed, or whose host is gone, counts as dead soon after one
+    lease time. Until then it counts as alive. From the first query on, a thread checks the
+    heartbeats, one slice at a time. A participant of a newer protocol causes an error while it is
+    alive, and is skipped once it is dead. Not promised: that a report is seen at once. On storage
+    that caches listings, a new participant may be seen later.
 
     Args:
         job: the job.
         lease_time: seconds, from the job's format.
         clock: seconds, monotonic.
-        background: whether a thread looks; if False, the caller must call :meth:`look_at_slice`.
+        background: True if a thread checks the heartbeats; if False, the caller must call
+            :meth:`look_at_slice`.
     """
 
     def __init__(
@@ -97,8 +98,9 @@ class Roster:
         """The live explorers, and those that reported that they stopped.
 
         Raises:
-            ProtocolMismatchError: one of them has a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job is not there now; nobody counts as dead because of that.
+            ProtocolMismatchError: an explorer has a newer protocol, and is not known to be dead.
+            JobUnavailableError: the job directory is missing now. No explorer counts as dead
+                because of that.
             OSError: storage failed.
         """
         with self._lock:
@@ -110,26 +112,27 @@ class Roster:
             return [report for report in found if report is not None]
 
     def working(self) -> list[ExplorerReport]:
-        """The explorers that live and have not stopped.
+        """The live explorers that have not reported that they stopped.
 
         Raises:
-            ProtocolMismatchError, JobUnavailableError, OSError: as :meth:`explorers`.
+            ProtocolMismatchError, JobUnavailableError, OSError: for the same reasons as
+                :meth:`explorers`.
         """
         stopped = RunningStatus.STOPPED.value
         return [one for one in self.explorers() if one.status != stopped]
 
     def explorer_counts(self) -> dict[RunningStatus, int]:
-        """The number of explorers by status; the dead are not counted."""
+        """The number of explorers by status; dead explorers are not counted."""
         found = Counter(RunningStatus(report.status) for report in self.explorers())
         return {status: found[status] for status in RunningStatus}
 
     def trainer(self) -> TrainerReport | None:
-        """The trainer's report, if the trainer lives, or reported that it stopped.
+        """The trainer's report, if the trainer is alive or reported that it stopped; else None.
 
         Raises:
-            ProtocolMismatchError: it has a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job is not there now; the trainer does not count as dead
-                because of that.
+            ProtocolMismatchError: the trainer has a newer protocol, and is not known to be dead.
+            JobUnavailableError: the job directory is missing now. The trainer does not count as
+                dead because of that.
             OSError: storage failed.
         """
         with self._lock:
@@ -139,46 +142,46 @@ class Roster:
             return None if report is None else self._counted(report)
 
     def trainer_status(self) -> RunningStatus:
-        """The trainer's status; stopped before the first trainer, and after the trainer died."""
+        """The trainer's status; ``stopped`` if no trainer has registered or the trainer died."""
         report = self.trainer()
         return RunningStatus(report.status) if report else RunningStatus.STOPPED
 
     def has_had_trainer(self) -> bool:
-        """True if a trainer has registered, dead or alive: a foreign one never does."""
+        """True if a trainer has ever registered; a trainer of another framework never does."""
         return self._job.storage.exists(self._job.layout.trainer_report)
 
     def check_alone(self, name: str, step: int) -> None:
         """Check that an explorer may choose the step to publish, for evaluating old steps.
 
         Raises:
-            InvalidSettingsError: a trainer works, or another explorer, which would get the step
-                too.
+            InvalidSettingsError: a trainer is running; or another explorer is running, which would
+                get the step too.
         """
         if self.trainer_status() is not RunningStatus.STOPPED:
             raise InvalidSettingsError(
                 f"explorer {name} cannot have step {step} published: the trainer is running, "
-                "and only it decides that"
+                "and only the trainer decides that"
             )
         others = [one.name for one in self.working() if one.name != name and one.bench is None]
         if others:
             told = ", ".join(map(printable, others[:4])) + (", …" if len(others) > 4 else "")
             raise InvalidSettingsError(
-                f"explorer {name} cannot have step {step} published: it would become the "
+                f"explorer {name} cannot have step {step} published: the step would become the "
                 f"newest version for {told} too; stop the other explorers, or evaluate the step "
                 "here alone (explorer_hooks.bench.step)"
             )
 
     def is_alive(self, session: str) -> bool:
-        """True if a session seems to live; looks once more."""
+        """Check a session's heartbeat once more; True if the session seems to be alive."""
         with self._lock:
             return self._lookout.look_at(session) is Liveness.ALIVE
 
     def refresh(self) -> None:
-        """Make the next question ask the server for the participants, not this client's cache."""
+        """Make the next query ask the file server for the reports, not this client's cache."""
         self._job.storage.refresh(self._job.layout.explorers)
 
     def look_at_slice(self) -> None:
-        """Look at some of the heartbeats; call it about 16 times a lease time."""
+        """Check one slice of the heartbeats; call this about 16 times in each lease time."""
         with self._lock:
             if self._slice == 0:
                 if self._counts_explorers:
@@ -196,11 +199,11 @@ class Roster:
     # -- liveness ------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look at the next slice of the sessions that reports name, and at new ones."""
+        """Check the new sessions, and the next slice of all sessions that the reports name."""
         self._liveness = self._lookout.look(self._sessions())
 
     def _look_at_new(self) -> None:
-        """Look at sessions that were never looked at; known ones wait for their slice."""
+        """Check sessions that were never checked; known sessions wait for their slice."""
         if self._sessions() - self._liveness.keys():
             self._look()
 
@@ -210,11 +213,11 @@ class Roster:
         return {one for one in explorers | trainer if one is not None}
 
     def _counted(self, report: P | _Newer) -> P | None:
-        """The report if its participant lives, or reported that it stopped; else None.
+        """The report if its participant is alive or reported that it stopped; else None.
 
         Raises:
-            ProtocolMismatchError: it has a newer protocol, and its participant is not known to be
-                dead.
+            ProtocolMismatchError: the report has a newer protocol, and its participant is not known
+                to be dead.
         """
         # A participant that does not register has no heartbeat, so only its status counts.
         alive = report.session is None or self._liveness.get(report.session) is Liveness.ALIVE
@@ -241,7 +244,7 @@ class Roster:
                 log.debug("%s", error)  # callers get this error too
             except OSError as error:
                 # Unreadable does not mean dead: nobody's lease time runs down meanwhile.
-                log.debug("the participants cannot be looked at now: %s", error)
+                log.debug("cannot read the participants' files now: %s", error)
             finally:
                 self._lock.release()
 
@@ -270,7 +273,7 @@ class Roster:
     def _report(
         self, model: type[R], path: Path, cache: dict[Path, _Cached[R]]
     ) -> R | _Newer | None:
-        """A report; read again only if its file differs from the last two looks."""
+        """A report; the cached report if two reads in a row found the file unchanged."""
         cached = cache.get(path)
 
         def look(fd: int) -> _Cached[R]:
@@ -297,7 +300,7 @@ class Roster:
         return found.record
 
     def _parsed(self, model: type[R], content: bytes, path: Path) -> R | _Newer | None:
-        """The content of a report; None if the file is no report."""
+        """Parse a report; None if the content is not a report."""
         try:
             return parse(model, content, path)
         except ProtocolMismatchError as error:
@@ -307,18 +310,19 @@ class Roster:
             return None
 
     def _say(self, path: Path, error: Exception) -> None:
-        """Log a report that is skipped, but not at each look."""
+        """Log that a report is skipped, but do not repeat the line at each read."""
         if self._repeats.due(path):
             log.warning("skipping %s: %s", path, error)
 
 
 def served(report: ExplorerReport, newest: Version | None, run: str | None) -> Version | None:
-    """The version that an explorer counts as serving; None before its first.
+    """The version that an explorer counts as serving; None if it has served none yet.
 
     Args:
-        report: the explorer's.
+        report: the explorer's report.
         newest: the newest published version.
-        run: the trainer's run; weights of its broadcasts count with their own step.
+        run: the run id of the trainer. If the explorer serves weights that it received in a
+            broadcast of this run, the step of the broadcast counts.
     """
     if report.sequence is None or report.step is None:
         return None

@@ -27,14 +27,14 @@ _TORN: Final = SavedState(iteration=0)
 
 
 class StateFile:
-    """One participant's saved state, and its previous one.
+    """The file of one participant's saved state, and the file of the previous state.
 
-    Promised: a save that is cut off at any point leaves the previous state. If the file is torn
-    nevertheless, loading falls back to the previous file.
+    Promised: if a save is interrupted at any point, the previous state is kept. If the file is torn
+    nevertheless, loading reads the file of the previous state.
 
     Args:
         job: the job.
-        path: the file of the state.
+        path: the file of the newest state.
     """
 
     def __init__(self, job: Job, path: Path) -> None:
@@ -46,8 +46,7 @@ class StateFile:
         """Save a state, durably.
 
         Raises:
-            InvalidSettingsError: the state is not JSON, is nested too deep, or is too long to be
-                read again.
+            InvalidSettingsError: the state is not JSON, is nested too deep, or is too long.
         """
         try:
             content = _readable(iteration, state)
@@ -63,11 +62,11 @@ class StateFile:
         self._replace(self._path, content)
 
     def load(self) -> SavedState | None:
-        """The state that was saved last; None before the first.
+        """The newest saved state; None if no state was saved yet.
 
         Raises:
-            RecordError: neither the state nor the previous one can be read.
-            ProtocolMismatchError: it is of a newer protocol.
+            RecordError: neither the newest nor the previous state can be read.
+            ProtocolMismatchError: a newer protocol wrote the state.
         """
         found = self._read(self._path)
         if found is not None and found is not _TORN:
@@ -87,12 +86,12 @@ class StateFile:
         self._job.storage.replace(path, content, room=self._job.layout.drafts)
 
     def _read(self, path: Path) -> SavedState | None:
-        """A state; None if there is no file; ``_TORN`` if the file holds no state."""
+        """The state in a file; None if there is no file; ``_TORN`` if the file holds no state."""
         return self._job.read(SavedState, path, _POLICY, limit=LONG_RECORD_LIMIT, unreadable=_TORN)
 
 
 def _readable(iteration: int, state: Mapping[str, Any]) -> bytes:
-    """The bytes of a record that can be read again."""
+    """Encode a state as a record; raise an error if the record could not be read again."""
     # Refuse NaN and Inf here, because pydantic would write them as null.
     json.dumps(state, allow_nan=False)
     content = encode(SavedState(iteration=iteration, state=dict(state)))

@@ -1,7 +1,7 @@
 """``Synchronizer``: the methods of Trinity-RFT's Synchronizer, async, over the files of a job.
 
-Each method awaits a blocking call in a thread. A cancelled task still waits for its thread, because
-its caller would otherwise continue while the call is running.
+Each method runs a blocking call in a thread and awaits the call. A cancelled task still waits for
+its thread, because the task's caller would otherwise continue while the call is running.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _THREADS: Final = 4
 
 
 class Synchronizer:
-    """One participant of a job: registered, live, and in agreement with the others.
+    """One participant of a job, as an async object.
 
-    It has only the original's methods. :attr:`blocking` has the others that the hooks need; call
-    them by ``await asyncio.to_thread(…)``.
+    This class has only the methods of Trinity's Synchronizer. The other methods, which the hooks
+    need, are in :attr:`blocking`; call them with ``await asyncio.to_thread(…)``.
 
-    Each method is documented at the twin's method of the same name: in
-    :class:`~syncd.coordination.trainer.TrainerSynchronizer`,
-    :class:`~syncd.coordination.explorer.ExplorerSynchronizer`, or
-    :class:`~syncd.coordination.member.Member` for what both have. Here it is awaited; a wait whose
-    task is cancelled has put its status back before the cancellation is raised.
+    Each method here awaits the blocking twin's method of the same name, which has the full
+    documentation. :class:`~syncd.coordination.member.Member` has the methods that both twins
+    share; the others are in :class:`~syncd.coordination.trainer.TrainerSynchronizer` and
+    :class:`~syncd.coordination.explorer.ExplorerSynchronizer`. If the task of a wait is cancelled,
+    the wait first restores the participant's status and then raises the cancellation.
 
-    Construction blocks, for a lease time if a dead participant has the name: in a running event
-    loop use :meth:`open`.
+    Construction blocks; if a dead participant has the name, it blocks for one lease time. In a
+    running event loop use :meth:`open`.
 
     Args:
         job_dir: the job directory.
@@ -51,12 +51,12 @@ class Synchronizer:
         options: further keyword arguments of the role's blocking twin.
 
     Attributes:
-        blocking: the twin that does the work.
+        blocking: the blocking twin, which does the work.
 
     Raises:
         NameTakenError: a live participant has the name.
         JobUnavailableError: the job directory is missing or cannot be written.
-        InvalidSettingsError: no such role, or the name cannot be part of a file name.
+        InvalidSettingsError: the role is unknown, or the name cannot be part of a file name.
     """
 
     def __init__(self, job_dir: str | Path, role: Role, name: str, **options: Any) -> None:
@@ -72,10 +72,10 @@ class Synchronizer:
 
     @classmethod
     async def open(cls, job_dir: str | Path, role: Role, name: str, **options: Any) -> Self:
-        """Construct one without blocking the event loop.
+        """Construct a Synchronizer without blocking the event loop.
 
-        If it is cancelled, it still waits for the construction, closes the participant, and then
-        raises the cancellation.
+        A cancelled call still waits for the construction, closes the new participant, and only
+        then raises the cancellation.
         """
         future = elsewhere(partial(cls, job_dir, role, name, **options))
         try:
@@ -88,7 +88,7 @@ class Synchronizer:
     # -- participants -------------------------------------------------------------------------
 
     async def add_module(self) -> None:
-        """Register again, after this process was paused for longer than a lease."""
+        """Register again after this process was paused for longer than a lease time."""
         await self._run(self.blocking.add_module)
 
     # -- statuses ------------------------------------------------------------------------------
@@ -98,21 +98,21 @@ class Synchronizer:
         await self._run(self._trainer.set_trainer_status, status)
 
     async def get_trainer_status(self) -> RunningStatus:
-        """The trainer's status; stopped before the first trainer, and after the trainer died."""
+        """The trainer's status; ``stopped`` if no trainer has registered or the trainer died."""
         return await self._run(self.blocking.get_trainer_status)
 
     async def trainer_requires_weight_sync(self) -> bool | None:
-        """True if the trainer waits for a transfer; None if it has stopped."""
+        """True if the trainer waits for a transfer; None if the trainer has stopped."""
         return await self._run(self.blocking.trainer_requires_weight_sync)
 
     async def set_explorer_status(
         self, status: RunningStatus, old_status: RunningStatus | None = None
     ) -> None:
-        """Set this explorer's status. With ``require_sync`` it asks for a sync once more."""
+        """Set this explorer's status; ``require_sync`` asks the trainer for another sync."""
         await self._run(self._explorer.set_explorer_status, status, old_status)
 
     async def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
-        """The number of explorers by status; the dead are not counted."""
+        """The number of explorers by status; dead explorers are not counted."""
         return await self._run(self.blocking.get_explorer_status_counts)
 
     async def explorer_requires_sync(self) -> bool:
@@ -124,7 +124,7 @@ class Synchronizer:
     async def set_model_state_dict(
         self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int
     ) -> None:
-        """Announce new weights, which the daemon then publishes; answer explorers that asked."""
+        """Announce new weights for the daemon to publish; answer the explorers that asked."""
         await self._run(self._trainer.set_model_state_dict, model_state_dict, trainer_step)
 
     async def set_model_state_dict_with_step_num(
@@ -134,7 +134,7 @@ class Synchronizer:
         *,
         timeout: float | None = None,
     ) -> Version | None:
-        """Have a step that is on disk published, wait for that, and return its version."""
+        """Have a step on disk published; wait for the publication and return the version."""
         call = self.blocking.set_model_state_dict_with_step_num
         return await self._wait(partial(call, step, world_size, timeout=timeout))
 
@@ -154,7 +154,7 @@ class Synchronizer:
         return await self._wait(partial(call, current, no_wait=no_wait, timeout=timeout))
 
     async def get_latest_model_version(self) -> Version | None:
-        """The version that explorers should serve; None before the first."""
+        """The version that explorers should serve; None before the first version."""
         return await self._run(self.blocking.get_latest_model_version)
 
     async def get_latest_model_path(self, *, use_huggingface: bool = False) -> Path | str | None:
@@ -166,9 +166,10 @@ class Synchronizer:
     async def get_model_state_dict_iterator(
         self, version: Version | None = None
     ) -> AsyncGenerator[tuple[str, Tensor], None]:
-        """A version's tensors, the newest one's by default, one at a time and in host memory.
+        """A version's tensors, one at a time and in host memory; by default the newest version's.
 
-        Close it (``contextlib.aclosing``) if it is not read to its end: that ends the lease.
+        If you do not read the iterator to its end, close it (``contextlib.aclosing``) to end the
+        lease.
         """
         tensors = self.blocking.get_model_state_dict_iterator(version)
         try:
@@ -180,10 +181,10 @@ class Synchronizer:
     async def get_state_dict_meta(
         self, version: Version | None = None
     ) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype (``torch.bfloat16``) and shape of each tensor of a version.
+        """Name, dtype (for example ``torch.bfloat16``) and shape of each tensor of a version.
 
         Args:
-            version: the newest by default.
+            version: the newest version by default.
         """
         return await self._run(self.blocking.get_state_dict_meta, version)
 
@@ -199,12 +200,13 @@ class Synchronizer:
         """Wait until the trainer and all live explorers are ready for a transfer.
 
         Args:
-            module: our role.
-            trainer_step: the trainer's step; an explorer's value is ignored.
+            module: this participant's role.
+            trainer_step: the trainer's step; ignored if this participant is an explorer.
             timeout: seconds; the settings' ``sync_timeout`` by default.
 
         Returns:
-            The trainer's step; None if they are not ready in time, or the other side is gone.
+            The trainer's step; None if the participants are not ready in time, or if the trainer
+            or all explorers are gone.
         """
         if module == "trainer":
             call = partial(self._trainer.ready_to_nccl_sync, trainer_step, timeout=timeout)
@@ -217,9 +219,9 @@ class Synchronizer:
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: object = None
     ) -> None:
-        """Set the meeting place of future weight groups, and close the open one.
+        """Set the meeting place of future weight groups, and close the open weight group.
 
-        For the trainer alone.
+        Only the trainer may call this method.
         """
         call = self._trainer.setup_weight_sync_group
         await self._run(call, master_address, master_port, state_dict_meta)
@@ -227,12 +229,12 @@ class Synchronizer:
     async def coordinate_weight_sync_setup(
         self, timeout: float | None = None, *, device: str = "cpu"
     ) -> None:
-        """Form the weight group; all participants call it, and nothing is transferred."""
+        """Form the weight group, without a transfer; all participants must call this method."""
         call = self.blocking.coordinate_weight_sync_setup
         await self._wait(partial(call, timeout, device=device))
 
     async def coordinate_weight_sync_teardown(self, timeout: float | None = None) -> None:
-        """Leave the weight group: explorers at once, the trainer once they have."""
+        """Leave the weight group: an explorer at once, the trainer after the explorers."""
         await self._wait(partial(self.blocking.coordinate_weight_sync_teardown, timeout))
 
     # -- the state to resume from, and the end -----------------------------------------------------
@@ -244,7 +246,10 @@ class Synchronizer:
     async def load_state(
         self, role: Role | None = None, name: str | None = None
     ) -> SavedState | None:
-        """The state that a participant saved last, by default this one's own; None before that."""
+        """The newest state that a participant has saved; None if it has saved no state.
+
+        By default it is this participant's own state.
+        """
         return await self._run(self.blocking.load_state, role, name)
 
     async def close(self) -> None:
@@ -264,27 +269,31 @@ class Synchronizer:
     def _trainer(self) -> TrainerSynchronizer:
         if isinstance(self.blocking, TrainerSynchronizer):
             return self.blocking
-        raise InvalidSettingsError(f"{self.blocking.name} is an explorer: only a trainer can do so")
+        raise InvalidSettingsError(
+            f"{self.blocking.name} is an explorer: this call needs a trainer"
+        )
 
     @property
     def _explorer(self) -> ExplorerSynchronizer:
         if isinstance(self.blocking, ExplorerSynchronizer):
             return self.blocking
-        raise InvalidSettingsError(f"{self.blocking.name} is the trainer: only explorers can do so")
+        raise InvalidSettingsError(
+            f"{self.blocking.name} is the trainer: this call needs an explorer"
+        )
 
 
 class Threads:
-    """Threads that calls are made in. They end with :meth:`close`, or the process."""
+    """A pool of threads for blocking calls. It ends at :meth:`close` or with the process."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="syncd-synchronizer")
 
     async def run(self, call: Callable[..., T], *given: Any) -> T:
-        """The result of a call, or its error."""
+        """Run a call in a thread; return the call's result or raise its error."""
         return await finished(self._submit(partial(call, *given)))
 
     async def wait(self, call: Callable[..., T]) -> T:
-        """The result of a wait; if the task is cancelled, so is the wait."""
+        """Run a wait in a thread and return its result; a cancelled task cancels the wait."""
         cancel = Cancellation()
         return await finished(self._submit(partial(call, cancel=cancel)), cancel.cancel)
 
@@ -297,14 +306,14 @@ class Threads:
 
 
 def elsewhere(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a call in a thread of the event loop's pool: ours may all be busy, or have ended."""
+    """Run a call in the event loop's own pool, because :class:`Threads` may be busy or closed."""
     return asyncio.get_running_loop().run_in_executor(None, call)
 
 
 async def finished(future: asyncio.Future[T], cancel: Callable[[], None] = lambda: None) -> T:
-    """Wait for a thread; cancellations are raised only once it is done.
+    """Wait for a thread's call; raise a cancellation only after the call has ended.
 
-    Before that, the caller would continue beside it, and the event loop might close.
+    Otherwise the caller would continue while the call is running, and the event loop might close.
     """
     cancelled: asyncio.CancelledError | None = None
     while not future.done():

@@ -1,4 +1,7 @@
-"""A version's tensors, as torch tensors. Imports torch, so import this inside functions only."""
+"""Read a version's tensors as torch tensors.
+
+This module imports torch, so import this module inside functions only.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ DTYPES: Final = {
 
 
 def stream(version: LeasedVersion) -> Iterator[tuple[str, Tensor]]:
-    """One tensor after the other, in host memory, each checked against the manifest.
+    """Yield a version's tensors one at a time, in host memory; check each against the manifest.
 
     Raises:
         VerificationError: a tensor differs from the manifest.
@@ -49,10 +52,11 @@ def stream(version: LeasedVersion) -> Iterator[tuple[str, Tensor]]:
 def check_header(
     version: LeasedVersion, file: SafetensorsFile, told: Mapping[str, TensorEntry]
 ) -> None:
-    """Compare a file's tensors with the manifest's, by name.
+    """Compare the dtype and shape of each tensor in a file with the manifest.
 
     Raises:
-        VerificationError: a tensor is not in the manifest, or has another dtype or shape there.
+        VerificationError: a tensor is not in the manifest, or its dtype or shape is different
+            there.
     """
     for entry in file.entries:
         expected = told.get(entry.name)
@@ -64,33 +68,34 @@ def check_header(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Torch's dtype for safetensors' name.
+    """The torch dtype for the safetensors name of a dtype.
 
     Raises:
-        EngineMismatchError: this torch has no such dtype.
+        EngineMismatchError: the installed torch has no such dtype.
     """
     dtype: torch.dtype | None = DTYPES.get(name)
     if dtype is None:
         raise EngineMismatchError(
-            f"torch {torch.__version__} has no dtype for safetensors' {shown(name)}: install a "
-            "newer torch"
+            f"torch {torch.__version__} has no dtype for the safetensors dtype {shown(name)}: "
+            "install a newer torch"
         )
     return dtype
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU: writes there change the tensor."""
+    """The memory of a contiguous CPU tensor; writing to the memory changes the tensor."""
     array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()  # as NumPy knows all dtypes
     return memoryview(array)
 
 
 def fill(file: SafetensorsFile, view: memoryview, offset: int) -> None:
-    """Read all of ``view`` from an offset of a file.
+    """Fill ``view`` with a file's bytes from an offset on.
 
-    By pread: a memory map of a file that its server loses would kill the process.
+    This uses pread, because reading a memory map would kill the process if the file server loses
+    the file.
 
     Raises:
-        VerificationError: the file is shorter.
+        VerificationError: the file ends before ``view`` is full.
     """
     if file.storage.pread_fully(file.fd, view, offset) < len(view):
         raise VerificationError(f"{file.path} is shorter than its header says")

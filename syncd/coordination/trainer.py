@@ -1,4 +1,4 @@
-"""The trainer's methods of the Synchronizer, blocking: the calls of a training loop's hook."""
+"""The trainer's methods of the Synchronizer, blocking; a training loop's hook calls them."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Writes a whole save of a step and moves the pointer, as trainer_hooks does.
+#: Writes a complete save of a step and moves the pointer, as trainer_hooks does.
 WriteStateDict = Callable[[Mapping[str, Any], int], object]
 
 
 class TrainerSynchronizer(Member[TrainerReport]):
-    """The one trainer of a job. See :class:`~syncd.coordination.member.Member`.
+    """The only trainer of a job. See :class:`~syncd.coordination.member.Member`.
 
     Args:
         job_dir: the job directory.
         name: the trainer's name.
         settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, which has the versions (method ``memory``).
-        run_id: for its report; its session's by default.
-        world_size: how many ranks write a save.
-        writer: writes the state dict that :meth:`set_model_state_dict` is given.
-        seams: for tests.
+        run_id: the run id for the trainer's report; the id of its session by default.
+        world_size: the number of ranks that write a save.
+        writer: writes the state dicts that are passed to :meth:`set_model_state_dict`.
+        seams: substitutes for tests.
 
     Raises:
-        NameTakenError: there is a live trainer; finding out may take a lease time.
+        NameTakenError: another trainer is alive. This check can take one lease time.
         JobUnavailableError: the job directory is missing or cannot be written.
         InvalidSettingsError: the name cannot be part of a file name.
     """
@@ -106,7 +106,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             found = self._job.explorer_reports(names, IF_ANY)
             self._compare_all([one for one in found if self._is_there(one.session)])
         except (OSError, SyncdError) as error:
-            log.debug("explorers cannot be looked at yet: %s", error)  # each look compares again
+            log.debug("cannot read the explorers' reports yet: %s", error)  # each look tries again
 
     def _compare_all(self, explorers: list[ExplorerReport]) -> list[ExplorerReport]:
         for one in explorers:
@@ -118,7 +118,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """Set this trainer's status; ``stopped`` wakes all explorers that wait for it.
 
         Raises:
-            InvalidTransitionError: the status cannot follow the one that it has.
+            InvalidTransitionError: the new status cannot follow the present status.
         """
         become(self._me, status)
 
@@ -126,7 +126,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """True if a live explorer waits for a sync that this trainer has not answered yet.
 
         The next :meth:`set_model_state_dict`, transfer, or :meth:`notify_no_new_model_state_dict`
-        answers the requests that are seen here.
+        answers the requests that this call has seen.
         """
         self._asked = {
             # A hook that does not count asks once for as long as its status says so.
@@ -141,8 +141,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def begin_save(self, step: int) -> None:
         """Announce a save before its first byte is written.
 
-        The pruner then keeps the folders of this step and above: a trainer that resumed at a lower
-        step is about to write them again.
+        The pruner then keeps the folders of this step and of higher steps, because a trainer that
+        resumed at a lower step will write these folders again.
         """
         self._me.update(step=step)
         self._versions.announce(self._me.record)
@@ -150,11 +150,11 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def set_model_state_dict(
         self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int
     ) -> None:
-        """Announce new weights, which the daemon then publishes; answer explorers that asked.
+        """Announce new weights for the daemon to publish; answer the explorers that asked.
 
         Args:
-            model_state_dict: a state dict, which the ``writer`` writes; None if the save is on
-                disk and the pointer names it; or a Tinker-style trainer's remote path.
+            model_state_dict: a state dict for the ``writer``, or the remote path of a Tinker-style
+                trainer. None means that the save is on disk and the pointer names its step.
             trainer_step: the step of the weights.
 
         Raises:
@@ -169,7 +169,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             if self._writer is None:
                 raise InvalidSettingsError(
                     "a state dict cannot be written without a writer: construct the Synchronizer "
-                    "with one, or write the save by trainer_hooks and announce None"
+                    "with a writer, or write the save with trainer_hooks and announce None"
                 )
             self._writer(model_state_dict, trainer_step)
         self._saved_step = trainer_step
@@ -182,8 +182,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def save_is_on_its_way(self) -> bool:
         """True if the daemon has neither published nor refused the last announced save.
 
-        If the step was saved before, that save's outcome may be mistaken for this one's; explorers
-        then ask once more.
+        If the same step was saved before, the outcome of the older save may be mistaken for the
+        outcome of the new save. In that case explorers ask once more.
         """
         if self._saved_step is None:
             return False
@@ -202,22 +202,23 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> bool:
         """Wait while the slowest live explorer lags by more than ``max_explorer_lag`` steps.
 
-        It does not wait for an explorer that has refused a version, because only a newer version
-        helps that one, nor for one that evaluates a step (``explorer_hooks.bench``).
+        The method does not wait for an explorer that evaluates a step (``explorer_hooks.bench``).
+        Nor does it wait for an explorer that has refused a version, because such an explorer needs
+        a newer version.
 
         Args:
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
         Returns:
-            False if it still lags; training should go on nevertheless.
+            False if the slowest explorer still lags at the timeout. Training should continue then.
         """
         if self.settings.max_explorer_lag is None:
             return True
         with self._wait(timeout, cancel) as wait:
             while self._must_wait():
                 if not wait.more():
-                    log.warning("the slowest explorer still lags; training goes on")
+                    log.warning("the slowest explorer still lags; training continues")
                     return False
         return True
 
@@ -234,9 +235,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> int | None:
         """Wait until all live explorers are ready for a transfer of a step's weights.
 
-        Promised: if one side gets the step, all live participants do, as long as their storage
-        works. Not promised: that a participant takes part if it dies right after; so a transfer
-        needs its own timeout. Versions change only in :meth:`nccl_sync_succeeded`.
+        Promised: if any participant returns the step, all live participants return it, as long as
+        their storage works. Not promised: that all of them take part in the transfer. A participant
+        may die after the agreement, so a transfer needs its own timeout. This method does not
+        change versions; only :meth:`nccl_sync_succeeded` does.
 
         Args:
             step: the trainer's step.
@@ -244,7 +246,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             cancel: ends the wait from another thread.
 
         Returns:
-            The step; None if they are not all ready in time, or no explorer works.
+            The step; None if not all explorers are ready in time, or if no explorer is running.
         """
         with self._wait(timeout, cancel) as wait:
             found = self._transfer.agree(step, wait)
@@ -255,24 +257,29 @@ class TrainerSynchronizer(Member[TrainerReport]):
         return found
 
     def nccl_sync_succeeded(self) -> None:
-        """Record that the weights were sent, which answers explorers that asked."""
+        """Record that the weights were sent. This answers the explorers that asked for a sync."""
         self._answered |= self._asked
 
     def takers(self) -> Takers:
-        """The number of running explorers, and of those that take part in broadcasts."""
+        """The number of running explorers, and how many of them take part in broadcasts."""
         return self._transfer.takers()
 
     def have_received(self, save_id: SaveId) -> bool:
-        """True if any explorers take part in broadcasts, and all those serve the sent weights."""
+        """True if all explorers that take part in broadcasts serve the sent weights.
+
+        It is False if no explorer takes part in broadcasts.
+        """
         received = {one.received for one in self._roster.working() if one.workers}
         return received == {str(save_id)}
 
     def has_missed(self, save_id: SaveId) -> bool:
-        """True if an explorer may not produce (``max_staleness``), and has missed the sent weights.
+        """True if an explorer has missed the sent weights and is too stale (``max_staleness``).
+
+        A member of the last transfer is not counted until three times ``broadcast_timeout`` after
+        the agreement, because it may still be receiving or loading the weights.
 
         Args:
-            save_id: the last transfer's save id. A member of it has missed it if it does not report
-                serving it within three ``broadcast_timeout`` of the agreement.
+            save_id: the save id of the last transfer.
         """
         newest = self._versions.newest()
         if newest is None:
@@ -286,7 +293,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         )
 
     def goes_by_files(self, step: int) -> None:
-        """Announce that the weights of a step come by the checkpoint path.
+        """Announce that explorers get the weights of a step from the published files.
 
         Explorers that wait for a transfer stop waiting at once.
         """
@@ -300,29 +307,30 @@ class TrainerSynchronizer(Member[TrainerReport]):
         master_port: int,
         state_dict_meta: object = None,  # noqa: ARG002 # the transfer itself agrees on it
     ) -> None:
-        """Set the meeting place of future weight groups, and close the open one.
+        """Set the meeting place of future weight groups, and close the open weight group.
 
         Args:
-            master_address: this host's address, by name or numbers.
-            master_port: 0 for any free port, each time.
-            state_dict_meta: ignored; it is here because Trinity's method has it. Each transfer
-                agrees on names, dtypes and shapes before its first byte.
+            master_address: this host's address: a host name or an IP address.
+            master_port: the port; 0 for any free port, chosen again for each group.
+            state_dict_meta: ignored; the parameter exists because Trinity's method has it. In each
+                transfer the ranks agree on names, dtypes and shapes before the first byte.
         """
         self._group.close()
         self._group.place = MeetingPlace(master_address, master_port)
 
     def open_group(self, save_id: SaveId, device: torch.device) -> WeightGroup:
-        """The weight group of all participants in :meth:`ready_to_nccl_sync`'s agreement.
+        """Open the weight group of the transfer that :meth:`ready_to_nccl_sync` agreed on.
 
-        The group of the previous transfer is used again if its members are the same and none has
-        failed; else a new one is formed.
+        The group of the previous transfer is used again if its members are the same and no transfer
+        has failed in it. Otherwise a new group is formed.
 
         Args:
-            save_id: the weights to transfer.
-            device: the tensors' device; with a GPU the group uses NCCL.
+            save_id: the save id of the weights to transfer.
+            device: the device of the tensors; for a GPU the group uses NCCL.
 
         Raises:
-            BroadcastError: nothing was agreed; or not all came within ``broadcast_timeout``.
+            BroadcastError: no transfer was agreed, or not all ranks connected within
+                ``broadcast_timeout``.
         """
         agreed, self._transfer.agreed = self._transfer.agreed, None
         if agreed is None:
@@ -331,7 +339,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         return self._group.open(agreed, str(save_id), deadline=deadline, device=device)
 
     def group_failed(self) -> None:
-        """Leave the weight group: the next transfer forms another."""
+        """Leave the weight group; the next transfer forms a new group."""
         self._group.close()
 
     def coordinate_weight_sync_setup(
@@ -341,34 +349,37 @@ class TrainerSynchronizer(Member[TrainerReport]):
         device: str = "cpu",
         cancel: Cancellation | None = None,
     ) -> None:
-        """Form the weight group with all live explorers, which also call this; transfer nothing.
+        """Form the weight group with all live explorers, without a transfer.
 
-        A transfer forms it by itself; call this before training to test that it can.
+        Each explorer must call the method of the same name. You need this method only to test
+        before training that the group can be formed, because a transfer also forms the group.
 
         Args:
-            timeout: seconds until all have come; the settings' ``sync_timeout`` by default.
+            timeout: seconds to wait for the explorers; the settings' ``sync_timeout`` by default.
             device: the device of the tensors to transfer.
             cancel: ends the wait from another thread.
 
         Raises:
-            BroadcastError: not all have come, or the group cannot be formed.
+            BroadcastError: not all explorers were ready in time, or the group cannot be formed.
         """
         require_torch("a broadcast of weights")
         import torch  # noqa: PLC0415 # needed for broadcasts only
 
         step = self._me.record.step or 0
         if self.ready_to_nccl_sync(step, timeout=timeout, cancel=cancel) is None:
-            raise BroadcastError("not all explorers came to form a weight group")
+            raise BroadcastError("not all explorers were ready in time to form a weight group")
         self.open_group(SaveId(self._me.record.run_id, step, 0), torch.device(device))
 
     def coordinate_weight_sync_teardown(
         self, timeout: float | None = None, *, cancel: Cancellation | None = None
     ) -> None:
-        """Leave the weight group after all live explorers, which call this too, have left.
+        """Leave the weight group after all live explorers have left it.
+
+        Each explorer must call the method of the same name.
 
         Args:
-            timeout: the most seconds to wait for them; ``broadcast_timeout`` by default.
-            cancel: ends the wait from another thread; the group then stays open.
+            timeout: the most seconds to wait for the explorers; ``broadcast_timeout`` by default.
+            cancel: ends the wait from another thread. The group then stays open.
         """
         open_now = self._group.rendezvous
         if open_now is not None:
@@ -376,7 +387,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
             with self._wait(timeout, cancel) as wait:
                 while late := self._in_group(open_now.group_name):
                     if not wait.more():
-                        log.warning("closing a weight group that still has: %s", ", ".join(late))
+                        log.warning(
+                            "closing a weight group that these explorers have not left: %s",
+                            ", ".join(late),
+                        )
                         break
         self._group.close()
 

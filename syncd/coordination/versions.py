@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How often to try the newer version if the one to hold is retired at that very moment.
+#: How often to try to hold the newest version if each one is retired before it can be held.
 _ATTEMPTS: Final = 10
 #: safetensors' name of a dtype → torch's.
 _TORCH_NAMES: Final = {name: f"torch.{torch_name}" for torch_name, (name, _) in DTYPES.items()}
 
 
 class Versions:
-    """The versions of a job, or of the memory folder beside it.
+    """The versions of a job, or of the job's memory directory.
 
     Args:
-        job: the job.
-        name: the participant that leases.
-        session: the heartbeat that the leases name; None to make a separate one.
+        job: the job directory, or the memory directory.
+        name: the name of the participant that leases.
+        session: the heartbeat that the leases name; None to make a separate heartbeat.
         clock: seconds, monotonic.
 
     Attributes:
-        job: the folder of the versions, as a job.
+        job: the directory that has the versions.
         holds: this participant's holds on the versions.
-        lease_time: seconds, from that folder's format.
+        lease_time: seconds, from the format of ``job``.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Versions:
         """The version that LATEST names, if it is newer than ``known``; else ``known``.
 
         Args:
-            known: the version that the caller knows; nothing older is returned.
-            sure: ask the server, not this client's cache.
+            known: the version that the caller knows.
+            sure: True to ask the file server instead of this client's cache.
         """
         if sure:
             self.job.storage.refresh(self.job.layout.state)
@@ -88,12 +88,12 @@ class Versions:
 
     @contextmanager
     def held(self, wanted: Version | None = None) -> Iterator[LeasedVersion | None]:
-        """Hold a version, the newest by default; None if there is none.
+        """Hold a version inside the block, by default the newest; None if no version exists.
 
         Raises:
-            VersionGoneError: the wanted version was retired; or versions come and go faster than
-                they can be held.
-            VerificationError: its manifest is damaged.
+            VersionGoneError: the wanted version was retired; or new versions are retired faster
+                than they can be held.
+            VerificationError: the version's manifest is damaged.
         """
         version = self._hold_newest() if wanted is None else self.holds.hold(wanted.sequence)
         try:
@@ -117,12 +117,12 @@ class Versions:
         return None
 
     def stream(self, wanted: Version | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a version, one at a time; none if there is no version.
+        """Yield the tensors of a version one at a time; yield nothing if no version exists.
 
         Raises:
-            VersionGoneError: the wanted one was retired.
-            EngineMismatchError: the version has no weights here.
-            VerificationError: its bytes differ from its manifest.
+            VersionGoneError: the wanted version was retired.
+            EngineMismatchError: the version's folder contains no weights.
+            VerificationError: the version's bytes differ from its manifest.
         """
         require_torch("reading a version's tensors")
         # Only callers that want tensors import torch.
@@ -141,8 +141,10 @@ class Versions:
     def metadata(self, wanted: Version | None = None) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name, torch's name of the dtype, and shape of each tensor of a version.
 
+        The list is empty if no version exists.
+
         Raises:
-            VersionGoneError: the wanted one was retired.
+            VersionGoneError: the wanted version was retired.
         """
         with self.held(wanted) as version:
             if version is None:
@@ -153,10 +155,10 @@ class Versions:
             ]
 
     def path(self, *, use_huggingface: bool) -> Path | str | None:
-        """The newest version's folder, or that of the trainer's save, if it is there.
+        """The newest version's folder, or the folder of the trainer's shards if it still exists.
 
-        Neither is held: it may be pruned once there are newer versions. For kind ``remote`` it is
-        the remote path.
+        This method does not hold the folder, so the folder may be pruned once newer versions exist.
+        For a version of kind ``remote`` the result is the remote path.
         """
         newest = read_latest(self.job)
         if newest is None:
@@ -170,12 +172,12 @@ class Versions:
         return actor if self.job.storage.exists(actor) else None
 
     def outcome(self, step: int) -> SaveOutcome | None:
-        """The recorded outcome of a step's last save; None if there is none yet."""
+        """The recorded outcome of a step's last save; None if no outcome is recorded yet."""
         saves = self.job.read(SaveOutcomes, self.job.layout.saves, limit=LONG_RECORD_LIMIT)
         return saves.steps.get(step) if saves is not None else None
 
     def is_refused(self, step: int) -> bool:
-        """True if the daemon has refused a step's save, and it has not been saved again since."""
+        """True if the daemon has refused a step's save, and the step was not saved again since."""
         outcome = self.outcome(step)
         return (
             outcome is not None
@@ -184,9 +186,9 @@ class Versions:
         )
 
     def _is_of_now(self, step: int, outcome: SaveOutcome) -> bool:
-        """True if an outcome belongs to the save that is in the step's folder now, by its receipt.
+        """True if the save that is in the step folder now has this outcome, by the save's receipt.
 
-        A save without a receipt, or with one that this user may not read, counts as the same save.
+        If the save has no receipt, or a receipt that this user may not read, the result is True.
         """
         path = self.job.layout.actor(step) / RECEIPTS / receipt_name(0)
         try:
@@ -198,9 +200,10 @@ class Versions:
         return receipt is None or receipt.save_id == outcome.identity
 
     def on_its_way(self) -> int | None:
-        """The step that the pointer names, if its save is neither published nor refused yet.
+        """The step that the pointer names, if the daemon has not published or refused its save yet.
 
-        None too if the pointer names no step, or one that is not on disk.
+        Otherwise the result is None. It is also None if the pointer names no step, or names a step
+        that is not on disk.
         """
         step = self._unanswered()
         if step is None:
@@ -220,28 +223,28 @@ class Versions:
         return None if latest is not None and latest.step == step else step
 
     def daemon_lives(self) -> bool:
-        """True if a daemon works here, by its lock; a killed daemon counts for a lease time."""
+        """True if the daemon's lock is live; a killed daemon counts as live for one lease time."""
         seen = self._judge.look(self.job.layout.daemon_lock)
         if seen is Liveness.MISSING:
             seen = self._judge.look_again(self.job.layout.daemon_lock)
         return seen is Liveness.ALIVE
 
     def daemon_hint(self) -> str:
-        """The remedy if nothing was published in time, for the end of a message."""
+        """A hint at the cause and the remedy, to end a message that nothing was published."""
         try:
             lives = self.daemon_lives()
         except OSError as error:
-            return f"it cannot be seen whether a daemon works there: {error}"
+            return f"cannot check whether a daemon is running there: {error}"
         return daemon_hint(self.job.layout.root, lives=lives, is_memory=self._own is not None)
 
     def check_on_disk(self, step: int) -> None:
-        """Check on the server, by its name, that a step has a folder: listings may be late.
+        """Check that a step has a folder; the save in the folder may be incomplete.
 
-        It does not check that the save in it is complete.
+        The check asks the file server for the folder by its name, because listings may be late.
 
         Raises:
-            SaveNotReadyError: it has none; the message names the steps that have one.
-            JobUnavailableError: the job is not there now, for example unmounted.
+            SaveNotReadyError: the step has no folder. The message lists the steps that have one.
+            JobUnavailableError: the job directory is missing now, for example unmounted.
         """
         check_on_disk(self.job, step)
 
@@ -249,7 +252,7 @@ class Versions:
         """Check that a step has all its shards, or one full state dict.
 
         Raises:
-            SaveNotReadyError: a shard is missing; the message names it.
+            SaveNotReadyError: a shard is missing. The message names the shard.
         """
         actor = self.job.layout.actor(step)
         names = set(self.job.storage.names(actor))
@@ -258,11 +261,11 @@ class Versions:
         for rank in range(world_size):
             if shard_name(world_size, rank) not in names:
                 raise SaveNotReadyError(
-                    f"{actor / shard_name(world_size, rank)} is not there (yet)"
+                    f"{actor / shard_name(world_size, rank)} does not exist (yet)"
                 )
 
     def pointed(self) -> int | None:
-        """The step that the pointer names; None if it names none."""
+        """The step that the pointer names; None if the pointer names no step."""
         try:
             return parse_pointer(self.job.storage.read(self.job.layout.state_pointer))
         except OSError as error:
@@ -275,12 +278,12 @@ class Versions:
         point(self.job, self.job.layout.state_pointer, step)
 
     def write_step(self, step: int, name: str, content: bytes) -> None:
-        """Write a file into a step's folder, which is made if it is missing."""
+        """Write a file into a step's folder; create the folder if it is missing."""
         make_step_folder(self.job, step)
         self.job.storage.replace(self.job.layout.step(step) / name, content)
 
     def announce(self, report: TrainerReport) -> None:
-        """Tell the daemon of a memory directory too which step is about to be written."""
+        """Tell the memory directory's daemon, if there is one, which step will be written next."""
         if self._own is not None:
             here = report.model_copy(update={"session": self._own.id})
             path, room = self.job.layout.trainer_report, self.job.layout.drafts

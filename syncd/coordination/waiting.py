@@ -1,4 +1,4 @@
-"""Waits for another participant's files: hints, a poll, a deadline, and a way out."""
+"""Waits for another participant's files, with file events, polling, deadlines and cancellation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK: Final = 0.05
 
 
 class Cancellation:
-    """Ends waits from another thread: present and future ones."""
+    """Ends present and future waits from another thread."""
 
     def __init__(self) -> None:
         # Re-entrant, because a signal handler on the same thread may call cancel().
@@ -35,20 +35,20 @@ class Cancellation:
 
     @property
     def is_done(self) -> bool:
-        """True if it was cancelled."""
+        """True if :meth:`cancel` was called."""
         return self._done
 
     def check(self) -> None:
-        """Raise if it was cancelled.
+        """Raise an error if :meth:`cancel` was called.
 
         Raises:
-            CancelledError: it was.
+            CancelledError: :meth:`cancel` was called.
         """
         if self._done:
             raise CancelledError("the wait was cancelled, or its synchronizer closed")
 
     def pause(self, seconds: float) -> bool:
-        """Wait for some seconds, or until it is cancelled; returns whether it was."""
+        """Sleep for some seconds or until :meth:`cancel` is called; True if it was called."""
         # Polls instead of waiting on an Event: a thread that waits on one may hold its lock, and a
         # signal handler on that thread that cancels would then deadlock.
         deadline = time.monotonic() + seconds
@@ -57,12 +57,12 @@ class Cancellation:
         return self._done
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """Let ``wake`` be called when this is cancelled."""
+        """Register ``wake`` to be called at a cancellation."""
         with self._lock:
             self._wakes.add(wake)
 
     def detach(self, wake: Callable[[], None]) -> None:
-        """Stop calling it."""
+        """Undo :meth:`attach`."""
         with self._lock:
             self._wakes.discard(wake)
 
@@ -71,10 +71,10 @@ class Wait:
     """One wait, as a context manager.
 
     Args:
-        watcher: ends a pause early; the caller closes it.
+        watcher: ends a pause early; the caller must close the watcher.
         timeout: seconds until :meth:`more` returns False.
-        poll: seconds between two looks if the filesystem sends no events.
-        cancels: the cancellations that may end it.
+        poll: seconds between two checks if the filesystem sends no events.
+        cancels: the cancellations that can end this wait.
         clock: seconds, monotonic.
     """
 
@@ -94,7 +94,7 @@ class Wait:
         self._clock = clock
 
     def more(self) -> bool:
-        """Pause until a hint or the next poll; False if the time is up.
+        """Pause until a file event or the next poll; return False if the timeout has passed.
 
         Raises:
             CancelledError: the wait was cancelled.
@@ -122,14 +122,14 @@ class Wait:
 
 
 class Waits:
-    """The waits of one participant: one at a time, because each sets the status back at its end.
+    """The waits of one participant. Only one runs at a time, because each restores the status.
 
-    A wait that has to queue spends its timeout while it queues.
+    The timeout of a wait includes its time in the queue.
 
     Args:
         name: the participant's name.
-        worth_a_look: gives folder → names in it whose change may end a wait.
-        poll: seconds between two looks if the filesystem sends no events.
+        worth_a_look: returns folder → the names of the files in it whose change can end a wait.
+        poll: seconds between two checks if the filesystem sends no events.
         clock: seconds, monotonic.
     """
 
@@ -153,15 +153,15 @@ class Waits:
 
     @contextmanager
     def one(self, timeout: float, cancel: Cancellation | None) -> Iterator[Wait]:
-        """Wait for this wait's turn, then yield the wait.
+        """Queue behind the participant's other waits, and then yield this wait.
 
         Args:
-            timeout: seconds for both together.
-            cancel: ends it from another thread.
+            timeout: seconds for the queue and the wait together.
+            cancel: ends the queueing or the wait from another thread.
 
         Raises:
-            WaitTimeoutError: another wait took all the time.
-            CancelledError: it was cancelled, or all waits have ended.
+            WaitTimeoutError: the timeout passed while another wait was running.
+            CancelledError: the wait was cancelled, or :meth:`ended` was called.
         """
         cancels = (self._ending,) if cancel is None else (self._ending, cancel)
         deadline = self._clock() + timeout
@@ -173,7 +173,7 @@ class Waits:
                 break
             if left <= 0:
                 raise WaitTimeoutError(
-                    f"{self._name} timed out behind another wait of the same participant"
+                    f"{self._name} timed out while another wait of the same participant was running"
                 )
         try:
             for each in cancels:
@@ -191,7 +191,7 @@ class Waits:
 
     @contextmanager
     def ended(self) -> Iterator[None]:
-        """End all waits, now and in future; inside the block none is running."""
+        """End all present and future waits; inside the block no wait is running."""
         self._ending.cancel()
         with self._turn:
             if self._watcher is not None:
@@ -199,7 +199,7 @@ class Waits:
             yield
 
     def _hints(self) -> Watcher:
-        """The watcher that ends pauses early; made again if the folders to watch change."""
+        """The watcher that ends pauses early; a new one if the folders to watch have changed."""
         names = self._worth_a_look()
         if self._watcher is None or names != self._watched:
             if self._watcher is not None:

@@ -1,4 +1,4 @@
-"""Waiting for weights: the loop that all waits share, its request to the trainer, its end."""
+"""Waits for weights: the loop that all these waits share, the request to the trainer, the end."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
 
-#: A trainer's session, and how often it has said that nothing newer comes; None for never.
+#: A trainer's session, and how often that trainer has said that nothing newer will come. It is None
+#: if the trainer has never said so.
 Said = tuple[str | None, int] | None
 
 
 class WeightWaits:
-    """One explorer's waits for weights: for a newer version, or a transfer.
+    """One explorer's waits for weights, which come as a newer version or by a transfer.
 
     Args:
         me: the explorer that waits.
-        roster: knows the trainer.
+        roster: the participants of the job.
         versions: the published versions of the job.
-        transfer: joins the transfers that are offered.
-        compare: returns how a trainer's settings differ from an explorer's; the session is the
-            trainer's.
-        terms: the settings of a wait if the explorer was given none.
+        transfer: joins offered transfers.
+        compare: returns the differences between a trainer's settings and an explorer's settings;
+            its third argument is the trainer's session.
+        terms: the settings to compare if the explorer was given none.
         root: the job directory.
         clock: seconds, monotonic.
-        poll: the least seconds between two checks for an answer to a request.
+        poll: the least seconds between two checks for the trainer's answer to a request.
 
     Attributes:
-        has_seen_trainer: True once it has seen a trainer work.
-        unlike: how the working trainer's settings differ.
+        has_seen_trainer: True once this explorer has seen a running trainer.
+        unlike: the differences between the running trainer's settings and this explorer's; empty if
+            there are none.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class WeightWaits:
         self.unlike = ""
 
     def for_trainer(self, current: Version | None, wait: Wait) -> None:
-        """Wait, holding nothing, until a first version is published or a trainer works."""
+        """If the explorer holds nothing, wait until a version is published or a trainer runs."""
         while current is None and not self.has_seen_trainer:
             if self._versions.newest() is not None or not self._has_trainer_stopped():
                 return
@@ -87,8 +89,9 @@ class WeightWaits:
                 )
             if not wait.more():
                 raise WaitTimeoutError(
-                    f"no trainer has come to {self._root} in time, and no version is "
-                    "published there; check with `syncd status` that it is the trainer's job folder"
+                    f"no trainer has registered in {self._root} in time, and no version is "
+                    "published there; check with `syncd status` that this is the trainer's job "
+                    "directory"
                 )
 
     def newer(
@@ -101,7 +104,7 @@ class WeightWaits:
         ends_with_trainer: bool = False,
         look: Callable[[], None] = lambda: None,
     ) -> Version | Offer | None:
-        """The loop that all waits for weights share; None if the wait ended with the trainer."""
+        """Run the loop of all waits for weights; return None if the wait ended with the trainer."""
         if ends_with_trainer:
             self.for_trainer(current, wait)
         request = SyncRequest(self._me, self._roster, clock=self._clock, poll=self._poll)
@@ -150,13 +153,17 @@ class WeightWaits:
     def _why_nothing(self) -> str:
         why = self._versions.daemon_hint()
         if self.unlike:
-            why += f"; the SyncSettings of trainer and explorer are unlike: {self.unlike}"
+            why += f"; the SyncSettings of trainer and explorer differ: {self.unlike}"
         return why
 
     def _look_at_trainer(
         self, joins: Callable[[], bool] | None, ending: Ending | None
     ) -> tuple[Offer | None, bool]:
-        """Look once: the transfer to take part in, if any, and True if the wait is over."""
+        """Check the trainer once.
+
+        Returns:
+            The offer of the transfer to take part in, or None; and True if the wait is over.
+        """
         if joins is None and ending is None:
             return None, False
         try:
@@ -170,7 +177,7 @@ class WeightWaits:
         return offer, is_over
 
     def _has_trainer_stopped(self) -> bool:
-        """True if no trainer works: it stopped, died, or has not come yet."""
+        """True if no trainer is running: it has stopped, has died, or has not registered yet."""
         trainer = self._roster.trainer()
         stopped = trainer is None or trainer.status == RunningStatus.STOPPED.value
         if trainer is not None and not stopped:
@@ -182,7 +189,7 @@ class WeightWaits:
         return stopped
 
     def _offered(self, *, joins: bool, has_stopped: bool) -> Offer | None:
-        """Look at the offer once; leave it if the trainer has stopped."""
+        """Check the current offer once; leave a joined offer if the trainer has stopped."""
         transfer = self._transfer
         offer = transfer.look() if joins or transfer.has_joined else None
         return offer or (transfer.leave() if has_stopped else None)
@@ -192,17 +199,19 @@ class WeightWaits:
             return
         self._warned = current
         if current is None:
-            log.warning("no version was published: %s goes on without one", self._name)
+            log.warning("no version was published: %s continues without a version", self._name)
         else:
             log.warning("nothing newer than step %d: %s keeps serving it", current.step, self._name)
 
 
 class SyncRequest:
-    """One wait's request to the trainer: a sync, and again after each answer without one.
+    """One wait's request to the trainer for a sync.
+
+    If the trainer answers that nothing newer will come, the request is made again.
 
     Args:
         me: the explorer that waits.
-        roster: knows the trainer.
+        roster: the participants of the job.
         clock: seconds, monotonic.
         poll: the least seconds between two checks for an answer.
     """
@@ -218,7 +227,7 @@ class SyncRequest:
         self._said: Said | str = "not asked yet"
 
     def said(self) -> Said:
-        """The trainer's session, and how often it has said so far that nothing newer will come.
+        """The trainer's session, and how often the trainer has said that nothing newer will come.
 
         Raises:
             JobUnavailableError, OSError: the trainer's report cannot be read.
@@ -227,10 +236,10 @@ class SyncRequest:
         return (trainer.session, trainer.nothing_new) if trainer and trainer.nothing_new else None
 
     def repeat(self) -> None:
-        """Require a sync again, if the last request was answered without a newer version.
+        """Require a sync; require it again if the trainer answered without a newer version.
 
-        It looks once in a poll, however often it is called. If storage refuses, the next look tries
-        again.
+        Calls less than ``poll`` seconds after the last check do nothing. If storage refuses the
+        request, the next check tries again.
 
         Raises:
             InvalidTransitionError: this explorer is not running.
@@ -257,7 +266,8 @@ class SyncRequest:
         """Withdraw the request; errors of storage are logged, not raised.
 
         Args:
-            missed: True if the wait ended without anything newer, which is counted.
+            missed: True if the wait ended without newer weights. The explorer's report counts such
+                waits.
         """
         me = self._me
         count = me.record.nothing_new + missed
@@ -273,16 +283,19 @@ class SyncRequest:
 class Ending:
     """Decides when one wait is over although nothing newer was published.
 
-    It is over once the trainer has stopped or died, or has said since the wait began that nothing
-    newer will come, *and* the trainer's last announced save was published, skipped or quarantined.
-    The second part is needed because explorers learn of the trainer's end before the daemon has
-    merged that save. If no daemon lives to merge it, the wait is over a lease time later, with a
-    warning. If no trainer ever registered (verl), its saves are unknown, and the wait is over at
-    once.
+    The wait is over when both of these conditions hold:
+
+    - The trainer has stopped or died, or has said since the wait began that nothing newer will
+      come.
+    - The trainer's last announced save was published, skipped or quarantined. This condition is
+      needed because explorers see the trainer's end before the daemon has merged that save.
+
+    If no daemon is alive to merge the save, the wait is over one lease time later, with a warning.
+    If no trainer has ever registered (verl), its saves are unknown, and the wait is over at once.
 
     Args:
         versions: the published versions of the job.
-        roster: knows the trainer.
+        roster: the participants of the job.
         request: this wait's request to the trainer.
         clock: seconds, monotonic.
     """
@@ -300,13 +313,13 @@ class Ending:
         self._alone_since: float | None = None
 
     def is_over(self, *, has_stopped: bool) -> bool:
-        """True if nothing newer comes.
+        """True if the wait is over, because nothing newer will be published.
 
         Args:
-            has_stopped: True if the trainer has stopped, or died, or was never there.
+            has_stopped: True if the trainer has stopped, has died, or has never registered.
 
         Raises:
-            JobUnavailableError, OSError: storage failed: nothing is known.
+            JobUnavailableError, OSError: storage failed, so the answer is unknown.
         """
         if not has_stopped and self._request.said() in {None, self._said}:
             return False
@@ -316,7 +329,7 @@ class Ending:
         return step is None or self._is_given_up(step)
 
     def _is_given_up(self, step: int) -> bool:
-        """True if no daemon has lived for a lease time: nobody publishes the step."""
+        """True if no daemon was alive for a lease time, so that nobody publishes the step."""
         if self._versions.daemon_lives():
             self._alone_since = None
             return False

@@ -56,7 +56,7 @@ function words(event) {
         ...(event.why ? [", because ", said(event.why)] : []),
       ];
     case "adopted":
-      return `adopted ${version} of step ${step}, which a daemon before had finished`;
+      return `adopted ${version} of step ${step}, which an earlier daemon had finished`;
     case "rolled_back":
       return [`${of} is served again, as ${version}: asked for by `, by];
     case "refused":
@@ -66,7 +66,7 @@ function words(event) {
     case "no_delta":
       return [`no delta from ${of} to ${version}: `, said(event.why)];
     case "skipped":
-      return `skipped step ${step}: a newer one was out`;
+      return `skipped step ${step}: a newer step was published`;
     case "quarantined":
       return [`refused step ${step}: `, said(event.why)];
     default:

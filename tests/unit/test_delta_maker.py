@@ -628,7 +628,7 @@ def test_status_history_verify_and_the_dry_run_show_deltas(job: SmallJob) -> Non
     assert told["latest"]["delta_from"] == 3
     text = " ".join(said("status", root).split())
     newest = f"deltas v2 to v3: {size} B, 33.33% of the elements"
-    assert f"{newest}; 1 older: {size} B; none to v4" in text
+    assert f"{newest}; 1 older: {size} B; no delta to v4" in text
     assert "made the delta from v1 to v2" in text
     assert "no delta from v3 to v4: 95 % of the elements differ" in text
     versions = json.loads(said("history", root, "--json"))["versions"]

@@ -92,7 +92,7 @@ def test_a_sync_that_waits_by_the_defaults_says_it_at_once_and_at_its_end(
             explorer.after_step(1)
     with explorer_of(job, None) as explorer, trainer_of(job, {"sync_interval": 4}):
         assert said(caplog) == []
-        with pytest.raises(WaitTimeoutError, match="unlike: the trainer's interval is 4 for the t"):
+        with pytest.raises(WaitTimeoutError, match="differ: the trainer's interval is 4 for the t"):
             explorer._sync.wait_new_model_state_dict(None, timeout=0.2)
         with pytest.raises(WaitTimeoutError, match="unlike"):
             explorer._sync.wait_new_model_state_dict(None, timeout=0.01)

@@ -222,7 +222,7 @@ def test_who_holds_nothing_is_told_at_the_deadline_that_no_trainer_came(
     job: SmallJob, explorer: Any
 ) -> None:
     for call in (explorer.wait_new_model_state_dict, explorer.wait_for_trainer):
-        with pytest.raises(WaitTimeoutError, match=r"no trainer has come to .*, and no version"):
+        with pytest.raises(WaitTimeoutError, match=r"no trainer has registered .*, and no version"):
             call(None, timeout=0.1)
     publish(job, 1)
     explorer.wait_for_trainer(None, timeout=LONG)
@@ -237,7 +237,7 @@ def test_who_has_seen_a_trainer_go_without_a_version_goes_on_and_says_so_once(
     trainer.close()
     assert waiting.result(LONG) is None
     assert explorer.wait_new_model_state_dict(None, timeout=LONG) is None
-    assert caplog.text.count("no version was published: explorer goes on without one") == 1
+    assert caplog.text.count("no version was published: explorer continues without a version") == 1
 
 
 class Taker(FakeEngine):

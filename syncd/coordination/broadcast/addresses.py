@@ -8,17 +8,17 @@ from typing import Final
 
 from syncd.protocol.errors import BroadcastError
 
-#: Addresses that no host has (RFC 5737, RFC 3849): packets to them take the default route.
+#: Addresses that no host has (RFC 5737, RFC 3849), so packets to them take the default route.
 _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
 #: Any port will do, because no packet is sent.
 _DISCARD: Final = 9
 
 
 def own_address() -> str:
-    """The address at which other hosts reach this one: its default route's, as numbers.
+    """The IP address at which other hosts can reach this host: the address of the default route.
 
-    Without such a route it is ``127.0.0.1``, which no other host reaches. A host on several
-    networks may need another address: see ``master_address`` of the settings.
+    If this host has no default route, the result is ``127.0.0.1``, which no other host can reach.
+    For a host on several networks another address may be right; set ``master_address`` then.
     """
     for host in _ANYWHERE:
         try:
@@ -29,10 +29,10 @@ def own_address() -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this host from which it sends packets to another one, as numbers.
+    """The IP address from which this host sends packets to another host.
 
     Raises:
-        OSError: there is no route to it, or no such host.
+        OSError: the other host does not exist, or there is no route to it.
     """
     family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -44,11 +44,11 @@ def listen(address: str, port: int) -> socket.socket:
     """A socket that listens on one address of this host, and on no other.
 
     Args:
-        address: a name or numbers.
+        address: a host name or an IP address.
         port: 0 for any free port.
 
     Raises:
-        BroadcastError: the port is taken, or this host has no such address.
+        BroadcastError: another program uses the port, or this host does not have the address.
     """
     try:
         family, kind, _, _, where = socket.getaddrinfo(

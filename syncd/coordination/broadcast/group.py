@@ -1,7 +1,7 @@
 """The weight group: the trainer's rank 0 and all explorers' workers, beside any other group.
 
-It is one process group over its own TCPStore; every wait in it has a deadline. A torch call that
-could wait longer for a peer runs in a separate thread, which is abandoned at the deadline.
+A weight group is one process group with its own TCPStore. Every wait has a deadline. A torch call
+that could wait longer for a peer runs in a separate thread, which is abandoned at the deadline.
 """
 
 from __future__ import annotations
@@ -45,38 +45,40 @@ class Broadcasting:
     """A broadcast in progress.
 
     Args:
-        finish: waits for its end.
+        finish: waits for the end of the broadcast.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
 
     def wait(self) -> None:
-        """Wait until the tensor may be used again (rank 0), or has arrived (the others).
+        """Wait until the tensor may be used again (rank 0) or has arrived (other ranks).
 
         Raises:
-            BroadcastError: it did not end by the transfer's deadline, or a peer is gone. The group
-                has failed then.
+            BroadcastError: the broadcast did not end by the transfer's deadline, or a peer is gone.
+                The group has failed then.
         """
         self._finish()
 
 
 class WeightGroup:
-    """One rank's membership in one generation of a weight group; :meth:`join` makes it.
+    """One rank's membership in one generation of a weight group; made by :meth:`join`.
 
-    It works beside a default process group and without one. In a transfer all ranks do the same
-    broadcasts in the same order, and then :meth:`agree` that all have arrived.
+    A weight group does not need a default process group, and does not disturb one. In a transfer
+    all ranks do the same broadcasts in the same order, and then call :meth:`agree`.
 
     Promised: no method waits longer than the transfer's deadline plus one second. An error ends the
-    generation for this rank; its peers end theirs at their deadlines.
+    group for this rank; the other ranks end the group at their own deadlines.
 
-    Not promised: the content of tensors if the transfer was not agreed; protection from strangers:
-    any process that can reach the store can take part, as in any torch.distributed job.
+    Not promised: the content of tensors if :meth:`agree` did not return True. Nor is there
+    protection from strangers: any process that can reach the store can take part, as in any
+    torch.distributed job.
 
-    Its methods are for one thread at a time; :meth:`close` for any.
+    Only one thread at a time may call methods, except :meth:`close`, which any thread may call.
 
     Attributes:
-        rank, world_size, generation, name: of this membership and its group.
+        rank: this process's rank in the group.
+        world_size, generation, name: the group's number of ranks, its generation and its name.
         device: the device that tensors must be on.
     """
 
@@ -115,18 +117,18 @@ class WeightGroup:
         device: torch.device,
         listening: socket.socket | None = None,
     ) -> WeightGroup:
-        """Form the group together with all its other ranks, and begin a transfer.
+        """Form the group together with all other ranks, and begin a transfer.
 
         Args:
-            rendezvous: the ranks' meeting place.
+            rendezvous: the meeting place of all ranks.
             rank: this process's rank.
-            deadline: seconds for forming the group, and again for each transfer.
+            deadline: seconds to form the group; each transfer has the same deadline again.
             device: the device of the tensors to broadcast; for ``nccl`` a GPU.
-            listening: rank 0 only: a socket at the rendezvous's address and port, which rank 0's
-                store takes over.
+            listening: for rank 0 only: a socket that listens at the rendezvous's address and port;
+                rank 0's store takes it over.
 
         Raises:
-            BroadcastError: not all ranks came in time, or the group cannot be formed here.
+            BroadcastError: not all ranks connected in time, or this process cannot form the group.
         """
         if not 0 <= rank < rendezvous.world_size:
             raise BroadcastError(
@@ -153,7 +155,8 @@ class WeightGroup:
         except TimeoutError:
             raise BroadcastError(
                 f"the weight group {rendezvous.group_name} was not formed at {where} within "
-                f"{deadline:g} s: not all of its {rendezvous.world_size} ranks came, or one stopped"
+                f"{deadline:g} s: not all of its {rendezvous.world_size} ranks connected, or a "
+                "rank stopped"
             ) from None
         except (RuntimeError, OSError, ValueError) as error:
             raise BroadcastError(
@@ -165,19 +168,19 @@ class WeightGroup:
 
     @property
     def has_failed(self) -> bool:
-        """True if it cannot be used any more."""
+        """True if the group has failed or is closed, so that it cannot be used any more."""
         return self._failure is not None
 
     def begin(self) -> None:
-        """Begin a transfer; its deadline starts now."""
+        """Begin a transfer. The time to its deadline starts now."""
         self._deadline = time.monotonic() + self._patience
 
     def broadcast(self, tensor: Tensor) -> Broadcasting:
-        """Begin to broadcast a tensor from rank 0; all ranks do so in the same order.
+        """Begin to broadcast a tensor from rank 0; all ranks must do this in the same order.
 
         Args:
-            tensor: uint8, contiguous, on the group's device, of the same size on all ranks. It must
-                neither be changed nor be read until the broadcast is waited for.
+            tensor: uint8, contiguous, on the group's device, of the same size on all ranks. Do not
+                read or change the tensor until :meth:`Broadcasting.wait` has returned.
 
         Raises:
             BroadcastError: the group has failed.
@@ -194,18 +197,21 @@ class WeightGroup:
         return Broadcasting(lambda: self._finish(work))
 
     def agree(self, ok: bool) -> bool:
-        """Tell the other ranks if all arrived here, and learn if it arrived everywhere.
+        """Tell the other ranks if all weights arrived here, and learn if they arrived everywhere.
 
-        Promised: all ranks that get an answer get the same one, and rank 0 gets True only after all
-        others did. If a rank may have missed the answer, rank 0 gets an error, and all ranks get
-        the weights from the files.
+        Promised: all ranks that get an answer get the same answer. Rank 0 gets True only after all
+        other ranks got True. If a rank may have missed the answer, rank 0 gets an error, and all
+        ranks get the weights from the published files.
+
+        Args:
+            ok: True if all weights arrived at this rank.
 
         Returns:
-            True only if all ranks said yes.
+            True only if ``ok`` is True on all ranks.
 
         Raises:
             BroadcastError: not all ranks answered within the transfer's deadline, or the store is
-                gone. This rank does not know the outcome: nothing is committed.
+                gone. This rank does not know the outcome, and must not use the weights.
         """
         self._check()
         key = f"agree/{self._agreements}"
@@ -218,7 +224,7 @@ class WeightGroup:
                 lambda: self._decide(store, key, ok=ok and self._left() > 0),
             )
             if not verdict and self._left() <= 0:
-                raise self._fail(f"{self._named(late)} did not confirm in time that all arrived")
+                raise self._fail(f"no confirmation in time from {self._named(late)}")
             if not verdict:
                 return False
             if self.rank:
@@ -248,8 +254,8 @@ class WeightGroup:
     def _finish(self, work: dist.Work) -> None:
         """Wait for a broadcast.
 
-        It polls, for both backends, so that signals are handled meanwhile and torch's own timeouts
-        do not matter. gloo ends its side of the operation at the group's timeout.
+        The method polls with both backends, so that signals are handled during the wait and torch's
+        own timeouts do not matter. gloo ends its side of the operation at the group's timeout.
         """
         self._check()
         pause = 0.0
@@ -265,7 +271,7 @@ class WeightGroup:
         self._unfinished.remove(work)
 
     def _decide(self, store: Store, key: str, *, ok: bool) -> tuple[bool, list[int]]:
-        """The verdict, and the ranks that had not said yes when it was made."""
+        """The verdict, and the ranks that had not confirmed when the verdict was made."""
         if ok:
             store.set(f"{key}/yes/{self.rank}", _YES)
             if store.add(f"{key}/yes", 1) == self.world_size:
@@ -288,7 +294,7 @@ class WeightGroup:
             store.delete_key(f"{key}/read/{rank}")
 
     def _named(self, ranks: list[int]) -> str:
-        """The names of ranks, for people."""
+        """The names of ranks, for messages."""
         names = {0: "the trainer"} | {
             member.rank_offset + worker: f"explorer {member.name} (worker {worker})"
             for member in self._rendezvous.members
@@ -304,14 +310,14 @@ class WeightGroup:
             raise BroadcastError(f"the weight group {self.name} has failed: {self._failure}")
 
     def _fail(self, why: str) -> BroadcastError:
-        """End this generation; returns the error to raise."""
+        """End the group for this rank; return the error to raise."""
         self._failure = why
         self.close()
         return BroadcastError(f"{why} (weight group {self.name})")
 
 
 class KeptGroup:
-    """A worker's weight group, kept between transfers and formed again if necessary."""
+    """A worker's weight group, kept for the next transfer and formed again if necessary."""
 
     def __init__(self) -> None:
         self._group: WeightGroup | None = None
@@ -325,9 +331,9 @@ class KeptGroup:
         device: torch.device,
         listening: socket.socket | None = None,
     ) -> WeightGroup:
-        """The group of a rendezvous, and a new transfer in it.
+        """Open the group of a rendezvous, and begin a transfer in the group.
 
-        Args and errors are those of :meth:`WeightGroup.join`.
+        For arguments and errors see :meth:`WeightGroup.join`.
         """
         group = self._group
         if group is not None and group.name == rendezvous.group_name and not group.has_failed:
@@ -340,7 +346,7 @@ class KeptGroup:
         return self._group
 
     def close(self) -> None:
-        """Leave the group: at the end, or if a transfer failed. Safe to call twice."""
+        """Leave the group, after the last transfer or a failed transfer. Safe to call twice."""
         group, self._group = self._group, None
         if group is not None:
             group.close()

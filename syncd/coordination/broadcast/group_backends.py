@@ -1,7 +1,7 @@
-"""The parts of a weight group: rank 0's store, connections to it, and a torch backend.
+"""The parts of a weight group: rank 0's store, connections to the store, and a torch backend.
 
-A call into torch may wait forever for a stopped peer, because torch has no timeout for it;
-:func:`within` gives such a call a deadline.
+Some calls into torch have no timeout, and would wait forever for a stopped peer; :func:`within`
+gives such a call a deadline.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def backend_for(device: torch.device) -> Name:
 
 
 def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> Store:
-    """Rank 0's store. It lives for as long as the returned object, and so does its port.
+    """Start rank 0's store. The store and its port stay open while the returned object exists.
 
     Args:
-        rendezvous: has its address and port.
-        listening: a socket there, which the store takes over.
-        deadline: seconds.
+        rendezvous: the rendezvous with the store's address and port.
+        listening: a socket that listens at that address and port; the store takes it over.
+        deadline: the store's timeout, in seconds.
     """
     return dist.TCPStore(  # type: ignore[attr-defined] # public, and not so in torch's stub
         rendezvous.address,
@@ -87,9 +87,9 @@ def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> 
 
 
 def connect(rendezvous: Rendezvous, deadline: float) -> Store:
-    """A connection to rank 0's store that sees only this group's keys.
+    """Connect to rank 0's store; the connection sees only this group's keys.
 
-    Calls on one connection wait for one another.
+    Calls on one connection run one after the other.
     """
     store = dist.TCPStore(  # type: ignore[attr-defined] # likewise
         rendezvous.address,
@@ -104,11 +104,11 @@ def connect(rendezvous: Rendezvous, deadline: float) -> Store:
 def make_backend(
     rendezvous: Rendezvous, rank: int, store: Store, *, deadline: float, device: torch.device
 ) -> Any:
-    """A backend that is connected to all other ranks.
+    """Make a backend that is connected to all other ranks.
 
     Raises:
-        ValueError: this process lacks the device that it needs.
-        RuntimeError: an error of torch.
+        ValueError: this process does not have the device that the backend needs.
+        RuntimeError: torch failed.
     """
     return _MAKERS[rendezvous.backend](rendezvous, rank, store, deadline=deadline, device=device)
 
@@ -169,7 +169,7 @@ def in_words(error: Exception) -> str:
     if isinstance(error, dist.DistNetworkError):
         return f"the trainer's store is gone or cannot be reached ({said})"
     if isinstance(error, dist.DistStoreError):
-        return f"the others did not come to the trainer's store in time ({said})"
+        return f"not all ranks connected to the trainer's store in time ({said})"
     return said
 
 
@@ -194,7 +194,9 @@ def _nccl(
     rendezvous: Rendezvous, rank: int, store: Store, *, deadline: float, device: torch.device
 ) -> Any:
     if device.type != "cuda" or not torch.cuda.is_available() or not dist.is_nccl_available():
-        raise ValueError("it is between GPUs (nccl), and there is none here to receive on")
+        raise ValueError(
+            "the group is between GPUs (nccl), and this process has no GPU to receive on"
+        )
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = torch_time(deadline)  # noqa: SLF001 # torch has no other name for it
@@ -220,7 +222,7 @@ _MAKERS: Final[Mapping[Name, _Maker]] = {"gloo": _gloo, "nccl": _nccl}
 
 @contextlib.contextmanager
 def _blocking() -> Iterator[None]:
-    """Turn the watchdog off for the NCCL group that is made inside; other groups keep theirs."""
+    """Turn the watchdog off for the NCCL group that is made in the block, and for no other."""
     with _ENVIRONMENT:
         before = os.environ.get(_BLOCKING)
         os.environ[_BLOCKING] = "1"
@@ -234,14 +236,16 @@ def _blocking() -> Iterator[None]:
 
 
 def within(end: float, call: Callable[[], T]) -> T:
-    """The result of a call, or its error; at the deadline its thread is abandoned.
+    """Run a call in a new thread; return the call's result or raise its error.
+
+    At the deadline the thread is abandoned.
 
     Args:
         end: the deadline, by the monotonic clock.
-        call: must not hold the interpreter's lock while it waits.
+        call: the call. It must release the interpreter's lock while it waits.
 
     Raises:
-        TimeoutError: it did not return in time.
+        TimeoutError: the call did not return in time.
     """
     done = threading.Event()
     results: list[T] = []
@@ -264,5 +268,5 @@ def within(end: float, call: Callable[[], T]) -> T:
 
 
 def torch_time(seconds: float) -> timedelta:
-    """A timeout for torch; never 0, which torch takes for no limit."""
+    """A timeout for torch. It is never 0, because 0 means no limit in torch."""
     return timedelta(seconds=max(_SHORTEST, seconds))

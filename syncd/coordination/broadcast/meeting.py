@@ -1,6 +1,6 @@
-"""Meeting in the weight group: the steps of both sides from the agreement to the first byte.
+"""Meeting in the weight group: the steps of trainer and explorers between agreement and first byte.
 
-Code that needs torch is imported when a group is formed.
+The module imports code that needs torch only when it forms a group.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ log = logging.getLogger(__name__)
 
 
 class MeetingPlace(NamedTuple):
-    """The address and port of rank 0, for the other ranks.
+    """The address and port at which the other ranks connect to rank 0.
 
     Attributes:
-        address: a name or numbers of rank 0's host; None for :func:`.addresses.own_address`.
+        address: the host name or IP address of rank 0's host; None for the result of
+            :func:`.addresses.own_address`.
         port: 0 for any free port.
     """
 
@@ -38,7 +39,7 @@ class MeetingPlace(NamedTuple):
 
 
 class Meetings:
-    """``group.json``: the meeting place of an offer's members. Only the trainer writes it."""
+    """``group.json``: the meeting place of an offer's members. Only the trainer writes the file."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -46,19 +47,19 @@ class Meetings:
         self._room = job.layout.drafts
 
     def current(self) -> Rendezvous | None:
-        """The last rendezvous written; None if there is none, or it is unreadable."""
+        """The newest written rendezvous; None if ``group.json`` is missing or unreadable."""
         return self._job.read(Rendezvous, self._path)
 
     def put(self, rendezvous: Rendezvous) -> None:
-        """Write it, for the members to read."""
+        """Write a rendezvous for the members to read."""
         self._job.storage.replace(self._path, encode(rendezvous), room=self._room)
 
 
 class TrainerGroup:
-    """The weight group of the trainer's rank 0, from one transfer to the next.
+    """The weight group of the trainer's rank 0; one group can serve several transfers.
 
-    A generation lives as long as its members are the same, all of them report that they have it
-    open, and no transfer has failed.
+    A group is used again while its members stay the same, all members have the group open, and no
+    transfer has failed in it. Each new group has a higher generation.
 
     Args:
         meetings: the meetings of the job.
@@ -75,22 +76,23 @@ class TrainerGroup:
 
     @property
     def rendezvous(self) -> Rendezvous | None:
-        """The rendezvous of the open group; None if none is open."""
+        """The rendezvous of the open group; None if no group is open."""
         return self._rendezvous
 
     def open(
         self, agreed: Agreed, save_id: str, *, deadline: float, device: torch.device
     ) -> WeightGroup:
-        """The group of the members of an offer, and a new transfer in it.
+        """Open the group of an offer's members, and begin a transfer in the group.
 
         Args:
-            agreed: the transfer.
-            save_id: the weights to transfer.
-            deadline: seconds to form the group, if none is open; and for each transfer.
-            device: the tensors' device.
+            agreed: the agreed transfer.
+            save_id: the save id of the weights to transfer.
+            deadline: seconds to form a new group; each transfer has the same deadline again.
+            device: the device of the tensors.
 
         Raises:
-            BroadcastError: it cannot be formed, or not all members came; no group is open now.
+            BroadcastError: the group cannot be formed, or not all members connected. No group is
+                open then.
         """
         group, known = self._group, self._rendezvous
         members = _with_ranks(agreed.offer)
@@ -112,7 +114,7 @@ class TrainerGroup:
             self._group = self._form(agreed.offer, members, save_id, deadline, device)
         except OSError as error:
             self.close()
-            raise BroadcastError(f"the members cannot be told where to meet: {error}") from error
+            raise BroadcastError(f"cannot write the group's meeting place: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -151,19 +153,19 @@ class TrainerGroup:
             )
 
     def close(self) -> None:
-        """Leave the group: at the end, or if a transfer failed. Safe to call twice."""
+        """Leave the group, after the last transfer or a failed transfer. Safe to call twice."""
         group, self._group, self._rendezvous = self._group, None, None
         if group is not None:
             group.close()
 
 
 class ExplorerGroup:
-    """The meeting of an explorer's workers with the trainer, and the group of the worker here.
+    """An explorer's meeting with the trainer, and the weight group of a worker in this process.
 
     Args:
         meetings: the meetings of the job.
         offers: the offers of the job.
-        name, session: the explorer's.
+        name, session: the explorer's name and session.
     """
 
     def __init__(self, meetings: Meetings, offers: Offers, name: str, session: str) -> None:
@@ -173,10 +175,14 @@ class ExplorerGroup:
         self._kept: KeptGroup | None = None
 
     def rendezvous(self, offer: Offer, wait: Wait) -> tuple[Rendezvous, int]:
-        """The meeting place of an offer's members, and the rank of this explorer's first worker.
+        """Wait for the meeting place of an offer's members.
+
+        Returns:
+            The meeting place, and the rank of this explorer's first worker.
 
         Raises:
-            BroadcastError: the trainer did not name it in time, or excluded this explorer.
+            BroadcastError: the trainer did not name the meeting place in time, or left this
+                explorer out.
             CancelledError: the wait was cancelled.
             OSError: storage failed.
         """
@@ -197,9 +203,9 @@ class ExplorerGroup:
     def open(
         self, rendezvous: Rendezvous, rank: int, *, deadline: float, device: torch.device
     ) -> WeightGroup:
-        """The group, for a worker in this process, and a new transfer in it.
+        """Open the group for a worker in this process, and begin a transfer in the group.
 
-        Args and errors are those of :meth:`.broadcast.WeightGroup.join`.
+        For arguments and errors see :meth:`.broadcast.WeightGroup.join`.
         """
         from syncd.coordination.broadcast.group import KeptGroup  # noqa: PLC0415 # it needs torch
 

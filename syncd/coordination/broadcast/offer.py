@@ -1,8 +1,9 @@
-"""Agreeing on a transfer of weights (``nccl``): all registered explorers take part, or nobody does.
+"""Agreeing on a transfer of weights (``nccl``): all live explorers take part, or nobody does.
 
-The trainer makes an offer that names every live explorer; each joins by saying so in its own
-report; once all have, the trainer decides it. The decision is one file that is created exclusively,
-so that an explorer that gives up and the trainer cannot decide differently.
+The trainer makes an offer that names every live explorer. Each explorer joins by naming the offer
+in its own report. When all have joined, the trainer decides that the transfer takes place; an
+explorer that gives up decides that it does not. The decision is a file that only one participant
+can create, so all participants see the same decision.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Takers(NamedTuple):
     """The numbers of running explorers.
 
     Attributes:
-        working: all of them.
-        by_broadcast: those that take part in broadcasts.
+        working: the number of all running explorers.
+        by_broadcast: the number of running explorers that take part in broadcasts.
     """
 
     working: int
@@ -45,8 +46,9 @@ class Agreed(NamedTuple):
     """A transfer that takes place.
 
     Attributes:
-        offer: the offer; all its members have joined it.
-        group: the name of the weight group that all of them have open; None if not all have one.
+        offer: the offer that all its members have joined.
+        group: the name of the weight group that all members have open; None if they do not all have
+            the same group open.
     """
 
     offer: Offer
@@ -60,7 +62,7 @@ class Offers:
         self._job = job
 
     def current(self) -> Offer | None:
-        """The last offer; None if there is none, or it is unreadable."""
+        """The newest offer; None if there is no offer, or the offer is unreadable."""
         return self._job.read(Offer, self._job.layout.offer)
 
     def make(
@@ -70,7 +72,7 @@ class Offers:
         members: tuple[OfferedMember, ...],
         decided: Literal["files"] | None = None,
     ) -> Offer:
-        """Make an offer, and delete the verdicts of earlier ones."""
+        """Make an offer, and delete the verdicts on earlier offers."""
         folder = self._job.layout.offer.parent
         self._job.storage.make_folder(folder, below=self._job.layout.state)
         for name in self._job.storage.names(folder):
@@ -93,7 +95,7 @@ class Offers:
         )
 
     def decide(self, offer: str, wish: Decision, session: str) -> Decision:
-        """Decide an offer, or learn how it was decided before: the first decision counts."""
+        """Decide an offer. If it was decided before, return the first decision, which counts."""
         path = self._job.layout.verdict(offer)
         draft = self._job.layout.drafts / f"{TEMPORARY}verdict-{secrets.token_hex(6)}"
         try:
@@ -135,18 +137,21 @@ class TrainerSide:
         self.agreed: Agreed | None = None
 
     def takers(self) -> Takers:
-        """The running explorers, by their reports now."""
+        """Count the running explorers, by their present reports."""
         working = self._working()
         return Takers(len(working), sum(one.workers > 0 for one in working))
 
     def by_files(self, step: int) -> None:
-        """Tell waiting explorers that the weights of a step come by the checkpoint path."""
+        """Tell waiting explorers to get the weights of a step from the published files."""
         self._offers.make(self._me.session.id, step, (), decided="files")
 
     def agree(self, step: int, wait: Wait) -> int | None:
-        """Wait until all live explorers have joined; returns the step, or None if they do not join.
+        """Offer a transfer, and wait until all live explorers have joined it.
 
-        It does not wait for explorers that take no part in broadcasts.
+        The method does not wait for explorers that take no part in broadcasts.
+
+        Returns:
+            The step; None if not all explorers join in time, or if no explorer is running.
         """
         self.agreed = None
         require_sync(self._me)
@@ -160,7 +165,8 @@ class TrainerSide:
                     return step
                 if not wait.more():
                     late = [one.name for one in working if not self._has_joined(one)]
-                    log.error("not ready for a transfer in time: %s", ", ".join(late) or "unknown")
+                    names = ", ".join(late) or "unknown"
+                    log.error("explorers that were not ready for a transfer in time: %s", names)
                     return None
         finally:
             try:
@@ -173,7 +179,7 @@ class TrainerSide:
         return self._roster.working()
 
     def _try(self, step: int, working: list[ExplorerReport]) -> bool:
-        """Look once; True if the transfer takes place."""
+        """Check the explorers once; return True if the transfer takes place."""
         members = tuple(
             OfferedMember(name=one.name, session=one.session, workers=one.workers)
             for one in sorted(working, key=lambda one: one.name)
@@ -197,12 +203,15 @@ class TrainerSide:
         return self._open is not None and explorer.joined == self._open.offer
 
     def _withdraw(self) -> None:
-        """Call the open offer off, if there is one."""
+        """Call off the open offer, if there is one."""
         if self._open is not None:
             self._decide(self._open, "off")
 
     def _decide(self, offer: Offer, wish: Decision) -> Decision:
-        """Decide the open offer, unless an explorer that has left has decided it before."""
+        """Decide the open offer; return the decision that counts.
+
+        An explorer that gave up may have decided the offer before.
+        """
         self._open = None
         decided = self._offers.decide(offer.offer, wish, self._me.session.id)
         try:
@@ -211,7 +220,7 @@ class TrainerSide:
             self._offers.put(offer.model_copy(update={"decided": decided}))
         except OSError as error:
             log.warning(
-                "cannot write the outcome of a transfer; explorers learn it at their deadline: %s",
+                "cannot write a transfer's outcome; explorers learn it at their deadline: %s",
                 error,
             )
         return decided
@@ -222,7 +231,7 @@ class ExplorerSide:
 
     Args:
         offers: the offers of the job.
-        roster: knows whether the trainer works.
+        roster: the participants of the job.
         me: the explorer.
 
     Attributes:
@@ -240,13 +249,17 @@ class ExplorerSide:
         try:
             past = offers.current()
         except OSError as error:
-            log.debug("an earlier offer may end the first wait: %s", error)
+            log.debug("cannot read the present offer, which may end the first wait: %s", error)
         else:
             if past is not None and past.decided is not None:
                 self._over.add(past.offer)  # it was for explorers that were there then
 
     def agree(self, wait: Wait) -> int | None:
-        """Wait for an offer and join it; returns its step, or None if nothing is transferred."""
+        """Wait for an offer, join it, and wait for the decision.
+
+        Returns:
+            The step of the offer; None if the transfer does not take place.
+        """
         self.agreed = None
         require_sync(self._me, requests=self._me.record.requests + 1)
         called_off, found = self._called_off, None
@@ -273,14 +286,17 @@ class ExplorerSide:
 
     @property
     def has_joined(self) -> bool:
-        """True if it has joined an offer that is not over."""
+        """True if this explorer has joined an offer that is not decided yet."""
         return self._joined is not None
 
     def look(self) -> Offer | None:
-        """Look at the current offer once; join it if it is open, made to us, and none is joined.
+        """Check the current offer once.
+
+        The explorer joins the offer if the offer is open and names this explorer, and if the
+        explorer has not joined another offer.
 
         Returns:
-            The joined offer, once it is decided that the transfer takes place.
+            The joined offer, if the decision is that the transfer takes place; else None.
         """
         offer, joined = self._offers.current(), self._joined
         other = joined is not None and offer is not None and offer.offer != joined.offer
@@ -300,7 +316,12 @@ class ExplorerSide:
         return None
 
     def leave(self) -> Offer | None:
-        """Leave the joined offer; if it was agreed just before, return it: we must take part."""
+        """Leave the joined offer.
+
+        Returns:
+            The offer, if the trainer had already decided that the transfer takes place. This
+            explorer must take part then. Otherwise None.
+        """
         joined, self._joined = self._joined, None
         if joined is None:
             return None
@@ -311,13 +332,13 @@ class ExplorerSide:
         return joined
 
     def _concerns_us(self, offer: Offer) -> bool:
-        """True if an offer is open, and made to us."""
+        """True if an offer is open and names this explorer."""
         us = (self._me.record.name, self._me.session.id)
         ours = any((one.name, one.session) == us for one in offer.members)
         return ours and offer.decided is None and offer.offer not in self._over
 
     def _goes_by_files(self) -> bool:
-        """True if the trainer announces weights by files, and this offer was not seen before."""
+        """True if a new offer says that the weights come as published files."""
         offer = self._offers.current()
         if self.has_joined or offer is None or offer.decided != "files":
             return False

@@ -1,7 +1,8 @@
 """The contents of a weight transfer, and its buckets of bytes. Pure, without torch.
 
-All tensors are laid out in one image, in the order of the meta; each begins at a multiple of
-:data:`ALIGNED` bytes. The image is cut into buckets; one broadcast moves one of them.
+The *meta* lists the tensors of a transfer. All tensors are laid out in one *image*, in the order of
+the meta; each tensor begins at a multiple of :data:`ALIGNED` bytes. The image is cut into
+*buckets*, and each broadcast transfers one bucket.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from syncd.protocol.errors import BroadcastError
 ALIGNED: Final = 64
 #: The default size of a bucket, in bytes.
 BUCKET: Final = 256 * 1024 * 1024
-#: Buckets in memory at a time: one is packed or checked while the other travels.
+#: Buckets in memory at a time: one is packed or checked while the other is transferred.
 AT_A_TIME: Final = 2
 #: Broadcasts in progress at a time, if nothing is packed or checked meanwhile.
 AHEAD: Final = 8
-#: The most bytes of an encoded meta; that of a million tensors has about half as many.
+#: The most bytes of an encoded meta; the meta of a million tensors has about half as many bytes.
 META_LIMIT: Final = 256 * 1024 * 1024
 #: Bytes of the digest of a meta, and of a bucket: xxh3-128.
 DIGEST: Final = 16
@@ -46,7 +47,7 @@ HEADER: Final = _HEADER.size
 
 
 class Described(Protocol):
-    """Anything with a tensor's name, dtype and shape: an entry of a manifest or of a plan."""
+    """Anything with a tensor's name, dtype and shape, such as an entry of a manifest or a plan."""
 
     @property
     def name(self) -> str:
@@ -54,7 +55,7 @@ class Described(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Safetensors' name of its dtype."""
+        """Safetensors' name of the dtype."""
 
     @property
     def shape(self) -> Shape:
@@ -65,8 +66,8 @@ class WeightSpec(NamedTuple):
     """One tensor of a transfer.
 
     Attributes:
-        name: the same as in a published version of the model.
-        dtype: safetensors' name.
+        name: the same name as in a published version of the model.
+        dtype: safetensors' name of the dtype.
         shape: the shape of the whole tensor.
     """
 
@@ -76,18 +77,18 @@ class WeightSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole tensor."""
+        """The number of bytes in the whole tensor."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     @property
     def digest(self) -> None:
-        """None: unlike an entry of a manifest, a tensor of a transfer has no digest yet."""
+        """Always None: unlike an entry of a manifest, a tensor of a transfer has no digest yet."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightMeta:
-    """The names, dtypes and shapes of a transfer, in the order in which they travel."""
+    """The names, dtypes and shapes of a transfer's tensors, in the order of the transfer."""
 
     tensors: tuple[WeightSpec, ...]
 
@@ -98,12 +99,12 @@ class WeightMeta:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors, without padding."""
+        """The number of bytes in all tensors, without padding."""
         return sum(one.nbytes for one in self.tensors)
 
     @property
     def digest(self) -> bytes:
-        """16 bytes: equal if the same tensors travel in the same order."""
+        """A digest of 16 bytes, which is equal for equal lists of tensors."""
         return xxhash.xxh3_128_digest(self.encode())
 
     def encode(self) -> bytes:
@@ -112,20 +113,20 @@ class WeightMeta:
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
-        """Parse the bytes of :meth:`encode`; they may come from anybody.
+        """Parse the bytes of :meth:`encode`; the bytes need not be trusted.
 
         Raises:
-            BroadcastError: it is not the meta of a transfer.
+            BroadcastError: the bytes are not the meta of a transfer.
         """
         try:
             told = json.loads(content) if len(content) <= META_LIMIT else None
         except (ValueError, RecursionError) as error:
-            raise BroadcastError(f"the meta of a transfer is no JSON: {error}") from error
+            raise BroadcastError(f"the meta of a transfer is not JSON: {error}") from error
         if not isinstance(told, list) or not 0 < len(told) <= TENSOR_LIMIT:
-            raise BroadcastError("the meta of a transfer is no list of tensors")
+            raise BroadcastError("the meta of a transfer is not a list of tensors")
         meta = cls(tuple(map(_spec, told)))
         if len({one.name for one in meta.tensors}) < len(meta.tensors):
-            raise BroadcastError("the meta of a transfer has a name twice")
+            raise BroadcastError("the meta of a transfer has a tensor name twice")
         if meta.nbytes >= NUMBER_LIMIT:
             raise BroadcastError("the meta of a transfer has an impossible number of bytes")
         return meta
@@ -137,18 +138,18 @@ def _spec(told: object) -> WeightSpec:
         is_dtype = isinstance(dtype, str) and dtype in ITEMSIZE
         if name_fault(name) is None and is_dtype and shape is not None:
             return WeightSpec(name, dtype, shape)
-        raise BroadcastError(f"the meta of a transfer: {shown(name)} is no tensor that can be sent")
-    raise BroadcastError("the meta of a transfer has an entry that is no tensor")
+        raise BroadcastError(f"the meta of a transfer: the tensor {shown(name)} cannot be sent")
+    raise BroadcastError("the meta of a transfer has an entry that is not a tensor")
 
 
 class Header(NamedTuple):
-    """The beginning of a transfer: :data:`HEADER` bytes, before anything else.
+    """The first :data:`HEADER` bytes of a transfer.
 
     Attributes:
         digest: the digest of the meta.
         meta_bytes: the size of the encoded meta.
         bucket_bytes: the size of the buckets that the image is cut into.
-        has_digests: True if the digests of the buckets follow them.
+        has_digests: True if the transfer sends the digests of the buckets after the buckets.
     """
 
     digest: bytes
@@ -158,20 +159,20 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, meta: WeightMeta, bucket_bytes: int, *, has_digests: bool) -> Self:
-        """The header of a transfer; a bucket size that is too small is raised to the minimum."""
+        """The header of a transfer; :data:`ALIGNED` is the least value of ``bucket_bytes``."""
         size = len(meta.encode())
         return cls(meta.digest, size, max(bucket_bytes, ALIGNED), has_digests)
 
     def encode(self) -> bytes:
-        """The bytes that are sent."""
+        """The header as bytes."""
         return _HEADER.pack(_MAGIC, *self)
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
-        """Parse the bytes of :meth:`encode`; they may come from anybody.
+        """Parse the bytes of :meth:`encode`; the bytes need not be trusted.
 
         Raises:
-            BroadcastError: it is no header, or one of another syncd.
+            BroadcastError: the bytes are not a header, or are a header of another syncd version.
         """
         magic, *told = _HEADER.unpack(content)
         header = cls(*told)
@@ -186,12 +187,12 @@ class Header(NamedTuple):
 
 
 class BucketPiece(NamedTuple):
-    """Bytes of one tensor in a bucket.
+    """A run of bytes of one tensor in a bucket.
 
     Attributes:
-        tensor: its number in the meta.
-        first: their offset in the tensor, in bytes.
-        at: their offset in the bucket, in bytes.
+        tensor: the tensor's index in the meta.
+        first: the offset of the run in the tensor, in bytes.
+        at: the offset of the run in the bucket, in bytes.
         size: the number of bytes.
     """
 
@@ -202,12 +203,12 @@ class BucketPiece(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The bytes that one broadcast moves.
+    """The bytes that one broadcast transfers.
 
     Attributes:
-        begin: its offset in the image, in bytes.
-        size: in bytes.
-        pieces: its content, in order.
+        begin: the bucket's offset in the image, in bytes.
+        size: the bucket's size, in bytes.
+        pieces: the bucket's content, in order.
     """
 
     begin: int
@@ -217,12 +218,12 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """All tensors of a transfer, one after the other, and how they are cut.
+    """All tensors of a transfer, one after the other, and their buckets.
 
     Attributes:
         offsets: the offset of each tensor of the meta, in bytes.
         size: the size of the whole image, in bytes.
-        buckets: in the order in which they travel. An empty tensor is in none.
+        buckets: the buckets in the order of the transfer. An empty tensor is in no bucket.
     """
 
     offsets: tuple[int, ...]
@@ -233,15 +234,15 @@ class Image:
     def of(cls, meta: WeightMeta, bucket_bytes: int) -> Self:
         """Cut a transfer into buckets.
 
-        A tensor of at least a sixteenth of the limit has buckets of its own: one, if that is
-        enough. They are views of the tensor's memory, so nothing has to be packed. Smaller tensors
-        are packed together, up to a quarter of the limit, because copying them costs less than as
-        many broadcasts.
+        A tensor of at least a sixteenth of ``bucket_bytes`` has one or more buckets of its own.
+        These buckets are views of the tensor's memory, so the tensor need not be packed. Smaller
+        tensors are packed together, up to a quarter of ``bucket_bytes``, because copying them costs
+        less than one broadcast for each tensor.
 
         Args:
             meta: the meta of the transfer.
-            bucket_bytes: the most in a bucket, at least :data:`ALIGNED`, and rounded down to a
-                multiple of that.
+            bucket_bytes: the most bytes in a bucket, at least :data:`ALIGNED`; rounded down to a
+                multiple of :data:`ALIGNED`.
         """
         most = bucket_bytes // ALIGNED * ALIGNED
         packed, alone = max(most // 4, ALIGNED), most // 16
