@@ -46,7 +46,7 @@ def test_a_session_beats_on_when_its_folder_was_away(job: Path) -> None:
 def test_a_session_whose_folder_became_a_link_makes_nothing_where_that_leads(
     job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "syncd")
     layout = JobLayout(job)
     outside, aside = tmp_path / "outside", tmp_path / "aside"
     outside.mkdir()
@@ -68,7 +68,7 @@ def test_a_session_whose_folder_became_a_link_makes_nothing_where_that_leads(
 def test_a_session_beats_again_when_what_took_its_name_is_gone(
     job: Path, caplog: pytest.LogCaptureFixture, duration: float
 ) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "syncd")
     layout = JobLayout(job)
     other = job / "other"
     other.write_text(

@@ -48,7 +48,7 @@ def test_every_policy_reads_a_whole_record_and_passes_over_lost_ones(
 def test_a_torn_record_is_logged_as_the_policy_says(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: ReadPolicy, level: int | None
 ) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "syncd")
     path = tmp_path / "pause.json"
     path.write_bytes(TORN)
     _read(path, policy)
