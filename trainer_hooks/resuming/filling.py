@@ -190,8 +190,8 @@ def _checked_dtype(goal: Goal, held: Held, path: Path) -> torch.dtype:
     """The dtype in a file, after a check that its tensor can be loaded into the goal."""
     if held.shape != goal.shape:
         raise CheckpointError(
-            f"{path} has '{shown(goal.name)}' of shape {held.shape}, and here its shape is "
-            f"{goal.shape}: the file is of another model or optimizer"
+            f"{path} has '{shown(goal.name)}' of shape {held.shape}, and here it has {goal.shape}: "
+            "the file is of another model or optimizer"
         )
     dtype = held.torch_dtype
     if dtype is None or not _becomes(dtype, goal.tensor.dtype):

@@ -158,7 +158,7 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
     folder, actor = job.layout.step(step), job.layout.actor(step)
     names = job.storage.names(folder)
     if not names:
-        return f"{folder} does not exist, or is empty"
+        return f"{folder} is not there, or empty"
     if RECEIPTS not in job.storage.names(actor):
         return _foreign(job, step, names, is_marked=is_pointed or FULL in names)
     if FULL not in names:

@@ -292,7 +292,7 @@ def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> Non
     if differs is None:
         log.warning(
             "%s holds adapters that were trained on %s, and the adapters here are on %s: cannot "
-            "tell whether both are the same base model",
+            "tell whether these base models are the same",
             folder,
             shown(saved),
             shown(here),
