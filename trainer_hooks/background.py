@@ -22,7 +22,7 @@ class SaveThread:
 
     Promised: an error of a function is kept until :meth:`take_error` returns it, and the functions
     after it run nevertheless. Not promised: that the interpreter waits for this thread when it
-    exits. It cuts off the running function, as a kill would.
+    exits. The exit cuts off the running function, as a kill would.
     """
 
     def __init__(self) -> None:
@@ -145,8 +145,8 @@ def raise_first(errors: Sequence[SyncdError]) -> None:
 def _let_go(error: BaseException | None) -> None:
     """Free the memory that an error's stack frames hold, for example a copied state.
 
-    Call it before the error is taken: the training thread copies the next state before it raises
-    the error.
+    Call it before the error is taken, because the training thread copies the next state before it
+    raises the error.
     """
     while error is not None:
         error.__traceback__ = None

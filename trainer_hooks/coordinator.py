@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointCoordinator:
-    """Writes one rank's saves in a thread, one after another; replaces Trinity-RFT's class.
+    """Writes one rank's saves in a thread, one by one; Trinity-RFT has a class of this name.
 
     Trinity's class uses a Ray actor, the CheckpointMonitor. The actor counts threads, and moves
     ``latest_state_dict_iteration.txt`` when all registered threads have finished. Here each rank

@@ -105,6 +105,6 @@ def _link_into(job: Job, step: int, source: Path, files: list[str]) -> None:
             if error.errno not in {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP}:
                 raise
             raise InvalidSettingsError(
-                f"{source / name} cannot have a second name in {actor} ({error.strerror}): save "
-                f"into {actor}, or into another folder of its filesystem"
+                f"{source / name} cannot be hard-linked into {actor} ({error.strerror}): save "
+                f"into {actor}, or into another folder of the same filesystem"
             ) from error

@@ -67,8 +67,8 @@ class Decisions:
 
     Promised: :meth:`agree` returns the same plan on all ranks. It is not a barrier: rank 0 waits
     for no rank, and the other ranks wait only for rank 0 and for the ranks that forward its message
-    in gloo's tree. Not promised: that :meth:`agree` ends before the timeout if rank 0 has died. It
-    ends at once if the connection is closed.
+    in gloo's tree. If rank 0 has died, :meth:`agree` ends at once if the connection is closed, and
+    otherwise after the timeout.
 
     Args:
         timeout: seconds that the other ranks wait for rank 0.
@@ -110,7 +110,7 @@ class Decisions:
             dist.broadcast(word, src=0, group=self._group)
         except RuntimeError as error:
             raise SaveFailedError(
-                f"rank 0 did not send its decision about what to save: {error}; has it ended?"
+                f"rank 0 did not send its decision about what to save: {error}; has rank 0 ended?"
             ) from error
         plan = Plan(int(word.item()))
         if plan & Plan.UNDECIDED:
@@ -150,7 +150,7 @@ class Decisions:
         try:
             within(end, lambda: store.compare_set("outcome", "", f"rank {self.ranks.rank} {why}"))
         except (RuntimeError, TimeoutError) as error:
-            log.debug("cannot tell the other ranks that this one %s: %s", why, error)
+            log.debug("cannot tell the other ranks that this rank %s: %s", why, error)
 
     def _meet(self, name: str, end: float, timeout: float) -> str:
         """Record that this rank has arrived, and wait for the outcome of the barrier."""

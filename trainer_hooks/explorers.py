@@ -99,7 +99,7 @@ class Explorers:
         return self._tried(self.synchronizer.takers)
 
     def have_received(self, save_id: SaveId) -> bool:
-        """Whether all explorers that take broadcasts serve this one; False if storage fails."""
+        """Whether all explorers that take broadcasts serve this save; False if storage fails."""
         return self._tried(lambda: self.synchronizer.have_received(save_id)) is True
 
     def has_missed(self, save_id: SaveId) -> bool:

@@ -74,7 +74,7 @@ class Cadence:
         return self._passed is None or self._passed + 1 >= self._checkpoint_every
 
     def may_try(self) -> bool:
-        """Whether to try to broadcast this sync. Each False counts as one sync of the back-off."""
+        """Whether to try to broadcast this sync; a call that returns False ends one back-off."""
         if not self._not_tried:
             return True
         self._not_tried -= 1

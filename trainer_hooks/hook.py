@@ -59,8 +59,8 @@ class TrainerHook:
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
-        model: a plain module, or one in DDP, FSDP1, FSDP2 or tensor parallelism. If it has PEFT
-            adapters, these are saved alone or merged (``SaveSettings.lora``).
+        model: a plain module, or one under DDP, FSDP1, FSDP2 or tensor parallelism. PEFT adapters
+            are saved alone, or merged into the weights (``SaveSettings.lora``).
         optimizer, scheduler: saved in full checkpoints.
         tokenizer: its files and those of ``model.config`` become part of each version.
         settings: when to sync and when to save; the same on all ranks.
@@ -271,7 +271,7 @@ class TrainerHook:
         ``save_as_hf = last``), the last step becomes a full checkpoint too. The model is saved as
         it is now, under the number of the last step.
 
-        If a rank does not call it within the ``save_timeout``, the other ranks log a warning and
+        If a rank does not close within the ``save_timeout``, the other ranks log a warning and
         make no last save. After that, each rank waits at most twice the ``save_timeout`` for each
         unfinished save. If ranks write one at a time, this limit is multiplied by the number of
         ranks. You can call it twice; in a forked process it does nothing. Do not call it in a

@@ -246,7 +246,7 @@ class Planner:
         return save_id
 
     def _next_id(self, step: int) -> SaveId:
-        """The id of a save: that of this step's broadcast, if any: both have the same weights."""
+        """The id of a save: the id of this step's broadcast, or a new id if there is none."""
         sent, self._sent = self._sent, None
         return sent if sent is not None and sent.step == step else self._new_id(step)
 
@@ -283,8 +283,8 @@ class Planner:
     def _is_missed(self) -> bool:
         """Whether the last sync was only broadcast, and an explorer that may not produce missed it.
 
-        Otherwise that explorer would wait for the next sync, and the trainer for the explorer's
-        data.
+        Such an explorer waits for the next sync, while the trainer waits for the explorer's data.
+        So the trainer must sync now.
         """
         sent = self.last_sync
         return (
@@ -338,7 +338,7 @@ class Planner:
         return Plan.SYNC
 
     def _after_broadcast(self, plan: Plan, step: int, arrived: bool) -> Plan:
-        """Decide on rank 0 whether to save the step as files, too."""
+        """Decide on rank 0 whether to save a broadcast step as files, too."""
         is_saved = self._is_begun(self.synced, step)
         if not arrived:
             # Not left out if the writer is busy, because explorers were told that it comes.

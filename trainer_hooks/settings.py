@@ -13,14 +13,14 @@ SyncDtype = Literal["bf16", "fp16"]
 
 
 class SaveLayout(StrEnum):
-    """The number of files for the weights of a save."""
+    """The files of a save's weights: one shard for each rank, or one full file."""
 
     SHARDED = "sharded"
     FULL = "full"
 
 
 class WhenBusy(StrEnum):
-    """The treatment of a save that is due while the previous one is still being written."""
+    """The treatment of a save that is due while the previous save is still being written."""
 
     SKIP = "skip"
     WAIT = "wait"
@@ -63,7 +63,7 @@ class SaveSettings:
         when_busy_full: the same choice for full checkpoints.
         save_as_hf: which full checkpoints also have the full weights in ``actor/huggingface/``.
         max_to_keep: how many of the newest full checkpoints to keep; 0 = all.
-        keep_every: also keep full checkpoints of steps that are multiples of this; 0 = none.
+        keep_every: also keep full checkpoints of steps that are multiples of this number; 0 = none.
         write_concurrency: how many ranks write at a time, for storage that collapses if all ranks
             write at once. ``per_node``: one rank on each host. ``one_at_a_time``: one rank of all,
             in rank order.

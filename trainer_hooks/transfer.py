@@ -221,7 +221,7 @@ class Buffers:
         """Return ``size`` bytes of a buffer: not the buffer of the previous call.
 
         Args:
-            size: bytes.
+            size: the number of bytes.
             device: the device of the buffer.
             source: the device of the data to copy into it.
         """

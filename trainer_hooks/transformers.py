@@ -49,7 +49,7 @@ class SyncdCallback(TrainerCallback):
     Promised: explorers get the whole model as it was after the step, with the names of the plain
     model, also if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only:
 
-    - as :class:`~trainer_hooks.settings.SaveSettings` say,
+    - if :class:`~trainer_hooks.settings.SaveSettings` tell it to wait,
     - if the Trainer saves a step while two saves are unfinished,
     - at the end, for the last save.
 
@@ -274,7 +274,7 @@ def _trained(model: nn.Module | None) -> nn.Module:
         raise InvalidSettingsError("the Trainer has no model to publish")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise InvalidSettingsError(
-            "DeepSpeed's ZeRO-3 leaves no weights in the model between steps, so it cannot be "
-            "published: train with FSDP, or with ZeRO-1 or ZeRO-2"
+            "DeepSpeed's ZeRO-3 leaves no weights in the model between steps, so the model cannot "
+            "be published: train with FSDP, or with ZeRO-1 or ZeRO-2"
         )
     return model

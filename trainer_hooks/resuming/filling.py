@@ -123,12 +123,12 @@ def plan(
     for goal, boxes in left:
         if not any(goal.name in file.tensors for file in files.opened.values()):
             raise CheckpointError(
-                f"'{shown(goal.name)}' is in none of the files from {files.paths[0]} on: they are "
-                "of another model or optimizer"
+                f"'{shown(goal.name)}' is in none of the files from {files.paths[0]} on: the files "
+                "are of another model or optimizer"
             )
         box = boxes[0]
         raise CheckpointError(
-            f"'{shown(goal.name)}': its part of shape {box.shape} at {box.offsets} is in none of "
+            f"'{shown(goal.name)}': the part of shape {box.shape} at {box.offsets} is in none of "
             f"the files from {files.paths[0]} on: a rank did not save its part; {ADVICE}"
         )
     return copies

@@ -92,7 +92,7 @@ class ModelLoading(Loading):
             self._state = get_model_state_dict(self._model)
         except AttributeError as error:
             raise CheckpointError(
-                "the model's state dict has a name that is no parameter or buffer of it "
+                "the model's state dict has a name that is no parameter or buffer of the model "
                 f"({error}), which torch cannot load: load the weights from a published version"
             ) from error
         # A full state dict has only one name of tied tensors.

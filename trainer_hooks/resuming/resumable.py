@@ -18,9 +18,10 @@ save when another rank makes the mark of the first save. A save of another train
 It is whole if all shards exist, ``.saving`` does not, and either a mark or the checkpoint pointer
 says that training can resume from it.
 
-If the step that the checkpoint pointer names is whole, it is chosen. Otherwise it was deleted, or
-was being saved again; then the newest whole step is chosen. If a whole step lacks a file, it is
-damaged, because a crash does not cause this. In that case no other step is chosen silently.
+If the step that the checkpoint pointer names is whole, this step is chosen. If it is not whole
+(because it was being saved again, or was deleted), the newest whole step is chosen. A whole step
+that lacks a file is damaged, because a crash does not remove files. Then loading fails, and no
+other step is chosen silently.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ def _full_receipts(storage: Storage, folder: Path) -> list[Receipt]:
         if _identity(receipt) != _identity(receipts[0]) or receipt.rank != rank:
             raise RecordError(
                 f"{folder}: the receipts of ranks 0 and {rank} are of two saves, "
-                f"{receipts[0].save_id} and {receipt.save_id}: the later one was cut off"
+                f"{receipts[0].save_id} and {receipt.save_id}: the later save was cut off"
             )
         receipts.append(receipt)
     return receipts

@@ -108,8 +108,8 @@ class FullStateStream:
     def gather(self) -> None:
         """Gather every tensor, and give it to the writer on rank 0. Collective.
 
-        It waits for a slower writer. If the writer has failed, it gathers the other tensors, and
-        the writer reports the error.
+        It waits for a slower writer. If the writer has failed, this method still gathers the other
+        tensors, and the writer reports the error.
 
         Raises:
             SaveFailedError: on every rank: the ranks' tensors differ, a tensor cannot be written,
@@ -155,7 +155,7 @@ class FullStateStream:
             return None
 
     def write(self, draft: Draft) -> ReceiptFile:
-        """Write the tensors into the draft as they arrive; the caller commits the draft.
+        """Write the tensors into the draft as they arrive; the caller must finish and commit it.
 
         The header holds the digest of the tensors, and the receipt holds the digest of the header.
         So files with equal headers have equal contents.

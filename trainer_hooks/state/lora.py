@@ -32,7 +32,7 @@ _CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 class PeftState:
-    """The state dict of a model with PEFT adapters, and its parts for each purpose.
+    """Splits the state dict of a model with PEFT adapters, for explorers and for resuming.
 
     Nothing is copied, gathered or changed; the result is the same on all ranks.
 

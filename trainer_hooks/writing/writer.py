@@ -149,7 +149,7 @@ class RankWriter:
                 raise
             raise SaveFailedError(
                 f"the weights of step {save_id.step} could not be written as a Hugging Face "
-                f"model: {error}; its full checkpoint is complete nevertheless"
+                f"model: {error}; the full checkpoint is complete nevertheless"
             ) from error
 
     def say_failed(self, save_id: SaveId) -> None:
