@@ -1,4 +1,4 @@
-"""All ranks or none: an error on one rank is raised on every rank."""
+"""Agreement of all ranks: an error on one rank is raised on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Ranks:
     """The ranks of the default process group; one rank if there is no group.
 
     Args:
-        group: a process group of the same ranks for this communication; by default the default one.
+        group: a process group of all ranks, for this communication; None for the default group.
 
     Attributes:
         rank: the rank of this process.
@@ -30,7 +30,7 @@ class Ranks:
         self.world_size = dist.get_world_size() if self._grouped else 1
 
     def gathered(self, value: T) -> list[T]:
-        """Each rank's value, in rank order; values are pickled."""
+        """Return the values of all ranks, in rank order. Collective; values are pickled."""
         if not self._grouped:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -44,9 +44,9 @@ class Ranks:
             The result of ``work`` on this rank.
 
         Raises:
-            Exception: the error of ``work`` on this rank; or, if only other ranks failed, an error
-                of the same class (:class:`CheckpointError` if it is not one of syncd's), with the
-                rank and its message.
+            Exception: the error of ``work`` on this rank. If only other ranks failed: an error of
+                the class that the first of them raised, with its rank and message; a
+                :class:`CheckpointError` if that class is not one of syncd's.
         """
         result: T | None = None
         failure: tuple[type[SyncdError], str] | None = None

@@ -1,4 +1,4 @@
-"""The thread that writes saves behind the training, and its queue."""
+"""The thread that writes saves in the background, and its queue."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LIMIT: Final = 2
 
 
 class SaveThread:
-    """Runs queued work, one piece after the other.
+    """Runs queued functions, one after another.
 
-    Promised: an error of a piece of work is kept until it is taken, and later pieces are done
-    nevertheless. Not promised: that the interpreter waits at its end; work under way is then cut
-    off, as by a kill.
+    Promised: an error of a function is kept until :meth:`take_error` returns it, and the functions
+    after it run nevertheless. Not promised: that the interpreter waits for this thread when it
+    exits. The exit cuts off the running function, as a kill would.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,12 @@ class SaveThread:
         self._thread.start()
 
     def submit(self, step: int, work: Callable[[], int | None]) -> None:
-        """Queue work behind the work under way.
+        """Queue a function.
 
         Args:
             step: the step of the save.
-            work: returns the number of bytes that it wrote; None if it is no save.
+            work: the function; returns the number of bytes that it wrote, or None if it writes no
+                save.
         """
         with self._changed:
             self._queue.append((step, work))
@@ -49,36 +50,36 @@ class SaveThread:
 
     @property
     def under_way(self) -> tuple[int, ...]:
-        """The steps of the saves that are not over yet, in their order."""
+        """The steps of the unfinished saves, the oldest first."""
         with self._changed:
             return self._under_way()
 
     def wait(self, *, most: int, timeout: float) -> bool:
-        """Wait until at most this many saves are under way; False if time runs out."""
+        """Wait until at most ``most`` saves are unfinished; return False if time runs out."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._under_way()) <= most, timeout)
 
     def fail(self, error: SaveFailedError) -> None:
-        """Keep an error as if work had raised it."""
+        """Keep an error as if a queued function had raised it."""
         with self._changed:
             self._errors.append(error)
 
     def take_error(self) -> SaveFailedError | None:
-        """The oldest error that was not taken yet."""
+        """Remove and return the oldest error; return None if there is none."""
         with self._changed:
             return self._errors.popleft() if self._errors else None
 
     def take_written(self) -> int | None:
-        """Bytes of the saves written since the last call; None if there were none."""
+        """Return the bytes that saves wrote since the previous call; None if there was no save."""
         with self._changed:
             written, self._written = self._written, None
             return written
 
     def close(self, *, timeout: float) -> tuple[int, ...]:
-        """Wait for the work under way, and end.
+        """Wait for the queued functions, and end the thread.
 
         Args:
-            timeout: seconds in which no save ends.
+            timeout: give up after this many seconds in which no save ends.
 
         Returns:
             The steps of the saves that have not ended.
@@ -142,9 +143,10 @@ def raise_first(errors: Sequence[SyncdError]) -> None:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Free the memory in the frames of an error: a copied state, whose room the next save needs.
+    """Free the memory that an error's stack frames hold, for example a copied state.
 
-    Before the error is taken: a call raises it after it has made its own copy.
+    Call it before the error is taken, because the training thread copies the next state before it
+    raises the error.
     """
     while error is not None:
         error.__traceback__ = None

@@ -1,4 +1,4 @@
-"""``CheckpointCoordinator``: saves behind the training, and a pointer that waits for all ranks."""
+"""``CheckpointCoordinator``: saves in the background; the pointer moves when all ranks are done."""
 
 from __future__ import annotations
 
@@ -31,30 +31,31 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointCoordinator:
-    """One rank's saves, which a thread writes one after the other; Trinity-RFT has the same class.
+    """Writes one rank's saves in a thread, one by one; Trinity-RFT has a class of this name.
 
-    Trinity's class asks a Ray actor, the CheckpointMonitor, which counts threads and moves
-    ``latest_state_dict_iteration.txt`` when as many have finished as were registered. Here each
-    rank writes a receipt for its own shard, and rank 0 moves the pointer when it has seen the
-    receipts of all ranks; no actor is needed.
+    Trinity's class uses a Ray actor, the CheckpointMonitor. The actor counts threads, and moves
+    ``latest_state_dict_iteration.txt`` when all registered threads have finished. Here each rank
+    writes a receipt for its own shard, and rank 0 moves the pointer when it has seen the receipts
+    of all ranks. No actor is needed.
 
-    Promised: the pointer names a step only when every rank's shard of one save is whole and
-    durable. An error on a rank is raised by that rank's next call, once, and on rank 0, too. Not
-    promised: that a save is announced when a call returns (:meth:`wait_all` waits for that), nor
-    that the checkpoint pointer, ``latest_checkpointed_iteration.txt``, ever moves.
+    Promised: the pointer names a step only when every rank's shard of one save is complete and
+    durable. If a save fails on a rank, the next call on that rank raises the error once, and so
+    does the next call on rank 0. Not promised: that a save is announced when a call returns;
+    :meth:`wait_all` waits for the announcement. This class never moves the checkpoint pointer,
+    ``latest_checkpointed_iteration.txt``.
 
-    Construct it and call its methods on every rank alike, in the same order.
+    Construct it on every rank, and call the same methods in the same order on every rank.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
         settings: only ``save_timeout`` and ``method``, which must be ``checkpoint``, are used.
         name: the name of the trainer; a job has one trainer.
-        storage: the seam for tests.
+        storage: set only by tests.
 
     Raises:
-        JobUnavailableError: the job directory is missing or cannot be written, on some rank.
-        NameTakenError: another trainer works in this job; finding out may take a lease time.
-        InvalidSettingsError: another method.
+        JobUnavailableError: the job directory is missing or not writable on some rank.
+        NameTakenError: another trainer works in this job. The check may take one lease time.
+        InvalidSettingsError: the method is not ``checkpoint``.
     """
 
     def __init__(
@@ -93,21 +94,21 @@ class CheckpointCoordinator:
         global_step: int,
         is_state_dict: bool = False,
     ) -> None:
-        """Do work behind the training; if it is a state dict, announce it once all ranks are done.
+        """Call ``save_fn`` in the background; announce a state dict once all ranks have written it.
 
         Args:
             name: a name for messages.
-            save_fn: does the work. It is called once earlier work is over. For a state dict it must
+            save_fn: called when all earlier functions have returned. For a state dict it must
                 ``torch.save`` this rank's part to
                 ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``, from tensors that training
-                does not change meanwhile. The folder exists. If storage fails for a moment, it is
-                called again, from its start.
+                does not change meanwhile. The folder exists already. If storage fails for a moment,
+                ``save_fn`` is called again and must start over.
             global_step: the step.
-            is_state_dict: whether the pointer should name the step, once all ranks have written
-                their part. If not, nothing is announced.
+            is_state_dict: True to move the pointer to the step once all ranks have written their
+                part; False to announce nothing.
 
         Raises:
-            SaveFailedError: an earlier save did not become whole, or this one had to wait too long.
+            SaveFailedError: an earlier save failed, or this one waited too long for earlier ones.
         """
         self._check_open()
         queue, has_room = self._queue, self._queue.has_room()
@@ -134,16 +135,16 @@ class CheckpointCoordinator:
         *,
         model_files: tuple[Callable[[Path], object], ...] = (),
     ) -> None:
-        """Copy this rank's part of a model to host memory, and have it written and announced.
+        """Copy this rank's part of a model to host memory; a thread writes and announces it.
 
         Args:
-            model: a plain module, or one of DDP, FSDP1, FSDP2, tensor parallelism. Collective for
-                FSDP1.
+            model: a plain module, or one under DDP, FSDP1, FSDP2 or tensor parallelism. With FSDP1
+                this call is collective.
             global_step: the step.
             model_files: on rank 0: functions that write config or tokenizer into the given folder.
 
         Raises:
-            SaveFailedError: an earlier save did not become whole, or this one had to wait too long.
+            SaveFailedError: an earlier save failed, or this one waited too long for earlier ones.
         """
         self._check_open()
         queue, save_id = self._queue, self._next_id(global_step)
@@ -178,27 +179,26 @@ class CheckpointCoordinator:
             global_step: the step.
 
         Raises:
-            InvalidSettingsError: it looks in another folder.
+            InvalidSettingsError: the daemon looks for the step in another folder.
         """
         actor = self._job.place.job.layout.actor(global_step)
         if Path(local_path).absolute() != actor:
             raise InvalidSettingsError(
                 f"step {global_step} cannot be saved to {local_path}: the daemon looks for it in "
-                f"{actor}. Give that path, or another job_dir to the CheckpointCoordinator"
+                f"{actor}. Save to that folder, or give the CheckpointCoordinator another job_dir"
             )
 
     def wait_all(self) -> None:
-        """Wait until all saves are over: on rank 0 announced, on other ranks written.
+        """Wait until all saves are announced (on rank 0) or written (on other ranks).
 
         Raises:
-            SaveFailedError: a save failed, or is still under way after twice the
-                ``save_timeout`` for each.
+            SaveFailedError: a save failed, or is unfinished after four times the ``save_timeout``.
         """
         self._queue.wait()
         self._queue.raise_failure()
 
     def close(self) -> None:
-        """Wait for saves under way, and report that this trainer has stopped. Safe to call twice.
+        """Wait for unfinished saves, and report that this trainer has stopped. Safe to call twice.
 
         Raises:
             SaveFailedError: a save failed, or was given up because it took too long.

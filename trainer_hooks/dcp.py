@@ -32,26 +32,26 @@ def announce_dcp(
 ) -> None:
     """Announce a save that ``dcp.save`` has written: move the pointer that the daemon follows.
 
-    For one rank, once ``dcp.save`` has returned, or the future of ``dcp.async_save`` has a result:
-    then all ranks have written. The save is in ``JOB/global_step_N/actor``, or in ``folder`` on the
-    same filesystem. The files of ``folder`` get second names in the job: hard links, so nothing is
-    copied, and the trainer may delete its own names later. Such a step counts as a checkpoint that
-    may be deleted when a newer one is announced.
+    Call it on one rank, after all ranks have written: when ``dcp.save`` has returned, or the future
+    of ``dcp.async_save`` has a result. The save is in ``JOB/global_step_N/actor``, or in ``folder``
+    on the same filesystem. The files of ``folder`` are hard-linked into the job, so nothing is
+    copied, and the trainer may delete its own files later. A step that was linked counts as a
+    checkpoint that may be deleted when a newer step is announced.
 
-    Promised: the pointer moves, by one rename, only to a folder with DCP's own commit point.
-    Not promised: that the save can be merged; if not, the daemon logs the reason.
+    Promised: the pointer moves by one rename, and only to a folder with a finished DCP save.
+    Not promised: that the daemon can merge the save; if it cannot, it logs the reason.
 
     Args:
-        job_dir: the job directory; ``.syncd`` is made in it if it is missing.
+        job_dir: the job directory; ``.syncd`` is created in it if it is missing.
         step: the step that was saved.
         folder: the folder of the save; ``JOB/global_step_N/actor`` by default.
-        storage: the seam for tests.
+        storage: set only by tests.
 
     Raises:
         SaveNotReadyError: the folder has no finished save.
-        InvalidSettingsError: the folder is on another filesystem, or one without hard links; or
-            the step holds weights of another kind, which the daemon would serve first.
-        JobUnavailableError: the job directory is missing or cannot be written.
+        InvalidSettingsError: the folder is on another filesystem, or its filesystem has no hard
+            links; or the step also holds weights of another kind, which the daemon would prefer.
+        JobUnavailableError: the job directory is missing or not writable.
         OSError: storage failed.
     """
     job = Job.at(job_dir, storage)
@@ -74,8 +74,8 @@ def announce_dcp(
     ]
     if others:
         raise InvalidSettingsError(
-            f"{actor} holds {others[0]} of another save, which would be served instead of this "
-            "one: remove them, or give each save its own step"
+            f"{actor} holds {others[0]} of another save, which the daemon would publish instead: "
+            "remove the files of the other save, or give each save its own step"
         )
     if is_elsewhere:
         files = sorted(filter(is_dcp_file, names)) if DCP_METADATA in names else parts
@@ -89,7 +89,7 @@ def announce_dcp(
 
 
 def _link_into(job: Job, step: int, source: Path, files: list[str]) -> None:
-    """Give the files second names in the step's folder; ``.metadata`` goes first and comes last."""
+    """Hard-link files into the step's folder: delete the old ``.metadata`` first, link it last."""
     make_step_folder(job, step)
     actor = job.layout.actor(step)
     job.storage.make_folder(actor, below=job.layout.root)
@@ -105,6 +105,6 @@ def _link_into(job: Job, step: int, source: Path, files: list[str]) -> None:
             if error.errno not in {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP}:
                 raise
             raise InvalidSettingsError(
-                f"{source / name} cannot have a second name in {actor} ({error.strerror}): save "
-                f"into {actor}, or into another folder of its filesystem"
+                f"{source / name} cannot be hard-linked into {actor} ({error.strerror}): save "
+                f"into {actor}, or into another folder of the same filesystem"
             ) from error

@@ -35,12 +35,16 @@ _ALL: Final = "all"
 class Plan(IntFlag):
     """The actions that all ranks take now.
 
-    ``SYNC`` and ``FULL`` are one save, unless the sync goes to a memory folder. ``COMPLETE``: this
-    step has a save, which becomes the full checkpoint. ``AGAIN``: the same, and its weights are
-    written again. ``HUGGING_FACE``: with the full weights; without ``FULL``, they are added to an
-    existing full checkpoint. ``SYNC_SKIPPED``, ``FULL_SKIPPED``: it is due and stays due, because
-    the writer is busy. ``BROADCAST``: the weights are sent to the weight group that rank 0 has
-    opened; in the second decision, they have arrived. ``UNDECIDED``: rank 0 could not decide.
+    - ``SYNC``, ``FULL``: save the weights for explorers, or a full checkpoint. Both together are
+      one save, unless the sync is written to a memory folder.
+    - ``COMPLETE``: extend the existing save of this step to a full checkpoint.
+    - ``AGAIN``: like ``COMPLETE``, but the weights are written again.
+    - ``HUGGING_FACE``: the full checkpoint also gets the full weights. Without ``FULL``, they are
+      added to an existing full checkpoint.
+    - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the save is due and stays due, because the writer is busy.
+    - ``BROADCAST``: send the weights to the weight group that rank 0 has opened. In the decision
+      after the broadcast: the weights have arrived.
+    - ``UNDECIDED``: rank 0 could not decide.
     """
 
     NOTHING = 0
@@ -56,20 +60,21 @@ class Plan(IntFlag):
 
 
 class Decisions:
-    """The ranks of the default process group, and rank 0's messages to them.
+    """Sends rank 0's decisions to all ranks of the default process group.
 
-    Over a separate gloo group, so the training's own messages do not wait, and no accelerator takes
-    part.
+    It uses a separate gloo group, so the training's own messages do not wait, and no accelerator is
+    used.
 
-    Promised: :meth:`agree` is the same on all ranks. It is no barrier: rank 0 waits for no rank,
-    the others wait for rank 0 (and, in gloo's tree, for the ranks between). Not promised: that it
-    ends early if rank 0 is gone; a closed connection ends it at once.
+    Promised: :meth:`agree` returns the same plan on all ranks. It is not a barrier: rank 0 waits
+    for no rank, and the other ranks wait only for rank 0 and for the ranks that forward its message
+    in gloo's tree. If rank 0 has died, :meth:`agree` ends at once if the connection is closed, and
+    otherwise after the timeout.
 
     Args:
-        timeout: seconds that the others wait for rank 0.
+        timeout: seconds that the other ranks wait for rank 0.
 
     Attributes:
-        ranks: for other communication between them.
+        ranks: the ranks, for other communication between them.
     """
 
     def __init__(self, *, timeout: float) -> None:
@@ -86,10 +91,10 @@ class Decisions:
         """Return rank 0's decision on all ranks.
 
         Args:
-            decide: called on rank 0 alone.
+            decide: called only on rank 0.
 
         Raises:
-            SaveFailedError: on other ranks: rank 0 did not decide.
+            SaveFailedError: on ranks other than 0: rank 0 could not decide, or sent no decision.
         """
         if self._group is None:
             return decide()
@@ -105,28 +110,28 @@ class Decisions:
             dist.broadcast(word, src=0, group=self._group)
         except RuntimeError as error:
             raise SaveFailedError(
-                f"rank 0 did not send its decision about what to save: {error}; has it ended?"
+                f"rank 0 did not send its decision about what to save: {error}; has rank 0 ended?"
             ) from error
         plan = Plan(int(word.item()))
         if plan & Plan.UNDECIDED:
-            raise SaveFailedError("rank 0 could not decide what to save: see its log")
+            raise SaveFailedError("rank 0 could not decide what to save: see the log of rank 0")
         return plan
 
     def meet(self, name: str, *, timeout: float) -> str | None:
-        """Wait until all ranks have come to this meeting. Unlike :meth:`agree` it is a barrier.
+        """Wait until all ranks have called this method: a barrier with a timeout.
 
-        Over the store of the process group. The first outcome counts for all ranks, so no rank goes
-        on into a collective that another one has given up waiting for.
+        It uses the store of the process group. The first outcome in the store counts for all ranks,
+        so no rank enters a collective if another rank has stopped waiting.
 
         Args:
-            name: the name of the meeting; use each name only once.
-            timeout: seconds that this rank waits for the others.
+            name: the name of this barrier; use each name only once.
+            timeout: seconds that this rank waits for the other ranks.
 
         Returns:
-            None if all ranks have come; else the reason, for the log.
+            None if all ranks have called it; otherwise the reason why not, for the log.
         """
         if self._has_lost_its_group():
-            return "the process group was destroyed before it was called"
+            return "the process group was destroyed before the call"
         if self._group is None:
             return None
         end = time.monotonic() + min(timeout, _LONGEST)
@@ -138,17 +143,17 @@ class Decisions:
         return None if outcome == _ALL else outcome
 
     def call_off(self, name: str, why: str) -> None:
-        """Tell the other ranks that this one will not come to a meeting."""
+        """Tell the other ranks that this rank will not call :meth:`meet`."""
         if self._group is None or self._has_lost_its_group():
             return
         store, end = self._store(name), time.monotonic() + _ANSWER
         try:
             within(end, lambda: store.compare_set("outcome", "", f"rank {self.ranks.rank} {why}"))
         except (RuntimeError, TimeoutError) as error:
-            log.debug("cannot tell the other ranks that this one %s: %s", why, error)
+            log.debug("cannot tell the other ranks that this rank %s: %s", why, error)
 
     def _meet(self, name: str, end: float, timeout: float) -> str:
-        """Come to a meeting; returns its outcome."""
+        """Record that this rank has arrived, and wait for the outcome of the barrier."""
         store, rank, world_size = self._store(name), self.ranks.rank, self.ranks.world_size
         store.set(f"{rank}", "")
         if store.add("come", 1) == world_size:
@@ -173,7 +178,7 @@ class Decisions:
         return dist.PrefixStore(f"syncd/{name}", store)  # type: ignore[attr-defined] # public
 
     def _has_lost_its_group(self) -> bool:
-        """Whether the process group of the construction no longer exists."""
+        """Whether the process group that existed at construction has been destroyed."""
         if not (self._had_group and dist.is_initialized()):
             return self._had_group
         try:

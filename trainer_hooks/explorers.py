@@ -1,4 +1,4 @@
-"""Rank 0's communication with the explorers, beside the training."""
+"""Rank 0's communication with the explorers during training."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ T = TypeVar("T")
 
 
 class Explorers:
-    """Rank 0's Synchronizer; errors of storage do not end the training.
+    """Calls rank 0's Synchronizer so that storage errors do not end the training.
 
-    Only :meth:`begin_save` raises, because a save that was not announced must not be written. Other
-    errors are logged, and the call is repeated at the next occasion. A request that could not be
-    read counts as none.
+    Only :meth:`begin_save` raises storage errors, because a save that was not announced must not be
+    written. The other methods log them, and try again when they are called next. A request that
+    cannot be read counts as no request.
 
     Args:
-        synchronizer: registered, and not yet running.
+        synchronizer: a registered synchronizer; its status is set to running.
 
     Attributes:
-        synchronizer: its methods raise.
+        synchronizer: the synchronizer; its own methods raise storage errors.
 
     Raises:
-        OSError: its status cannot be written.
+        OSError: the status cannot be written.
     """
 
     def __init__(self, synchronizer: TrainerSynchronizer) -> None:
@@ -53,7 +53,7 @@ class Explorers:
     def decide(
         self, settings: SyncSettings, *, step: int, last_sync_step: int | None, waiting: bool
     ) -> TrainerDecision:
-        """The policy's decision from explorers' requests; tells them if nothing new will come."""
+        """Decide by settings and requests; tell the explorers if no new weights will come."""
         requested = on_its_way = False
         if settings.style is SyncStyle.EXPLORER_DRIVEN:
             asked = self._tried(self.synchronizer.explorer_requires_sync)
@@ -73,7 +73,7 @@ class Explorers:
         return due
 
     def begin_save(self, step: int) -> None:
-        """Announce a save before its first byte.
+        """Announce that a save begins, before its first byte is written.
 
         Raises:
             OSError: storage failed.
@@ -85,7 +85,7 @@ class Explorers:
         self.synchronizer.begin_save(step)
 
     def weights_announced(self, step: int) -> None:
-        """Answer the explorers' requests: the pointer names the step."""
+        """Answer the explorers' requests, now that the pointer names the step."""
         self._tried(lambda: self.synchronizer.set_model_state_dict(None, step))
 
     def say_nothing_new(self) -> None:
@@ -95,22 +95,22 @@ class Explorers:
     # -- broadcasts ------------------------------------------------------------------------------
 
     def takers(self) -> Takers | None:
-        """The explorers that take broadcasts; None if that cannot be read now."""
+        """The explorers that take broadcasts; None if storage fails now."""
         return self._tried(self.synchronizer.takers)
 
     def have_received(self, save_id: SaveId) -> bool:
-        """Whether all that take broadcasts serve this one; False if that cannot be read."""
+        """Whether all explorers that take broadcasts serve this save; False if storage fails."""
         return self._tried(lambda: self.synchronizer.have_received(save_id)) is True
 
     def has_missed(self, save_id: SaveId) -> bool:
-        """Whether one lacks the last broadcast and may not produce; False if unknown."""
+        """Whether an explorer lacks this broadcast and may not produce; False if storage fails."""
         return self._tried(lambda: self.synchronizer.has_missed(save_id)) is True
 
     def open_group(self, step: int, save_id: SaveId, device: torch.device) -> WeightGroup:
         """Wait until all explorers that take broadcasts are ready, and form the weight group.
 
         Raises:
-            BroadcastError: one is not ready in time; or the group cannot be formed.
+            BroadcastError: an explorer is not ready in time, or the group cannot be formed.
         """
         synchronizer = self.synchronizer
         timeout = synchronizer.settings.broadcast_timeout
@@ -129,7 +129,7 @@ class Explorers:
             ) from error
 
     def transferred(self) -> None:
-        """Answer the explorers' requests: the weights have arrived."""
+        """Answer the explorers' requests, now that the broadcast weights have arrived."""
         self._tried(self.synchronizer.nccl_sync_succeeded)
 
     def group_failed(self) -> None:
@@ -137,7 +137,7 @@ class Explorers:
         self._tried(self.synchronizer.group_failed)
 
     def goes_by_files(self, step: int) -> None:
-        """Announce that a step's weights come as files."""
+        """Tell explorers that they get a step's weights as files, not by a broadcast."""
         self._tried(lambda: self.synchronizer.goes_by_files(step))
 
     # -- back-pressure, and the end ----------------------------------------------------------------
@@ -152,7 +152,7 @@ class Explorers:
         self.synchronizer.close()
 
     def _tried(self, work: Callable[[], T]) -> T | None:
-        """The result, or None if storage fails now."""
+        """Return the result of ``work``, or log the error and return None if storage fails."""
         if self._closed:
             return None  # a late save has ended; another trainer may have the name by now
         try:

@@ -1,4 +1,4 @@
-"""The trainer's broadcasts (method ``nccl``): deciding which syncs are broadcast, and sending them.
+"""The trainer's broadcasts (method ``nccl``): choose which syncs to broadcast, and send them.
 
 A sync that is not broadcast is saved as files.
 """
@@ -43,7 +43,7 @@ _LONGEST_BACK_OFF: Final = 15
 
 
 class Way(Enum):
-    """The way of a sync's weights. ``FALLBACK``: by files, in place of a broadcast."""
+    """The route of a sync's weights. ``FALLBACK``: as files, because a broadcast failed."""
 
     BROADCAST = auto()
     FILES = auto()
@@ -52,12 +52,13 @@ class Way(Enum):
 
 
 class Cadence:
-    """Counts syncs, to decide which to broadcast and which to save by the checkpoint path.
+    """Counts syncs, to decide which to broadcast and which to save as files.
 
-    After n failed broadcasts in a row, the next 2**(n-1) - 1 syncs, at most 15, go by files.
+    After n failed broadcasts in a row, the next 2**(n-1) - 1 syncs, at most 15, are not broadcast
+    but saved as files.
 
     Args:
-        checkpoint_every: one sync in this many is also saved by the checkpoint path.
+        checkpoint_every: one of this many syncs is saved as files even if it was broadcast.
     """
 
     def __init__(self, checkpoint_every: int) -> None:
@@ -69,11 +70,11 @@ class Cadence:
 
     @property
     def is_save_due(self) -> bool:
-        """Whether this sync is to be saved, whether or not it was broadcast."""
+        """Whether this sync must be saved as files even if it was broadcast."""
         return self._passed is None or self._passed + 1 >= self._checkpoint_every
 
     def may_try(self) -> bool:
-        """Whether to try to broadcast this sync; each refusal brings the next try nearer."""
+        """Whether to try to broadcast this sync; a call that returns False ends one back-off."""
         if not self._not_tried:
             return True
         self._not_tried -= 1
@@ -103,19 +104,20 @@ class Cadence:
 class TrainerBroadcasts:
     """The broadcasts of a trainer: rank 0 opens them, all ranks send.
 
-    Promised: no error of a broadcast ends a training. It is logged once, with its reason, and
-    counted, and the step goes by files. Not promised: that a training goes on if a collective of
-    its own ranks fails.
+    Promised: an error of a broadcast does not end the training. The error is logged once, with its
+    reason, and counted, and the step is saved as files. Not promised: that training continues if a
+    collective of the trainer's own ranks fails.
 
     Args:
         model: the model to send.
         settings: the settings of the job.
-        explorers: rank 0's; None on other ranks.
-        cast: the dtype that floating tensors are sent in; None for the model's.
+        explorers: on rank 0, the communication with explorers; None on other ranks.
+        cast: the dtype to which floating tensors are cast; None to keep the model's.
 
     Attributes:
-        cadence: rank 0 decides by it.
-        broadcasts, failures: the numbers of broadcasts, as far as this rank knows.
+        cadence: rank 0's count of syncs, by which it chooses what to broadcast.
+        broadcasts: the number of broadcasts that succeeded, as far as this rank knows.
+        failures: the number of broadcasts that failed, as far as this rank knows.
     """
 
     def __init__(
@@ -139,13 +141,13 @@ class TrainerBroadcasts:
         self._group: WeightGroup | None = None
 
     def has_arrived(self, sent: SaveId | None, step: int) -> bool:
-        """On rank 0: whether all explorers that take broadcasts serve this step by one."""
+        """On rank 0: whether ``sent`` is this step's broadcast, and all receivers serve it."""
         if sent is None or sent.step != step or self._explorers is None:
             return False
         return self._explorers.have_received(sent)
 
     def open(self, step: int, save_id: SaveId) -> Way:
-        """On rank 0: choose the way of a sync; a broadcast if all that take part are ready."""
+        """On rank 0: choose the route of a sync; a broadcast if all receivers are ready."""
         explorers = self._explorers
         takers = explorers.takers() if explorers is not None else None
         if explorers is None or takers is None:
@@ -167,14 +169,15 @@ class TrainerBroadcasts:
         return Way.BROADCAST
 
     def send(self, step: int) -> bool:
-        """Send the weights. Collective: to be called on all ranks, once rank 0 has opened.
+        """Send the weights. Collective: call it on all ranks, after :meth:`open` on rank 0.
 
         Returns:
-            On rank 0, whether they have arrived at all explorers that take part; on others, True.
+            On rank 0, whether the weights have arrived at all explorers that take part. Ignore the
+            value on other ranks.
 
         Raises:
-            OutOfStepError: a gathering failed, perhaps on this rank alone: the training's ranks may
-                be out of step, and must not go on.
+            OutOfStepError: a gathering failed, perhaps only on this rank. The ranks may be in
+                different collectives now, so end the training.
         """
         group, self._group = self._group, None
         try:
@@ -227,8 +230,8 @@ class Sent(NamedTuple):
     Attributes:
         nbytes: the bytes of all tensors.
         buckets: the number of broadcasts.
-        seconds: from the first gathering until all have confirmed.
-        nonfinite: on rank 0 the tensors that hold NaN or Inf.
+        seconds: the time from the first gathering until all receivers have confirmed.
+        nonfinite: on rank 0, the tensors that hold NaN or Inf; empty on other ranks.
     """
 
     nbytes: int
@@ -238,25 +241,29 @@ class Sent(NamedTuple):
 
 
 class WeightSender:
-    """Sends a model to the weight group: the same tensors as in its version, by the same names.
+    """Sends a model to the weight group, with the tensors and names of a published version.
 
-    Each tensor is gathered from all ranks while the ones before it are sent. Large tensors are sent
-    from the gathered memory, or from the model itself; small ones are packed together.
+    Each tensor is gathered from all ranks while earlier tensors are sent. Large tensors are sent
+    from the gathered memory, or from the model's own memory; small tensors are packed together.
 
-    Promised: the model is sent as it is during :meth:`send`. In addition to its part of the model,
-    rank 0 has at most two buckets and one whole tensor in memory. The other ranks have one whole
-    tensor for a moment, because torch gathers to all. All ranks of FSDP1 have a copy of their part.
-    No rank waits in a collective that another has left: if the group fails half-way, the rest is
-    gathered nevertheless.
+    Promised:
 
-    Not promised: LoRA adapters, which go by files.
+    - The model is sent as it is during :meth:`send`.
+    - In addition to its part of the model, rank 0 has at most two buckets and one whole tensor in
+      memory.
+    - The other ranks have one whole tensor for a moment, because torch gathers to all ranks. With
+      FSDP1 every rank also has a copy of its part.
+    - No rank waits in a collective that another rank has left: if the weight group fails, the
+      remaining tensors are still gathered.
+
+    Not supported: LoRA adapters, which are saved as files.
 
     Args:
         model: the trainer's model, in its wrappers.
-        bucket_bytes: the most bytes of one broadcast.
-        digests: whether receivers check each bucket; by default if the group is on the CPU.
-        cast: the dtype that floating tensors are sent in; None for their own. Rank 0 has a cast
-            copy of the tensors under way.
+        bucket_bytes: the largest number of bytes in one broadcast.
+        digests: whether receivers check each bucket; by default only if the group is on the CPU.
+        cast: the dtype to which floating tensors are cast; None to keep theirs. Rank 0 has a cast
+            copy of the tensors that are being sent.
     """
 
     def __init__(
@@ -275,22 +282,22 @@ class WeightSender:
 
     @torch.no_grad()
     def send(self, group: WeightGroup | None) -> Sent:
-        """Send the model as it is now. Collective: on all ranks of the trainer, at the same moment.
+        """Send the model as it is now. Collective: call it on all ranks of the trainer.
 
         Args:
-            group: on rank 0 the weight group, in which a transfer begins; None on all other ranks.
+            group: on rank 0 the weight group; None on all other ranks.
 
         Returns:
-            The measurements; on ranks other than 0 without broadcasts.
+            The measurements; on ranks other than 0, ``buckets`` is 0.
 
         Raises:
-            BroadcastError: on rank 0 alone: as far as it knows, not all receivers have the weights.
-                The group cannot be used any more: leave it.
-            SaveFailedError: on all ranks: their tensors differ, or cannot be sent. Leave the group
-                likewise.
-            Exception: an error of a gathering, perhaps on this rank alone, e.g. no memory. The
-                other ranks may wait for this rank in that collective, and mistake its next one for
-                it.
+            BroadcastError: only on rank 0: some receivers may not have the weights. Leave the
+                group, because it cannot be used again.
+            SaveFailedError: on all ranks: the ranks' tensors differ, or a tensor cannot be sent.
+                Leave the group.
+            Exception: a gathering failed, perhaps only on this rank, for example for lack of
+                memory. The other ranks may still wait in that collective, and would take this
+                rank's next collective for it.
         """
         begun = time.monotonic()
         ranks = Ranks()
@@ -337,7 +344,7 @@ def _gather(
     outgoing: Outgoing | None,
     cast: Cast | None,
 ) -> None:
-    """Gather the tensors in this order, and hand them over on rank 0. Collective."""
+    """Gather the tensors in the given order; rank 0 gives them to ``outgoing``. Collective."""
 
     def gathered(name: str) -> Tensor | None:
         held = state[name]
@@ -357,6 +364,6 @@ def _gather(
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """The device of the weights, from which they are broadcast."""
+    """The device that holds the weights."""
     devices = (parameter.device for parameter in model.parameters())
     return next((one for one in devices if one.type != "meta"), torch.device("cpu"))

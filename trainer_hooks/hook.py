@@ -39,27 +39,30 @@ _TORCH_TIMEOUT: Final = 1800.0
 
 
 class TrainerHook:
-    """Saves a model after the steps that are due, on every rank, beside the training.
+    """Saves a model after the steps that are due, on every rank, while training continues.
 
-    ``after_step`` copies this rank's tensors to host memory; a thread writes them. Promised:
+    ``after_step`` copies this rank's tensors to host memory; a thread writes the copies. Promised:
 
     - Explorers get the model as it was on all ranks when ``after_step(step)`` was called.
     - A pointer always names a complete save.
-    - If a save fails, the next call raises its error once, with its step, after that call has done
-      its own work. If you catch the error, training may go on.
+    - If a save fails, the next call does its own work, and then raises the error of that save once,
+      with its step. If you catch the error, training can continue.
 
-    Not promised: that a save is announced when ``after_step`` returns (:meth:`close` and
-    ``block_until_saved`` wait for that), or that a save is announced if one of its ranks has died.
+    Not promised:
+
+    - That a save is announced when ``after_step`` returns. :meth:`close` and ``block_until_saved``
+      wait for the announcement.
+    - That a save is announced if one of its ranks has died.
 
     Construct the hook and call its methods on every rank, in the same order, because rank 0 decides
-    for all, and all ranks take part if one gathers.
+    for all ranks, and a gathering needs all ranks.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
-        model: a plain module, or one in DDP, FSDP1, FSDP2 or tensor parallelism. If it has PEFT
-            adapters, these are saved alone or merged (``SaveSettings.lora``).
+        model: a plain module, or one under DDP, FSDP1, FSDP2 or tensor parallelism. PEFT adapters
+            are saved alone, or merged into the weights (``SaveSettings.lora``).
         optimizer, scheduler: saved in full checkpoints.
-        tokenizer: its files become part of each version, as do those of ``model.config``.
+        tokenizer: its files and those of ``model.config`` become part of each version.
         settings: when to sync and when to save; the same on all ranks.
         saving: how saves are written and kept; the same on all ranks.
         memory_dir: with method ``memory``: a second job directory for syncs, on a memory filesystem
@@ -68,12 +71,12 @@ class TrainerHook:
         user_state: called at each full checkpoint on each rank; returns other state needed to
             resume: tensors, numbers, text and nestings of these.
         name: the name of the trainer; a job has one trainer.
-        storage: the seam for tests.
+        storage: set only by tests.
 
     Raises:
-        JobUnavailableError: the job directory is missing or cannot be written, on some rank.
-        NoRoomError: its disk is full.
-        NameTakenError: another trainer works in this job; finding out may take a lease time.
+        JobUnavailableError: the job directory is missing or not writable on some rank.
+        NoRoomError: the disk of the job directory is full.
+        NameTakenError: another trainer works in this job. The check may take one lease time.
         InvalidSettingsError: this hook does not support the method, or settings contradict each
             other.
     """
@@ -158,19 +161,19 @@ class TrainerHook:
 
     @property
     def synchronizer(self) -> TrainerSynchronizer | None:
-        """The participant that this hook is registered as, on rank 0; None on the other ranks.
+        """On rank 0, the synchronizer of this hook; None on the other ranks.
 
-        Use it for saved states (``save_state``, ``load_state``), and to see which participants are
-        there and which of them ask (``modules``, ``get_explorer_status_counts``,
-        ``explorer_requires_sync``). The hook itself announces saves, answers requests, and sets the
-        status. Unlike the hook's methods, those of the synchronizer are for rank 0 alone, and raise
-        if storage fails.
+        Use it to store and load states (``save_state``, ``load_state``), to list the participants
+        (``modules``, ``get_explorer_status_counts``), and to see if an explorer requests a sync
+        (``explorer_requires_sync``). The hook itself announces saves, answers requests, and sets
+        the status. Call the synchronizer's methods only on rank 0; unlike the hook's methods, they
+        raise if storage fails.
         """
         explorers = self._job.explorers
         return None if explorers is None else explorers.synchronizer
 
     def after_step(self, step: int) -> dict[str, float]:
-        """Sync, save, both or neither, according to the settings for this step.
+        """Sync this step, make a full checkpoint, both, or neither, according to the settings.
 
         Args:
             step: the step that the model has just finished; the same on all ranks.
@@ -180,8 +183,8 @@ class TrainerHook:
 
         Raises:
             InvalidSettingsError: the step is not a whole number.
-            SaveFailedError: an earlier save did not become whole; or the hook is closed.
-            OutOfStepError: a collective failed in a broadcast: end this training.
+            SaveFailedError: an earlier save failed, or the hook is closed.
+            OutOfStepError: a collective failed in a broadcast; end this training.
         """
         check_step(step)
         begun = self._begun()
@@ -196,30 +199,30 @@ class TrainerHook:
     def sync_while_waiting(self) -> dict[str, float]:
         """Sync if a sync is due now; for a trainer that waits for data.
 
-        Call it on all ranks alike: equally often, and between the same steps. It never makes a full
+        Call it equally often on all ranks, and between the same steps. It never makes a full
         checkpoint.
 
         Returns:
-            As :meth:`after_step`.
+            Metrics, as :meth:`after_step` returns them.
 
         Raises:
-            SaveFailedError: an earlier save did not become whole; or the hook is closed.
-            OutOfStepError: a collective failed in a broadcast: end this training.
+            SaveFailedError: an earlier save failed, or the hook is closed.
+            OutOfStepError: a collective failed in a broadcast; end this training.
         """
         begun = self._begun()
         plan = self._planner.by_policy(self._step, waiting=True)
         return self._told(self._carry_out(plan, self._step), begun)
 
     def save_state_dict(self, step: int) -> dict[str, float]:
-        """Sync now, whatever the settings; do nothing if this step is already synced.
+        """Sync now, even if the settings do not require it; do nothing if the step is synced.
 
         Returns:
-            As :meth:`after_step`.
+            Metrics, as :meth:`after_step` returns them.
 
         Raises:
             InvalidSettingsError: the step is not a whole number.
-            SaveFailedError: an earlier save did not become whole; or the hook is closed.
-            OutOfStepError: a collective failed in a broadcast: end this training.
+            SaveFailedError: an earlier save failed, or the hook is closed.
+            OutOfStepError: a collective failed in a broadcast; end this training.
         """
         check_step(step)
         begun = self._begun()
@@ -231,21 +234,23 @@ class TrainerHook:
     ) -> dict[str, float]:
         """Make a full checkpoint now; do nothing if this step already has one.
 
-        If the step was synced, that save is completed: its weights are not written again.
+        If the step was synced, that save becomes the full checkpoint, so its weights are not
+        written again.
 
         Args:
             step: the step that the model has just finished.
-            block_until_saved: on rank 0, wait until it is announced; on others, until it is
-                written.
-            save_as_hf: whether to add the full weights as a Hugging Face model; by default as
-                ``save_as_hf`` of the settings.
+            block_until_saved: whether to wait until the checkpoint is announced (on rank 0) or
+                written (on other ranks).
+            save_as_hf: whether to add the full weights as a Hugging Face model; None to use
+                ``SaveSettings.save_as_hf``.
 
         Returns:
-            As :meth:`after_step`.
+            Metrics, as :meth:`after_step` returns them.
 
         Raises:
             InvalidSettingsError: the step is not a whole number.
-            SaveFailedError: an earlier save failed, or this one, if the call waited for it.
+            SaveFailedError: an earlier save failed, or the hook is closed. With
+                ``block_until_saved`` also if this save failed.
         """
         check_step(step)
         begun = self._begun()
@@ -258,19 +263,20 @@ class TrainerHook:
         return self._told(metrics, begun)
 
     def close(self) -> None:
-        """Save the last step, wait for saves under way, and report that this trainer has stopped.
+        """Save the last step, wait for unfinished saves, and report that this trainer has stopped.
 
-        Collective: call it on all ranks, before the process group is destroyed. If explorers got
-        the last step's weights only by a broadcast, or not at all, these go by the files now
-        (``SaveSettings.final``). If full checkpoints are made (``save_interval``, or ``save_as_hf =
-        last``), the last step becomes one too, unless it is one. The model is saved as it is now,
-        under the number of the last step.
+        Collective: call it on all ranks, before the process group is destroyed. If explorers have
+        the last step's weights only by a broadcast, or not at all, the weights are saved as files
+        now (``SaveSettings.final``). If full checkpoints are made (``save_interval``, or
+        ``save_as_hf = last``), the last step becomes a full checkpoint too. The model is saved as
+        it is now, under the number of the last step.
 
-        If a rank does not call it within the ``save_timeout``, the others log a warning and make no
-        last save. Then each rank waits at most twice the ``save_timeout`` for each save; if ranks
-        write one at a time, that long for each rank. Safe to call twice, and in a fork, where it
-        does nothing. Do not call it in a signal handler, which may interrupt an optimizer in the
-        middle of its step: raise ``SystemExit`` there.
+        If a rank does not close within the ``save_timeout``, the other ranks log a warning and
+        make no last save. After that, each rank waits at most twice the ``save_timeout`` for each
+        unfinished save. If ranks write one at a time, this limit is multiplied by the number of
+        ranks. You can call it twice; in a forked process it does nothing. Do not call it in a
+        signal handler, because the signal may interrupt an optimizer step: raise ``SystemExit``
+        there instead.
 
         Raises:
             SaveFailedError: the last save failed, or was given up because it took too long.
@@ -310,20 +316,20 @@ class TrainerHook:
     # -- internals ------------------------------------------------------------------------------
 
     def _begins_to_close(self) -> bool:
-        """True once; never in a fork, which has no part in the hook."""
+        """Return True on the first call; always False in a forked process."""
         if self._closed or os.getpid() != self._pid:
             return False
         self._closed = True
         return True
 
     def _begun(self) -> float:
-        """Return the start time of a call; raise if the hook is closed, and would save nothing."""
+        """Return the start time of a call; raise if the hook is closed."""
         if self._has_ended:
             raise SaveFailedError("this hook is closed and cannot save: make a new one")
         return time.monotonic()
 
     def _carry_out(self, plan: Plan, step: int | None) -> dict[str, float]:
-        """Copy the parts of a plan; returns how long training stood still for each."""
+        """Carry out a plan; returns the seconds that training waited for each part of it."""
         metrics: dict[str, float] = {}
         if step is None or not plan:
             return metrics
@@ -352,7 +358,7 @@ class TrainerHook:
         return metrics
 
     def _told(self, metrics: dict[str, float], begun: float) -> dict[str, float]:
-        """The metrics of a call that is over, unless a save has failed meanwhile."""
+        """Complete the metrics of a call, or raise the error of a save that failed meanwhile."""
         self._queue.raise_failure()
         written = self._queue.thread.take_written()
         if written is not None:
@@ -368,7 +374,7 @@ class TrainerHook:
         return metrics
 
     def _end(self) -> list[SaveFailedError]:
-        """Wait for the saves under way, report the stop; returns the errors."""
+        """Wait for unfinished saves, and report that this trainer has stopped; return errors."""
         self._has_ended = True
         errors = self._queue.close(self._job.stop_waiting)
         if self._fast_path is not None:
@@ -378,6 +384,6 @@ class TrainerHook:
 
 
 def _longest_wait(settings: SyncSettings, patience: float) -> float:
-    """The longest time in seconds that rank 0 may take; the other ranks wait for that long."""
+    """The longest time, in seconds, that the other ranks wait for rank 0's decision."""
     broadcast = _BROADCAST_WAITS * settings.broadcast_timeout
     return settings.sync_timeout + patience + broadcast + _TORCH_TIMEOUT

@@ -1,4 +1,4 @@
-"""The plan of saves, the same on all ranks: those to make, and those to leave out."""
+"""Plans the saves to make and the saves to skip; the plan is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Begun(NamedTuple):
     """The saves of a plan.
 
     Attributes:
-        sync: the save for explorers; None if ``full`` is also for them, or explorers get none.
-        full: the full checkpoint.
-        hugging_face: the full checkpoint that gets the full weights.
+        sync: the save for explorers; None if ``full`` is also for explorers, or nothing is synced.
+        full: the full checkpoint; None if none is made.
+        hugging_face: the full checkpoint that gets the full weights; None if none does.
     """
 
     sync: SaveId | None = None
@@ -33,28 +33,31 @@ class Begun(NamedTuple):
 
 
 class Planner:
-    """Decides what to save; rank 0 decides if ranks could see it differently.
+    """Decides what to save. Rank 0 decides for all ranks if ranks could decide differently.
 
-    Promised: all ranks get the same plans and the same save ids if they make the same calls. On a
-    step on which nothing is due, and no explorer decides or is waited for, no rank sends anything
-    (while the trainer waits for data, only if no explorer may have missed a broadcast).
+    Promised: all ranks get the same plans and the same save ids if they make the same calls. If
+    nothing is due on a step, no rank sends a message. There are three exceptions: explorers may
+    request syncs; the trainer limits the lag of explorers; or the trainer waits for data, and an
+    explorer may have missed a broadcast.
 
     Args:
-        decisions: carries rank 0's decisions to the others.
-        settings, saving: when, and how, saves are made.
+        decisions: sends rank 0's decisions to the other ranks.
+        settings: when to sync and when to save.
+        saving: how saves are written and kept.
         run_id: the run id in all save ids.
-        one_save: whether a step that is due for both is saved once; False with a memory folder.
-        explorers: on rank 0, the communication with explorers; None on others.
-        fast_path: for method ``nccl``; else None.
-        thread: the writing thread; rank 0 checks its work.
+        one_save: whether a sync and a full checkpoint of the same step are one save; False with a
+            memory folder.
+        explorers: on rank 0, the communication with explorers; None on other ranks.
+        fast_path: the broadcasts, for method ``nccl``; None for other methods.
+        thread: the writing thread; rank 0 checks whether it is busy.
         progress: the outcome of earlier saves.
         are_weights_there: on rank 0, whether an announced save still has all its weights.
-        patience: seconds that rank 0 waits for a save that a full checkpoint completes.
+        patience: seconds that rank 0 waits for an unfinished save that a full checkpoint extends.
 
     Attributes:
-        synced: the save whose weights went to explorers last by files.
-        last_sync: the same, or a later broadcast.
-        skipped: the number of saves that were left out because the writer was busy.
+        synced: the newest save whose weights explorers get as files.
+        last_sync: the newest sync: ``synced``, or a later broadcast.
+        skipped: the number of saves that were skipped because the writer was busy.
     """
 
     def __init__(
@@ -95,10 +98,10 @@ class Planner:
         self._sent: SaveId | None = None
 
     def by_policy(self, step: int | None, *, waiting: bool) -> Plan:
-        """The plan of the settings and the explorers after a step, or while waiting for data.
+        """Plan by settings and explorers' requests, after a step or while waiting for data.
 
         Args:
-            step: the last finished step; None before the first.
+            step: the last finished step; None before the first step.
             waiting: whether the trainer waits for data.
 
         Raises:
@@ -111,10 +114,10 @@ class Planner:
         return self._decisions.agree(lambda: self._decide(step, due, waiting=waiting))
 
     def wait_for_explorers(self) -> None:
-        """Wait while the slowest explorer lags by more than the settings allow: rank 0 looks.
+        """Wait while the slowest explorer lags by more than the settings allow.
 
-        The other ranks wait for its message, not in a collective of the training, whose timeout may
-        be shorter.
+        Rank 0 checks the explorers. The other ranks wait for rank 0's message, not in a collective
+        of the training, because the training's timeout may be shorter.
 
         Raises:
             SaveFailedError: rank 0 sent no decision.
@@ -128,21 +131,22 @@ class Planner:
         self._decisions.agree(wait)
 
     def sync(self, step: int) -> Plan:
-        """The plan to give explorers a step."""
+        """Plan to sync a step now."""
         return self._decisions.agree(lambda: self._for_sync(step))
 
     def checkpoint(self, step: int, *, with_hf: bool) -> Plan:
-        """The plan to make a step a full checkpoint."""
+        """Plan to make a step a full checkpoint."""
         return self._decisions.agree(lambda: self._for_checkpoint(step, with_hf=with_hf))
 
     def at_close(self, step: int | None) -> Plan:
-        """The plan at the end, so that the last step is not lost. All ranks meet for it.
+        """Plan the last save, so that the last step is not lost. Collective.
 
         Args:
-            step: the last finished step; None if there was none.
+            step: the last finished step; None if no step was finished.
 
         Returns:
-            Nothing if not all ranks have come within the ``save_timeout``; that is logged.
+            The plan. It is ``NOTHING``, and a warning is logged, if some rank does not call this
+            method within the ``save_timeout``.
 
         Raises:
             SaveFailedError: rank 0 sent no decision.
@@ -153,14 +157,14 @@ class Planner:
         if why_not is None:
             return self._decisions.agree(lambda: self._for_close(step))
         log.warning(
-            "close() makes no last save (of step %d), because %s; saves announced before stay",
+            "close() makes no last save (of step %d), because %s; announced saves remain",
             step,
             why_not,
         )
         return Plan.NOTHING
 
     def stays_away(self) -> None:
-        """Tell the other ranks not to wait for this one in :meth:`at_close`."""
+        """Tell the other ranks not to wait for this rank in :meth:`at_close`."""
         self._decisions.call_off(self._run_id, "has ended with an error")
 
     def begin(self, plan: Plan, step: int) -> Begun:
@@ -190,12 +194,12 @@ class Planner:
         return self._sent
 
     def after_broadcast(self, plan: Plan, sent: SaveId, *, arrived: bool) -> Plan:
-        """The rest of a plan whose broadcast is over.
+        """Return the remaining plan after its broadcast has ended.
 
         Args:
             plan: the plan.
             sent: the id of the broadcast.
-            arrived: on rank 0, whether it has arrived.
+            arrived: on rank 0, whether all receivers have the weights; ignored on other ranks.
 
         Raises:
             SaveFailedError: rank 0 sent no decision.
@@ -209,7 +213,7 @@ class Planner:
     # -- on all ranks --------------------------------------------------------------------------
 
     def _due(self, step: int, *, waiting: bool) -> Plan:
-        """The actions that are due by the settings alone, or that were left out."""
+        """The actions that are due by the settings alone, or were skipped and are still due."""
         last = self._last_sync_step
         by_step = trainer_decision(self._settings, step=step, last_sync_step=last, waiting=waiting)
         due = Plan.NOTHING
@@ -227,7 +231,7 @@ class Planner:
 
     @property
     def _may_leave_some_behind(self) -> bool:
-        """Whether an explorer that joined after a broadcast may be unable to produce, and wait."""
+        """Whether an explorer that misses a broadcast may have to wait for the next sync."""
         return self._fast_path is not None and self._settings.max_staleness is not None
 
     @property
@@ -235,14 +239,14 @@ class Planner:
         return None if self.last_sync is None else self.last_sync.step
 
     def _goes_to_explorers(self, save_id: SaveId) -> SaveId:
-        """Record a save as the one that explorers get by files."""
+        """Record a save as the newest save that explorers get as files."""
         self.synced = self.last_sync = save_id
         if self._fast_path is not None:
             self._fast_path.cadence.saved(save_id.step)
         return save_id
 
     def _next_id(self, step: int) -> SaveId:
-        """The id of a save: the same as this step's broadcast, if any, because the weights are."""
+        """The id of a save: the id of this step's broadcast, or a new id if there is none."""
         sent, self._sent = self._sent, None
         return sent if sent is not None and sent.step == step else self._new_id(step)
 
@@ -257,7 +261,7 @@ class Planner:
     # -- on rank 0 ---------------------------------------------------------------------------------
 
     def _decide(self, step: int | None, due: Plan, *, waiting: bool) -> Plan:
-        """The actions, of those that are due and those that explorers ask for."""
+        """Choose the actions from those that are due and those that explorers request."""
         if self._explorers_want(step, waiting=waiting):
             due |= Plan.SYNC
         if step is None:
@@ -279,7 +283,8 @@ class Planner:
     def _is_missed(self) -> bool:
         """Whether the last sync was only broadcast, and an explorer that may not produce missed it.
 
-        The explorer would wait for the next sync, and the trainer for its data.
+        Such an explorer waits for the next sync, while the trainer waits for the explorer's data.
+        So the trainer must sync now.
         """
         sent = self.last_sync
         return (
@@ -291,7 +296,12 @@ class Planner:
         )
 
     def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:
-        """The way to give explorers a due step that may be saved as a full checkpoint anyway."""
+        """Choose a broadcast, files or nothing for a due sync.
+
+        Args:
+            step: the step.
+            is_saved: whether the same save is also a full checkpoint, which is made anyway.
+        """
         if self._fast_path is None:
             return self._by_files(is_saved=is_saved)
         if self._fast_path.has_arrived(self.last_sync, step):
@@ -306,13 +316,13 @@ class Planner:
         return self._by_files(is_saved=is_saved or way is Way.FALLBACK)
 
     def _nothing_new(self) -> Plan:
-        """Tell that explorers have this step, or its published version."""
+        """Tell explorers that no new weights come, because they have this step already."""
         if self._explorers is not None:
             self._explorers.say_nothing_new()
         return Plan.NOTHING
 
     def _by_files(self, *, is_saved: bool) -> Plan:
-        """Whether to make a sync or leave it out; not for a step that has to be saved anyway."""
+        """Sync as files; skip the sync if the writer is busy, unless the step is saved anyway."""
         busy = bool(self._thread.under_way)
         if busy and self._saving.when_busy_sync is WhenBusy.SKIP and not is_saved:
             return Plan.SYNC_SKIPPED
@@ -328,7 +338,7 @@ class Planner:
         return Plan.SYNC
 
     def _after_broadcast(self, plan: Plan, step: int, arrived: bool) -> Plan:
-        """Whether it has arrived, and whether to save the step as files too."""
+        """Decide on rank 0 whether to save a broadcast step as files, too."""
         is_saved = self._is_begun(self.synced, step)
         if not arrived:
             # Not left out if the writer is busy, because explorers were told that it comes.

@@ -8,9 +8,9 @@ from syncd.protocol.records import SaveId
 
 
 class Progress:
-    """The outcome of saves: the writing thread sets it, the training thread reads it.
+    """The outcomes of saves: the writing thread records them, the training thread reads them.
 
-    Rank 0 alone knows which saves are announced; each rank knows its own failures.
+    Only rank 0 knows which saves are announced. Each rank knows its own failures.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Progress:
             self._announced = save_id
 
     def checkpointed(self, save_id: SaveId) -> None:
-        """Note that a save can be resumed from."""
+        """Note that a save was announced as a full checkpoint."""
         with self._lock:
             self._checkpoint = save_id
 
@@ -36,17 +36,17 @@ class Progress:
             self._failed.add(save_id)
 
     def adds_hugging_face(self, save_id: SaveId) -> None:
-        """Note that a whole full checkpoint is about to get its full weights."""
+        """Note that the full weights are about to be added to a complete full checkpoint."""
         with self._lock:
             self._without_hugging_face.discard(save_id)
 
     def hugging_face_failed(self, save_id: SaveId) -> None:
-        """Note that a full checkpoint did not get its full weights."""
+        """Note that the full weights could not be added to a full checkpoint."""
         with self._lock:
             self._without_hugging_face.add(save_id)
 
     def lacks_hugging_face(self, save_id: SaveId) -> bool:
-        """Whether a full checkpoint must get its full weights once more."""
+        """Whether the full weights must be added to a full checkpoint again."""
         with self._lock:
             return save_id in self._without_hugging_face
 
@@ -56,17 +56,17 @@ class Progress:
             return save_id in self._failed
 
     def is_announced(self, save_id: SaveId) -> bool:
-        """Whether it is the one that was announced last."""
+        """Whether this save was announced last."""
         with self._lock:
             return self._announced == save_id
 
     def is_checkpoint(self, save_id: SaveId) -> bool:
-        """Whether it is the full checkpoint that was announced last."""
+        """Whether this save is the full checkpoint that was announced last."""
         with self._lock:
             return self._checkpoint == save_id
 
     @property
     def announced_step(self) -> int | None:
-        """The step that was announced last."""
+        """The step that was announced last; None if no step was announced."""
         with self._lock:
             return None if self._announced is None else self._announced.step

@@ -1,4 +1,4 @@
-"""The saves of one rank that are under way, with their memory and their outcomes."""
+"""The unfinished saves of one rank, with their memory and their outcomes."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ def patience_of(settings: SyncSettings, saving: SaveSettings, world_size: int) -
 
 
 class SaveQueue:
-    """At most two saves, each in its own memory, written behind the training one by one.
+    """Holds at most two saves, each in its own memory, and writes them in the background.
 
-    Promised: if a save cannot be written, this rank reports that, so that no other rank waits for
-    it. The memory of a save that is over is reused for the next.
+    Promised: if a save cannot be written, this rank reports the failure, so that no other rank
+    waits for this rank. The memory of a finished save is reused for the next save.
 
     Args:
-        patience: seconds to wait for a free place, and at the end for each save.
+        patience: seconds to wait until at most one save is unfinished, and at the end for each
+            save.
         progress: records failures.
-        begin_save: called in the thread before the first byte.
+        begin_save: called with the step, in the writing thread, before the first byte is written.
 
     Attributes:
         thread: the writing thread.
@@ -58,11 +59,11 @@ class SaveQueue:
         self._buffers = deque(HostBuffers() for _ in range(LIMIT))
 
     def has_room(self) -> bool:
-        """Wait until at most one save is under way; False if that takes too long."""
+        """Wait until at most one save is unfinished; return False if that takes too long."""
         return self.thread.wait(most=LIMIT - 1, timeout=self._patience)
 
     def buffers(self) -> HostBuffers:
-        """Memory to copy a save to, if a set is free."""
+        """Take a free set of buffers to copy a save to; :meth:`has_room` must have been True."""
         return self._buffers.pop()
 
     def submit(
@@ -72,10 +73,10 @@ class SaveQueue:
         contents: RankContents,
         buffers: HostBuffers | None = None,
     ) -> None:
-        """Have a save written; its memory is free again once the save is over."""
+        """Queue a save to be written; its buffers are free again when the save has ended."""
 
         def work() -> int:
-            """In the thread, because storage must not stop the training for longer than a copy."""
+            """Write the save, in the thread, so that training does not wait for storage."""
             try:
                 try:
                     # A resumed trainer may write again at a step whose old files the pruner must
@@ -105,17 +106,17 @@ class SaveQueue:
         self.thread.submit(save_id.step, lambda: writer.say_failed(save_id))
 
     def refuse(self, what: str) -> None:
-        """Record as an error that no place became free in time."""
+        """Record as an error that a save is skipped, because two earlier saves took too long."""
         before = self.thread.under_way
         # A save may be over by now, because the ranks have gathered this one meanwhile.
-        why = f"{_steps(before)} is still being written" if before else "two others were not over"
+        why = f"{_steps(before)} is still being written" if before else "two saves were unfinished"
         self.thread.fail(SaveFailedError(f"{what} is not saved: after {self._patience:g} s {why}"))
 
     def wait(self) -> None:
-        """Wait until nothing is under way.
+        """Wait until all saves have ended.
 
         Raises:
-            SaveFailedError: a save is still under way after the patience for each.
+            SaveFailedError: a save has not ended after twice the patience.
         """
         timeout = LIMIT * self._patience
         if not self.thread.wait(most=0, timeout=timeout):
@@ -125,16 +126,16 @@ class SaveQueue:
             )
 
     def raise_failure(self) -> None:
-        """Raise the oldest error of a save that was not raised yet."""
+        """Raise the oldest error that was not raised yet, if there is one."""
         error = self.thread.take_error()
         if error is not None:
             raise error
 
     def close(self, stop_waiting: Callable[[], None]) -> list[SaveFailedError]:
-        """Wait for the saves under way, and end.
+        """Wait for unfinished saves, and end the thread.
 
         Args:
-            stop_waiting: called when that takes too long; gives up waiting for other ranks.
+            stop_waiting: called if the saves take too long; ends the wait for other ranks.
 
         Returns:
             The errors, the oldest first.
@@ -149,8 +150,8 @@ class SaveQueue:
         if left:
             errors.append(
                 SaveFailedError(
-                    f"{_steps(left)} was still being written after {self._patience:g} s: that is "
-                    "not waited for any longer; what was announced before stays"
+                    f"{_steps(left)} was still being written after {self._patience:g} s, and was "
+                    "given up; announced saves remain"
                 )
             )
         return errors

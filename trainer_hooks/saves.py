@@ -1,4 +1,4 @@
-"""A rank's copy for a save, made while training waits, for the thread that writes it."""
+"""Copies a rank's part of a save while training waits; another thread writes the copy."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ class Trained:
 
     Attributes:
         model: the actor.
-        optimizer, scheduler: its own.
+        optimizer, scheduler: those of the actor.
         critic, critic_optimizer: another model, saved only in full checkpoints.
         user_state: called at each full checkpoint; returns this rank's other state for resuming.
-        model_files: rank 0 only: writes config and tokenizer into a folder.
+        model_files: on rank 0: functions that write config and tokenizer into a folder.
         lora: the weights that explorers get from a model with PEFT adapters.
         sync_dtype: the dtype that explorers' weights are cast to; None to keep their dtype.
-        base_vocabulary: for such a model, the number of tokens of its base model, if known.
+        base_vocabulary: for a model with PEFT adapters, the number of tokens of the base model;
+            None if it is unknown.
     """
 
     model: nn.Module
@@ -66,17 +67,17 @@ class Trained:
 
 
 class Saver:
-    """Copies the content of a save, and has a thread write it.
+    """Copies the contents of saves, and queues them for the writing thread.
 
     Promised: the state is written as it was during :meth:`begin`, even if training changes it
-    later; at most two copies of this rank's part of the model are held. Not promised: that anything
+    later. At most two copies of this rank's part of the model exist. Not promised: that anything
     is written when :meth:`begin` returns.
 
     Args:
         trained: the objects to save.
         rank: this rank.
-        queue: has the saves written.
-        progress: records the outcome of full weights that are added.
+        queue: the queue of the writing thread.
+        progress: records whether full weights were added to a checkpoint.
     """
 
     def __init__(
@@ -92,11 +93,11 @@ class Saver:
         self._masters: deque[HostBuffers] = deque(maxlen=1)
 
     def begin(self, place: SaveFolder, save_id: SaveId, plan: Plan) -> None:
-        """Copy this rank's part of a save, and have it written. Collective if ranks gather.
+        """Copy this rank's part of a save, and queue it. Collective if ranks gather.
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.
-            InvalidSettingsError: a part of it could not be loaded again.
+            InvalidSettingsError: the state contains a value that could not be loaded again.
         """
         queue, writer = self._queue, place.writer
         if writer is None:  # rank 0 alone writes there, and all gather
@@ -216,7 +217,7 @@ class Saver:
     def _name_map(
         self, state: Mapping[str, Any], peft: PeftState | None
     ) -> tuple[Callable[[Path], object], ...]:
-        """The file with the names that servers know."""
+        """A function that writes the file with the names that inference servers know."""
         if peft is None:
             return self._hub_names.writers(state)
         return self._hub_names.writers(peft.merged()[0], peft.base_model)
@@ -244,7 +245,7 @@ class Saver:
     def _full(
         self, state: Mapping[str, Any], peft: PeftState | None, cast: SyncDtype | None = None
     ) -> OneFile:
-        """The full model, adapters merged."""
+        """The full model, with its adapters merged."""
         tied = ties_embeddings(unwrapped(self._trained.model))
         if peft is None:
             return OneFile(state, tied=tied, cast=cast)
@@ -252,7 +253,7 @@ class Saver:
         return OneFile(merged, derived, tied=tied, cast=cast)
 
     def _rest(self) -> dict[str, Any]:
-        """The state needed to resume, copied to host memory that is freed once it is written."""
+        """The other state needed to resume, copied to host memory that is freed after the save."""
         trained = self._trained
         rest: dict[str, Any] = {}
         if trained.optimizer is not None:
@@ -270,7 +271,7 @@ class Saver:
     def _gathered(
         self, place: SaveFolder, folder: Path, weights: OneFile, stack: ExitStack
     ) -> Spool | None:
-        """Weights on rank 0 on their way into a file, which the stack closes. Collective."""
+        """Gather weights into a file on rank 0; ``stack`` closes the file. Collective."""
         stream = FullStateStream(
             weights.state,
             rank=self._rank,

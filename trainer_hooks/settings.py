@@ -13,14 +13,14 @@ SyncDtype = Literal["bf16", "fp16"]
 
 
 class SaveLayout(StrEnum):
-    """The number of files for the weights of a save."""
+    """The files of a save's weights: one shard for each rank, or one full file."""
 
     SHARDED = "sharded"
     FULL = "full"
 
 
 class WhenBusy(StrEnum):
-    """The treatment of a save that is due while the previous one is still being written."""
+    """The treatment of a save that is due while the previous save is still being written."""
 
     SKIP = "skip"
     WAIT = "wait"
@@ -52,31 +52,31 @@ class WriteConcurrency(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSettings:
-    """Settings for writing and keeping saves. A choice may be given by its name.
+    """Settings for writing and keeping saves. A choice can be given as text, e.g. ``"full"``.
 
     Attributes:
         layout: ``sharded``: each rank writes its own file, and nothing is gathered. ``full``: rank
             0 gathers the weights into one safetensors file, tensor by tensor, while training waits.
         when_busy_sync: for a sync that is due while the previous save is still being written.
-            ``skip``: nothing is copied; the sync is counted as skipped and stays due, so the next
-            step that finds the writer free saves. ``wait``: training waits if two saves are under
-            way.
-        when_busy_full: the same for full checkpoints.
+            ``skip``: nothing is copied; the sync is counted as skipped and stays due, until a step
+            at which the writer is free. ``wait``: training waits if two saves are unfinished.
+        when_busy_full: the same choice for full checkpoints.
         save_as_hf: which full checkpoints also have the full weights in ``actor/huggingface/``.
         max_to_keep: how many of the newest full checkpoints to keep; 0 = all.
-        keep_every: also keep full checkpoints of steps that are multiples of this; 0 = none.
-        write_concurrency: how many ranks write at a time, for storage that collapses if all write.
-            ``per_node``: one rank on each host. ``one_at_a_time``: in the order of the ranks.
+        keep_every: also keep full checkpoints of steps that are multiples of this number; 0 = none.
+        write_concurrency: how many ranks write at a time, for storage that collapses if all ranks
+            write at once. ``per_node``: one rank on each host. ``one_at_a_time``: one rank of all,
+            in rank order.
         lora: for a model with PEFT adapters. ``adapter``: only the active adapter, in
             ``actor/lora_adapter/``. ``merged``: the full model with the adapter merged into it.
-            ``auto``: the adapter if nothing else is trained, otherwise ``merged``. Either is
-            gathered on rank 0 while training waits, whatever ``layout`` says.
-        sync_dtype: the dtype that floating tensors are cast to for explorers, on the device while
-            they are copied, bit for bit as ``Tensor.to`` casts them; None for the model's own.
-            Integers, bool and fp8 stay. Full checkpoints also keep the weights in the model's
-            dtype, and only these are resumed from.
-        final: whether ``close`` syncs the last step by the files, if that was not done. Set it to
-            ``False`` if the model is no longer that of the last step by then.
+            ``auto``: the adapter if nothing else is trained, otherwise ``merged``. The adapter or
+            the merged model is gathered on rank 0 while training waits; ``layout`` is ignored.
+        sync_dtype: the dtype to which floating tensors are cast for explorers; None to keep the
+            model's. The cast runs on the device during the copy, and gives the same bits as
+            ``Tensor.to``. Integers, bool and fp8 are not cast. Full checkpoints also keep the
+            weights in the model's dtype, and training resumes only from those weights.
+        final: whether ``close`` saves the last step's weights as files, if that was not done. Set
+            it to ``False`` if the model no longer has these weights when ``close`` is called.
 
     Raises:
         InvalidSettingsError: a value is out of range, or not one of the choices.
@@ -105,7 +105,7 @@ class SaveSettings:
                 if value is not None and value not in get_args(SyncDtype):
                     raise InvalidSettingsError(
                         f"{field.name} is {value!r}: it must be "
-                        f"{' or '.join(map(repr, get_args(SyncDtype)))}, or None for the model's"
+                        f"{' or '.join(map(repr, get_args(SyncDtype)))}, or None for no cast"
                     )
             elif isinstance(field.default, bool):
                 if not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The job from the side of one trainer rank: its folders, and on rank 0 the explorers."""
+"""The job as one trainer rank uses it: its folders, and on rank 0 its explorers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class SaveFolder:
 
     Attributes:
         job: the job directory, or the memory folder.
-        writer: None if this rank writes nothing there.
-        weights: the number of files for the weights there.
+        writer: writes this rank's files; None if this rank writes nothing into this folder.
+        weights: the layout of the weights in this folder.
     """
 
     job: Job
@@ -47,26 +47,27 @@ class SaveFolder:
 class TrainerJob:
     """The resources that a rank opens to save.
 
-    Promised: construction ends alike on all ranks: an error on one of them is raised on all, and
-    the name is released again.
+    Promised: if the construction fails on one rank, it raises an error on all ranks, and the
+    trainer's name is released.
 
     Args:
         job_dir, memory_dir: the folders.
         name: the trainer's name.
-        ranks: all of them.
-        settings, saving: how it syncs and saves.
+        ranks: all ranks of the trainer.
+        settings: when to sync and when to save.
+        saving: how saves are written and kept.
         progress: records announcements.
-        storage: the seam for tests.
+        storage: set only by tests.
 
     Attributes:
-        run_id: the same on all ranks.
+        run_id: the id of this run of the trainer; the same on all ranks.
         place: the job directory.
-        memory: the memory folder, if there is one.
-        explorers: on rank 0.
+        memory: the memory folder; None if there is none.
+        explorers: on rank 0, the communication with explorers; None on other ranks.
 
     Raises:
-        JobUnavailableError: a folder is missing or cannot be written, on some rank.
-        NoRoomError: the disk of one of them is full.
+        JobUnavailableError: a folder is missing or not writable on some rank.
+        NoRoomError: the disk of a folder is full.
         NameTakenError: another trainer works in this job.
     """
 
@@ -134,7 +135,7 @@ class TrainerJob:
         return SaveFolder(job, writer, SaveLayout.FULL if gathers else self._saving.layout)
 
     def _open_memory(self, root: Path, storage: Storage | None) -> SaveFolder:
-        """The memory folder, on rank 0's host, so that only rank 0 can reach it."""
+        """The memory folder; only rank 0 can reach it, because it is on rank 0's host."""
         job = Job.at(root.absolute(), storage)
         if self._ranks.rank > 0:
             return SaveFolder(job, None, SaveLayout.FULL)
@@ -175,13 +176,13 @@ class TrainerJob:
             raise
 
     def base_vocabulary(self, model: nn.Module) -> int | None:
-        """The number of tokens of the adapters' base model, as far as rank 0's host knows."""
+        """The number of tokens of the adapters' base model; None if rank 0 cannot find it."""
         if not adapters_of(model):
             return None
         return self._ranks.of_first(lambda: base_vocabulary(unwrapped(model)))
 
     def begin_save(self, step: int) -> None:
-        """On rank 0: announce a save before its first byte.
+        """On rank 0: announce that a save begins, before its first byte is written.
 
         Raises:
             OSError: storage failed.
@@ -191,14 +192,14 @@ class TrainerJob:
             self.explorers.begin_save(step)
 
     def _weights_announced(self, save_id: SaveId) -> None:
-        """In rank 0's thread: the pointer that explorers follow names the weights."""
+        """Called in rank 0's thread when the pointer that explorers follow names the save."""
         if self.explorers is not None:
             self.explorers.weights_announced(save_id.step)
         # Only now: before, explorers that asked for this save could be told that nothing comes.
         self._progress.announced(save_id)
 
     def _checkpoint_announced(self, save_id: SaveId) -> None:
-        """In rank 0's thread: it can be resumed from, so older checkpoints may be retired."""
+        """Retire older checkpoints, now that a new one is announced; runs in rank 0's thread."""
         self._progress.checkpointed(save_id)
         try:
             retire_old(
@@ -234,10 +235,10 @@ def _nothing(_: SaveId) -> None:
 
 
 def served(settings: SyncSettings, model: nn.Module, memory_dir: str | Path | None) -> SyncSettings:
-    """Check the settings; return them as they apply.
+    """Check the settings; return the settings that take effect.
 
     Raises:
-        InvalidSettingsError: they are invalid.
+        InvalidSettingsError: the settings, the model or ``memory_dir`` are invalid.
     """
     if not isinstance(model, nn.Module):
         raise InvalidSettingsError(

@@ -40,7 +40,7 @@ class _Sending(NamedTuple):
 
     Attributes:
         memory: the memory of the bucket; kept until it is sent.
-        is_buffer: whether other buckets will use that memory.
+        is_buffer: whether later buckets reuse this memory.
         broadcasting: the handle to wait for.
     """
 
@@ -54,13 +54,14 @@ class Outgoing:
 
     Args:
         group: the weight group.
-        tensors: in the order in which they are put.
-        buffers: for packed tensors.
-        bucket_bytes, has_digests: as announced to receivers.
+        tensors: the tensors, in the order of the calls of :meth:`put`.
+        buffers: the memory for packed tensors.
+        bucket_bytes: the largest size of a bucket in bytes.
+        has_digests: whether receivers check each bucket by its digest.
 
     Attributes:
         image: the division of the tensors into buckets.
-        error: the reason of a failure; None if there is none.
+        error: the error that ended the transfer; None if there is none.
     """
 
     def __init__(
@@ -93,10 +94,10 @@ class Outgoing:
         self._unless_failed(self._greet)
 
     def put(self, number: int, whole: Tensor) -> None:
-        """Send a tensor. It may be freed when this returns, but must not change before the end.
+        """Send a tensor. You may drop it afterwards, but must not change it before :meth:`end`.
 
         Args:
-            number: the tensor's number in the plan; tensors come in order.
+            number: the tensor's number in the plan; call this method in the order of the numbers.
             whole: the whole tensor, on any device.
         """
         self._unless_failed(lambda: self._put(number, flat_bytes(whole)))
@@ -104,14 +105,14 @@ class Outgoing:
             self._unless_failed(lambda: self._looked.add(self._tensors[number].name, whole))
 
     def compare(self, number: int, name: str, whole: Tensor) -> None:
-        """Check that a tensor that is left out equals the one that is sent for it."""
+        """Check that a tied tensor that is not sent equals the tensor that was sent for it."""
         self._unless_failed(lambda: self._compare(number, name, flat_bytes(whole)))
 
     def end(self) -> None:
         """Wait until all receivers have the last byte.
 
         Raises:
-            BroadcastError: they have not, or that is unknown.
+            BroadcastError: some receivers may not have all bytes.
         """
         self._unless_failed(self._end)
         if self.error is not None:
@@ -128,7 +129,7 @@ class Outgoing:
         if not self._group.agree(ok=True):
             self._say(self._meta.encode())
         if not self._group.agree(ok=True):
-            raise BroadcastError("an explorer cannot take the weights: see its log for the reason")
+            raise BroadcastError("an explorer cannot take the weights: see the explorer's log")
 
     def _put(self, number: int, flat: Tensor) -> None:
         if self._tensors[number].copies:
@@ -148,7 +149,7 @@ class Outgoing:
         if _digest(flat) != self._tied[number]:
             self._fault = (
                 f"{shown(name)} is not the same as {shown(self._tensors[number].name)}, and "
-                "config.json says tie_word_embeddings: tie them, or say that they are not"
+                "config.json has tie_word_embeddings: tie them, or set it to false"
             )
 
     def _end(self) -> None:
@@ -157,7 +158,7 @@ class Outgoing:
             self._say(b"".join(self._digests))
         if not self._group.agree(self._fault is None):
             raise BroadcastError(
-                self._fault or "an explorer has not taken the weights: see its log for the reason"
+                self._fault or "an explorer has not taken the weights: see the explorer's log"
             )
 
     def _pack(self, bucket: Bucket, piece: BucketPiece, part: Tensor) -> None:
@@ -174,7 +175,7 @@ class Outgoing:
             self._send(self._room, is_buffer=True)
 
     def _send(self, memory: Tensor, *, is_buffer: bool) -> None:
-        """Send memory that must not change until the broadcast was waited for."""
+        """Send memory, which must not change until its broadcast has ended."""
         if self._header.has_digests:
             self._digests.append(_digest(memory))
         room = self._header.bucket_bytes - memory.numel()
@@ -188,7 +189,7 @@ class Outgoing:
         self._under_way.append(_Sending(memory, is_buffer, broadcasting))
 
     def _wait_while(self, true: Callable[[], bool]) -> None:
-        """Wait for broadcasts under way, the oldest first."""
+        """Wait for unfinished broadcasts, the oldest first, while the condition is true."""
         while self._under_way and true():
             self._under_way[0].broadcasting.wait()
             self._under_way.popleft()
@@ -198,7 +199,7 @@ class Outgoing:
         self._group.broadcast(told).wait()
 
     def _unless_failed(self, work: Callable[[], None]) -> None:
-        """Call something, and keep its error: raising it here would leave ranks in a collective."""
+        """Call ``work``, and keep its error until :meth:`end`, so that no rank hangs."""
         if self.error is not None:
             return
         try:
@@ -211,16 +212,16 @@ class Outgoing:
 
 
 class Buffers:
-    """Memory that two buckets are packed in, kept from one transfer to the next."""
+    """Memory for two packed buckets, reused by later transfers."""
 
     def __init__(self) -> None:
         self._made: deque[_BucketBuffer] = deque()
 
     def next(self, size: int, device: torch.device, source: torch.device) -> Tensor:
-        """``size`` bytes of the buffer that was not returned last.
+        """Return ``size`` bytes of a buffer: not the buffer of the previous call.
 
         Args:
-            size: bytes.
+            size: the number of bytes.
             device: the device of the buffer.
             source: the device of the data to copy into it.
         """
@@ -231,12 +232,12 @@ class Buffers:
         return buffer.content[:size]
 
     def close(self) -> None:
-        """Release them; torch keeps those that it still sends."""
+        """Release the buffers; torch keeps the ones that it is still sending."""
         self._made.clear()
 
 
 class _BucketBuffer:
-    """Memory for a bucket, zeroed at first, because the gaps between tensors are sent, too."""
+    """Memory for a bucket; zeroed, because the gaps between tensors are sent, too."""
 
     def __init__(self, size: int, device: torch.device, source: torch.device) -> None:
         self.like = (device, source.type)

@@ -1,4 +1,4 @@
-"""``SyncdCallback``: explorers follow a model that a Trainer of transformers, or of TRL, trains."""
+"""``SyncdCallback``: publishes a model that a Trainer of transformers or TRL trains."""
 
 from __future__ import annotations
 
@@ -46,28 +46,38 @@ class SyncdCallback(TrainerCallback):
     (``state.global_step``). It also publishes the steps that the Trainer saves, and the weights of
     the last step. The Trainer itself makes checkpoints and resumes from them.
 
-    Promised: explorers get the model that was trained, with the names of the plain model, whatever
-    accelerate has wrapped it in (DDP, FSDP1, FSDP2), whole and as it was after the step. Training
-    waits for storage only as :class:`~trainer_hooks.settings.SaveSettings` say, when the Trainer
-    saves a step while two saves are under way, and at the end for the last save. With
-    ``load_best_model_at_end`` nothing is published at the end, because the loaded model is not the
-    last step's; nor with ``SaveSettings(final=False)``. Not promised: that a rank whose training
-    fails reports that, unless its ``train`` is called inside ``with callback:``. Without, it counts
-    as dead a lease time after its process has ended. Add it by ``trainer.add_callback(callback)``
-    or, so that its metrics reach W&B and the like, by :meth:`add_to`.
+    Promised: explorers get the whole model as it was after the step, with the names of the plain
+    model, also if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only:
+
+    - if :class:`~trainer_hooks.settings.SaveSettings` tell it to wait,
+    - if the Trainer saves a step while two saves are unfinished,
+    - at the end, for the last save.
+
+    With ``load_best_model_at_end`` nothing is published at the end, because the loaded model is not
+    the model of the last step. With ``SaveSettings(final=False)`` nothing is published at the end
+    either.
+
+    Not promised: that a trainer reports a failed training. Call ``train`` inside ``with callback:``
+    to have the failure reported. Otherwise the trainer counts as dead one lease time after its
+    process has ended.
+
+    Add the callback with ``trainer.add_callback(callback)``. If its metrics should reach W&B or
+    TensorBoard, use :meth:`add_to` instead.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share;
             not the Trainer's ``output_dir``.
         settings: when to sync; the same on all ranks. ``save_interval`` must be 0.
         saving: how saves are written; the same on all ranks. ``save_as_hf`` must be ``never``.
-        memory_dir: with method ``memory``: see :class:`~trainer_hooks.hook.TrainerHook`.
-        publish_first: publish the weights before the first step, too: step 0, or the step that the
-            Trainer resumes from. For explorers that have no weights yet.
-        stop_on_failure: whether a failed save ends the training. If not, it is logged and counted
-            in ``sync/failed``; the previous version stays, and the next due step is saved as usual.
+        memory_dir: only with method ``memory``; see :class:`~trainer_hooks.hook.TrainerHook`.
+        publish_first: whether to publish the weights before the first step, for explorers that have
+            no weights yet. They are published as step 0, or as the step from which the Trainer
+            resumes.
+        stop_on_failure: whether a failed save ends the training. If False, the failure is logged
+            and counted in ``sync/failed``; the previous version stays published, and the next due
+            step is saved as usual.
         name: the name of the trainer; a job has one trainer.
-        storage: the seam for tests.
+        storage: set only by tests.
 
     Raises:
         InvalidSettingsError: the settings ask for full checkpoints, but the Trainer makes them.
@@ -97,8 +107,8 @@ class SyncdCallback(TrainerCallback):
         self._metrics: dict[str, float] = {}
         if self._settings.save_interval or self._saving.save_as_hf is not SaveAsHf.NEVER:
             raise InvalidSettingsError(
-                "SyncdCallback makes no full checkpoints, which a Trainer could not resume from: "
-                "leave save_interval at 0 and save_as_hf at never, and set save_steps of the "
+                "SyncdCallback makes no full checkpoints, because a Trainer could not resume from "
+                "them: leave save_interval at 0 and save_as_hf at never, and set save_steps of the "
                 "TrainingArguments"
             )
 
@@ -108,9 +118,10 @@ class SyncdCallback(TrainerCallback):
         return self._hook
 
     def add_to(self, trainer: Trainer) -> Self:
-        """Add it before the callbacks that report to W&B, TensorBoard and the like.
+        """Add this callback before those that report to W&B, TensorBoard and the like.
 
-        ``add_callback`` adds it behind them, and they report a log before its metrics are in it.
+        ``add_callback`` would add it after the reporting callbacks, which would then report each
+        log without the metrics of this callback.
         """
         trainer.callback_handler.callbacks.insert(0, self)
         return self
@@ -135,9 +146,9 @@ class SyncdCallback(TrainerCallback):
         """Register as the job's trainer. Collective.
 
         Raises:
-            JobUnavailableError: the job directory is missing or cannot be written, on some rank.
+            JobUnavailableError: the job directory is missing or not writable on some rank.
             NameTakenError: another trainer works in this job.
-            InvalidSettingsError: invalid settings, or an unsupported model.
+            InvalidSettingsError: the settings are invalid, or the model is not supported.
         """
         # Left by a training that failed, or whose batch was too large (auto_find_batch_size).
         self._abandon(RuntimeError)
@@ -167,10 +178,10 @@ class SyncdCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **_: Any,
     ) -> None:
-        """Sync, if that is due by the settings.
+        """Sync the step if the settings require it.
 
         Raises:
-            SaveFailedError: an earlier save did not become whole, and ``stop_on_failure``.
+            SaveFailedError: an earlier save failed, and ``stop_on_failure`` is True.
         """
         if self._hook is not None:
             self._call(self._hook.after_step, state.global_step)
@@ -182,10 +193,10 @@ class SyncdCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **_: Any,
     ) -> None:
-        """Sync the step that the Trainer has saved, unless that is done already.
+        """Sync the step that the Trainer has saved, if it is not synced yet.
 
         Raises:
-            SaveFailedError: an earlier save did not become whole, and ``stop_on_failure``.
+            SaveFailedError: an earlier save failed, and ``stop_on_failure`` is True.
         """
         if self._hook is not None:
             self._call(self._hook.save_state_dict, state.global_step)
@@ -198,7 +209,7 @@ class SyncdCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Put the metrics since the last log of a step into this one, and ``state.log_history``."""
+        """Add the metrics since the previous log of a step to this log and ``log_history``."""
         # Not into an evaluation's log, which evaluate() returns: a hyperparameter search sums it
         # up.
         if logs is None or "loss" not in logs:
@@ -215,10 +226,10 @@ class SyncdCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **_: Any,
     ) -> None:
-        """Sync the last step, unless that is done; wait for it, and report the end of the training.
+        """Sync the last step if needed, wait for saves, and report that this trainer has stopped.
 
         Raises:
-            SaveFailedError: a save did not become whole, and ``stop_on_failure``.
+            SaveFailedError: a save failed, and ``stop_on_failure`` is True.
         """
         hook, self._hook = self._hook, None
         if hook is None:
@@ -254,16 +265,16 @@ class SyncdCallback(TrainerCallback):
 
 
 def _trained(model: nn.Module | None) -> nn.Module:
-    """The model, if its weights are in it.
+    """Return the model, after a check that its weights can be saved.
 
     Raises:
-        InvalidSettingsError: there is none, or DeepSpeed has taken its weights out.
+        InvalidSettingsError: there is no model, or DeepSpeed's ZeRO-3 manages its weights.
     """
     if model is None:
         raise InvalidSettingsError("the Trainer has no model to publish")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise InvalidSettingsError(
-            "DeepSpeed's ZeRO-3 leaves no weights in the model between steps, so it cannot be "
-            "published: train with FSDP, or with ZeRO-1 or ZeRO-2"
+            "DeepSpeed's ZeRO-3 leaves no weights in the model between steps, so the model cannot "
+            "be published: train with FSDP, or with ZeRO-1 or ZeRO-2"
         )
     return model

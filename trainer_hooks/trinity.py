@@ -1,8 +1,9 @@
-"""Trinity-RFT's FSDP helpers, over receipts and files: a port is a change of import.
+"""Trinity-RFT's FSDP helpers, with receipts and files: to port a trainer, change the import.
 
 Names, arguments and meaning are those of ``trinity.trainer.verl.fsdp_engine``; ``docs/trinity.md``
-lists the differences. An engine is verl's ``FSDPEngine``, or any object that has ``module``, and if
-needed ``checkpoint_manager.processing_class``, ``get_per_tensor_param`` and ``_strategy``.
+lists the differences. An engine is verl's ``FSDPEngine``, or any object that has ``module``. The
+attributes ``checkpoint_manager.processing_class``, ``get_per_tensor_param`` and ``_strategy`` are
+optional.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def fsdp_save_state_dict(
 ) -> None:
     """Save each rank's shard of the model for explorers. Call it on all ranks.
 
-    The original writes rank 0's shard behind the training, and the other ranks' shards while
-    training waits. This one copies to host memory and writes behind the training on every rank.
-    Rank 0 also saves the config, and the tokenizer of
+    Trinity's function writes rank 0's shard in the background, and the other ranks' shards while
+    training waits. This function copies each shard to host memory, and writes it in the background
+    on every rank. Rank 0 also saves the config, and the tokenizer of
     ``engine.checkpoint_manager.processing_class``.
 
     Args:
@@ -76,11 +77,12 @@ def fsdp_save_state_dict(
         local_path: ``JOB/global_step_N/actor``; None to do nothing.
         global_step: the step, N.
         coordinator: the coordinator of this rank.
-        logger: logs that the save has begun.
+        logger: gets a message when the save has begun.
 
     Raises:
-        InvalidSettingsError: another path, in which the daemon would not find the save.
-        SaveFailedError: an earlier save did not become whole.
+        InvalidSettingsError: ``local_path`` is a folder in which the daemon would not find the
+            save.
+        SaveFailedError: an earlier save failed.
     """
     if local_path is None:
         return
@@ -99,21 +101,22 @@ def fsdp_upload_state_dict(
 ) -> None:
     """Gather the full state dict on rank 0, and give it to the Synchronizer. Call it on all ranks.
 
-    Rank 0 has all of it in host memory, and training waits until it is written. The other ranks
-    wait in a collective of the default process group, so its timeout (10 minutes for NCCL by
-    default) must be longer. A :class:`~trainer_hooks.hook.TrainerHook` with method ``memory`` needs
-    neither.
+    Rank 0 holds the whole state dict in host memory, and training waits until it is written. The
+    other ranks wait in a collective of the default process group, so the timeout of that group (10
+    minutes for NCCL by default) must be longer than the write. A
+    :class:`~trainer_hooks.hook.TrainerHook` with method ``memory`` avoids this memory and this
+    wait.
 
     Args:
-        engine: as in :func:`fsdp_save_state_dict`.
-        synchronizer: rank 0's, of syncd, with a :class:`StateDictWriter`; other ranks have none. A
-            Ray actor does not work.
+        engine: the FSDPEngine.
+        synchronizer: on rank 0 a ``TrainerSynchronizer`` of syncd with a :class:`StateDictWriter`;
+            None on other ranks. A Ray actor does not work.
         global_step: the step; step 0 is not uploaded.
-        logger: logs that it is done.
+        logger: gets a message when the state dict is written.
 
     Raises:
-        InvalidSettingsError: on all ranks: rank 0 has no synchronizer, or not one of syncd's.
-        SaveFailedError: on all ranks: it was not written.
+        InvalidSettingsError: on all ranks: rank 0 has no ``TrainerSynchronizer`` of syncd.
+        SaveFailedError: on all ranks: the state dict was not written.
     """
     if global_step == 0:
         return
@@ -143,18 +146,17 @@ def fsdp_upload_state_dict(
 def fsdp_sync_weight_nccl(engine: FSDPEngine, model_update_group: dist.ProcessGroup | None) -> None:
     """Broadcast the full weights, tensor by tensor. Call it on all ranks.
 
-    All ranks take part in each gathering, and rank 0 alone in the broadcasts. The order is that of
-    :func:`fsdp_state_dict_meta`, which receivers need to know.
+    All ranks take part in each gathering; only rank 0 takes part in the broadcasts. Tensors are
+    sent in the order of :func:`fsdp_state_dict_meta`, which receivers need to know.
 
     Args:
-        engine: as in :func:`fsdp_save_state_dict`; with ``_strategy`` other than ``fsdp`` (FSDP1),
-            the weights are those of ``engine.get_per_tensor_param()``, if it has that.
-        model_update_group: the group of the trainer's rank 0, which must be rank 0 there too, and
-            the receivers; NCCL or any other. Ignored on other ranks.
+        engine: the FSDPEngine. If its ``_strategy`` is not ``fsdp`` (FSDP1), and it has
+            ``get_per_tensor_param()``, the weights are the result of that method.
+        model_update_group: a process group of any backend, with the trainer's rank 0 and the
+            receivers; the trainer must be rank 0 of this group. Ignored on other ranks.
 
     Raises:
-        InvalidSettingsError: rank 0 has no group; raised there after the gathering, for which the
-            other ranks wait.
+        InvalidSettingsError: on rank 0, after all gatherings: it has no group.
         RuntimeError: a collective of torch failed.
     """
     device: torch.device | None = None
@@ -165,7 +167,7 @@ def fsdp_sync_weight_nccl(engine: FSDPEngine, model_update_group: dist.ProcessGr
     if model_update_group is None and Ranks().rank == 0:
         # For torch, None is the default group, in which there are no receivers.
         raise InvalidSettingsError(
-            "the weights cannot be broadcast: rank 0 has no model_update_group of its receivers"
+            "the weights cannot be broadcast: rank 0 has no model_update_group with the receivers"
         )
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -176,8 +178,8 @@ def fsdp_state_dict_meta(engine: FSDPEngine) -> list[tuple[str, str, tuple[int, 
     """The tensors that :func:`fsdp_sync_weight_nccl` broadcasts, in order. Call it on all ranks.
 
     Returns:
-        On rank 0 the name, the dtype (``bfloat16``) and the whole shape of each tensor, as
-        Trinity's ``get_weight_sync_info`` returns them; nothing on other ranks.
+        On rank 0 the name, the dtype (e.g. ``bfloat16``) and the whole shape of each tensor, as
+        Trinity's ``get_weight_sync_info`` returns them; an empty list on other ranks.
     """
     # Each rank knows the whole shape of its parts, so nothing is gathered for it.
     told = [
@@ -190,18 +192,18 @@ def fsdp_state_dict_meta(engine: FSDPEngine) -> list[tuple[str, str, tuple[int, 
 class StateDictWriter:
     """Writes the state dicts that a ``TrainerSynchronizer`` gets, and moves the pointer.
 
-    Promised: the pointer names a step only when its weights are whole and durable. Only rank 0
-    needs one; it needs no process group.
+    Promised: the pointer names a step only when its weights are complete and durable. Only rank 0
+    needs a StateDictWriter. No process group is needed.
 
     Args:
         job_dir: the job directory.
         model: its config becomes part of each version.
         tokenizer: its files become part of each version.
         save_timeout: seconds that a save may wait for its turn.
-        storage: the seam for tests.
+        storage: set only by tests.
 
     Raises:
-        JobUnavailableError: the job directory is missing or cannot be written.
+        JobUnavailableError: the job directory is missing or not writable.
     """
 
     def __init__(
@@ -232,7 +234,8 @@ class StateDictWriter:
             step: the step of the weights.
 
         Raises:
-            SaveFailedError: it could not be written; the previous version stays.
+            SaveFailedError: the state dict could not be written; the previous version stays
+                published.
         """
         self._counter += 1
         save_id = SaveId(self._run_id, step, self._counter)
@@ -243,7 +246,7 @@ class StateDictWriter:
 
 
 def _full_weights(engine: FSDPEngine) -> Iterator[tuple[str, Tensor | None]]:
-    """Each weight's name, and on rank 0 the whole of it; gathered one by one. Collective."""
+    """Yield each weight's name, and on rank 0 the whole tensor, otherwise None. Collective."""
     rank = Ranks().rank
     for name, weight in _weights(engine):
         whole = full_tensor(weight, rank=rank)
@@ -270,7 +273,7 @@ def _processing_class(engine: FSDPEngine) -> Pretrained | None:
 
 
 def _without_nameless_code(model: nn.Module) -> None:
-    """Drop the key None of verl's ``auto_map``, which some models have, but JSON cannot hold."""
+    """Drop the key None from ``auto_map``, as verl does, because JSON cannot hold that key."""
     config = getattr(unwrapped(model), "config", None)
     auto_map = getattr(config, "auto_map", None)
     if config is not None and isinstance(auto_map, dict) and None in auto_map:

@@ -323,7 +323,7 @@ def test_rank_0_is_told_of_a_rank_that_ran_out_of_room(job: Path, filler: Filler
     filler.fill("bytes", leave=2_000_000)
     with pytest.raises(SaveFailedError, match=r"rank 1 .*No space left"):
         one.save(SaveId("run", 1, 0), RankContents(model=large))
-    with pytest.raises(SaveFailedError, match=r"rank 1 of 2 .*it failed there"):
+    with pytest.raises(SaveFailedError, match=r"rank 1 of 2 .*that rank failed"):
         zero.save(SaveId("run", 1, 0), RankContents(model=small))
     assert not layout.state_pointer.exists()
     assert temporaries(job) == []

@@ -522,7 +522,7 @@ def test_a_save_on_another_filesystem_cannot_be_announced(tmp_path: Path) -> Non
             super().link(source, target)
 
     with pytest.raises(
-        InvalidSettingsError, match=r"cannot have a second name .* link\): save into"
+        InvalidSettingsError, match=r"cannot be hard-linked into .* link\): save into"
     ):
         announce_dcp(tmp_path / "job", 3, folder=own, storage=OtherDisk(durable=False))
     assert not (tmp_path / "job" / "latest_state_dict_iteration.txt").exists()

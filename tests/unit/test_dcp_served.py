@@ -217,7 +217,7 @@ def test_a_save_beside_weights_of_another_kind_is_not_announced(
         actor = of(1).write(job.layout.actor(step))
         (actor / name).mkdir()
         for folder in (None, own):
-            with pytest.raises(InvalidSettingsError, match="of another save, which would be"):
+            with pytest.raises(InvalidSettingsError, match="of another save, which the"):
                 announce_dcp(job.layout.root, step, folder=folder)
     assert not job.layout.state_pointer.exists()
 

@@ -200,7 +200,7 @@ def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
     ) as hook:  # fmt: skip
         for step in (1, 2):
             hook.after_step(step)
-        with pytest.raises(SaveFailedError, match=r"step 3 .* after 0\.2 s two others were not"):
+        with pytest.raises(SaveFailedError, match=r"step 3 .* after 0\.2 s two saves were"):
             hook.save_checkpoint(3)
         over(hook)
 

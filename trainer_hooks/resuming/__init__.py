@@ -1,6 +1,6 @@
-"""Resuming: from a full checkpoint back into a model and its optimizer, on whatever ranks.
+"""Resuming: loads a full checkpoint into a model and its optimizer, on any number of ranks.
 
-Contains the choice of a checkpoint, its files, and the filling of each rank's tensors from them. It
-imports ``trainer_hooks.state``, ``writing`` and ``agreement``; only ``trainer_hooks`` itself, for
-users, imports it. Begin with ``resume.py``, then ``resumable.py``.
+This package chooses a checkpoint, opens its files, and fills each rank's tensors from them. It
+imports ``trainer_hooks.state``, ``writing`` and ``agreement``. Only ``trainer_hooks/__init__.py``
+imports it. Begin with ``resume.py``, then ``resumable.py``.
 """

@@ -1,4 +1,4 @@
-"""Filling a state dict's tensors from files that other ranks, on another mesh, may have written.
+"""Fills a state dict's tensors from files that other ranks, on another mesh, may have written.
 
 Each rank reads only the bytes of its own part, from any of the files.
 """
@@ -32,7 +32,7 @@ class Goal(NamedTuple):
     Attributes:
         name: the name in the state dict.
         tensor: the local tensor, on any device; it is changed in place.
-        box: its part of the whole tensor.
+        box: the part of the whole tensor that the local tensor holds.
         shape: the shape of the whole tensor.
     """
 
@@ -47,11 +47,11 @@ class BoxRead(NamedTuple):
 
     Attributes:
         goal: the tensor to fill.
-        file: the rank that wrote the file.
+        file: the number of the file: the rank that wrote it.
         dtype: the dtype in the file.
-        held: the box in the file, and its position there.
+        held: the box that the file holds, and the position of its bytes in the file.
         part: the part of that box to read.
-        compares: True to fill nothing, and to check that the goal has these bytes already.
+        compares: True to check that the goal has the same values already, instead of filling it.
     """
 
     goal: Goal
@@ -98,10 +98,10 @@ def plan(
     own: int | None,
     optional: Container[str] = (),
 ) -> list[BoxRead]:
-    """Plan the bytes and files to fill the goals from. Opens the files that it needs.
+    """Plan the reads that fill the goals, and open the files that they need.
 
-    With the same number of ranks, a rank's own file comes first, and usually is enough: its plain
-    tensors are this rank's, and no other file is opened.
+    If the number of ranks is the same, a rank's own file is planned first. It is usually enough,
+    so no other file is opened.
 
     Args:
         goals: this rank's goals.
@@ -110,8 +110,8 @@ def plan(
         optional: the names of goals that stay as they are if no file has them.
 
     Raises:
-        CheckpointError: a tensor, or a part of it, is in no file; it has another shape; or its
-            dtype cannot become the goal's.
+        CheckpointError: a tensor, or a part of it, is in no file; it has another shape than the
+            goal; or its dtype cannot be cast to the goal's.
         OSError: a file cannot be read now.
     """
     if own is not None:
@@ -123,12 +123,12 @@ def plan(
     for goal, boxes in left:
         if not any(goal.name in file.tensors for file in files.opened.values()):
             raise CheckpointError(
-                f"'{shown(goal.name)}' is in none of the files from {files.paths[0]} on: they are "
-                "of another model or optimizer"
+                f"'{shown(goal.name)}' is in none of the files from {files.paths[0]} on: the files "
+                "are of another model or optimizer"
             )
         box = boxes[0]
         raise CheckpointError(
-            f"'{shown(goal.name)}': its part of shape {box.shape} at {box.offsets} is in none of "
+            f"'{shown(goal.name)}': the part of shape {box.shape} at {box.offsets} is in none of "
             f"the files from {files.paths[0]} on: a rank did not save its part; {ADVICE}"
         )
     return copies
@@ -137,7 +137,7 @@ def plan(
 def _plan(
     goals: Sequence[Goal], files: SavedFiles, numbers: Iterable[int], optional: Container[str]
 ) -> tuple[list[BoxRead], list[tuple[Goal, list[Box]]]]:
-    """The copies, and the parts of goals that no file has."""
+    """Plan reads from some files; returns them, and the parts of goals that no file has."""
     copies: list[BoxRead] = []
     left = {number: [goal.box] if goal.box.size else [] for number, goal in enumerate(goals)}
     seen: set[str] = set()
@@ -181,13 +181,13 @@ def _plan(
 
 
 def _place(goal: Goal) -> tuple[object, ...]:
-    """The memory address of a goal: the same for tied tensors."""
+    """A key for the memory of a goal: tied tensors have equal keys."""
     tensor = goal.tensor
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, goal.box
 
 
 def _checked_dtype(goal: Goal, held: Held, path: Path) -> torch.dtype:
-    """The dtype in a file, after a check that its tensor can become the goal."""
+    """The dtype in a file, after a check that its tensor can be loaded into the goal."""
     if held.shape != goal.shape:
         raise CheckpointError(
             f"{path} has '{shown(goal.name)}' of shape {held.shape}, and here it has {goal.shape}: "
@@ -203,7 +203,7 @@ def _checked_dtype(goal: Goal, held: Held, path: Path) -> torch.dtype:
 
 
 def _becomes(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Floating values are cast to floating ones, integers to integers; fp8 stays."""
+    """Whether a cast is allowed: floating to floating, or integer to integer; never of fp8."""
     if saved == wanted:
         return True
     kinds = {_kind(saved), _kind(wanted)}
@@ -223,16 +223,17 @@ def fill(copies: Sequence[BoxRead], files: SavedFiles, *, checked: Sequence[int]
     """Fill the goals.
 
     Args:
-        copies: from :func:`plan`.
-        files: as for :func:`plan`.
-        checked: the files whose bytes this rank checks by their CRC-32. If each file is one of
-            these on some rank, every byte that any rank reads is checked.
+        copies: the result of :func:`plan`.
+        files: the files that were given to :func:`plan`.
+        checked: the numbers of the files whose bytes this rank checks by their CRC-32. If the
+            ranks together check each file, every byte that any rank reads is checked.
 
     Returns:
-        The bytes that were read for the goals.
+        The number of bytes that were read for the goals.
 
     Raises:
-        CheckpointError: a file is damaged, or two ranks have saved different values by one name.
+        CheckpointError: a file is damaged, or two ranks have saved different values under the same
+            name.
         OSError: a file cannot be read now.
     """
     reader, numbers = files.reader(checked)
@@ -279,14 +280,14 @@ def _copy(
         elif not _same(into, values):
             raise CheckpointError(
                 f"'{shown(copy.goal.name)}' is not the same in {files.paths[copy.file]} and in "
-                "another rank's file, on two device meshes: experts of different ranks by one name "
-                "can be resumed by the same ranks only"
+                "another rank's file, which is of another device mesh: if ranks saved different "
+                "experts by the same name, only the same ranks can resume them"
             )
     return read
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether the bits are the same after the other value is cast to the dtype of the first."""
+    """Whether both have the same bits, after ``other`` is cast to the dtype of ``one``."""
     cast = torch.empty(one.shape, dtype=one.dtype)
     cast.copy_(other)
     here = one.cpu().reshape(-1).contiguous().view(torch.uint8)

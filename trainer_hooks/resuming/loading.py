@@ -1,4 +1,4 @@
-"""A model, or an optimizer, and the files that it is resumed from."""
+"""Loads a model, or an optimizer, from the files of a full checkpoint."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from trainer_hooks.writing.model_files import adapters_of
 
 
 class Loading(ABC):
-    """A thing that is resumed by itself; call the methods in this order.
+    """Resumes one object, for example a model; call the methods in the order of this class.
 
-    ``prepare`` and ``load`` may be collective, so call them on all ranks or on none; the others
-    involve no other rank.
+    ``prepare`` and ``load`` may be collective, so call them on all ranks or on none. The other
+    methods are local.
 
     Args:
         files: the files of all ranks that saved.
-        whose: the object to fill, for messages.
+        whose: the name of the object to fill, for messages.
     """
 
     def __init__(self, files: SavedFiles, whose: str) -> None:
@@ -47,7 +47,7 @@ class Loading(ABC):
 
     @abstractmethod
     def plan(self, own: int | None) -> None:
-        """Find the data to fill them with; raises if some do not fit."""
+        """Find the data for the tensors in the files; raise if some data do not fit."""
 
     @abstractmethod
     def taken(self) -> set[str]:
@@ -61,11 +61,11 @@ class Loading(ABC):
         """The error for names that no rank uses."""
         return CheckpointError(
             f"{self.files.paths[0]} and the files beside it have {told_names(names)}, which "
-            f"{self.whose} has not: they are of another model or optimizer"
+            f"{self.whose} does not have: the files are of another model or optimizer"
         )
 
     def fill(self, checked: Sequence[int]) -> None:
-        """Fill it, and check all bytes of these files, if they exist."""
+        """Fill the tensors; check all bytes of the files with the numbers in ``checked``."""
         there = [number for number in checked if number < len(self.files)]
         fill(self._copies, self.files, checked=there)
 
@@ -75,7 +75,7 @@ class Loading(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Undo ``prepare``, if loading failed before ``load``."""
+        """Undo ``prepare``; called if loading fails before ``load``."""
 
 
 class ModelLoading(Loading):
@@ -87,12 +87,12 @@ class ModelLoading(Loading):
         self._state: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Collective for FSDP1, which makes copies; all other tensors are filled in place."""
+        """Find the tensors. Collective for FSDP1, which copies them; others are filled in place."""
         try:
             self._state = get_model_state_dict(self._model)
         except AttributeError as error:
             raise CheckpointError(
-                "the model's state dict has a name that is no parameter or buffer of it "
+                "the model's state dict has a name that is no parameter or buffer of the model "
                 f"({error}), which torch cannot load: load the weights from a published version"
             ) from error
         # A full state dict has only one name of tied tensors.
@@ -100,7 +100,7 @@ class ModelLoading(Loading):
             self._state[name] = self._state[first]
 
     def plan(self, own: int | None) -> None:
-        """Fill every tensor of the model; only the frozen base of adapters may be missing."""
+        """Plan all tensors of the model; only the frozen base of adapters may be missing."""
         if own is not None and own >= len(self.files):
             own = None  # rank 0 has written the weights of all
         optional: frozenset[str] = frozenset()
@@ -113,12 +113,12 @@ class ModelLoading(Loading):
         return set(self._state)
 
     def load(self) -> None:
-        """Collective for FSDP1; others have it by now."""
+        """Load the copies of FSDP1, collectively; other tensors were filled in place."""
         set_model_state_dict(self._model, self._state)
         self._state = {}
 
     def forget(self) -> None:
-        """Do nothing."""
+        """Drop the collected tensors; the model needs no undo."""
         self._state = {}
 
 
@@ -136,11 +136,11 @@ class OptimizerLoading(Loading):
         self._state: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Collective for FSDP1. A new optimizer gets its state from a step with zero gradients."""
+        """Collective for FSDP1. A new optimizer takes a step with zero gradients to get a state."""
         self._state = torch_optimizer_state(self._model, self._optimizer, flatten=False)
 
     def plan(self, own: int | None) -> None:
-        """Set the options at once; tensors, also among the options, are filled later."""
+        """Set the options now, except tensors: all tensors are filled later."""
         names, options = self._saved(own)
         self._is_empty = not any(name.startswith(f"{STATE}.") for name in names)
         found: dict[str, Any] = {}
@@ -155,7 +155,7 @@ class OptimizerLoading(Loading):
         self._copies = plan(goals_of(found), self.files, own=own)
 
     def taken(self) -> set[str]:
-        """The present state, and all options of this rank's parameters."""
+        """The names of this optimizer's state, and of all options of this rank's parameters."""
         parameters = {name for group in self._state[GROUPS] for name in group["params"]}
         options = {
             name
@@ -168,14 +168,14 @@ class OptimizerLoading(Loading):
         )
 
     def load(self) -> None:
-        """Collective for FSDP1. ``load_state_dict`` casts states to the parameters' dtype."""
+        """Load the state. Collective for FSDP1. torch casts states to their parameters' dtype."""
         set_optimizer_state_dict(self._model, self._optimizer, self._state)
         if self._is_empty:
             self._optimizer.state.clear()  # saved before the first step
         self._state = {}
 
     def forget(self) -> None:
-        """Drop the state that ``prepare`` made, which would count as a step."""
+        """Drop the state that ``prepare`` made, because it would count as a step."""
         if self._was_empty:
             self._optimizer.state.clear()
         self._state = {}
@@ -183,7 +183,7 @@ class OptimizerLoading(Loading):
     def _saved(self, own: int | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
         """The content of the files: values by name (:class:`Held` for tensors), and the options.
 
-        Options are keyed by the parameter's name, then by their own name.
+        Options are keyed first by the name of the parameter, and then by the name of the option.
         """
         wanted = {name for group in self._state[GROUPS] for name in group["params"]}
         names: dict[str, object] = {}
@@ -200,14 +200,14 @@ class OptimizerLoading(Loading):
         if not options:
             raise CheckpointError(
                 f"{self.files.paths[0]} is not the state of a torch.optim.Optimizer as "
-                "trainer_hooks saves it: load without optimizer, or from another save"
+                "trainer_hooks saves it: load without optimizer, or load another save"
             )
         return names, options
 
     def _take(
         self, prefix: str, state: dict[str, Any], names: Mapping[str, object]
     ) -> dict[str, Any]:
-        """The tensors to fill, by name; other values are set at once."""
+        """Return the tensors to fill, by name; set other values of ``state`` now."""
         found: dict[str, Any] = {}
         for key, value in state.items():
             name = f"{prefix}{key}"
@@ -219,21 +219,21 @@ class OptimizerLoading(Loading):
                 state[key] = names[name]
             else:
                 raise CheckpointError(
-                    f"{self.files.paths[0]} does not have '{shown(name)}' as a plain value, as "
-                    f"{self.whose} has: it is of another optimizer"
+                    f"{self.files.paths[0]} does not have '{shown(name)}' as a plain value, but "
+                    f"{self.whose} has it: the file is of another optimizer"
                 )
         return found
 
     def _take_options(
         self, group: dict[str, Any], options: Mapping[str, Mapping[str, object]]
     ) -> dict[str, Tensor]:
-        """Set the options of a group of parameters; tensors among them are filled later."""
+        """Set a parameter group's options; return the options that are tensors, to fill later."""
         first: str | None = None
         for name in group["params"]:
             if name not in options:
                 raise CheckpointError(
                     f"{self.files.paths[0]} and the files beside it have nothing of "
-                    f"'{shown(name)}', which {self.whose} updates: they are of "
+                    f"'{shown(name)}', which {self.whose} updates: the files are of "
                     "another optimizer or model"
                 )
             if first is None:
@@ -242,7 +242,7 @@ class OptimizerLoading(Loading):
                 raise CheckpointError(
                     f"in {self.files.paths[0]} '{shown(name)}' has other options than "
                     f"'{shown(first)}', but this optimizer has both in one parameter group: make "
-                    "the same groups as when it was saved"
+                    "the same parameter groups as at the save"
                 )
         found: dict[str, Tensor] = {}
         for key, value in options.get(first, {}).items() if first is not None else ():
@@ -266,27 +266,27 @@ class RawOptimizerLoading(Loading):
         self._state: Any = None
 
     def prepare(self) -> None:
-        """Do nothing: its tensors are unknown."""
+        """Do nothing: the optimizer's tensors are unknown."""
 
     def plan(self, own: int | None) -> None:  # noqa: ARG002 - it was told before
-        """Read and check all of it at once."""
+        """Read and check this rank's whole file."""
         found = self.files.loaded(self._own)
         if not isinstance(found, dict) or found.keys() != {RAW}:
             raise CheckpointError(
-                f"{self.files.paths[self._own]} is not of a {self.whose}: load with an optimizer "
-                "of the kind that was saved"
+                f"{self.files.paths[self._own]} does not hold the state of a {self.whose}: load it "
+                "into an optimizer of the saved kind"
             )
         self._state = found[RAW]
 
     def taken(self) -> set[str]:
-        """Nothing: its file is opaque."""
+        """Nothing: the file's content is opaque."""
         return set()
 
     def fill(self, checked: Sequence[int]) -> None:
-        """Do nothing: it was checked when it was read."""
+        """Do nothing: the file was checked when it was read."""
 
     def load(self) -> None:
-        """Load its own saved state."""
+        """Load this rank's saved state."""
         self._optimizer.load_state_dict(self._state)
 
     def forget(self) -> None:
@@ -305,7 +305,7 @@ def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:
 
 
 def _option(name: str) -> tuple[str, str] | None:
-    """The parameter and the option in a name; None for any other name."""
+    """The parameter and the option in an option's name; None for any other name."""
     kind, _, rest = name.partition(".")
     parameter, dot, option = rest.rpartition(".")
     return (parameter, option) if kind == GROUPS and dot else None

@@ -1,23 +1,27 @@
-"""The choice of the full checkpoint to resume from, by the files on storage.
+"""Chooses the full checkpoint to resume from, by the files on storage.
 
-The order in which a full save is written (:mod:`~trainer_hooks.writing.writer`), and the checkpoint
-that counts after a crash before each step::
+A full save does the actions of the left column in this order
+(:mod:`~trainer_hooks.writing.writer`). The right column says what a crash before the action leaves
+in the step's folder::
 
-    .saving made, .full_checkpoint removed the step that was there before every rank's files
-    replaced, receipts no .full_checkpoint: cut off the state pointer moved no .full_checkpoint: cut
-    off every rank's full receipts no .full_checkpoint: cut off .full_checkpoint made the step that
-    the checkpoint pointer names the checkpoint pointer moved whole, though not pointed to .saving
-    removed whole and pointed to
+    make .saving, remove .full_checkpoint     the previous full checkpoint of this step, if any
+    write every rank's files and receipts     no .full_checkpoint: the save was cut off
+    move the state pointer                    no .full_checkpoint: the save was cut off
+    write every rank's full receipt           no .full_checkpoint: the save was cut off
+    make .full_checkpoint                     no .full_checkpoint: the save was cut off
+    move the checkpoint pointer               a whole checkpoint that the pointer does not name
+    remove .saving                            a whole checkpoint that the pointer names
 
-So a step is **whole** if it has ``.full_checkpoint`` and the full receipts of all ranks, of one
-save. The receipts are needed too: if a step is saved twice, one rank may have begun the second
-save when another makes the mark of the first. A save of another trainer (no receipts) is whole if
-all shards are there, without ``.saving``, and a mark or the pointer says that it can be resumed
-from.
+A step is **whole** if it has ``.full_checkpoint``, and full receipts of all ranks for the same
+save. The mark alone is not enough: if a step is saved twice, one rank may have begun the second
+save when another rank makes the mark of the first save. A save of another trainer has no receipts.
+It is whole if all shards exist, ``.saving`` does not, and either a mark or the checkpoint pointer
+says that training can resume from it.
 
-The step that the checkpoint pointer names counts if it is whole. If it is not, because it was being
-saved again or was deleted, the newest whole step counts. A file that is missing from a whole step
-is damage, not a crash: then no other step is chosen silently.
+If the step that the checkpoint pointer names is whole, this step is chosen. If it is not whole
+(because it was being saved again, or was deleted), the newest whole step is chosen. A whole step
+that lacks a file is damaged, because a crash does not remove files. Then loading fails, and no
+other step is chosen silently.
 """
 
 from __future__ import annotations
@@ -58,10 +62,10 @@ class FullCheckpoint:
     Attributes:
         step: the step of its folder.
         world_size: the number of ranks that wrote it.
-        save_id: the id of the save; None for another trainer's.
-        weights: the files that hold the actor's weights, by name inside ``actor/``.
-        vouched: for each folder of the step, the receipts' data of each file, by its name inside
-            that folder; without an entry if there are no receipts.
+        save_id: the id of the save; None for a save of another trainer.
+        weights: the names, inside ``actor/``, of the files that hold the actor's weights.
+        vouched: folder of the step → name of a file in that folder → the file's entry in its
+            receipt; empty if there are no receipts.
     """
 
     step: int
@@ -71,14 +75,14 @@ class FullCheckpoint:
     vouched: dict[str, dict[str, ReceiptFile]] = field(default_factory=dict)
 
     def weights_in(self, folder: str) -> tuple[str, ...]:
-        """The files that hold the weights in ``actor`` or ``critic``, by name inside it."""
+        """The names of the files that hold the weights in ``actor`` or ``critic``."""
         if folder == ACTOR:
             return self.weights
         return _weights(self.vouched.get(folder, {}), self.world_size)
 
     @property
     def optimizers(self) -> tuple[str, ...]:
-        """The files of all ranks' optimizers, by name inside either folder."""
+        """The names of all ranks' optimizer files, the same in ``actor`` and ``critic``."""
         return tuple(optimizer_name(self.world_size, rank) for rank in range(self.world_size))
 
 
@@ -86,8 +90,8 @@ class FoundSteps(NamedTuple):
     """The full checkpoints found in a job.
 
     Attributes:
-        checkpoint: the one to resume from; None if there is none.
-        reasons: the reasons why the candidates before it do not count.
+        checkpoint: the checkpoint to resume from; None if there is none.
+        reasons: for each candidate that was rejected, the reason.
     """
 
     checkpoint: FullCheckpoint | None
@@ -97,24 +101,24 @@ class FoundSteps(NamedTuple):
 def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) -> int | None:
     """The step to resume from: a complete full checkpoint, never one that a crash interrupted.
 
-    It is the step that ``latest_checkpointed_iteration.txt`` names, even if a newer step is whole;
-    if that step is not whole, it is the newest whole one.
+    If the step that ``latest_checkpointed_iteration.txt`` names is complete, it is chosen, even if
+    a newer step is complete too. Otherwise the newest complete step is chosen.
 
-    Each rank that calls it gets its own answer;
-    :func:`~trainer_hooks.resuming.resume.load_checkpoint` agrees on one step for all ranks. Not
-    promised: that its files are all there and undamaged; loading checks that.
+    Each rank that calls this function chooses for itself;
+    :func:`~trainer_hooks.resuming.resume.load_checkpoint` chooses the same step for all ranks. Not
+    promised: that all files of the step exist and are undamaged; loading checks them.
 
     Args:
         job_dir: the job directory; nothing in it is changed.
-        storage: the seam for tests.
+        storage: set only by tests.
 
     Returns:
-        The step, or None if nothing can be resumed from. If something was saved nevertheless, the
-        log has the reason.
+        The step, or None if there is no complete full checkpoint. If incomplete ones exist, the
+        reasons are logged.
 
     Raises:
-        JobUnavailableError: the job directory is not there.
-        OSError: it cannot be read now.
+        JobUnavailableError: the job directory does not exist.
+        OSError: the job directory cannot be read now.
     """
     found = find_checkpoint(Job.at(Path(job_dir).absolute(), storage))
     return None if found.checkpoint is None else found.checkpoint.step
@@ -124,8 +128,8 @@ def find_checkpoint(job: Job) -> FoundSteps:
     """Look for the full checkpoint to resume from.
 
     Raises:
-        JobUnavailableError: the job directory is not there: it must not count as empty.
-        OSError: it cannot be read now.
+        JobUnavailableError: the job directory does not exist.
+        OSError: the job directory cannot be read now.
     """
     if not job.storage.exists(job.layout.root):
         raise no_folder(job.layout.root)
@@ -145,12 +149,12 @@ def find_checkpoint(job: Job) -> FoundSteps:
 
 
 def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoint | str:
-    """A step's full checkpoint if it is complete; else the reason why not.
+    """A step's full checkpoint if it is complete; otherwise the reason why it is not.
 
     Args:
         job: the job.
         step: the step.
-        is_pointed: whether the checkpoint pointer names it.
+        is_pointed: whether the checkpoint pointer names the step.
     """
     folder, actor = job.layout.step(step), job.layout.actor(step)
     names = job.storage.names(folder)
@@ -172,9 +176,9 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
 
 
 def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
-    """The files of the weights: shards, unless the receipts name one full state dict alone.
+    """The files of the weights: the shards, or the full state dict if there are no shards.
 
-    If a rank has cast its weights for explorers: the file of those in the model's dtype.
+    If a rank has cast its weights for explorers, its file with the model's dtype is used.
     """
     shards = resumed_weights(names, world_size)
     if FULL_STATE_DICT in names and not names.keys() & set(shards):
@@ -183,7 +187,7 @@ def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ..
 
 
 def _foreign(job: Job, step: int, names: list[str], *, is_marked: bool) -> FullCheckpoint | str:
-    """A checkpoint of another trainer, which has no receipts, or one that was copied without."""
+    """A checkpoint without receipts: another trainer saved it, or it was copied without them."""
     if not is_marked or SAVING in names:
         return f"{job.layout.step(step)} is being written, or is not a full checkpoint"
     save = look_at_save(job.storage, job.layout.actor(step), step)
@@ -202,17 +206,17 @@ def _full_receipts(storage: Storage, folder: Path) -> list[Receipt]:
     """The full receipts of all ranks.
 
     Raises:
-        RecordError: one is missing or cannot be read, or they are of several saves.
+        RecordError: a receipt is missing or cannot be read, or the receipts are of several saves.
     """
     receipts = [_full_receipt(storage, folder, 0)]
     if receipts[0].world_size > RANK_LIMIT:
-        raise RecordError(f"{folder}: rank 0's receipt is of over {RANK_LIMIT} ranks")
+        raise RecordError(f"{folder}: rank 0's receipt names more than {RANK_LIMIT} ranks")
     for rank in range(1, receipts[0].world_size):
         receipt = _full_receipt(storage, folder, rank)
         if _identity(receipt) != _identity(receipts[0]) or receipt.rank != rank:
             raise RecordError(
                 f"{folder}: the receipts of ranks 0 and {rank} are of two saves, "
-                f"{receipts[0].save_id} and {receipt.save_id}: the later one was cut off"
+                f"{receipts[0].save_id} and {receipt.save_id}: the later save was cut off"
             )
         receipts.append(receipt)
     return receipts
@@ -235,7 +239,7 @@ def _identity(receipt: Receipt) -> tuple[int, str]:
 
 
 def _by_folder(receipts: list[Receipt]) -> dict[str, dict[str, ReceiptFile]]:
-    """The data of receipts, whose names are those inside ``actor/``, except the critic's."""
+    """The receipts' entries by folder and file name; a receipt prefixes only ``critic/``."""
     # Also without a critic: its folder may be left from an earlier save of this step.
     folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}, CRITIC: {}}
     for file in (file for receipt in receipts for file in receipt.files):

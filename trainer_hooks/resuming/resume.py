@@ -1,4 +1,4 @@
-"""Resuming: load a full checkpoint onto the same ranks or others, on the same mesh or another."""
+"""Loads a full checkpoint, on any number of ranks and any device mesh."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Resumed:
     """The checkpoint that was resumed from.
 
     Attributes:
-        step: the saved step; training goes on with the one after it.
-        user_state: the hook's user state; None if there was none. With another number of ranks, all
-            get rank 0's.
-        save_id: the id of the save; None for another trainer's.
-        world_size: the number of ranks that saved it.
+        step: the saved step; training continues with the next step.
+        user_state: the result of the hook's ``user_state`` on this rank; None if there was none. If
+            the number of ranks has changed, all ranks get rank 0's.
+        save_id: the id of the save; None for a save of another trainer.
+        world_size: the number of ranks that saved the checkpoint.
         is_exact: whether the number of ranks is the same, so that the random number generators
             continue, too.
     """
@@ -93,42 +93,51 @@ def load_checkpoint(
 ) -> Resumed | None:
     """Load a full checkpoint that :class:`~trainer_hooks.TrainerHook` has saved.
 
-    Call it on every rank alike, before the first step, with models wrapped and optimizers made as
-    for training. Each rank reads only the bytes of its own part of each tensor, from any of the
-    files. So the number of ranks and the mesh may differ from those of the save (FSDP1, FSDP2, with
-    or without tensor parallelism, DDP, one process). Floating values are cast to the dtype of the
-    present model, integers likewise.
+    Call it on every rank with the same arguments, before the first step, with models wrapped and
+    optimizers made as for training. Each rank reads only the bytes of its own part of each tensor,
+    from any of the files. So the number of ranks and the mesh may differ from those of the save
+    (FSDP1, FSDP2, with or without tensor parallelism, DDP, one process). Floating values are cast
+    to the dtype of the given model, and integers to its integer dtype.
 
-    Promised: all loaded data are of one save, and are the bytes that were written: every file is
-    checked against its receipt, and every byte of it against its CRC-32 on some rank (except
-    ``model.safetensors``, and files of a trainer that switched CRC-32 off). All ranks return, or
-    all raise. With as many ranks on the same mesh, training goes on as if it had never stopped.
+    Promised:
 
-    Not promised: that model and optimizer are untouched after an error, because a damaged file may
-    be found when half of it is loaded. Nor that a module's own ``get_extra_state`` is resumed: it
-    stays as it is. With another number of ranks the random number generators stay as they are, and
-    user state and scheduler are rank 0's; that is logged as a warning.
+    - All loaded data are of the same save, and are the bytes that were written. Every file is
+      checked against its receipt, and some rank checks every byte of it against its CRC-32.
+      ``model.safetensors``, and files of a trainer that switched CRC-32 off, have no CRC-32.
+    - Either all ranks return, or all ranks raise.
+    - With the same number of ranks and the same mesh, training continues as if it had never
+      stopped.
+
+    Not promised:
+
+    - That model and optimizer are unchanged after an error. A damaged file may be found after a
+      part of it was loaded.
+    - That the result of a module's ``get_extra_state`` is restored: it is ignored.
+    - With another number of ranks: that each rank's random number generators, user state and
+      scheduler are restored. The generators stay as they are, user state and scheduler are those of
+      rank 0, and a warning says so.
 
     Args:
         job_dir: the job directory; nothing in it is changed.
-        model: takes the actor's weights, in place.
-        optimizer: a ``torch.optim.Optimizer`` of this model, which takes its state; any other
-            object with ``load_state_dict`` needs the same number of ranks. None ignores the saved
-            state.
-        scheduler: the learning rate's scheduler; None ignores the saved one.
-        critic: another model, takes the weights in ``critic/``.
+        model: gets the actor's weights, in place.
+        optimizer: gets the saved state: a ``torch.optim.Optimizer`` of this model, or any other
+            object with ``load_state_dict``, which needs the same number of ranks. With None the
+            saved state is ignored.
+        scheduler: the learning rate's scheduler. With None its saved state is ignored.
+        critic: another model, which gets the weights in ``critic/``.
         critic_optimizer: the critic's optimizer.
         step: the step; by default the result of :func:`latest_checkpoint`.
-        storage: the seam for tests.
+        storage: set only by tests.
 
     Returns:
-        The checkpoint; None if nothing was ever saved, and no ``step`` is given.
+        The checkpoint; None if no ``step`` is given, and nothing was ever saved.
 
     Raises:
         CheckpointError: a file of the step is missing or damaged, or is not of this model or
-            optimizer; the message names it. Or there were full checkpoints, but none is whole.
-        JobUnavailableError: the job directory is not there.
-        OSError: it cannot be read now.
+            optimizer; the message names the file. Also if there are full checkpoints, but none is
+            complete.
+        JobUnavailableError: the job directory does not exist.
+        OSError: the job directory cannot be read now.
     """
     job = Job.at(Path(job_dir).absolute(), storage)
     layout = job.layout
@@ -197,7 +206,7 @@ def _chosen(job: Job, step: int | None) -> FullCheckpoint | None:
         if found.checkpoint is None and found.reasons:
             raise CheckpointError(
                 f"{job.layout.root} has no whole full checkpoint ({'; '.join(found.reasons)}): "
-                "bring one back; to train from the beginning, use another job directory"
+                "restore one; to train from the beginning, use another job directory"
             )
         return found.checkpoint
     is_pointed = pointed_step(job) == step
@@ -236,14 +245,14 @@ def _optimizer_part(
         return OptimizerLoading(module, optimizer, files)
     if own is None:
         raise CheckpointError(
-            f"{files.paths[0]} holds the state of an optimizer that is not torch.optim.Optimizer, "
-            f"which only the {chosen.world_size} ranks that saved it can resume from"
+            f"{files.paths[0]} holds the state of an optimizer that is not a "
+            f"torch.optim.Optimizer: resume with {chosen.world_size} ranks, as it was saved"
         )
     return RawOptimizerLoading(optimizer, files, own)
 
 
 def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
-    """Raise if the save has values that no rank takes, e.g. of a model with more layers."""
+    """Raise if the save has values that no rank uses, e.g. of a model with more layers."""
     unused = ranks.gathered([part.unused() for part in parts])
     if not any(any(names) for names in unused):
         return
@@ -256,7 +265,7 @@ def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
 
 
 def _extra_state(job: Job, chosen: FullCheckpoint, own: int | None) -> dict[str, Any]:
-    """A rank's own extra state; with another number of ranks, rank 0's."""
+    """The extra state of this rank, or of rank 0 if the number of ranks has changed."""
     name = extra_state_name(chosen.world_size, own or 0)
     folder = job.layout.actor(chosen.step)
     found = SavedFiles(job.storage, folder, [name], chosen.vouched.get(ACTOR)).loaded(0)
@@ -268,7 +277,7 @@ def _extra_state(job: Job, chosen: FullCheckpoint, own: int | None) -> dict[str,
 
 
 def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> None:
-    """Raise if adapters were saved without their base model, and the present one differs."""
+    """Raise if adapters were saved without their base model, and the given base differs."""
     saved, here = extra.get(BASE_MODEL), None
     if adapters_of(model):
         here = base_name(unwrapped(model))
@@ -278,12 +287,12 @@ def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> Non
     if differs:
         raise CheckpointError(
             f"{folder} holds adapters that were trained on {shown(saved)}, without that model, but "
-            f"the present ones are on {shown(here)}: use the same base model"
+            f"the adapters here are on {shown(here)}: use the same base model"
         )
     if differs is None:
         log.warning(
-            "%s holds adapters that were trained on %s, and the present ones on %s: cannot tell "
-            "whether these are the same",
+            "%s holds adapters that were trained on %s, and the adapters here are on %s: cannot "
+            "tell whether these base models are the same",
             folder,
             shown(saved),
             shown(here),

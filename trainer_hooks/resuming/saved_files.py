@@ -1,4 +1,4 @@
-"""The files of one kind that all ranks of a save have written, opened when they are needed."""
+"""The files of one kind that all ranks of a save have written; each is opened when needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from syncd.storage.fsio import Storage
 
 #: The end of every message about a part that is missing or damaged.
 ADVICE: Final = (
-    "bring it back, or resume from an older full checkpoint by load_checkpoint(..., step=N)"
+    "restore the file, or resume from an older full checkpoint with load_checkpoint(..., step=N)"
 )
 
 
@@ -40,9 +40,9 @@ class Held:
     """The content of one file for one tensor.
 
     Attributes:
-        dtype: the name in safetensors.
+        dtype: the name of the dtype in safetensors.
         shape: the shape of the whole tensor.
-        parts: the boxes in the file, and their positions there.
+        parts: the boxes of the tensor that the file holds, and the positions of their bytes.
     """
 
     dtype: str
@@ -51,12 +51,12 @@ class Held:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """Torch's dtype; None if this torch lacks it."""
+        """The dtype in torch; None if this release of torch lacks it."""
         return _DTYPES.get(self.dtype)
 
     @classmethod
     def of(cls, value: Local | Chunks) -> Held:
-        """Made from the result of the merge's parser."""
+        """Make it from the result of the merge's parser."""
         if isinstance(value, Chunks):
             return cls(value.dtype, value.global_shape, tuple(map(_placed, value.locals)))
         box, _ = placed = _placed(value)
@@ -72,12 +72,12 @@ def _placed(local: Local) -> tuple[Box, Local]:
 
 @dataclass(slots=True)
 class OpenFile:
-    """One of the files, open.
+    """An open file.
 
     Attributes:
-        path, fd, has_crc, records: as ``Source`` has them.
-        tensors: its content, by the names of the tensors.
-        plain: its values that are no tensors, of an optimizer's file.
+        path, fd, has_crc, records: the attributes of the protocol ``Source``.
+        tensors: the tensors in the file, by name.
+        plain: the other values in the file of an optimizer, by name.
     """
 
     path: Path
@@ -94,11 +94,12 @@ class SavedFiles:
     A context manager, which closes the opened files.
 
     Args:
-        storage: reads them.
+        storage: the storage of the job.
         folder: the folder of the files.
-        names: inside the folder, in rank order; or one ``model.safetensors``.
-        vouched: the data of the receipts; None if there are none.
-        is_optimizer: whether they are an optimizer's, and may have values that are no tensors.
+        names: the names in the folder, in rank order; or only ``model.safetensors``.
+        vouched: file name → the file's entry in a receipt; None if there are no receipts.
+        is_optimizer: whether the files are of an optimizer, and may hold values that are not
+            tensors.
     """
 
     def __init__(
@@ -133,19 +134,19 @@ class SavedFiles:
         return self._open
 
     def __getitem__(self, number: int) -> OpenFile:
-        """One of the files, by the rank that wrote it.
+        """The file that a rank wrote, opened if needed.
 
         Raises:
-            CheckpointError: it is missing, or differs from its receipt, or has content that cannot
-                be read.
-            OSError: it cannot be read now.
+            CheckpointError: the file is missing, differs from its receipt, or has content that
+                cannot be parsed.
+            OSError: the file cannot be read now.
         """
         if number not in self._open:
             self._open[number] = self._opened(self.paths[number])
         return self._open[number]
 
     def check_there(self, numbers: Sequence[int]) -> None:
-        """Raise a CheckpointError that names the first of these that is missing or cut short."""
+        """Raise a CheckpointError if one of these files is missing or has another size."""
         for number in numbers:
             path = self.paths[number]
             told = self._told(path)
@@ -156,13 +157,13 @@ class SavedFiles:
                 raise _differs(path, f"has {status.st_size} bytes instead of {told.size}")
 
     def loaded(self, number: int) -> Any:
-        """The result of ``torch.load(weights_only=True)`` for a file, all its bytes checked.
+        """The result of ``torch.load(weights_only=True)`` for a file, after a check of all bytes.
 
-        For files without tensors of the model.
+        Only for files that hold no tensors of the model.
 
         Raises:
-            CheckpointError: it is missing, damaged, or cannot be loaded.
-            OSError: it cannot be read now.
+            CheckpointError: the file is missing or damaged, or cannot be loaded.
+            OSError: the file cannot be read now.
         """
         path = self.paths[number]
         told = self._told(path)
@@ -182,16 +183,15 @@ class SavedFiles:
         except (pickle.UnpicklingError, RuntimeError) as error:
             first = str(error).partition("\n")[0]
             raise CheckpointError(
-                f"{path} cannot be loaded ({first}): trainer_hooks has not written this file; "
-                f"{ADVICE}"
+                f"{path} cannot be loaded ({first}), so trainer_hooks has not written it: {ADVICE}"
             ) from error
 
     def reader(self, checked: Sequence[int]) -> tuple[SourceReader, dict[int, int]]:
-        """The reader of the open files, and each file's number there.
+        """A reader of the open files, and for each file its number in the reader.
 
         Args:
-            checked: the files whose bytes are all checked; they are opened. A file of a trainer
-                that switched CRC-32 off, or a safetensors file, has no CRC-32.
+            checked: the numbers of the files whose bytes are all checked; they are opened. A file
+                of a trainer that switched CRC-32 off, or a safetensors file, has no CRC-32.
         """
         for number in checked:
             _ = self[number]
@@ -211,7 +211,7 @@ class SavedFiles:
         told = self._vouched.get(path.name)
         if told is None:
             raise CheckpointError(
-                f"{path} is in none of the receipts of its save: it was saved without; {ADVICE}"
+                f"{path} is in none of the receipts of its save, so the save lacks it: {ADVICE}"
             )
         return told
 
@@ -228,7 +228,7 @@ class SavedFiles:
         except ShardFormatError as error:
             what = "the state of a torch.optim.Optimizer" if self._is_optimizer else "a state dict"
             raise CheckpointError(
-                f"{error}; it should be {what} as trainer_hooks saves it: {ADVICE}"
+                f"{error}; the file should be {what} as trainer_hooks saves it: {ADVICE}"
             ) from error
 
     def _shard(self, path: Path, told: ReceiptFile | None) -> OpenFile:
@@ -265,7 +265,7 @@ class SavedFiles:
 
 
 def missing(path: Path) -> CheckpointError:
-    """The error for a file that is not there."""
+    """The error for a file that does not exist."""
     return CheckpointError(f"{path} is missing: {ADVICE}")
 
 

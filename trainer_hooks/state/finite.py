@@ -1,4 +1,4 @@
-"""Tensors that hold NaN or Inf, found by their smallest and their largest value."""
+"""Finds the tensors that hold NaN or Inf, by their smallest and largest values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BLOCK: Final = 4 * 1024 * 1024
 
 @torch.no_grad()
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether no element is NaN or Inf. A dtype other than fp64 to bf16 and fp8 has none.
+    """Return True if no element is NaN or Inf; only fp64, fp32, fp16, bf16 and fp8 are checked.
 
     Args:
         tensor: strided, of any shape, on the CPU.
@@ -34,10 +34,10 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 class Looked:
-    """Tensors to check, each on its device and its current stream.
+    """Checks tensors for NaN and Inf, each on its device and the device's current stream.
 
-    Only :meth:`nonfinite` needs the result, so no other call waits for a device. A check reads each
-    element once, and makes two scalars; fp8 needs 4 MiB more, because its bits are copied.
+    Only :meth:`nonfinite` needs the results, so no other method waits for a device. A check reads
+    each element once, and makes two scalars. A check of fp8 also needs 4 MiB for a copy of bits.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Looked:
 
     @torch.no_grad()
     def add(self, key: Hashable, tensor: Tensor) -> None:
-        """Check a strided tensor. Its stream may free or change it afterwards."""
+        """Check a strided tensor. Later work on the same stream may free or change the tensor."""
         dtype = tensor.dtype
         if not tensor.numel() or dtype not in _BY_VALUE | _BY_BITS:
             return
@@ -63,7 +63,7 @@ class Looked:
         """Copy the results to the host.
 
         Returns:
-            The devices on whose current streams the copies are.
+            The devices whose current streams run the copies.
         """
         for (device, dtype), found in self._scalars.items():
             keys, scalars = zip(*found, strict=True)
@@ -88,13 +88,13 @@ class Looked:
 
 
 class LookedAtBytes:
-    """One tensor that is checked as its bytes come, in parts of any size.
+    """Checks one tensor whose bytes arrive in parts of any size.
 
     Args:
         dtype: the dtype of the tensor.
 
     Attributes:
-        is_finite: whether no element so far is NaN or Inf.
+        is_finite: True if no element so far is NaN or Inf.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -103,7 +103,7 @@ class LookedAtBytes:
         self._begun = b""
 
     def add(self, part: memoryview) -> None:
-        """Check the next bytes: writable memory that may change afterwards."""
+        """Check the next bytes. They must be in writable memory, which may change afterwards."""
         size = self._dtype.itemsize
         if self._begun:  # a part has ended inside an element
             missing = size - len(self._begun)

@@ -1,7 +1,7 @@
-"""A full checkpoint's parts beside the weights: the optimizer, and all else needed to resume.
+"""A full checkpoint's state other than weights: the optimizer, and the rest needed to resume.
 
-Files are read without running code in them (``torch.load(weights_only=True)``, and the parser of
-the merge). So a save refuses values that could not be read that way.
+Files are read without running code in them: by ``torch.load(weights_only=True)``, or by the parser
+of the merge. So a save refuses values that these cannot read.
 """
 
 from __future__ import annotations
@@ -64,19 +64,20 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
 
     Args:
         model: the model whose parameters the optimizer updates.
-        optimizer: before or after ``zero_grad``; its state and the gradients stay unchanged, also
-            before the first step.
+        optimizer: the optimizer, before or after ``zero_grad``. This function changes neither its
+            state nor the gradients, even before the first step.
 
     Returns:
-        For a ``torch.optim.Optimizer``, by names of parameters as in the plain model (P):
-        ``state.P.exp_avg`` and the like, each a Tensor, DTensor or ShardedTensor, and the options
-        of its group, ``param_groups.P.lr`` and the like, each a value as is_plain() takes it.
+        For a ``torch.optim.Optimizer``, a flat dict. For each parameter, by its name P in the plain
+        model, it has the state (for example ``state.P.exp_avg``) and the options of the parameter's
+        group (for example ``param_groups.P.lr``). Each value is a Tensor, a DTensor, a
+        ShardedTensor, or a value that is_plain() accepts.
         For any other object ``{"state_dict": optimizer.state_dict()}``, from which only the same
         number of ranks can resume.
 
     Raises:
-        InvalidSettingsError: a value could not be read again, or the optimizer has parameters that
-            the model lacks.
+        InvalidSettingsError: a value could not be loaded again, or the optimizer has parameters
+            that the model lacks.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return {RAW: checked(optimizer.state_dict(), f"{type(optimizer).__name__}.state_dict()")}
@@ -88,7 +89,7 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
             flat[name] = value.item()
         elif not isinstance(value, Tensor | ShardedTensor) and not is_plain(value):
             raise InvalidSettingsError(
-                f"{kind} has a {type(value).__name__} as {name}, which cannot be saved: keep it to "
+                f"{kind} has a {type(value).__name__} as {name}, which cannot be saved: use only "
                 "tensors, numbers, text, and tuples of these"
             )
     return flat
@@ -100,8 +101,8 @@ def torch_optimizer_state(
     """``get_optimizer_state_dict``, with errors that name the remedy.
 
     Raises:
-        InvalidSettingsError: torch cannot flatten a value in it, or the optimizer has
-            parameters that the model has not.
+        InvalidSettingsError: torch cannot flatten the optimizer's state, or the optimizer has
+            parameters that the model lacks.
     """
     kind = type(optimizer).__name__
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
@@ -120,19 +121,18 @@ def torch_optimizer_state(
 def extra_state(
     *, scheduler: Stateful | None, user_state: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The state needed to resume beside model and optimizer; copied only if it changes in place.
+    """The state for resuming other than model and optimizer; tensors are not copied.
 
     Args:
         scheduler: the learning rate's scheduler.
-        user_state: the trainer's own; it may differ between ranks.
+        user_state: the trainer's own state; it may differ between ranks.
 
     Returns:
-        ``rng``: the states of the random number generators of torch (``cpu``, and the accelerator's
-        by its name if it is in use: uint8 tensors), ``random`` (Python's) and ``numpy`` (the global
-        one's); ``lr_scheduler`` and ``user_state``, if given.
+        ``rng``: the states of the random number generators, as :func:`rng_state` returns them.
+        Also ``lr_scheduler`` and ``user_state``, if given.
 
     Raises:
-        InvalidSettingsError: ``torch.load(weights_only=True)`` would not load a value in it.
+        InvalidSettingsError: ``torch.load(weights_only=True)`` would refuse a value in the state.
     """
     extra: dict[str, Any] = {RNG: rng_state()}
     if scheduler is not None:
@@ -144,11 +144,11 @@ def extra_state(
 
 
 def checked(value: Any, where: str, depth: int = 0) -> Any:
-    """A value with mappings as plain dicts and numpy's scalars as plain numbers.
+    """Return a value with its mappings as plain dicts, and NumPy's scalars as plain numbers.
 
     Raises:
-        InvalidSettingsError: it has other values than tensors, numbers, text, bytes, and lists,
-            tuples, sets and mappings of these; the message says where.
+        InvalidSettingsError: some value is not a tensor, a number, text, bytes, or a list, tuple,
+            set or mapping of these; the message says where.
     """
     kind = type(value)
     if kind in _VALUES:
@@ -171,13 +171,18 @@ def checked(value: Any, where: str, depth: int = 0) -> Any:
             )
     raise InvalidSettingsError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which could not be loaded again "
-        "without running code: keep to tensors (torch.from_numpy makes one of an array), numbers, "
+        "without running code: use only tensors (torch.from_numpy converts an array), numbers, "
         "text, lists and dicts"
     )
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of the random number generators of this process."""
+    """The states of the random number generators of this process.
+
+    Returns:
+        ``cpu`` and, if an accelerator is in use, its name (e.g. ``cuda``): torch's, as uint8
+        tensors. ``random``: Python's. ``numpy``: NumPy's global generator.
+    """
     version, numbers, gauss = random.getstate()
     _, keys, *rest = np.random.get_state()
     states: dict[str, Any] = {
@@ -194,7 +199,8 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(states: Mapping[str, Any]) -> None:
     """Set the random number generators to the states of :func:`rng_state`.
 
-    The accelerator's stays as it is if there is none, or none was in use at the save.
+    The accelerator's generator is unchanged if no accelerator was in use at the save, or none is in
+    use now.
     """
     torch.set_rng_state(states["cpu"])
     version, numbers, gauss = states["random"]
@@ -207,7 +213,7 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """The accelerator in use, and torch's module for it; None if there is none yet."""
+    """The type of the accelerator, and torch's module for it, or None if it is not in use."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return "", None
@@ -218,9 +224,10 @@ def _accelerator() -> tuple[str, Any]:
 
 @contextmanager
 def _uninitialized(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep torch from taking a step with zero gradients to create a missing state.
+    """Prevent torch from creating a missing state by a step with zero gradients.
 
-    Bias corrections would count that step. It is not taken if some parameter has a gradient.
+    Bias corrections would count that step. torch does not take it if some parameter has a gradient.
+    So the smallest parameter gets a zero gradient for a moment.
     """
     parameters = [
         parameter

@@ -47,7 +47,7 @@ class OneFile(NamedTuple):
     """Weights for one file.
 
     Attributes:
-        state, derived, tied, name, cast: as :class:`FullStateStream` takes them.
+        state, derived, tied, name, cast: the arguments of :class:`FullStateStream`.
     """
 
     state: Mapping[str, Any]
@@ -58,30 +58,31 @@ class OneFile(NamedTuple):
 
 
 class FullStateStream:
-    """The full state dict of one save, tensor by tensor, from all ranks into rank 0's file.
+    """Sends the full state dict of one save, tensor by tensor, from all ranks into rank 0's file.
 
-    On every rank the training thread calls :meth:`gather`; on rank 0 a writer thread calls
-    :meth:`write` meanwhile, once. Between them are at most ``limit`` bytes. In addition, rank 0 has
-    one whole tensor in memory at a time, on the device of the collectives (under FSDP1 without a
-    mesh twice: its parts, and whole).
+    On every rank the training thread calls :meth:`gather`. On rank 0 a writer thread calls
+    :meth:`write` once, at the same time. The threads share a buffer of at most ``limit`` bytes. In
+    addition, rank 0 has one whole tensor at a time on the device of the collectives. Under FSDP1
+    without a mesh it has this tensor twice: as parts, and whole.
 
-    Promised: the state is written as it was during :meth:`gather`. Neither call waits for the other
-    after that one has failed, or after :meth:`abort`. Not promised: that a stream can be written
-    twice; make another one for another attempt.
+    Promised: the state is written as it was during :meth:`gather`. If one thread fails, or after
+    :meth:`abort`, the other thread does not wait for it. Not promised: that :meth:`write` works
+    twice; make a new stream for another attempt.
 
     Args:
-        state: as :func:`~trainer_hooks.state.state_dict.sharded_state_dict` returns it; the same
-            names, in the same order, on every rank. Values that are no tensors are left out, and
-            all of ``_extra_state``. It must not change before :meth:`gather` returns.
+        state: this rank's result of :func:`~trainer_hooks.state.state_dict.sharded_state_dict`;
+            the same names, in the same order, on every rank. Every ``_extra_state``, and values
+            that are not tensors, are left out. It must not change before :meth:`gather` returns.
         rank: this rank.
-        limit: bytes of host memory between the two threads.
+        limit: the size of the buffer between the two threads, in bytes of host memory.
         tied: whether the model's config says that the output embedding is the input embedding (see
-            :func:`ties_embeddings`): then it is left out, as in the merge of shards.
-        derived: by name, tensors to write in place of those of ``state``; they have the same dtype
+            :func:`ties_embeddings`). If True, the output embedding is left out, as in the merge of
+            shards.
+        derived: name → a tensor to write instead of the tensor in ``state``, with the same dtype
             and shape.
         name: the name of the file, as in the receipt.
-        cast: the dtype that floating tensors are written in; None for their own. Each is cast
-            before it is gathered, a derived one once it is computed.
+        cast: the dtype to which floating tensors are cast; None to keep theirs. A tensor is cast
+            before it is gathered; a derived tensor is cast after it is computed.
     """
 
     def __init__(
@@ -105,14 +106,14 @@ class FullStateStream:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Gather every tensor, and hand it to the writer on rank 0. Collective.
+        """Gather every tensor, and give it to the writer on rank 0. Collective.
 
-        Waits for a slower writer. If the writer has failed, it goes on without it: the writer
-        reports that error itself.
+        It waits for a slower writer. If the writer has failed, this method still gathers the other
+        tensors, and the writer reports the error.
 
         Raises:
-            SaveFailedError: on every rank: the ranks' tensors differ, or one cannot be written; or
-                a collective failed.
+            SaveFailedError: on every rank: the ranks' tensors differ, a tensor cannot be written,
+                or a collective failed.
         """
         try:
             plan = agree_on_plan(
@@ -154,16 +155,16 @@ class FullStateStream:
             return None
 
     def write(self, draft: Draft) -> ReceiptFile:
-        """Write the file, as its tensors come; neither finished nor committed.
+        """Write the tensors into the draft as they arrive; the caller must finish and commit it.
 
-        The header holds the digest of the tensors, and the receipt the digest of the header. So
-        comparing headers tells contents apart.
+        The header holds the digest of the tensors, and the receipt holds the digest of the header.
+        So files with equal headers have equal contents.
 
         Returns:
-            The file's data for the receipt.
+            The file's entry for the receipt.
 
         Raises:
-            SaveFailedError: it was not gathered.
+            SaveFailedError: the state dict was not gathered.
             CoverageError: the embeddings differ, although the config says that they are tied.
             OSError: storage failed.
         """
@@ -174,11 +175,11 @@ class FullStateStream:
             raise
 
     def abort(self, error: BaseException) -> None:
-        """End the waits of both sides; :meth:`write` raises."""
+        """End the waits of both threads; :meth:`write` raises."""
         self._pipe.abort(error)
 
     def _hand_over(self, whole: Tensor | None) -> None:
-        """Hand a tensor to the writer; an error fails the file, and leaves no rank waiting."""
+        """Give a tensor to the writer. An error aborts the file, but not the gathering."""
         if whole is None:
             return
         try:
@@ -212,7 +213,7 @@ class FullStateStream:
         )
 
     def _digest(self, tensor: PlannedTensor, *given_to: Callable[[memoryview], object]) -> bytes:
-        """Add a tensor's bytes to a digest, and pass them on."""
+        """Return the digest of a tensor's bytes, and pass the bytes to the given functions."""
         hasher = xxhash.xxh3_128()
         for part in self._pipe.take(tensor.length):
             hasher.update(part)
@@ -228,10 +229,10 @@ def ties_embeddings(model: nn.Module) -> bool:
 
 
 class BytePipe:
-    """The bytes of the tensors, end to end, from the gathering thread to the writing thread.
+    """Passes the tensors' bytes, end to end, from the gathering thread to the writing thread.
 
     Args:
-        limit: the most bytes between them.
+        limit: the size of the buffer in bytes.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -251,7 +252,7 @@ class BytePipe:
         self._rest = memoryview(b"")
 
     def announce(self, plan: FullPlan) -> None:
-        """Announce the plan."""
+        """Give the plan to the writing thread."""
         with self._changed:
             self._plan = plan
             self._changed.notify_all()
@@ -265,13 +266,13 @@ class BytePipe:
         raise self._not_gathered()
 
     def abort(self, error: BaseException) -> None:
-        """End the waits of both sides: put() drops bytes, and take() raises."""
+        """End the waits of both threads: put() drops bytes, and take() raises."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def put(self, whole: Tensor) -> None:
-        """Copy a tensor's bytes; drop them if the reader has gone."""
+        """Copy a tensor's bytes into the buffer; drop them after :meth:`abort`."""
         flat = flat_bytes(whole)
         while flat.numel():
             if self._filling is None:
@@ -288,7 +289,7 @@ class BytePipe:
                 self.flush()
 
     def flush(self) -> None:
-        """Hand over the last piece."""
+        """Pass the last, partly filled piece to the writing thread."""
         if self._filling is None:
             return
         wait_for_copies(self._sources)
@@ -298,7 +299,7 @@ class BytePipe:
         self._filling, self._filled = None, 0
 
     def take(self, count: int) -> Iterator[memoryview]:
-        """The next bytes; a returned part stays valid until the next call."""
+        """Yield the next ``count`` bytes in parts; a part is valid until the next one is taken."""
         while count:
             if not self._rest:
                 self._reading, filled = self._next_ready()
@@ -308,7 +309,7 @@ class BytePipe:
             yield part
 
     def _next_free(self, source: torch.device) -> HostMemory | None:
-        """Memory to fill, or None if the reader has gone."""
+        """Memory to fill; None after :meth:`abort`."""
         with self._changed:
             if not self._free and self._error is None and self._unmade:
                 self._unmade -= 1
@@ -317,7 +318,7 @@ class BytePipe:
             return self._free.popleft() if self._error is None else None
 
     def _next_ready(self) -> tuple[HostMemory, int]:
-        """Memory to read; the piece before it is free again."""
+        """The next piece to read; the previous piece becomes free."""
         with self._changed:
             if self._reading is not None:
                 self._free.append(self._reading)

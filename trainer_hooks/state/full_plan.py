@@ -30,7 +30,7 @@ class FullPlan:
     """The plan of the file of a full state dict.
 
     Attributes:
-        file: its tensors, each with the tensors that it must be equal to.
+        file: the tensors of the file, each with the tied tensors that must equal it.
     """
 
     file: PlannedFile
@@ -41,24 +41,24 @@ class FullPlan:
         return self.file.tensors
 
     def in_order(self) -> Iterator[str]:
-        """The names in the order of gathering: the file's tensors, then those only compared."""
+        """The names in the order of gathering: the file's tensors, then tied tensors to compare."""
         yield from (tensor.name for tensor in self.tensors)
         yield from (str(copy.tied) for tensor in self.tensors for copy in tensor.copies)
 
     def header(self, content: bytes) -> bytes:
-        """The header of the file; of the same length for any digest of its tensors."""
+        """The header of the file for a digest of its tensors; the length is always the same."""
         return header_bytes(header_entries(self.tensors), {CONTENT: content.hex()})
 
 
 @dataclass(frozen=True, slots=True)
 class _Outline:
-    """A rank's tensors, for comparison with the other ranks'.
+    """A summary of a rank's tensors, for comparison with the other ranks.
 
     Attributes:
         digest: the digest of the names, kinds, dtypes and shapes, in order.
         count: the number of tensors.
-        fault: the reason why they cannot be gathered or written.
-        memory: for each tensor the number of the first one with the same memory.
+        fault: the reason why the tensors cannot be gathered or written; None if they can.
+        memory: for each tensor, the number of the first tensor with the same memory.
     """
 
     digest: str
@@ -77,19 +77,20 @@ def agree_on_plan(
 ) -> FullPlan:
     """The plan of the file; the same on all ranks. Collective.
 
-    Every rank takes part in every gathering, so no rank may stop alone.
+    Every rank takes part in every gathering, so a failure is raised on all ranks.
 
     Args:
-        state: this rank's sharded state dict, tensors alone.
+        state: the tensors of this rank's sharded state dict.
         rank: this rank.
         tied: whether to leave out the output embedding if it is the input embedding.
-        derived: by name, the tensors that are replaced when they are written. Their memory does
-            not show which tensors are equal. Their parts are gathered too, and must be the same on
-            all ranks.
-        cast: the dtype for floating tensors, which are cast before they are gathered.
+        derived: name → the tensor to write instead. A replaced tensor counts as tied to no other,
+            whatever its memory. The parts of derived tensors must have the same names, dtypes and
+            shapes on all ranks.
+        cast: the dtype to which floating tensors are cast before they are gathered; None to keep
+            theirs.
 
     Raises:
-        SaveFailedError: on all ranks: their tensors differ, or one cannot be saved.
+        SaveFailedError: on all ranks: the ranks' tensors differ, or a tensor cannot be saved.
     """
     outline = _outline(state, rank, tied=tied, derived=derived)
     outlines = [outline]
@@ -152,7 +153,7 @@ def _fault(name: object, value: Tensor, rank: int) -> str | None:
 def _planned(
     state: Mapping[str, Tensor], memory: tuple[int, ...], *, tied: bool, cast: Cast | None
 ) -> PlannedFile:
-    """The merge's own plan of one file, for a world of one rank that has everything.
+    """Plan one file by the merge's own planner, as if one rank had all tensors.
 
     Tensors with the same memory get the same offset, so tied tensors need no comparison.
     """

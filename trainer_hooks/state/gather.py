@@ -1,4 +1,4 @@
-"""A whole tensor out of the parts that ranks have of it."""
+"""Gathers a whole tensor from the parts that ranks hold."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _MOVED_AS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A tensor that is computed from whole tensors, of which each rank has a part.
+    """A tensor that is computed on rank 0 from other tensors, after these are gathered.
 
     Attributes:
-        parts: the tensors to gather for it, by names of its own.
-        make: called on rank 0 with the whole parts, which it must not change, because they may be
-            the model's own. Returns a tensor of the announced dtype and shape.
+        parts: this rank's parts of the tensors to gather; the keys are names for ``make``.
+        make: called on rank 0 with the whole tensors. It must not change them, because they may be
+            the model's own. It returns a tensor of the announced dtype and shape.
     """
 
     parts: Mapping[str, Tensor]
@@ -44,18 +44,19 @@ class Derived:
 
 @torch.no_grad()
 def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -> Tensor | None:
-    """The whole of one tensor of a state dict, on rank 0. Collective, unless it is a plain tensor.
+    """Gather one tensor of a state dict on rank 0. Collective, unless it is a plain tensor.
 
-    The other ranks of a DTensor's mesh have it for a moment, too, because torch gathers to all.
+    For a DTensor, the other ranks of its mesh also have the whole tensor for a moment, because
+    torch gathers to all ranks.
 
     Args:
         value: this rank's part: Tensor, DTensor (without ``Partial``) or ShardedTensor.
         rank: this rank.
-        dtype: each part is cast to it before it is moved; None to keep its own.
+        dtype: the dtype to which each part is cast before it is sent; None to keep its dtype.
 
     Returns:
-        On rank 0 the whole tensor, on the device of the collectives, or a plain value itself: not
-        copied, unless cast. None on the other ranks.
+        On rank 0 the whole tensor, on the device of the collectives. A plain tensor is returned
+        itself, or as a cast copy. None on the other ranks.
 
     Raises:
         RuntimeError: a collective of torch failed.
@@ -78,7 +79,7 @@ def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -
 
 
 def flat_bytes(whole: Tensor) -> Tensor:
-    """The bytes of a tensor, end to end: uint8, of one dimension; no copy of a contiguous one."""
+    """The bytes of a tensor: uint8, of one dimension. A contiguous tensor is not copied."""
     flat = whole.detach().resolve_neg().reshape(-1)
     if flat.stride() != (1,):  # also of one element, which is contiguous with any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -86,7 +87,7 @@ def flat_bytes(whole: Tensor) -> Tensor:
 
 
 def _gathered(value: ShardedTensor, dtype: torch.dtype) -> Tensor | None:
-    """``ShardedTensor.gather`` for any dtype, even if this rank's group does not have rank 0."""
+    """``ShardedTensor.gather`` for any dtype, even if rank 0 is not in this rank's group."""
     group = value._process_group  # noqa: SLF001 - there is no other way to know it
     ranks = dist.get_process_group_ranks(group)
     if 0 not in ranks:

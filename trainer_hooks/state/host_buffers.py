@@ -1,4 +1,4 @@
-"""Copies of a rank's state in host memory: training goes on while they are written."""
+"""Copies a rank's state to host memory, so that training continues while it is written."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Place = tuple[object, ...]
 
 
 def host_copy(value: Any) -> Any:
-    """Any nesting of dicts, lists and tuples with its tensors copied to new host memory.
+    """Copy the tensors in a nesting of dicts, lists and tuples to new host memory.
 
-    Sharded tensors stay sharded, their parts copied. Other values are not copied.
+    Sharded tensors stay sharded; this rank's parts are copied. Other values are not copied.
     """
 
     def copied(_: Place, tensor: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class HostCopy(dict[str, Any]):
     """A state that was copied to host memory.
 
     Attributes:
-        finite: name → whether this rank's part is without NaN and Inf, for the tensors that were
+        finite: name → True if this rank's part has no NaN or Inf; only for tensors that were
             checked before they were copied.
     """
 
@@ -77,13 +77,14 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 class HostBuffers:
-    """A set of host buffers that one state after the other is copied into.
+    """A set of host buffers into which one state after the other is copied.
 
-    The first copy makes the buffers; later ones, of the same names, shapes and dtypes, touch no new
-    memory, so on the CPU they are no slower than ``clone``. From an accelerator the buffers
-    are pinned, and the copies are put on the current stream of each device, and waited for once.
+    The first copy makes the buffers. Later copies of the same names, shapes and dtypes use no new
+    memory, so on the CPU they are no slower than ``clone``. For tensors of an accelerator the
+    buffers are pinned. The copies run on the current stream of each device, and there is one wait
+    for all of them.
 
-    Not promised: that an earlier copied state is still there: the next copy overwrites it.
+    Each copy overwrites the previous one.
     """
 
     def __init__(self) -> None:
@@ -91,18 +92,19 @@ class HostBuffers:
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Any], cast: Cast | None = None) -> HostCopy:
-        """The same state with each tensor copied to contiguous host memory, complete on return.
+        """Copy each tensor of a state to contiguous host memory, complete on return.
 
-        Tensors of a GPU are cast there, and checked for NaN and Inf, before they are copied: one
-        tensor at a time has a cast copy on the GPU. Others are cast as they are copied.
+        Tensors on a GPU are cast and checked for NaN and Inf on the GPU, before they are copied.
+        Only one tensor at a time has a cast copy there. Tensors on the CPU are cast during the
+        copy.
 
-        DTensors and ShardedTensors stay such, with the same layout, their parts copied. Tensors
-        with the same memory (tied weights) share one copy. Other values are not copied.
+        DTensors and ShardedTensors keep their type and layout; this rank's parts are copied.
+        Tensors with the same memory (tied weights) share one copy. Other values are not copied.
 
         Args:
             state: nested dicts, lists and tuples of tensors and any picklable values.
-            cast: the dtype for the weights, bit for bit as ``Tensor.to`` casts them; None to keep
-                theirs. Integers, bool, fp8, tensor subclasses and ``_extra_state`` keep theirs.
+            cast: the dtype to which weights are cast, with the same bits as ``Tensor.to``; None for
+                no cast. Integers, bool, fp8, tensor subclasses and ``_extra_state`` are not cast.
         """
         before, self._kept = self._kept, {}
         shared: dict[object, _Buffer] = {}
@@ -135,7 +137,7 @@ class HostBuffers:
 
 
 class _Buffer:
-    """Host memory for one tensor of a shape, as it is after a cast."""
+    """Host memory for a tensor of one shape, dtype (after the cast) and source device."""
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
         self.source = tensor.device
@@ -170,12 +172,12 @@ class _Kept:
 
     @property
     def was_looked_at(self) -> bool:
-        """Whether all of it was checked on its device."""
+        """Whether all parts of the value were checked on their device."""
         return bool(self.buffers) and all(_looks_at(buffer.source) for buffer in self.buffers)
 
 
 def _looks_at(device: torch.device) -> bool:
-    """Whether tensors are checked before they are copied: on a CPU that would stop training."""
+    """Whether tensors are checked before the copy; on a CPU, training would wait for the check."""
     return device.type == "cuda"  # other accelerators may lack aminmax for some dtype
 
 
@@ -186,7 +188,7 @@ def _kept(
     shared: dict[object, _Buffer],
     looked: Looked,
 ) -> _Kept:
-    """Copy one value, into its last copy if that is possible."""
+    """Copy one value, into the buffers of its previous copy if possible."""
     parts = _parts(tensor)
     if not all(_is_ordinary(part) for part in parts):
         return _Kept((), None, _with_parts(tensor, [_moved(part) for part in parts], tensor.dtype))
@@ -242,7 +244,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> object | None:
-    """A key that is equal for tensors with the same memory on this rank; None without memory."""
+    """A key, equal for tensors with the same memory on this rank; None for an empty tensor."""
     with torch.no_grad():
         held = tuple(_memory(part) for part in _parts(tensor) if part.numel())
     return held or None
@@ -253,7 +255,7 @@ def _memory(part: Tensor) -> object:
 
 
 def _is_ordinary(part: Tensor) -> bool:
-    """Whether its bytes are all its content: no subclass with more state, nothing sparse."""
+    """Whether a tensor has no state but its bytes: it is neither a subclass nor sparse."""
     return type(part) in {Tensor, nn.Parameter} and part.layout is torch.strided
 
 
@@ -265,7 +267,7 @@ def _moved(part: Tensor) -> Tensor:
 
 
 def _layout(tensor: Tensor) -> object:
-    """A sharded tensor's layout; equal if the same parts make the same tensor."""
+    """A sharded tensor's layout: mesh or ranks, placements and shape; None for a plain tensor."""
     if isinstance(tensor, ShardedTensor):
         return tensor.metadata()
     if isinstance(tensor, DTensor):
@@ -283,9 +285,10 @@ def _with_parts(tensor: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> 
 
 
 def with_local(tensor: DTensor, local: Tensor) -> DTensor:
-    """A DTensor of the same layout over another local tensor, on any device; of that one's dtype.
+    """A DTensor with the same layout over another local tensor, of any device and dtype.
 
-    ``DTensor.from_local`` would move it to the mesh's device, and lose the order of the cuts.
+    ``DTensor.from_local`` would move the local tensor to the mesh's device, and lose the order in
+    which the dimensions are sharded.
     """
     detached: Any = tensor.detach()
     attributes, context = detached.__tensor_flatten__()
@@ -301,7 +304,7 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def _retyped(told: Any, dtype: torch.dtype) -> Any:
-    """The arguments for a DTensor of another dtype; releases of torch differ in them."""
+    """The arguments for a DTensor of another dtype; they differ between releases of torch."""
     if isinstance(told, TensorMeta):
         return told._replace(dtype=dtype)
     if isinstance(told, DTensorSpec):

@@ -1,7 +1,7 @@
 """The names that a model's tensors have on the hub, as transformers would save the model.
 
-transformers' own conversion is used, not imitated: it runs on tensors without content, and each
-result is traced to the tensor that it is a view of.
+transformers' own conversion runs on tensors without content. Each resulting tensor is a view of a
+model's tensor, and is traced back to that tensor.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NUMBER: Final = re.compile(r"\d+")
 
 
 class HubNames:
-    """The name map of a model that is trained, for each of its saves.
+    """Makes the name map of a trained model, for each of its saves.
 
-    Promised: a save never fails because of the map; if transformers cannot give one, the file says
-    so.
+    Promised: a save never fails because of the map. If transformers cannot convert the names, the
+    map contains the reason.
 
     Attributes:
         model: the model, in any wrappers.
@@ -54,7 +54,7 @@ class HubNames:
     def writers(
         self, state: Mapping[str, Any], base: nn.Module | None = None
     ) -> tuple[Callable[[Path], object], ...]:
-        """Writes ``name_map.json`` into the folder that it is given, if the model has one.
+        """A function that writes ``name_map.json`` into a folder; none if no map is needed.
 
         Args:
             state: the state of the model that is saved: name → Tensor, DTensor or ShardedTensor.
@@ -94,13 +94,13 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
 
     Args:
         model: the model of transformers, without wrappers, on any device.
-        tensors: its state dict's; only names, dtypes and shapes are looked at; by default all of
-            them.
+        tensors: the tensors of the model's state dict, by default all of them; only names, dtypes
+            and shapes are used.
 
     Returns:
-        The map; it is ``refused`` if transformers cannot convert, or the hub's tensors are not made
-        of whole rows. None if the model is not one of transformers, or transformers (before version
-        5) does not convert.
+        The map. It is ``refused`` if transformers cannot convert the names, or if a tensor of the
+        hub is not made of whole rows of the model's tensors. None if the model is not of
+        transformers, or transformers is older than version 5, which cannot convert names.
     """
     if not _is_pretrained(model):
         return None
@@ -128,7 +128,7 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """The model in its wrappers."""
+    """The model inside its wrappers."""
     while (inner := within(model)) is not None:
         model = inner
     return model
@@ -143,19 +143,19 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 
 def _refused(why: str) -> NameMap:
-    log.warning("the model is published by the trainer's names alone: %s", why)
+    log.warning("the model is published with the trainer's tensor names only: %s", why)
     return NameMap(NameMapRecord(refused=shown(why)))
 
 
 class _NotRowsError(Exception):
-    """A tensor of the hub's is not made of whole rows of the trainer's."""
+    """A tensor of the hub is not made of whole rows of the trainer's tensors."""
 
 
 class _Views(TorchFunctionMode):
-    """Inside, no operation copies: results stay views of their sources, and joins are recorded.
+    """A mode in which copies return views of their sources, and ``torch.cat`` is recorded.
 
     Attributes:
-        joined: a tensor that ``torch.cat`` made → the dimension and the parts.
+        joined: the memory of a tensor that ``torch.cat`` made → the dimension and the parts.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class _Views(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of a hub's tensor in a trainer's tensor; it has the fields of ``HubPart``."""
+    """The position of a hub's tensor, or of a part of it, in a trainer's tensor."""
 
     source: str
     hub_name: str
@@ -193,7 +193,7 @@ class _Place:
 
 
 class _Trace:
-    """Finds the hub's tensors in the trainer's tensors that they are made of.
+    """Finds the trainer's tensors of which the hub's tensors are made.
 
     Args:
         sources: the trainer's tensors.
@@ -206,10 +206,10 @@ class _Trace:
         self._source_of = {_memory(value): name for name, value in sources.items()}
 
     def tensors(self, found: Mapping[str, Tensor]) -> dict[str, MappedTensor]:
-        """The entries of the map: only tensors that are not the same in both.
+        """The entries of the map, only for tensors that differ on the hub.
 
         Raises:
-            _NotRowsError: the map cannot describe it.
+            _NotRowsError: the map cannot describe a tensor.
         """
         places: defaultdict[str, list[_Place]] = defaultdict(list)
         for hub_name, value in found.items():
@@ -220,7 +220,7 @@ class _Trace:
         for name, value in self._sources.items():
             told = places.get(name)
             if told is None:
-                raise _NotRowsError(f"{shown(name)} is in no tensor of the hub's")
+                raise _NotRowsError(f"{shown(name)} is in no tensor of the hub")
             if told != [_Place(name, name, None, None, False, None)]:
                 shape = tuple(value.shape)
                 tensors[name] = MappedTensor(shape=shape, pieces=_pieces(told, shape))
@@ -245,7 +245,7 @@ class _Trace:
     def _place(self, hub_name: str, value: Tensor, at: int | None) -> _Place:
         name = self._source_of.get(_memory(value))
         if name is None:
-            raise _NotRowsError(f"{shown(hub_name)} is computed, and no part of any tensor")
+            raise _NotRowsError(f"{shown(hub_name)} is computed, not a part of a model's tensor")
         source = self._sources[name]
         shape = tuple(source.shape)
         for transposed in (False, True):
@@ -272,7 +272,7 @@ class _Trace:
 def _rows(
     sizes: Sequence[int], steps: Sequence[int], inner: Shape, offset: int
 ) -> tuple[int, int] | None:
-    """The rows of a tensor of shape ``inner`` that a view is; None if it is something else."""
+    """The rows that a view covers in a tensor of shape ``inner``; None if not whole rows."""
     if not inner:
         return (0, 1) if not sizes and not offset else None
     if tuple(sizes[1:]) != inner[1:] or len(sizes) != len(inner):
@@ -290,10 +290,10 @@ def _rows(
 
 
 def _pieces(places: Sequence[_Place], shape: Shape) -> tuple[HubPiece, ...]:
-    """The same as few pieces: the tensors of all indices become one piece.
+    """Join places to as few pieces as possible: the tensors of all indices become one piece.
 
     Raises:
-        _NotRowsError: their names do not count up.
+        _NotRowsError: the names of these tensors are not numbered one by one.
     """
     groups: defaultdict[object, list[_Place]] = defaultdict(list)
     for place in places:
@@ -327,9 +327,11 @@ def _counted(group: Sequence[_Place], shape: Shape) -> tuple[str, int]:
             before, after = names[0][: match.start()], names[0][match.end() :]
             if names == [f"{before}{first + index}{after}" for index in range(shape[0])]:
                 return f"{before}{{}}{after}", first
-    raise _NotRowsError(f"{shown(group[0].source)} is {shown(names[0])} and others, not counted")
+    raise _NotRowsError(
+        f"{shown(group[0].source)} is {shown(names[0])} and others, which are not numbered"
+    )
 
 
 def _memory(value: Tensor) -> int:
-    """The identity of the memory that a tensor is a view of, while that lives."""
+    """An id of the memory of a tensor, unique while the memory exists."""
     return int(value.untyped_storage()._cdata)  # noqa: SLF001 - on meta there is no address

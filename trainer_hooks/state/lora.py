@@ -1,6 +1,6 @@
-"""The parts of a PEFT model's state dict: its adapter, its frozen base, and the rest.
+"""Splits a PEFT model's state dict into its adapter, its frozen base, and the other tensors.
 
-PEFT itself decides which tensors belong to an adapter, and their names; the network is never used.
+PEFT itself decides which tensors belong to an adapter, and names them. The network is never used.
 """
 
 from __future__ import annotations
@@ -32,20 +32,19 @@ _CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 class PeftState:
-    """The state dict of a model with PEFT adapters, and its parts for each purpose.
+    """Splits the state dict of a model with PEFT adapters, for explorers and for resuming.
 
     Nothing is copied, gathered or changed; the result is the same on all ranks.
 
     Args:
         model: the model, in any wrappers.
-        state: as :func:`~trainer_hooks.state.state_dict.sharded_state_dict` returns it.
-        base_vocabulary: the number of the base model's tokens, if known
-            (:func:`base_vocabulary`): if the model has another number now, its adapter holds the
-            embeddings too.
-        updated: parameters that an optimizer has changed, frozen now or not.
+        state: the result of :func:`~trainer_hooks.state.state_dict.sharded_state_dict`.
+        base_vocabulary: the number of the base model's tokens (:func:`base_vocabulary`); None if
+            unknown. If the model has another number now, the adapter also holds the embeddings.
+        updated: parameters that an optimizer has changed, even if they are frozen now.
 
     Raises:
-        InvalidSettingsError: the method cannot be saved (:func:`check_methods`).
+        InvalidSettingsError: the method of an adapter cannot be saved (:func:`check_methods`).
     """
 
     def __init__(
@@ -92,14 +91,14 @@ class PeftState:
 
     @cached_property
     def not_an_adapter(self) -> str | None:
-        """The reason why the adapter's file would lack trained weights; None if it would not."""
+        """The reason why the adapter alone is not the trained model; None if it is."""
         if len(self.active) != 1:
             told = " and ".join(map(repr, self.active)) or "no adapter"
-            return f"{told} are active at once, and a file holds one"
+            return f"{told} are active at once, but an adapter's file holds exactly one"
         if (method := self._changed_base) is not None:
             return (
-                f"{method} has changed the base model's weights as it began, so that the adapter "
-                "does not go with the base model that it names"
+                f"{method} changed the base model's weights when training began, so the adapter "
+                "does not fit the base model that it names"
             )
         adapter = set(self._names(self.active[0]).values())
         left = [min(names) for names in self._trained if not names & adapter]
@@ -136,11 +135,12 @@ class PeftState:
         """The full model that ``merge_and_unload()`` would make; the model stays as it is.
 
         Returns:
-            name in the base model → this rank's part of that weight, unmerged; and for those that
-            adapters change, the way to compute the merged ones.
+            Two dicts by the names in the base model: this rank's part of each unmerged weight; and,
+            for each weight that adapters change, the way to compute the merged weight.
 
         Raises:
-            InvalidSettingsError: PEFT cannot merge it, or the result is no plain model.
+            InvalidSettingsError: PEFT cannot merge the adapters, or the result would not be a plain
+                model.
         """
         names, derived = merged_parts(self._plain, self._state)
         return {name: self._state[held] for name, held in names.items()}, derived
@@ -152,9 +152,9 @@ class PeftState:
         return base
 
     def config_writer(self) -> Callable[[Path], object]:
-        """Writes ``adapter_config.json`` into a folder, as ``PeftModel.save_pretrained`` does.
+        """A function that writes ``adapter_config.json`` as ``PeftModel.save_pretrained`` does.
 
-        The config is the present one, however late the file is written.
+        It writes the config as it is now, even if it is called later.
         """
         config: Any = copy.deepcopy(self._configs[self.active[0]])
         told = {}
@@ -175,7 +175,7 @@ class PeftState:
     def frozen_base(self) -> frozenset[str]:
         """The names of the base model's parameters that training leaves unchanged.
 
-        None if the base differs from the model that its name refers to, or PEFT does not tell
+        Empty if the base differs from the model that its name refers to, or if PEFT cannot tell
         which tensors belong to an adapter.
         """
         if self._changed_base is not None:
@@ -198,7 +198,7 @@ class PeftState:
 
     @property
     def _is_peft_model(self) -> bool:
-        """Whether it is a PeftModel, not a model with adapters put into it."""
+        """Whether the model is a PeftModel; False for a plain model with injected adapters."""
         from peft import PeftModel  # noqa: PLC0415 - slow; with such a model it is imported already
 
         return isinstance(self._plain, PeftModel)
@@ -228,39 +228,39 @@ class PeftState:
         names = {prefix + name: held.get(id(value)) for name, value in found.items()}
         computed = [name for name, name_in_state in names.items() if name_in_state is None]
         if computed or not names:
-            what = f"computes {shown(computed[0])}" if computed else "finds nothing"
+            what = f"computes {shown(computed[0])}" if computed else "finds no tensors"
             raise InvalidSettingsError(
-                f"of the {_method(config)} adapter {adapter!r} PEFT {what} as it is saved, which "
-                "cannot be done with tensors that are spread over ranks: use LoRA, or "
+                f"to save the {_method(config)} adapter {adapter!r}, PEFT {what}, so the adapter "
+                "cannot be saved from tensors that are spread over ranks: use LoRA, or "
                 "PeftModel.save_pretrained"
             )
         return {name: str(name_in_state) for name, name_in_state in names.items()}
 
 
 def check_methods(configs: Mapping[str, Any]) -> None:
-    """Raise if the state dict does not hold what an adapter's method needs to save.
+    """Raise if the method of an adapter saves tensors that are not in the state dict.
 
     Args:
         configs: the configs of the adapters, by name.
 
     Raises:
-        InvalidSettingsError: prompt tuning, prefix tuning and the like: the model computes the
-            tensors that PEFT saves for them.
+        InvalidSettingsError: a method is prompt tuning, prefix tuning or the like, for which the
+            model computes the tensors that PEFT saves.
     """
     for name, config in configs.items():
         if getattr(config, "is_prompt_learning", False):
             raise InvalidSettingsError(
-                f"the adapter {name!r} is of {_method(config)}, which TrainerHook cannot save: its "
-                "prompts are computed, and are no part of the state dict. Use LoRA, or write "
+                f"the adapter {name!r} is of {_method(config)}, which TrainerHook cannot save: the "
+                "prompts are computed, and are not in the state dict. Use LoRA, or write "
                 "lora_adapter/ with PeftModel.save_pretrained"
             )
 
 
 def base_vocabulary(model: nn.Module) -> int | None:
-    """The number of tokens of the adapters' base model, by its config on this host.
+    """The number of tokens of the adapters' base model, by its config on this host, or None.
 
     The config is read if ``base_model_name_or_path`` is a folder, or a model in the cache of
-    huggingface_hub; never over the network.
+    huggingface_hub. The network is never used.
 
     Args:
         model: a model with PEFT adapters, without wrappers that hide its attributes.

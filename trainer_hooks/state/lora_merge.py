@@ -1,8 +1,8 @@
 """A PEFT model's adapters merged into the weights of its base, one weight at a time.
 
-The arithmetic is PEFT's own, so the result is ``merge_and_unload()``'s to the bit. PEFT's ``merge``
-is called on a copy of one layer, over the whole tensors of that layer alone. The model itself is
-never merged, because taking an adapter out again leaves rounding errors.
+The arithmetic is PEFT's own, so the result has the same bits as that of ``merge_and_unload()``.
+PEFT's ``merge`` is called on a copy of one layer, with the whole tensors of this layer only. The
+model itself is never merged, because unmerging an adapter leaves rounding errors.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def merged_parts(
         state: this rank's sharded state dict.
 
     Returns:
-        name in the base model → name in the state dict, of the unmerged tensor; and for tensors
-        that adapters change, by the name in the base model, the way to compute them.
+        Two dicts by the names in the base model: the name of each unmerged tensor in the state
+        dict; and, for each tensor that adapters change, the way to compute it.
 
     Raises:
         InvalidSettingsError: PEFT cannot merge some layer, or the result is not a weight of the
@@ -82,9 +82,9 @@ class _Layer(NamedTuple):
 
     Attributes:
         path: the path of the module.
-        module: over tensors without content.
+        module: the layer, with tensors without content.
         parts: the names of all tensors that ``merge`` reads or changes.
-        targets: attribute and name of the base layer's tensors that it changes.
+        targets: the attribute and the name of each tensor of the base layer that ``merge`` changes.
     """
 
     path: str
@@ -93,7 +93,7 @@ class _Layer(NamedTuple):
     targets: tuple[tuple[str, str], ...]
 
     def derived(self, target: str, state: Mapping[str, Tensor]) -> Derived:
-        """The way to compute one of the targets; tried without content, on all ranks alike."""
+        """The way to compute one target; all ranks try it here on tensors without content."""
         parts = {name: state[name] for name in self.parts}
         held = state[dict(self.targets)[target]]
 
@@ -102,7 +102,7 @@ class _Layer(NamedTuple):
             if (found.dtype, found.shape) != (held.dtype, shape_of(held)):
                 raise SaveFailedError(
                     f"{shown(self.path)}.{target} became {found.dtype} of shape "
-                    f"{tuple(found.shape)} as it was merged: save the adapter instead"
+                    f"{tuple(found.shape)} when it was merged: save the adapter instead"
                 )
             return found
 
@@ -139,7 +139,7 @@ class _Base:
     Attributes:
         state: the sharded state dict.
         published: name in the state dict → name in the base model.
-        layers: the layers of PEFT on the way.
+        layers: the layers of PEFT in the model.
     """
 
     state: Mapping[str, Tensor]
@@ -151,8 +151,8 @@ class _Base:
 
         Args:
             module: the module.
-            path: where it is in the PEFT model.
-            out: where it is in the base model.
+            path: the path of the module in the PEFT model.
+            out: the path of the module in the base model.
         """
         from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - slow; with such a model it is imported already
         from peft.utils import AuxiliaryTrainingWrapper  # noqa: PLC0415 - likewise
@@ -204,15 +204,15 @@ class _Base:
             if held not in self.state or self.state[held].dtype not in _FLOATING:
                 what = "is quantized" if held in self.state else "is not in the state dict"
                 raise InvalidSettingsError(
-                    f"{shown(held)} {what}, and cannot be merged into: save the adapter instead, "
-                    "by SaveSettings(lora='adapter')"
+                    f"{shown(held)} {what}, so no adapter can be merged into it: save the adapter "
+                    "instead, by SaveSettings(lora='adapter')"
                 )
             targets.append((target, held))
         return _Layer(path, module, (*parts, *(held for _, held in targets)), tuple(targets))
 
 
 def _used(module: Any) -> str:
-    """The module inside PEFT's wrapper that counts, as for ``merge_and_unload``."""
+    """The name of the module inside PEFT's wrapper that ``merge_and_unload`` would keep."""
     if hasattr(module, "token_adapter"):
         return "token_adapter"
     if hasattr(module, "modules_to_save"):
@@ -222,8 +222,8 @@ def _used(module: Any) -> str:
             else ("original_module")
         )
     raise InvalidSettingsError(
-        f"PEFT's {type(module).__name__} is not known here, and cannot be merged: save the adapter "
-        "instead, by SaveSettings(lora='adapter')"
+        f"PEFT's {type(module).__name__} cannot be merged, because syncd does not know it: save "
+        "the adapter instead, by SaveSettings(lora='adapter')"
     )
 
 

@@ -1,8 +1,8 @@
-"""A model's modules without wrappers, over other tensors: for questions to PEFT, not for training.
+"""Copies a model's modules without wrappers, with other tensors: for PEFT, not for training.
 
-PEFT's functions use a model's modules: their adapters, their names, the merge of a layer. Wrappers
-(FSDP, DDP, ``torch.compile``, activation checkpointing) give modules other names, and only parts of
-their tensors. So PEFT gets a model of the same modules without wrappers.
+PEFT's functions use a model's modules, for example their adapters and names, or to merge a layer.
+Inside wrappers (FSDP, DDP, ``torch.compile``, activation checkpointing) modules have other names,
+and only parts of their tensors. So PEFT gets a copy of the modules without wrappers.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ _NOTES: Final = (dict, list, set, OrderedDict)
 
 
 def plain_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The same modules with these tensors and no others. No tensor is copied.
+    """Copy a model's modules without wrappers, with the given tensors. No tensor is copied.
 
     Modules keep their classes and attributes. Dicts, lists and sets in attributes are copied at the
-    first level, so that calling methods leaves the model unchanged. Hooks stay, so do not call
-    ``forward``. Tensors are shared: do not pass the model's own if they are changed in place.
+    first level, so that calling methods leaves the model unchanged. Hooks are kept, so do not call
+    ``forward``. The tensors are shared: if they will be changed in place, do not pass the model's
+    own tensors.
 
     Args:
         model: the model, in any wrappers.
-        tensors: by names of the plain model. The module's buffers become buffers, all others
-            parameters that are not trained. Buffers in no state dict stay the model's own.
+        tensors: name in the plain model → tensor. A tensor with the name of a buffer becomes a
+            buffer; any other tensor becomes a parameter that is not trained. Buffers that are in no
+            state dict are the model's own.
     """
     owned: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, value in tensors.items():
@@ -42,7 +44,7 @@ def plain_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def on_meta(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors of the dtypes and shapes of a state dict's whole tensors, without any content."""
+    """Tensors without content, with the dtypes and shapes of a state dict's whole tensors."""
     return {
         name: torch.empty(shape_of(value), dtype=value.dtype, device="meta")
         for name, value in tensors_of(state).items()
@@ -50,7 +52,7 @@ def on_meta(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def own_class(module: nn.Module) -> type:
-    """The class that a module was made of: ``fully_shard`` gives it another."""
+    """The original class of a module; ``fully_shard`` replaces it by a subclass."""
     classes = type(module).__mro__
     return next(one for one in classes if not issubclass(one, FSDPModule))
 

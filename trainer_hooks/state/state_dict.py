@@ -25,22 +25,21 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The rank's own part of a model's state dict, by the names of the plain model.
 
-    The same names and values as those of
-    ``torch.distributed.checkpoint.state_dict.get_model_state_dict``. That function looks up every
-    name by attributes, twice, which takes longer than copying small tensors, and fails on names
-    that a module's hook has added.
+    The names and values are the same as those of
+    ``torch.distributed.checkpoint.state_dict.get_model_state_dict``. That function is slower,
+    because it looks up every name twice, and it fails on names that a module's hook has added.
 
-    Collective for FSDP1, which gathers each unit and cuts it again; all ranks must call it. The
-    model is unchanged afterwards.
+    With FSDP1 it is collective, because FSDP1 gathers each unit and shards it again. The model is
+    unchanged afterwards.
 
     Args:
-        model: a plain module, or one of FSDP1, FSDP2, tensor parallelism or DDP, in any wrappers of
-            activation checkpointing and ``torch.compile``.
+        model: a plain module, or one under FSDP1, FSDP2, tensor parallelism or DDP, also inside
+            wrappers of activation checkpointing and ``torch.compile``.
 
     Returns:
-        name → Tensor, DTensor or ShardedTensor, on the model's device and not copied (FSDP1 has
-        copied): parameters are those of the model, with their gradients; ``_extra_state`` is any
-        value of the module.
+        name → Tensor, DTensor or ShardedTensor, on the model's device. The tensors are the model's
+        own parameters (with their gradients) and buffers; with FSDP1 they are copies. The value of
+        an ``_extra_state`` has any type.
     """
     with _sharded_by_fsdp1(model) as is_fsdp1:
         # Detaching a DTensor takes longer than everything else here, but FSDP1 needs it.
@@ -59,7 +58,7 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def fsdp_version(model: nn.Module) -> int | None:
-    """1 for ``FullyShardedDataParallel``, 2 for ``fully_shard``, None for a model of neither."""
+    """1 for ``FullyShardedDataParallel``, 2 for ``fully_shard``, None for any other model."""
     found = None
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
@@ -70,9 +69,9 @@ def fsdp_version(model: nn.Module) -> int | None:
 
 
 def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
-    """For tied parameters: each name but the first → the first name, as in the plain model.
+    """For tied parameters under FSDP1: each later name → the first name, in the plain model.
 
-    FSDP1 gives each name a separate copy, so only FSDP1's own records show ties.
+    FSDP1's state dict has a separate copy for each name, so only FSDP1's own records show ties.
     """
     units = [one for one in model.modules() if isinstance(one, FullyShardedDataParallel)]
     if not units:
@@ -91,13 +90,14 @@ def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
 
 
 def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[frozenset[str]]:
-    """The names of each trained parameter in the plain model; several if it is tied.
+    """The names of each trained parameter in the plain model; a tied parameter has several.
 
-    The same on all ranks. Parameters of FSDP1 without ``use_orig_params`` have only the first name.
+    The result is the same on all ranks. Under FSDP1 without ``use_orig_params``, only the first
+    name of a tied parameter is returned.
 
     Args:
         model: the model, in any wrappers.
-        updated: parameters that count as trained although they are frozen now.
+        updated: parameters that count as trained even if they are frozen now.
     """
     also = {id(one) for one in updated}
     plain = {path: told for path, (_, told) in _paths(model).items()}
@@ -126,10 +126,10 @@ def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[fr
 
 @contextmanager
 def _sharded_by_fsdp1(model: nn.Module) -> Iterator[bool]:
-    """Inside, FSDP1's units return each rank's part, with any settings of the trainer.
+    """Make FSDP1's units return each rank's part, whatever the trainer has set.
 
     Yields:
-        Whether there are any units.
+        True if the model has FSDP1 units.
     """
     if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         yield False
@@ -145,7 +145,7 @@ def _sharded_by_fsdp1(model: nn.Module) -> Iterator[bool]:
 
 
 def _plain_names(model: nn.Module) -> Callable[[str], str]:
-    """The name in the plain model for a name of the state dict."""
+    """A function that converts a name of the state dict to the name in the plain model."""
     if not any(_renames(module) for module in model.modules()):
         return str
     renamed = {given: plain for given, plain in _paths(model).values() if given != plain}
@@ -181,7 +181,7 @@ def _paths(model: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 def within(module: nn.Module) -> nn.Module | None:
-    """The module inside a wrapper; None if it is no wrapper."""
+    """The module inside a wrapper; None if ``module`` is not a wrapper."""
     for name, inner in module._modules.items():  # noqa: SLF001 - named_children leaves one out that is there twice
         if inner is not None and (_hides(module, name) or _renames(module)):
             return inner
@@ -189,7 +189,7 @@ def within(module: nn.Module) -> nn.Module | None:
 
 
 def _renames(module: nn.Module) -> bool:
-    """Whether a wrapper has one module, and adds to the names of its state."""
+    """Whether a module is a wrapper that adds a prefix to the names in its state dict."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return True
     if "_orig_mod" not in module._modules:  # noqa: SLF001 - the only cheap question
@@ -200,12 +200,12 @@ def _renames(module: nn.Module) -> bool:
 
 
 def _hides(outer: nn.Module, own: str) -> bool:
-    """Whether a wrapper leaves the name of the module inside it out of its state dict."""
+    """Whether ``outer`` is a wrapper that omits the inner module's name from its state dict."""
     return (isinstance(outer, FullyShardedDataParallel) and own == "_fsdp_wrapped_module") or (
         isinstance(outer, ActivationWrapper) and own == "_checkpoint_wrapped_module"
     )
 
 
 def joined(path: str, name: str) -> str:
-    """The name of a value of the module at a path."""
+    """Join the path of a module and the name of a value in this module."""
     return f"{path}.{name}" if path else name

@@ -13,30 +13,32 @@ from trainer_hooks.writing.spool import Spool
 
 @dataclass(frozen=True, slots=True)
 class RankContents:
-    """Everything that one rank writes in one save. Its tensors are in host memory, unchanging.
+    """Everything that one rank writes in one save. The tensors are in host memory, unchanging.
 
     Attributes:
         model: the rank's part of the state dict; None if it writes no shard.
-        optimizer, extra: for a full checkpoint; None otherwise.
-        model_files: rank 0 only: writes config and tokenizer into the folder it is given.
-        fsdp_version: for ``fsdp_config.json``.
+        optimizer, extra: the optimizer's state and the extra state, for a full checkpoint; None
+            otherwise.
+        model_files: rank 0 only: functions that write config and tokenizer into a given folder.
+        fsdp_version: the FSDP version for ``fsdp_config.json``; None without FSDP.
         is_full: whether this is a full checkpoint.
         full_model: rank 0 only: the weights in one file, instead of shards: the full state dict, or
             an adapter.
-        adapter_files: rank 0 only, for an adapter: writes its config into the given folder.
-        trained: this rank's part of the model that training resumes from, if ``full_model`` is
-            another one: an adapter, a merged model, or a cast one. Full checkpoints only.
-        trained_name: gives the name of its file from world size and rank.
+        adapter_files: rank 0 only: functions that write an adapter's config into a given folder.
+        trained: full checkpoints only: this rank's part of the model to resume from, if it differs
+            from the published weights (an adapter, a merged model, or cast weights).
+        trained_name: a function of world size and rank that returns the file name of ``trained``.
         critic, critic_optimizer: another model and its optimizer; full checkpoints only.
         hugging_face: rank 0 only: the full state dict, for ``huggingface/``.
-        links_hugging_face: rank 0 only: True if that is the same file as ``full_model``.
-        written_by: writes the rank's shard itself, under its name in ``actor/``, instead of
-            ``model``; called again, from its start, if storage failed for a moment.
-        sync_dtype: the dtype that the published weights were cast to; None if the cast changed
+        links_hugging_face: rank 0 only: True if the file of ``full_model`` is linked into
+            ``huggingface/``.
+        written_by: instead of ``model``: a function that writes the rank's shard into ``actor/``
+            itself. If storage fails for a moment, it is called again and must start over.
+        sync_dtype: the dtype to which the published weights were cast; None if the cast changed
             none of this rank's tensors.
-        release: called when the save is over: its memory may be used again.
-        completes: True if the weights of this save are announced already, so that only the rest
-            of the full checkpoint is written.
+        release: called when the save has ended, to free its memory for the next save.
+        completes: True if the weights of this save are announced already, so that only the other
+            files of the full checkpoint are written.
     """
 
     model: Mapping[str, Any] | None = None
@@ -59,7 +61,7 @@ class RankContents:
     completes: bool = False
 
     def close(self) -> None:
-        """Delete gathered files that are part of no save."""
+        """Delete gathered files that were not committed, and release the memory."""
         for spool in (self.full_model, self.hugging_face):
             if spool is not None:
                 spool.close()

@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class Notes:
-    """The receipts and failures in the ``actor/``, or the ``critic/``, of one step.
+    """The receipts and failures of one step.
 
     Args:
         job: the job.
-        part: that folder.
+        part: the ``actor/`` folder, or the ``critic/`` folder, of the step.
     """
 
     def __init__(self, job: Job, part: Path) -> None:
@@ -38,7 +38,7 @@ class Notes:
         return self._job.read(Receipt, self.folder / name)
 
     def written(self, name: str) -> SaveId | None:
-        """The save that a receipt belongs to.
+        """The save that a receipt belongs to; None if there is no receipt.
 
         Raises:
             OSError: storage failed.
@@ -47,7 +47,7 @@ class Notes:
         return None if receipt is None else SaveId.parse(receipt.save_id)
 
     def failed(self, rank: int) -> SaveId | None:
-        """The save that a rank failed to write, or that rank 0 gave up.
+        """The save that a rank failed to write, or that rank 0 gave up; None if there is none.
 
         Raises:
             OSError: storage failed.
@@ -65,9 +65,9 @@ class Notes:
         self._job.storage.replace(self.folder / name, encode(receipt))
 
     def say_failed(self, rank: int, save_id: SaveId) -> None:
-        """Record a failure, so that nobody waits for this rank.
+        """Record that this rank failed, so that no other rank waits for it.
 
-        If storage refuses even that, the others wait until their timeout.
+        If storage refuses the record, the other ranks wait until their timeout.
         """
         try:
             self._job.storage.make_folder(self.folder, below=self._part.parent)

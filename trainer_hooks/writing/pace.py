@@ -1,4 +1,4 @@
-"""Turns of the ranks: write at once, one rank per host at a time, or in order of rank."""
+"""Turns of the ranks: all write at once, one per host at a time, or one by one in rank order."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ POLL: Final = 0.05
 class Pace:
     """Makes a rank wait until it may write.
 
-    Promised: with ``per_node``, one rank of this job and user writes at a time on each host; with
-    ``one_at_a_time``, one rank of all, in order of rank, if each takes less than the timeout.
-    Not promised: any order under ``per_node``; hosts that share a temporary folder count as one.
+    Promised: with ``per_node``, only one rank of this job and user writes at a time on each host.
+    With ``one_at_a_time``, the ranks write one by one in rank order, if each rank takes less than
+    the timeout. Not promised: an order under ``per_node``. Hosts that share a temporary folder
+    count as one host.
 
     Args:
-        concurrency: how many may write at a time.
-        storage, layout: the job's.
+        concurrency: how many ranks may write at a time.
+        job: the job.
         rank, world_size: this rank, and the number of ranks.
         timeout: seconds that a rank may take for its part.
         stopped: the event that ends a wait.
@@ -61,7 +62,7 @@ class Pace:
 
     @property
     def in_turns(self) -> bool:
-        """True if each rank waits for the one before it."""
+        """True if each rank waits for the previous rank."""
         return self._concurrency is WriteConcurrency.ONE_AT_A_TIME
 
     @contextmanager
@@ -70,10 +71,10 @@ class Pace:
 
         Args:
             save_id: the save.
-            receipt_of: gives the name of the receipt that ends a rank's turn.
+            receipt_of: returns, for a rank, the name of the receipt that ends the rank's turn.
 
         Raises:
-            SaveFailedError: its turn did not come in time, or the save failed before.
+            SaveFailedError: the turn did not begin in time, or the save failed before.
             OSError: storage failed.
         """
         if self._concurrency is WriteConcurrency.PER_NODE:
@@ -116,7 +117,7 @@ class Pace:
         while notes.written(receipt_of(before)) != save_id:
             for other in {before, 0}:
                 if notes.failed(other) == save_id:
-                    raise SaveFailedError(f"{ours}: it failed on rank {other} before its turn")
+                    raise SaveFailedError(f"{ours}: the save failed on rank {other} before that")
             if time.monotonic() >= until:
                 raise SaveFailedError(f"{ours}: rank {before}, whose turn is first, took too long")
             if self._stopped.wait(POLL):

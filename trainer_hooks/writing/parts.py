@@ -1,6 +1,6 @@
-"""The files of a save; each is complete and durable before it gets its name.
+"""Writes the files of a save; each is complete and durable before it gets its name.
 
-``torch.save`` writes CRC-32s and aligns large tensors to pages: both make the merge faster.
+``torch.save`` writes CRC-32s and aligns large tensors to pages. Both make the merge faster.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> Rec
         The file's entry for the receipt.
 
     Raises:
-        OSError: storage refused; names the file.
+        OSError: storage refused; the error names the file.
     """
     with saying_which(storage, path, lambda: tensor_bytes(state)):
         with Draft(storage, path) as draft:
@@ -53,14 +53,14 @@ def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> Rec
 
 
 def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) -> ReceiptFile:
-    """Let a given function ``torch.save`` a shard in place, and make it durable.
+    """Call a function that writes a shard with ``torch.save``, and make the shard durable.
 
     Returns:
         The file's entry for the receipt.
 
     Raises:
         SaveFailedError: ``write`` did not write the file.
-        ShardFormatError: it is no file of ``torch.save``.
+        ShardFormatError: the file was not written by ``torch.save``.
         OSError: storage refused.
     """
     # A process that has the previous file open goes on reading that one.
@@ -68,8 +68,8 @@ def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) 
     write()
     if not storage.exists(path):
         raise SaveFailedError(
-            f"the writer did not write {path}: it must torch.save this rank's part of the state "
-            "dict to that path"
+            f"the writer did not write {path}: call torch.save with this rank's part of the state "
+            "dict and that path"
         )
     with storage.closing(storage.open_read(path)) as file:
         storage.fsync(file)
@@ -82,7 +82,7 @@ def write_small(storage: Storage, path: Path, content: bytes) -> None:
     """Replace a file of a few bytes.
 
     Raises:
-        OSError: storage refused; names the file.
+        OSError: storage refused; the error names the file.
     """
     with saying_which(storage, path, lambda: len(content)):
         storage.replace(path, content)
@@ -91,15 +91,15 @@ def write_small(storage: Storage, path: Path, content: bytes) -> None:
 def write_model_files(
     storage: Storage, folder: Path, writers: Iterable[Callable[[Path], object]]
 ) -> list[ReceiptFile]:
-    """Write config and tokenizer: into a scratch folder first, because libraries write in place.
+    """Write config and tokenizer, first into a scratch folder, because libraries write in place.
 
     Args:
         storage: the shared storage.
         folder: the ``huggingface/`` or ``lora_adapter/`` folder, inside ``actor/``.
-        writers: each writes its files into the folder that it is given.
+        writers: functions that each write their files into a given folder.
 
     Raises:
-        OSError: storage refused; names the file.
+        OSError: storage refused; the error names the file.
     """
     files: list[ReceiptFile] = []
     with tempfile.TemporaryDirectory(prefix="syncd-") as scratch:
@@ -130,10 +130,10 @@ def make_mark(storage: Storage, path: Path) -> None:
 
 
 def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
-    """Give an unchanging file a second name; copy it if storage refuses hard links.
+    """Hard-link a file that never changes; copy it if storage refuses hard links.
 
     Raises:
-        OSError: storage refused; names the file.
+        OSError: storage refused; the error names the file.
     """
     storage.unlink_if_there(target)
     if storage.link_if_possible(source, target):
@@ -147,7 +147,7 @@ def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
             while part := storage.pread(reading, 1024 * 1024, at):
                 at += draft.write(part)
             if at != size:
-                raise OSError(errno.EIO, "it became shorter while it was copied", str(source))
+                raise OSError(errno.EIO, "the file became shorter during the copy", str(source))
             draft.commit()
     finally:
         storage.release(reading)
@@ -157,12 +157,12 @@ def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
 def saying_which(storage: Storage, path: Path, needed: Callable[[], int]) -> Iterator[None]:
     """Make an ``OSError`` name its file; on a full disk, also the bytes needed and free.
 
-    The error of a refused write knows a descriptor only, and no name.
+    The operating system's error for a write has no file name, because a write gets a descriptor.
 
     Args:
         storage: the shared storage.
         path: the file.
-        needed: gives the file's size in bytes; called only on a full disk.
+        needed: returns the file's size in bytes; called only on a full disk.
 
     Raises:
         OSError: the same error, with these details.
@@ -190,10 +190,11 @@ def _free(storage: Storage, path: Path) -> str:
 
 
 def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
-    """``torch.save``; a refused write raises its own error, not torch's about its zip.
+    """Call ``torch.save``; if storage refuses a write, raise that error, not torch's zip error.
 
-    Receipts contain the CRC-32 of the records. On filesystems that share blocks between files (XFS,
-    btrfs, NFS 4.2) the merge shares records that begin at a page instead of copying them.
+    The receipt's digest covers the CRC-32s of the records. On filesystems that share blocks between
+    files (XFS, btrfs, NFS 4.2) the merge shares records that begin at a page, and does not copy
+    them.
 
     Raises:
         OSError: the storage refused a write.
@@ -258,7 +259,7 @@ class _Sink:
             raise
 
     def flush(self) -> None:
-        """Nothing is buffered here."""
+        """Do nothing, because nothing is buffered."""
 
 
 def tensor_bytes(value: Any) -> int:

@@ -1,6 +1,6 @@
-"""One rank's files of a save: one method for each step of the protocol.
+"""Writes one rank's files of a save: one method for each action of the protocol.
 
-The order itself is in :mod:`~trainer_hooks.writing.writer`.
+The order of the actions is in :mod:`~trainer_hooks.writing.writer`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ log = logging.getLogger(__name__)
 
 
 class RankFiles:
-    """Writes one rank's files; each method may be repeated from its start.
+    """Writes one rank's files; a method that failed can be called again.
 
     Args:
-        storage, layout: the job's.
+        job: the job.
         rank, world_size: this rank, and the number of ranks.
     """
 
@@ -64,7 +64,7 @@ class RankFiles:
         self._world_size = world_size
 
     def add_saving(self, save_id: SaveId) -> None:
-        """Create the step's folders, and ``.saving``, which keeps the pruner away."""
+        """Create the step's folders, and ``.saving``, so that the pruner leaves the step alone."""
         folder, actor, notes = self._places(save_id)
         make_step_folder(self._job, save_id.step, mark=SAVING)
         # One by one: a client that caches folder handles could go on writing into a folder that
@@ -76,8 +76,8 @@ class RankFiles:
     def remove_full_mark(self, save_id: SaveId) -> None:
         """Delete ``.full_checkpoint``: nobody may resume from files that are about to be replaced.
 
-        If there are no full receipts, another trainer made the mark, and it stays: Trinity deletes
-        a step without a mark.
+        If there are no full receipts, another trainer made the mark. Then the mark is kept, because
+        Trinity deletes a step without a mark.
         """
         folder, actor, notes = self._places(save_id)
         if any(map(is_full_receipt_name, self._job.storage.names(notes.folder))):
@@ -88,7 +88,7 @@ class RankFiles:
         self._job.storage.sync_folder(folder)
 
     def remove_receipts(self, save_id: SaveId) -> None:
-        """Delete this rank's receipts of the previous save: its new files would contradict them."""
+        """Delete this rank's receipts of the previous save, which do not fit the new files."""
         _, _, notes = self._places(save_id)
         names = receipt_name(self._rank), full_receipt_name(self._rank), failure_name(self._rank)
         self._unlink_all(notes.folder, *names)
@@ -102,18 +102,18 @@ class RankFiles:
     def write_weights(
         self, save_id: SaveId, contents: RankContents, nonfinite: NonFinite
     ) -> list[ReceiptFile]:
-        """Write this rank's part of the weights: a temporary name, fsync, rename.
+        """Write this rank's part of the weights, each file by temporary name, fsync and rename.
 
         Args:
             save_id: the save.
-            contents: this rank's.
-            nonfinite: the tensors of its shard that hold NaN or Inf.
+            contents: the contents that this rank writes.
+            nonfinite: the tensors of this rank's shard that hold NaN or Inf.
 
         Returns:
             The files' entries for the receipt.
 
         Raises:
-            OSError: storage refused; names the file.
+            OSError: storage refused; the error names the file.
         """
         _, actor, _ = self._places(save_id)
         shard = actor / shard_name(self._world_size, self._rank)
@@ -140,7 +140,7 @@ class RankFiles:
         return files
 
     def write_configs(self, save_id: SaveId, contents: RankContents) -> list[ReceiptFile]:
-        """Write ``fsdp_config.json`` and ``huggingface/``, as :meth:`write_weights`; on rank 0."""
+        """Write ``fsdp_config.json`` and ``huggingface/``; called on rank 0."""
         _, actor, _ = self._places(save_id)
         config: dict[str, int] = {"world_size": self._world_size}
         if contents.fsdp_version is not None:
@@ -154,7 +154,7 @@ class RankFiles:
         """Write a receipt: these files are complete and durable.
 
         Raises:
-            OSError: storage refused; others may have seen the receipt nevertheless.
+            OSError: storage refused, but other ranks may see the receipt nevertheless.
         """
         _, _, notes = self._places(save_id)
         receipt = Receipt(
@@ -168,7 +168,7 @@ class RankFiles:
         notes.write_receipt(name, receipt)
 
     def is_vouched(self, save_id: SaveId, name: str) -> bool:
-        """True if others can see that receipt, and if storage cannot tell."""
+        """True if other ranks can see this rank's receipt, or if storage cannot tell."""
         _, _, notes = self._places(save_id)
         try:
             return notes.written(name) == save_id
@@ -176,13 +176,13 @@ class RankFiles:
             return True
 
     def begin_rest(self, save_id: SaveId) -> list[ReceiptFile]:
-        """Protect a save whose weights are announced, to complete it.
+        """Protect an announced save from the pruner, before it becomes a full checkpoint.
 
         Returns:
-            This rank's files of the weights.
+            The receipt's entries of this rank's weights.
 
         Raises:
-            SaveFailedError: they were deleted or replaced.
+            SaveFailedError: the weights were deleted or replaced.
         """
         folder, _, notes = self._places(save_id)
         try:
@@ -199,13 +199,13 @@ class RankFiles:
         return list(receipt.files)
 
     def write_rest(self, save_id: SaveId, contents: RankContents) -> list[ReceiptFile]:
-        """Write the other files needed to resume, as :meth:`write_weights` does.
+        """Write the other files needed to resume, in the same way as :meth:`write_weights`.
 
         Returns:
             The entries of the files written now, without the weights for ``huggingface/``.
 
         Raises:
-            OSError: storage refused; names the file.
+            OSError: storage refused; the error names the file.
         """
         rank, world_size = self._rank, self._world_size
         _, actor, _ = self._places(save_id)
@@ -223,7 +223,7 @@ class RankFiles:
         return rest
 
     def add_full_mark(self, save_id: SaveId) -> None:
-        """Create ``.full_checkpoint``, so that the step can be resumed; delete ``.retired``."""
+        """Create ``.full_checkpoint``: training can resume from the step. Delete ``.retired``."""
         folder = self._job.layout.step(save_id.step)
         # Left by an earlier full checkpoint of this step.
         self._job.storage.unlink_if_there(folder / RETIRED)
@@ -255,9 +255,10 @@ class RankFiles:
             link_or_copy(self._job.storage, actor / FULL_STATE_DICT, target)
 
     def _drop_hugging_face(self, folder: Path) -> None:
-        """Delete the full weights of the replaced checkpoint; the file that lists them last.
+        """Delete the full weights of the replaced checkpoint, and then the file that lists them.
 
-        The new checkpoint may have none: the old weights would then pass for its own.
+        Otherwise the old weights would be taken for those of the new checkpoint, which may have
+        none.
         """
         weights = filter(is_weights_name, self._job.storage.names(folder))
         self._unlink_all(folder, *weights, MANIFEST)
@@ -276,7 +277,7 @@ class RankFiles:
         self._job.storage.unlink_if_there(folder / SAVING)
 
     def are_weights_there(self, save_id: SaveId) -> bool:
-        """True if all ranks' weights of an announced save are there, judged by file names.
+        """True if an announced save still has the weights of all ranks; checks only file names.
 
         Raises:
             OSError: storage failed.
@@ -300,7 +301,7 @@ class RankFiles:
     # -- small things ----------------------------------------------------------------------------
 
     def _places(self, save_id: SaveId) -> tuple[Path, Path, Notes]:
-        """The step's folder, its ``actor/``, and the receipts in there."""
+        """The step's folder, its ``actor/``, and the receipts in ``actor/``."""
         step = save_id.step
         actor = self._job.layout.actor(step)
         return self._job.layout.step(step), actor, Notes(self._job, actor)

@@ -31,9 +31,10 @@ class Attempt:
     """The state of a save, as far as this rank knows it.
 
     Attributes:
-        weights_stay: True if its weights may be announced by now, so that they must not be deleted.
-        rest_stays: the same for the part for resuming; also True if the save has no such part.
-        trained: the name of the file with this rank's part of the trained model; None without.
+        weights_stay: True if the weights of this save may be announced, so must not be deleted.
+        rest_stays: True if the other files for resuming may be announced, or if there are none.
+        trained: the name of the file with this rank's part of the trained model; None if the save
+            has no such file.
     """
 
     save_id: SaveId
@@ -46,7 +47,7 @@ class Remains:
     """Deletes one rank's files of a save that was given up. Errors are logged, never raised.
 
     Args:
-        storage, layout: the job's.
+        job: the job.
         rank, world_size: this rank, and the number of ranks.
     """
 
@@ -56,12 +57,12 @@ class Remains:
         self._world_size = world_size
 
     def discard(self, attempt: Attempt) -> None:
-        """Delete the files that were not announced, and will not be; the receipts first.
+        """Delete this rank's files that were not announced, its receipts first.
 
-        If the save has weights only, but this rank's optimizer is beside its shard, the shard
-        stays: both belong to another trainer's full checkpoint of the same step (verl's), maybe the
-        only one to resume from. The daemon publishes no save without receipts from a folder that
-        has had some.
+        This rank's shard is kept if the save has only weights, and this rank's optimizer is beside
+        the shard. Then both files belong to another trainer's full checkpoint of the same step
+        (e.g. verl's), maybe the only one to resume from. The daemon does not publish the shard,
+        because it publishes no save without receipts from a folder that once had receipts.
         """
         step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
         actor, critic = self._job.layout.actor(step), self._job.layout.step(step) / CRITIC
@@ -94,7 +95,7 @@ class Remains:
         self._remove(self._job.layout.step(step) / SAVING)
 
     def remove_temporaries(self, *folders: Path) -> None:
-        """Delete temporary files of this rank, left when it was killed in a save of this step.
+        """Delete temporary files that this rank left when it was killed during a save.
 
         Raises:
             OSError: storage failed.
@@ -119,4 +120,4 @@ class Remains:
         try:
             self._job.storage.unlink_if_there(path)
         except OSError as error:
-            log.warning("cannot remove %s, whose save was given up: %s", path, error)
+            log.warning("cannot remove %s, a file of a failed save: %s", path, error)

@@ -1,4 +1,4 @@
-"""Retention of full checkpoints: chooses those to keep, and retires the others.
+"""Retention of full checkpoints: chooses the ones to keep, and retires the others.
 
 Nothing is deleted here: the daemon deletes retired checkpoints (``docs/protocol.md``, "Pruning").
 """
@@ -19,16 +19,16 @@ log = logging.getLogger(__name__)
 def kept_steps(
     steps: Collection[int], *, newest: int, max_to_keep: int, keep_every: int
 ) -> frozenset[int]:
-    """The steps of the full checkpoints to keep. Pure.
+    """The steps of the full checkpoints to keep; reads no storage.
 
-    Steps above ``newest`` are kept too, and do not count. They are from an abandoned run: the
-    trainer resumed at a lower step, and will write them again when it reaches them.
+    Steps above ``newest`` are kept too, and do not count toward ``max_to_keep``. They are from an
+    abandoned run: the trainer has resumed at a lower step, and will write these steps again.
 
     Args:
         steps: the steps of all full checkpoints.
         newest: the step that the pointer names; it is kept and counts, even if not in ``steps``.
-        max_to_keep: how many of the newest to keep, including ``newest``; 0 keeps all.
-        keep_every: also keep all steps that are a multiple of this; 0 for no such rule.
+        max_to_keep: how many of the newest checkpoints to keep, including ``newest``; 0 keeps all.
+        keep_every: also keep the steps that are multiples of this number; 0 for no such rule.
     """
     older = sorted(step for step in steps if step < newest)
     among = older[max(0, len(older) - max_to_keep + 1) :] if max_to_keep else older
@@ -40,18 +40,18 @@ def kept_steps(
 def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> list[int]:
     """Rename ``.full_checkpoint`` to ``.retired`` in the steps that the rules do not keep.
 
-    The steps are read from disk, so a restarted trainer forgets none. Rank 0 calls this once all
-    ranks have written ``newest`` and the checkpoint pointer names it; if the pointer names another
-    step, nothing is retired. Each rename is a commit of its own: if the process is killed in
-    between, the next call renames the rest.
+    The steps are read from disk, so a restarted trainer forgets none. Rank 0 calls this after all
+    ranks have written ``newest``, and the checkpoint pointer names that step. If the pointer names
+    another step, nothing is retired. Each rename commits by itself: if the process is killed
+    between two renames, the next call does the other ones.
 
-    Not promised: that retired checkpoints are deleted. The daemon, or ``syncd prune``, decides.
+    Retired checkpoints are not deleted here: the daemon or ``syncd prune`` decides that.
 
     Args:
         job: the job.
         newest: the step that was just saved.
-        max_to_keep: as in :func:`kept_steps`.
-        keep_every: as there.
+        max_to_keep: a rule of :func:`kept_steps`.
+        keep_every: a rule of :func:`kept_steps`.
 
     Returns:
         The steps that were retired now, lowest first.

@@ -24,16 +24,16 @@ class Spool:
     """A file that is written, under a temporary name, while its tensors are being gathered.
 
     The temporary file is in ``.syncd/drafts/``, so it needs no step folder and waits for no other
-    save. If this process is killed, the daemon deletes it there.
+    save. If this process is killed, the daemon deletes the temporary file.
 
     Promised: the file gets its name only once it is complete and durable. Not promised: a second
     attempt, because the gathered tensors are freed as they are written.
 
     Args:
-        storage, layout: the job's.
-        path: the file.
-        stream: gives its content.
-        size: its approximate size in bytes, for the message on a full disk.
+        job: the job.
+        path: the path of the file.
+        stream: the source of the file's content.
+        size: the approximate size of the file in bytes, for the message on a full disk.
     """
 
     def __init__(self, job: Job, path: Path, stream: FullStateStream, *, size: int) -> None:
@@ -65,12 +65,12 @@ class Spool:
             self._stream.abort(error)
 
     def commit(self) -> ReceiptFile:
-        """Wait until the file is complete, and give it its name. Call again if storage refused.
+        """Wait until the file is complete, and give it its name. Call it again after an OSError.
 
         Raises:
-            OSError: storage refused; names the file.
-            SaveFailedError: the pruner deleted the folder with the file in it.
-            Exception: the error that ended the gathering.
+            OSError: storage refused; the error names the file.
+            SaveFailedError: the pruner deleted the folder that contains the file.
+            Exception: the error that ended the gathering or the writing.
         """
         self._thread.join()
         if self._error is not None:

@@ -1,7 +1,7 @@
 """``RankWriter``: writes one rank's saves; on rank 0 it also announces them.
 
-``RankWriter._save`` has the whole order of a save; ``docs/protocol.md`` ("When a save is complete",
-with receipts) specifies it.
+``RankWriter._save`` contains the order of a save. ``docs/protocol.md`` specifies this order under
+"When a save is complete" ("With receipts").
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class RankWriter:
     Promised:
 
     - A pointer names a step only when every rank's files of one save are complete and durable.
-    - A save that is cut off at any point is never announced.
+    - A save that is cut off before it is announced is never announced later.
     - If a save fails, this rank deletes its unannounced files, unless the process is killed.
 
     Not promised:
 
     - That a save is announced if a newer save of the same step overtakes it.
-    - That ranks other than 0 delete their files of a failed save before they begin the next one:
-      until then they do not know that it failed.
+    - That ranks other than 0 delete their files of a failed save before they begin the next save,
+      because they learn of the failure only then.
 
     Args:
         job: the job.
@@ -68,8 +68,8 @@ class RankWriter:
         concurrency: how many ranks write at a time.
         weights_announced: on rank 0, called once the state pointer has moved.
         checkpoint_announced: on rank 0, called once the checkpoint pointer has moved.
-        pauses: seconds before each retry of an operation that storage refused for the moment.
-        stopped: set by :meth:`stop_waiting`; for tests.
+        pauses: seconds before each retry of an operation that storage refused for a moment.
+        stopped: the event that :meth:`stop_waiting` sets; given only by tests.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class RankWriter:
             The number of bytes that this rank wrote.
 
         Raises:
-            SaveFailedError: the save is incomplete. If a pointer has moved, its part is complete.
+            SaveFailedError: the save failed. If the state pointer has moved, the weights are
+                complete nevertheless.
         """
         attempt = Attempt(
             save_id,
@@ -137,7 +138,8 @@ class RankWriter:
         """Add the full weights to a complete full checkpoint, beside its config; on rank 0.
 
         Raises:
-            SaveFailedError: they could not be written; the checkpoint is still complete.
+            SaveFailedError: the full weights could not be written; the checkpoint is still
+                complete.
         """
         try:
             self.again(save_id, lambda: self._files.add_hugging_face(save_id, weights))
@@ -147,11 +149,11 @@ class RankWriter:
                 raise
             raise SaveFailedError(
                 f"the weights of step {save_id.step} could not be written as a Hugging Face "
-                f"model: {error}; its full checkpoint is complete nevertheless"
+                f"model: {error}; the full checkpoint is complete nevertheless"
             ) from error
 
     def say_failed(self, save_id: SaveId) -> None:
-        """Record that this rank could not begin a save, so that nobody waits for its part."""
+        """Record that this rank could not begin a save, so that no other rank waits for it."""
         try:
             # No rank may have begun to write it yet.
             make_step_folder(self._job, save_id.step)
@@ -160,7 +162,7 @@ class RankWriter:
         self._give_up(Attempt(save_id, weights_stay=True, rest_stays=True))
 
     def are_weights_there(self, save_id: SaveId) -> bool:
-        """True if all ranks' weights of an announced save are there, judged by file names.
+        """True if an announced save still has the weights of all ranks; checks only file names.
 
         Raises:
             OSError: storage failed.
@@ -172,11 +174,11 @@ class RankWriter:
         self._stopped.set()
 
     def again(self, save_id: SaveId, work: Callable[[], T]) -> T:
-        """Do ``work``, and repeat it from its start a few times if storage refuses for a moment.
+        """Call ``work``, and call it again a few times if storage fails for a moment.
 
-        The repetition creates again a folder that the pruner deleted meanwhile. It writes a file
-        whose fsync failed again, under a new name: a second fsync of the same file would wrongly
-        report success.
+        A new call also recreates a folder that the pruner has deleted. If an fsync failed, a new
+        call writes the file again under a new temporary name, because a second fsync of the same
+        file would wrongly report success.
         """
         for pause in self._pauses:
             try:
@@ -190,9 +192,9 @@ class RankWriter:
     # -- the order of a save ---------------------------------------------------------------------
 
     def _save(self, attempt: Attempt, contents: RankContents) -> int:
-        """Write a save, in the order of the protocol; every file is durable before its receipt is.
+        """Write a save in the order of the protocol: files are durable before their receipt exists.
 
-        Each call of :meth:`again` is one unit: if storage refuses, it is repeated from its start.
+        If storage refuses an operation, the innermost call of :meth:`again` repeats its function.
         """
         save_id, step, rank = attempt.save_id, attempt.save_id.step, self._rank
         layout, files = self._job.layout, self._files
@@ -270,9 +272,10 @@ class RankWriter:
         """Write the receipt: these files are complete and durable.
 
         Raises:
-            OSError: storage refused; nobody has seen the receipt.
-            SaveFailedError: others can see the receipt, but storage refused to make it durable.
-                Rank 0 may have announced the files: they must not be deleted or rewritten.
+            OSError: storage refused, and no other rank has seen the receipt.
+            SaveFailedError: other ranks can see the receipt, but storage refused to make it
+                durable. Rank 0 may have announced the files, so they must not be deleted or
+                rewritten.
         """
         save_id = attempt.save_id
         name = full_receipt_name(self._rank) if is_full else receipt_name(self._rank)
@@ -299,7 +302,7 @@ class RankWriter:
         """Wait for the receipts of all ranks.
 
         Returns:
-            False if a rank is already at a newer save of this step.
+            True if all receipts exist; False if a rank has written a newer save of this step.
 
         Raises:
             SaveFailedError: a rank failed, or took too long.
@@ -318,11 +321,11 @@ class RankWriter:
                     return False
                 missing = f"rank {rank} of {self._world_size} has not written its part of the save"
                 if notes.failed(rank) == save_id:
-                    raise SaveFailedError(f"{missing} of step {save_id.step}: it failed there")
+                    raise SaveFailedError(f"{missing} of step {save_id.step}: that rank failed")
                 if time.monotonic() >= until:
                     raise SaveFailedError(
-                        f"{missing} of step {save_id.step} within {self._timeout:g} s; it was not "
-                        "announced"
+                        f"{missing} of step {save_id.step} within {self._timeout:g} s; the save "
+                        "was not announced"
                     )
                 # A poll: shared storage sends no events for another host's files.
                 if self._stopped.wait(POLL):
@@ -347,7 +350,7 @@ class RankWriter:
             self._give_up(attempt)
 
     def _give_up(self, attempt: Attempt) -> None:
-        """Delete this rank's unannounced files, and record that it failed."""
+        """Delete this rank's unannounced files, and record that this rank failed."""
         step = attempt.save_id.step
         self._remains.discard(attempt)
         notes = Notes(self._job, self._job.layout.actor(step))
@@ -356,7 +359,7 @@ class RankWriter:
             self._remains.unprotect(step)
 
     def _remove_given_up(self, attempt: Attempt) -> None:
-        """Delete this rank's part of its last save, if rank 0 gave that save up."""
+        """Delete this rank's part of its previous save, if rank 0 gave that save up."""
         last, self._last = self._last, attempt
         if last is None or last.save_id == attempt.save_id or self._rank == 0:
             return
