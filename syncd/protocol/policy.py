@@ -264,7 +264,7 @@ def _check(name: str, value: object, least: int, needed: str, *, or_none: bool =
     if or_none and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise InvalidSettingsError(f"{name} is {value!r}: it must be a whole number: {needed}")
+        raise InvalidSettingsError(f"{name} is {value!r}: it must be a whole number ({needed})")
 
 
 def check_step(step: object) -> None:
