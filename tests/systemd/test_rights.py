@@ -223,7 +223,8 @@ def test_a_step_that_cannot_even_be_listed_is_told_of_and_keeps_nobody_from_the_
 
 
 @pytest.mark.parametrize(
-    ("group", "why"), [("52099", "is not in this group"), ("no-such-group", "no such group on this host")]
+    ("group", "why"),
+    [("52099", "is not in this group"), ("no-such-group", "no such group on this host")],
 )
 def test_a_group_that_cannot_be_shared_with_is_an_error_of_settings(
     root: Path, group: str, why: str
