@@ -221,7 +221,7 @@ class Decoder:
     def positions(self, block: memoryview, count: int, elements: int, width: int) -> Positions:
         """The positions of the elements that a block changes, ascending.
 
-        If the block holds its new bytes (kind 0), all positions.
+        For a block of kind 0, these are all positions of the block.
 
         Args:
             block: an encoded block of :meth:`Encoder.encode`.
@@ -278,7 +278,7 @@ class Decoder:
     def _positions(self, gaps: _Bytes, count: int, elements: int) -> Positions:
         ends = gaps != _MORE
         if int(np.count_nonzero(ends)) != count or not ends[-1]:
-            raise BlockError("its gaps are not those of so many changes as its entry says")
+            raise BlockError("its gaps do not match its number of changes")
         reached = np.cumsum(gaps, dtype=np.int64)
         if len(gaps) != count:
             reached = reached[ends]

@@ -43,7 +43,7 @@ def facts_of(job: Path) -> Facts:
 
 
 def mount_of(path: Path) -> Mount:
-    """The mount of a folder: the last one that was mounted at the nearest mount point above it."""
+    """The mount of a folder: the newest mount at the nearest mount point above the folder."""
     best, found = -1, Mount("", "", "")
     where = path.resolve()
     for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():

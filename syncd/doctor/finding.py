@@ -46,7 +46,7 @@ def ok(name: str, words: str, **measured: Measured) -> Finding:
 
 
 def warn(name: str, words: str, advice: str, **measured: Measured) -> Finding:
-    """A finding that an operator should know."""
+    """A warning: nothing is lost, but an operator should know about the finding."""
     return Finding(name=name, verdict=Severity.WARN, words=words, advice=advice, measured=measured)
 
 

@@ -142,17 +142,17 @@ class CoverageError(CheckpointError):
 
 
 class NonFiniteError(CheckpointError):
-    """Raised when weights hold NaN or Inf, and the daemon is told to refuse such a save."""
+    """Raised when weights hold NaN or Inf, and the daemon's settings refuse such a save."""
 
 
 class SaveNotReadyError(SyncdError):
-    """Raised when a save is not whole yet, or changed while it was read: look again later."""
+    """Raised when a save is not whole yet, or changed while it was read. Try again later."""
 
     exit_code = 5
 
 
 class VersionGoneError(SyncdError):
-    """Raised when a version was retired before it could be leased: take the newer one."""
+    """Raised when a version was retired before it could be leased. Take the newer version."""
 
     exit_code = 6
 
@@ -282,7 +282,7 @@ class UnfitStorageError(SyncdError):
 
 
 class BroadcastError(SyncdError):
-    """Raised when a broadcast of weights failed; no part of its weights may be served.
+    """Raised when a broadcast of weights failed; no part of the received weights may be served.
 
     The message has the reason. The same weights reach explorers by the checkpoint path.
     """
@@ -291,7 +291,7 @@ class BroadcastError(SyncdError):
 
 
 class OutOfStepError(SyncdError):
-    """Raised when a collective failed on one rank of a training: the training must end.
+    """Raised when a collective failed on one rank, so that the whole training must end.
 
     The other ranks may still be in the failed collective. If this rank began its next collective,
     the other ranks would mistake it for the failed one.

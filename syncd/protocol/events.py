@@ -4,7 +4,7 @@ A log call names the event of its line::
 
     log.info("version %d is there", 7, extra=Event.VERSION_ADOPTED(version=7))
 
-``docs/logging.md`` documents the names and fields. A test checks that it has every name.
+``docs/logging.md`` documents the names and fields. A test checks that this page has every name.
 """
 
 from __future__ import annotations

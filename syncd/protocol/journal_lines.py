@@ -1,4 +1,4 @@
-"""The records of the audit log and the journal: files that grow by one record a line."""
+"""The records of the audit log and the journal, two files with one record in each line."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class JobLayout:
     root: Path
 
     def step(self, step: int) -> Path:
-        """``global_step_N``."""
+        """``global_step_N``: the folder of a step."""
         return self.root / step_folder(step)
 
     def actor(self, step: int) -> Path:
@@ -88,7 +88,7 @@ class JobLayout:
 
     @property
     def publish_lock(self) -> Path:
-        """The hint that a new version is on its way."""
+        """The hint that the daemon is making a new version."""
         return self.state / "publish.lock"
 
     @property
@@ -122,7 +122,7 @@ class JobLayout:
         return self.state / "leases"
 
     def lease_folder(self, sequence: int) -> Path:
-        """The folder in which a version is leased; only the publisher makes it."""
+        """The folder with the leases of a version; only the publisher makes this folder."""
         return self.leases / version_folder(sequence)
 
     @property
@@ -150,11 +150,11 @@ class JobLayout:
 
     @property
     def claims(self) -> Path:
-        """The folder of claims, which say which session has which name."""
+        """The folder of claims. Each claim names the session that has a name."""
         return self.state / "claims"
 
     def claim(self, role: str, name: str) -> Path:
-        """The claim of an explorer's name, or of the one trainer."""
+        """The claim of an explorer's name, or the claim of the job's trainer."""
         return self.claims / (f"explorer.{name}" if role == "explorer" else role)
 
     @property
@@ -168,7 +168,7 @@ class JobLayout:
         return self.offer.with_name("group.json")
 
     def verdict(self, offer: str) -> Path:
-        """The verdict on an offered transfer: whether it takes place."""
+        """The file that says whether an offered transfer takes place."""
         return self.offer.with_name(f"{offer}.verdict")
 
     def saved_state(self, role: str, name: str) -> Path:

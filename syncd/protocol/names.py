@@ -108,7 +108,7 @@ def delta_folder(sequence: int) -> str:
 
 
 def parse_delta_folder(name: str) -> int | None:
-    """The sequence in a folder's name, or None if the folder is not a delta's."""
+    """The sequence in a folder's name, or None if it is not the folder of a delta."""
     match = _DELTA.fullmatch(name)
     return int(match[1]) if match and delta_folder(int(match[1])) == name else None
 
@@ -160,7 +160,7 @@ def is_dcp_file(name: str) -> bool:
 
 
 def is_rank_metadata(name: str) -> bool:
-    """True if the file has the metadata of one rank alone, which DCP writes on request."""
+    """True if a file with this name has the metadata of one rank alone, as DCP can write it."""
     return _RANK_METADATA.fullmatch(name) is not None
 
 
@@ -193,7 +193,7 @@ _FULL_RECEIPT: Final = "full_rank_"
 
 
 def full_receipt_name(rank: int) -> str:
-    """The name of a rank's receipt of a full checkpoint: also for its optimizer and extra state."""
+    """The name of a rank's receipt of a full checkpoint, with optimizer and extra state."""
     return f"{_FULL_RECEIPT}{rank}.json"
 
 

@@ -12,7 +12,7 @@ from syncd.protocol.records import Record, Step, Text
 
 
 class Claim(Record):
-    """``.syncd/claims/…``: the session that has a name.
+    """``.syncd/claims/…``: names the session that has a participant's name.
 
     Attributes:
         name: the name, for people. The file name of a trainer's claim does not have it.
@@ -136,10 +136,12 @@ class Rendezvous(Record):
         rank = 1
         for member in self.members:
             if member.rank_offset != rank:
-                raise ValueError(f"{member.name} begins at rank {member.rank_offset}, not {rank}")
+                raise ValueError(
+                    f"the first rank of {member.name} is {member.rank_offset}, but should be {rank}"
+                )
             rank += member.workers
         if rank != self.world_size:
-            raise ValueError(f"the ranks of all members are {rank}, not {self.world_size}")
+            raise ValueError(f"the group has {rank} ranks, but world_size is {self.world_size}")
         return self
 
 

@@ -145,15 +145,15 @@ class SyncSettings:
         sync_timeout: the most seconds that a trainer or an explorer waits for the other side.
         save_interval: steps between two full checkpoints; 0 = no full checkpoints.
         save_timeout: seconds that rank 0 waits for all ranks' receipts before it gives up a save.
-        max_staleness: the most steps by which an explorer may lag and still produce; None = no
-            limit.
+        max_staleness: the most steps by which an explorer may lag behind the newest version and
+            still produce; None = no limit.
         max_explorer_lag: the most steps by which the slowest explorer may lag before the trainer
             waits for it; None = no limit.
         checkpoint_every: with method ``nccl``, every n-th sync also saves the weights by the
             checkpoint path, for late joiners.
         broadcast_timeout: the most seconds that each of three parts of a broadcast may take: the
-            handshake, the setup and the transfer. After that the weights of the step travel by the
-            checkpoint path.
+            handshake, the setup and the transfer. If a part takes longer, the weights of the step
+            travel by the checkpoint path.
         broadcast_bucket: the size in bytes of the buckets into which a broadcast packs tensors.
         broadcast_digests: True if explorers check a digest of each bucket; None = only if the
             weights are on the CPU.
@@ -398,7 +398,7 @@ def may_produce(settings: SyncSettings, held: Version | None, newest: Version | 
 
     Args:
         settings: the settings of the job.
-        held: the version that its engine serves; None before the engine's first version.
+        held: the version that the explorer serves; None before its first version.
         newest: the newest published version; None if no version was published yet.
     """
     return settings.max_staleness is None or _lag(held, newest) <= settings.max_staleness
@@ -439,7 +439,7 @@ def after_broadcast(held: Version, newest: Version) -> Version:
 def _lag(held: Version | None, newest: Version | None) -> int:
     """The number of steps by which ``newest`` is ahead of ``held``.
 
-    Both may have the same sequence if one of them is a later broadcast.
+    If both have the same sequence, one of them may have a higher step because of a broadcast.
     """
     if held is not None and newest is not None and held.sequence == newest.sequence:
         return max(0, newest.step - held.step)

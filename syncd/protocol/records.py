@@ -152,9 +152,9 @@ class Latest(Record):
         delta_from: the base of the delta that the daemon was about to make to this version when it
             wrote LATEST; None if it was not about to make a delta. The file of
             :class:`~.reports.DeltaProgress` tells whether the delta was made.
-        names: the origin of tensor names that the job keeps. The newest version whose tensors have
-            different names on the hub and in the trainer's module decides it. None if there was no
-            such version, or if a release before this field wrote LATEST.
+        names: the origin of the tensor names that the job keeps for its next versions. It is the
+            origin in the newest version for which the hub's names and the trainer's names differ.
+            None if there was no such version, or if a release before this field wrote LATEST.
     """
 
     sequence: Sequence
@@ -197,7 +197,7 @@ class TensorEntry:
 
 
 class RolledBack(BaseModel):
-    """The origin of a version that republishes an older one.
+    """The origin of a version that republishes an older version.
 
     Attributes:
         sequence: the older version.
@@ -228,7 +228,7 @@ class AdaptedModel(BaseModel):
 
 
 class NonFinite(BaseModel):
-    """The tensors of a file, or of several, that hold NaN or Inf.
+    """The tensors of one or several files that hold NaN or Inf.
 
     Attributes:
         count: the number of these tensors; for the files of several ranks, a lower bound.
@@ -275,7 +275,8 @@ class Manifest(Record):
         dtype: the floating dtypes of the tensors.
         checked: how the trainer's files were checked during the merge: ``receipt`` (by the receipts
             of our hook), ``crc32`` (by the CRC-32 of every record, in a save without receipts), or
-            ``stillness`` (in a save with neither: names, sizes and times did not change).
+            ``stillness`` (names, sizes and times did not change, in a save with neither receipts
+            nor CRC-32).
         digests: the kind of digests in ``files`` and ``tensors``.
         rolled_back: the older version that this version republishes; None if this version was made
             from a save.
@@ -283,7 +284,7 @@ class Manifest(Record):
             same, or unknown.
         nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody
             checked, for example in a save without receipts.
-        timings: seconds by name, measured by the daemon.
+        timings: the name of a part of the work → its seconds, measured by the daemon.
     """
 
     sequence: Size
@@ -306,7 +307,9 @@ class Manifest(Record):
     @model_validator(mode="after")
     def _says_where(self) -> Self:
         if (self.kind == "remote") != (self.remote is not None):
-            raise ValueError("a version of kind remote, and no other, has a remote path")
+            raise ValueError(
+                "only a version of kind remote has a remote path, and it must have one"
+            )
         return self
 
     @property
@@ -340,7 +343,7 @@ class Delta(Record):
     Attributes:
         base: the version that the delta is applied to.
         target: the version that results.
-        files: all files of the folder but ``delta.json``; a digest is the xxh3-128 of a file's
+        files: all files of the folder except ``delta.json``; a digest is the xxh3-128 of a file's
             bytes.
         changed: the number of elements that differ.
         elements: the number of elements of all tensors together.
@@ -354,7 +357,7 @@ class Delta(Record):
 
     @property
     def bytes(self) -> int:
-        """The size of all files but ``delta.json`` together."""
+        """The size of all files together, except ``delta.json``."""
         return sum(file.size for file in self.files)
 
 
@@ -392,7 +395,7 @@ class SaveId:
 
 
 class ReceiptFile(BaseModel):
-    """A file that a receipt vouches for.
+    """A file that a receipt lists.
 
     ``digest`` is the xxh3-128 of the part of the file that ``over`` names: a torch.save file's zip
     central directory (which holds the CRC-32 of every record), a safetensors file's header, or the
@@ -445,7 +448,7 @@ class SaveOutcome(BaseModel):
 
 
 class SaveOutcomes(Record):
-    """``.syncd/saves.json``: the outcome of the last save in each step folder that still exists."""
+    """``.syncd/saves.json``: the outcome of the newest save in each existing step folder."""
 
     steps: dict[Step, SaveOutcome] = Field(default_factory=dict)
 

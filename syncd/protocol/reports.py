@@ -121,7 +121,7 @@ class SyncTerms(BaseModel):
 
     @classmethod
     def of(cls, settings: SyncSettings | None) -> SyncTerms | None:
-        """The terms of these settings; None for None."""
+        """The terms of these settings; None if ``settings`` is None."""
         if settings is None:
             return None
         return cls(
@@ -172,11 +172,11 @@ class ExplorerReport(Record):
         loads: the newest loads of versions of this job, from old to new. The list includes loads of
             earlier explorers with this name. None if the explorer's release has no such list.
         fault: the reason why nobody can rely on the explorer: its engine's weights are unknown, or
-            nothing follows the job any more. None if there is no fault.
+            it no longer follows the job. None if there is no fault.
         workers: the number of the explorer's ranks in a weight group; 0 if the explorer, or its
             release, does not take part in broadcasts.
-        group: the name of the weight group that all its workers have open; None if there is no such
-            group, or if a worker has failed.
+        group: the name of the weight group that is open in all its workers; None if there is no
+            such group, or if a worker has failed.
         received: the save id of the weights that the explorer serves, if they came by a broadcast.
             In that case ``step`` is the step of these weights, and ``sequence`` is the newest
             version whose files the explorer holds.
@@ -223,7 +223,7 @@ class ExplorerReport(Record):
 
     @property
     def last_loads(self) -> tuple[Load, ...]:
-        """The newest loads; if the release does not list them, the load of the served version."""
+        """The newest loads. If the explorer's release does not list them, the most recent load."""
         if self.loads is not None:
             return self.loads
         if self.sequence is None or self.received is not None:

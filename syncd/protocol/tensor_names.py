@@ -10,16 +10,15 @@ from syncd.protocol.records import Record, Size, Text
 
 
 class HubPiece(BaseModel):
-    """A part of a trainer's tensor: one or several tensors of the hub, or a part of one.
+    """A part of a trainer's tensor, which is one or several hub tensors, or a part of a hub tensor.
 
     :class:`~syncd.checkpoint.name_map.NameMap` explains how the fields work together.
 
     Attributes:
         name: the tensor's name on the hub. If ``first`` is given, the name has one ``{}`` for a
             number.
-        first: if dimension 0 is split into one hub tensor for each index: the number in the name of
-            the tensor for index 0. The hub tensors lack that dimension. None if dimension 0 is not
-            split.
+        first: None if dimension 0 is not split. If it is split, each index is one hub tensor,
+            without dimension 0, and ``first`` is the number in the name of the tensor for index 0.
         rows: begin and end along the first dimension that is left after the split; None for all
             rows.
         transposed: True if, after ``rows``, the last two dimensions that are left change places.

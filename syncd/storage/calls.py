@@ -181,8 +181,8 @@ class Calls:
         """Open a regular file for reading, and return a descriptor.
 
         Raises:
-            OSError: ``ELOOP`` if the path is a link; ``EINVAL`` if it is another thing that is no
-                regular file, such as a pipe or a device.
+            OSError: ``ELOOP`` if the path is a link; ``EINVAL`` if it is a pipe, a device or
+                anything else that is no regular file.
         """
         fd = self._open(path, os.O_RDONLY)
         self._regular(fd, path)
@@ -380,7 +380,7 @@ def _absolute(text: str) -> str:
 
 
 def _step_into(name: str, folder: int, whole: str, flags: int) -> int:
-    """Open a folder inside a folder. If it is a link, the error says so."""
+    """Open a subfolder of an open folder. If its name is a link, the error says so."""
     try:
         return os.open(name, flags | _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:

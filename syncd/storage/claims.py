@@ -1,4 +1,4 @@
-"""Exclusive names: at most one live participant holds each.
+"""Exclusive names: at most one live participant holds each name.
 
 A claim is a file under ``.syncd/claims/``, created exclusively, that names the session that holds a
 name. If the session is dead (:class:`~.judge.Judge`), another participant may remove the claim and
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 #: If the holder of a name could not be judged for this many lease times, the name counts as taken.
 _PATIENCE: Final = 3
-#: The number of looks that must find no heartbeat before its owner counts as dead, because a
+#: The number of checks that must find no heartbeat before its owner counts as dead, because a
 #: heartbeat is missing for a moment while its owner renews it.
 _MISSING_LOOKS: Final = 2
 #: The most characters of a name that go into a message.
@@ -63,9 +63,9 @@ class HeldName:
         clock: Clock = time.monotonic,
         pause: Callable[[float], object] = time.sleep,
     ) -> Self:
-        """Take a name. If another session has the name, watch that session until it is judged.
+        """Take a name. If another session has the name, wait until it is known to be alive or dead.
 
-        For a dead session this takes up to a lease time.
+        This wait takes up to a lease time if that session is dead.
 
         Args:
             job: the job.
@@ -73,7 +73,7 @@ class HeldName:
             name: the participant's name.
             session: this process's session, whose heartbeat beats already.
             clock: seconds, monotonic.
-            pause: sleeps for a number of seconds, between two looks.
+            pause: sleeps for a number of seconds, between two checks of that session.
 
         Raises:
             NameTakenError: a live participant has the name.
@@ -116,7 +116,7 @@ class HeldName:
             self._job.storage.unlink_if_there(self._path)
 
     def _why_taken(self, role: str, session: str | None) -> str:
-        """The error message, which names the participant that has the name."""
+        """The error message, which says which participant has the name."""
         try:
             holder = name_in(self._job.storage.read(self._path))
         except OSError:  # the claim is gone or unreadable: only the session is known
@@ -134,7 +134,7 @@ class HeldName:
         )
 
     def _create(self) -> bool:
-        """Make the claim, complete at once; True if this session has the name now."""
+        """Make the claim, with all its content at once; True if this session has the name now."""
         draft = self._job.layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
         try:
             self._job.storage.write_new(
@@ -181,7 +181,7 @@ class _Holder:
         self.until = clock() + _PATIENCE * lease_time
 
     def is_dead(self) -> bool:
-        """Look at the holder once more; True if the holder is dead. Sets :attr:`lives`."""
+        """Check the holder once more; True if the holder is dead. Sets :attr:`lives`."""
         # Look at the claim before reading it, so that only the claim that was read can be broken.
         marker = self._judge.look(self._path)
         session = read_claim(self._job.storage, self._path)
@@ -207,7 +207,7 @@ class _Holder:
         """Remove the dead holder's claim, if no other participant has made a new claim."""
         if self._judge.break_dead(self._path):
             log.info(
-                "session %s is dead and loses %s",
+                "session %s is dead: removed its claim %s",
                 self.session,
                 self._path,
                 extra=Event.NAME_LOST(session=self.session, path=self._path),

@@ -69,7 +69,7 @@ class Epoch:
         """Make a new room, and empty and remove all lower rooms.
 
         Raises:
-            SupersededError: another daemon took over at the same time, and its room is higher.
+            SupersededError: another daemon took over at the same time, and its room sorts higher.
         """
         job.storage.refresh(job.layout.epochs)
         found = _rooms(job)

@@ -1,4 +1,4 @@
-"""The only code that changes shared storage, except filelock's own markers.
+"""The only code that changes shared storage, except for the lock files of filelock.
 
 Single system calls are in :mod:`.calls`. This module has the operations that are built only from
 these calls. It raises the operating system's errors (``OSError``) unchanged, because only the

@@ -148,7 +148,7 @@ class Job:
                 )
 
     def _agree(self, lease_time: float | None) -> Format:
-        """The format on disk. If there is none, link ours there, which never replaces a file."""
+        """The format on disk. If there is none, write ours by a link, which replaces no file."""
         storage, layout = self.storage, self.layout
         if not storage.exists(layout.format):
             ours = Format() if lease_time is None else Format(lease_time=lease_time)

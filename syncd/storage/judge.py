@@ -27,14 +27,14 @@ from syncd.storage.repeats import Repeats
 log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
-#: The time between two looks counts only if it is at most the lease time divided by this number.
+#: The time between two checks counts only if it is at most the lease time divided by this number.
 LOOKS_PER_LEASE: Final = 3
-#: Up to this number of heartbeats, each call looks at all of them, because that costs little.
+#: Up to this number of heartbeats, each call checks all heartbeats, because that costs little.
 _FEW: Final = 16
 
 
 class Liveness(Enum):
-    """The result of a look at a heartbeat."""
+    """The result of a check of a heartbeat."""
 
     ALIVE = "alive"
     DEAD = "dead"
@@ -52,7 +52,7 @@ class _Watch:
 class Judge:
     """Decides whether a heartbeat is alive or dead, only by this process's monotonic clock.
 
-    A heartbeat is dead if its file has not changed for a lease time. The time between two looks
+    A heartbeat is dead if its file has not changed for a lease time. The time between two checks
     counts only if it is at most a third of a lease time, so that a pause of this process does not
     count.
 
@@ -60,8 +60,8 @@ class Judge:
         storage: the shared storage.
         lease_time: seconds.
         clock: seconds, monotonic.
-        counts_pauses: True if a longer time between two looks counts as a third of a lease time.
-            Set it only if a wrong judgement does no harm.
+        counts_pauses: True if a longer time between two checks counts as a third of a lease time.
+            Set this only if a wrong judgement does no harm.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Judge:
         self._repeats = Repeats(clock=clock)
 
     def look(self, path: Path) -> Liveness:
-        """Look at a heartbeat once.
+        """Check a heartbeat once.
 
-        Call this method at least three times in a lease time, because only then the time between
-        two looks counts.
+        Call this method at least three times in a lease time, because otherwise the time between
+        two checks does not count.
         """
         try:
             fd = self._storage.open_read(path)
@@ -120,12 +120,12 @@ class Judge:
         return Liveness.DEAD if watch.still >= self.lease_time else Liveness.ALIVE
 
     def saw_beat(self, path: Path) -> bool:
-        """True if the heartbeat's file changed between the last two looks, so its owner lives."""
+        """True if the heartbeat's file changed between the last two checks, so its owner lives."""
         watch = self._watched.get(path)
         return watch is not None and watch.beats
 
     def look_again(self, path: Path) -> Liveness:
-        """Look again at a heartbeat that seems to be missing, and make the client ask the server.
+        """Check a heartbeat that seems to be missing again, and make the client ask the server.
 
         The client's cache may still say that the file is missing.
         """
@@ -133,7 +133,7 @@ class Judge:
         return self.look(path)
 
     def break_dead(self, path: Path) -> bool:
-        """Remove the file that the last look found dead, if it has not changed since that look.
+        """Remove the file that the last check found dead, if it has not changed since that check.
 
         Returns:
             True if the file is gone. False if its owner has refreshed it since; in that case the
@@ -201,11 +201,12 @@ def sweep_broken(job: Job) -> None:
 
 
 class Lookout:
-    """Judges many heartbeats: each call looks at some of them, and returns the results for all.
+    """Judges many heartbeats: each call checks some of them, and returns the results for all.
 
-    Promised: if :meth:`look` is called once a tick, it looks at each heartbeat at least three times
-    in a lease time, and at a new heartbeat at once. If a heartbeat seems to be missing, it asks the
-    server. Not promised: the state at this moment; a result may be a third of a lease time old.
+    Promised: if :meth:`look` is called once a tick, it checks each heartbeat at least three times
+    in a lease time, and a new heartbeat at once. If a heartbeat seems to be missing, it asks the
+    server. Not promised: the state at this moment, because a result may be a third of a lease time
+    old.
 
     Args:
         judge: judges single heartbeats. Nobody else may use this object.
@@ -214,7 +215,7 @@ class Lookout:
         clock: seconds, monotonic.
 
     Attributes:
-        tick: the same number; it may be changed at any time.
+        tick: the argument ``tick``, which may be changed at any time.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class Lookout:
         self._last: dict[str, Liveness] = {}
 
     def look(self, sessions: Collection[str]) -> Mapping[str, Liveness]:
-        """Look at the heartbeats whose turn it is, and return the newest result for each session.
+        """Check the heartbeats whose turn it is, and return the newest result for each session.
 
         Args:
             sessions: the sessions to watch. All other sessions are forgotten.
@@ -253,7 +254,7 @@ class Lookout:
         return self._last
 
     def look_at(self, session: str) -> Liveness:
-        """Look at one heartbeat now, out of turn.
+        """Check one heartbeat now, out of turn.
 
         Raises:
             OSError: :meth:`Judge.look` failed.

@@ -1,7 +1,7 @@
 """Leases and pins: files that keep a version or a step from being pruned.
 
-An explorer leases the version that it serves. The lease is a file in the version's lease folder,
-and its name has the explorer's session.
+An explorer leases the version that it serves. The lease is a file in the version's lease folder.
+The name of this file contains the explorer's session.
 
 A user pins a version or a step. The pin is an empty file in a folder that the daemon checks when it
 prunes, so the pin needs no message to a daemon. Once the call has returned, nothing prunes the

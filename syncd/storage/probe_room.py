@@ -87,8 +87,7 @@ class ProbeRoom:
         """Show that this run is alive, because a room that does not change counts as left behind.
 
         Raises:
-            JobUnavailableError: the room was removed during the measurement, which means nothing
-                now.
+            JobUnavailableError: the room was removed, so the measurement is worthless.
         """
         try:
             self._job.storage.utime(self._mark)

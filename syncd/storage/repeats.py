@@ -48,7 +48,7 @@ class Repeats:
         return self.held_back(key) is not None
 
     def held_back(self, key: Hashable) -> int | None:
-        """The number of times that the message was held back since it was logged.
+        """The number of times that the message was held back since it was last logged.
 
         Returns:
             None if the message is held back now too.
@@ -65,7 +65,7 @@ class Repeats:
             return None
 
     def forget(self, key: Hashable) -> None:
-        """Forget a message whose cause is over: the same message would be logged at once."""
+        """Forget a message whose cause is over, so that it would be logged again at once."""
         with self._lock:
             self._said.pop(key, None)
 

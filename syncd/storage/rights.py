@@ -78,7 +78,7 @@ def check_rights(job: Job) -> None:
     """Check that this user may write to the job's folder, and to syncd's folders in it.
 
     Raises:
-        JobUnavailableError: this user may not write to one of them.
+        JobUnavailableError: this user may not write to one of these folders.
     """
     folder = unwritable(job)
     if folder is not None and job.storage.is_read_only(folder):
@@ -91,9 +91,10 @@ def check_rights(job: Job) -> None:
 
 
 def unwritable(job: Job) -> Path | None:
-    """The first of the folders that a daemon must write to, but this user may not.
+    """The first folder to which a daemon must write, but this user may not write.
 
-    These are the job directory, ``.syncd`` and the folders without which a daemon cannot publish.
+    The checked folders are the job directory, ``.syncd`` and the folders without which a daemon
+    cannot publish.
     """
     for folder in (job.layout.root, job.layout.state, *_working(job.layout)):
         if job.storage.exists(folder) and not job.storage.may_change(folder):
@@ -102,7 +103,7 @@ def unwritable(job: Job) -> Path | None:
 
 
 def unprunable(job: Job) -> str | None:
-    """The reason why this user could not delete existing steps, as far as their rights tell.
+    """The reason why this user could not delete existing steps, as far as their modes show.
 
     Returns:
         A sentence for people, which :data:`TO_DELETE` continues. Empty if no reason was found; None

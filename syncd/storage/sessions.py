@@ -39,7 +39,11 @@ def new_session_id(prefix: str = "") -> str:
 
 
 def process_of(session: str) -> str:
-    """``process 12 on host h, `` for a message about a session; empty for another form of name."""
+    """``process 12 on host h, `` for a message, from the name of a session made by syncd.
+
+    Returns:
+        An empty text if the name has another form.
+    """
     found = re.fullmatch(rf"(?:{DAEMON_SESSION})?(.+)-([0-9]+)-[0-9a-f]{{8}}", session)
     return f"process {found[2]} on host {found[1]}, " if found else ""
 

@@ -40,9 +40,10 @@ def ask_server(job: Job) -> None:
 
 
 def check_on_disk(job: Job, step: int) -> None:
-    """Check that a step has a folder, by its name on the server, because listings may be late.
+    """Check on the server that a step has a folder.
 
-    This function does not check whether the save in the folder is whole.
+    This function looks up the folder's name, because listings may be late. It does not check
+    whether the save in the folder is whole.
 
     Raises:
         SaveNotReadyError: the step has no folder. The message names the steps that have one.

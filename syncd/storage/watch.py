@@ -184,7 +184,7 @@ class _Shared:
 
     @classmethod
     def renew(cls) -> None:
-        """Start anew in a forked child: the parent keeps the watches and the threads."""
+        """Start without watches in a forked child, because the threads are the parent's."""
         cls.of_this_process = cls()
 
     def begin(self, folder: Path, hints: _Hints) -> ObservedWatch:
