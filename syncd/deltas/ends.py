@@ -65,7 +65,11 @@ def delta_end(manifest: Manifest) -> DeltaEnd | None:
 
 
 def why_no_delta(base: Manifest, target: Manifest) -> str | None:
-    """The reason why there can be no delta between two versions, as a clause; None if one can be made."""
+    """The reason why there can be no delta between two versions, as a clause.
+
+    Returns:
+        None if a delta can be made.
+    """
     for manifest in (base, target):
         which = f"version {manifest.sequence}"
         if manifest.kind != "full":
