@@ -1,4 +1,4 @@
-"""Making a version's files from an older version and deltas, in one pass.
+"""Make a version's files from an older version and deltas, in one pass.
 
 The base is only read. Headers and small files come from the version's own folder. The digest of
 each tensor is computed from the written bytes, and compared with the manifest.
@@ -33,12 +33,12 @@ from syncd.storage.fsio import Storage, named
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: How many bytes are made durable at a time.
+#: The number of bytes after which an fsync is done.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
 
 
 class Link(NamedTuple):
-    """A delta of a chain: its folder, and its record."""
+    """A delta in a chain: its folder and its record."""
 
     folder: Path
     delta: Delta
@@ -60,19 +60,20 @@ def apply_chain(
 
     Args:
         storage: the storage of the deltas and of the target.
-        target: the published version, of which only headers and small files are read.
+        target: the published version. Only its headers and small files are read.
         chain: the deltas that lead from the base to the target, in order.
-        base: a whole version that nobody deletes meanwhile. It is never written to.
+        base: a whole version, which nobody may delete during the call. It is only read.
         to: the storage of the draft and of the base.
-        draft: an empty folder; the caller syncs the folder's own entry, and removes it after an
-            error.
-        threads: how many files are made at a time, and no more than there are processors.
-        cancel: called often, in this thread; it raises to stop.
-        progress: called in this thread with the bytes of tensors that are done, and those of all.
+        draft: an empty folder. The caller has to sync its parent folder, and to remove the folder
+            after an error.
+        threads: the number of files that are made at a time, at most the number of processors.
+        cancel: called often, in this thread. To stop the work, it raises an error.
+        progress: called in this thread with the bytes of tensors that are made, and the bytes of
+            all tensors.
 
     Raises:
         NoDeltaError: the deltas do not make this version from this base.
-        VerificationError: the target's own folder is not what its manifest says.
+        VerificationError: the files of the target differ from its manifest.
         OSError: one of the two storages failed.
     """
     with _opened(storage, target.manifest, chain, base.manifest) as readers, ExitStack() as stack:
@@ -93,22 +94,23 @@ def changed_positions(
 ) -> Iterator[tuple[TensorEntry, NDArray[np.int64]]]:
     """The positions of all elements that any delta of a chain changes.
 
-    If a tensor holds any mixture of the chain's versions, and these elements get their values from
-    a verified copy of the target, the tensor then holds the target.
+    Suppose that a tensor holds elements of any of the chain's versions, even mixed. If the caller
+    copies only the elements at these positions from a verified copy of the target, the whole tensor
+    has the target's values.
 
     Args:
         storage: the storage of the deltas.
-        base: the version to begin with.
-        target: the version to end with.
-        chain: the deltas between them, in order.
+        base: the base of the first delta.
+        target: the target of the last delta.
+        chain: the deltas between base and target, in order.
 
     Yields:
-        A tensor, and at most 2^20 ascending positions (int64) in it as if it had one dimension. A
-        tensor may come several times; its positions ascend from one time to the next.
+        A tensor, and at most 2^20 ascending positions (int64) in the flattened tensor. A tensor may
+        be yielded several times, each time with higher positions than before.
 
     Raises:
         NoDeltaError: the deltas do not lead from the base to the target, or are damaged.
-        OSError: storage failed.
+        OSError: the storage failed.
     """
     with _opened(storage, target, chain, base) as readers:
         decoder = Decoder()
@@ -145,7 +147,7 @@ def _opened(
 
 @dataclass(eq=False)
 class _Making:
-    """The making of all files of a version, each in one thread."""
+    """Makes all files of a version, each file in one thread."""
 
     storage: Storage
     target: WholeVersion
@@ -184,7 +186,7 @@ class _Making:
 
 
 class _FileMaking:
-    """The making of one file's tensors, in a buffer of one block."""
+    """Makes the header and tensors of one file, in a buffer of one block."""
 
     def __init__(self, making: _Making, name: str, fd: int, check: Check) -> None:
         self._making = making
@@ -197,7 +199,12 @@ class _FileMaking:
         making.done[name] = 0
 
     def run(self, published: SafetensorsFile, digests: Sequence[bytes]) -> None:
-        """Make the header and the tensors; the tensors must have these digests, in file order."""
+        """Make the header and the tensors, and check the tensors' digests.
+
+        Args:
+            published: the published file, of which only the header is read.
+            digests: the digests of the tensors in the manifest, in file order.
+        """
         self._write(published.header, 0)
         for entry, digest in zip(published.entries, digests, strict=True):
             if self._tensor(entry) != digest:

@@ -1,7 +1,8 @@
 """The child process that makes a delta: it compares two versions block by block.
 
-``DeltaChild`` starts it. It reads descriptors that its parent has opened, opens no file itself, and
-writes only to its standard output. The bytes that it reads must have the digests of the manifests.
+:class:`~syncd.deltas.making.DeltaChild` starts it. The child reads from descriptors that its parent
+has opened. It opens no file itself, and writes only to its standard output. It checks the bytes
+that it reads against the digests in the manifests.
 """
 
 from __future__ import annotations
@@ -21,14 +22,13 @@ from syncd.deltas.ends import NoDeltaError
 if TYPE_CHECKING:
     from syncd.deltas import encoding
 
-#: One block in this many is compared before the others, to find out early if too many elements
-#: change.
+#: One block in this many is compared first, to find out early whether too many elements change.
 _SAMPLE: Final = 20
 _WIDEST: Final = 8
 
 
 class _Pair(NamedTuple):
-    """A tensor of both versions, with the fields of :data:`TENSOR`."""
+    """A tensor in both versions, with the fields of :data:`TENSOR`."""
 
     number: int
     width: int
@@ -42,8 +42,8 @@ class _Pair(NamedTuple):
 
 
 def run() -> None:
-    """Be the child: read the plan from standard input, and answer until all is compared."""
-    # Signals to a whole service, or from a terminal, are for the parent.
+    """Run the child: read the plan from standard input, and answer until all is compared."""
+    # Ignore signals to a whole service or from a terminal: the parent handles them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     requests, answers = io.FileIO(0, "r"), io.FileIO(1, "w")
@@ -56,7 +56,7 @@ def run() -> None:
             why = (str(error) or type(error).__name__).encode("utf-8", "backslashreplace")
             _write(answers, MESSAGE.pack(REFUSED, 0, 0, 0, len(why), 0, 0) + why)
     except BrokenPipeError:
-        pass  # the parent has gone
+        pass  # the parent has ended
 
 
 class _Comparison:
@@ -82,7 +82,7 @@ class _Comparison:
         self._tell(DONE)
 
     def _look_at_some(self) -> None:
-        """Compare some blocks, spread over all tensors, so that a hopeless attempt ends early."""
+        """Compare some blocks, spread over all tensors; raise if too many elements differ."""
         seen = changed = 0
         for pair, block in self._sample():
             old, new = self._load(pair, block)
@@ -124,7 +124,7 @@ class _Comparison:
                 raise SystemExit
 
     def _load(self, pair: _Pair, block: int) -> tuple[memoryview, memoryview]:
-        """The bytes of a block in both versions."""
+        """Read the bytes of a block in both versions."""
         begin = block * BLOCK
         size = min(BLOCK, pair.elements - begin) * pair.width
         old, new = self._old[:size], self._new[:size]
@@ -152,7 +152,8 @@ class _Comparison:
 
 def _dense(changed: int, seen: int) -> NoDeltaError:
     return NoDeltaError(
-        f"{changed} of {seen} elements differ: above {DENSEST:.0%} a delta would save little"
+        f"{changed} of {seen} elements differ: if more than {DENSEST:.0%} differ, a delta would "
+        "save little"
     )
 
 
@@ -160,7 +161,7 @@ def _fill(fd: int, view: memoryview, offset: int) -> None:
     while view:
         count = os.preadv(fd, [view], offset)
         if count == 0:
-            raise NoDeltaError("a file became shorter while it was read")
+            raise NoDeltaError("a file of weights became shorter while it was read")
         view = view[count:]
         offset += count
 

@@ -1,13 +1,13 @@
-"""The folder of a delta: its files, the entries of its index, and reading its record.
+"""The folder of a delta: the format of its files, and reading and checking them.
 
 ::
 
     delta.json   the record
     index        an entry of 24 bytes for each block that changed
-    blocks       the blocks, one behind the other, in the order of the index
+    blocks       the encoded blocks, one after the other, in the order of the index
 
-A tensor is divided into blocks of 2^20 elements, the last one shorter. A block without changes has
-no entry.
+A tensor is divided into blocks of 2^20 elements; its last block may be shorter. A block without
+changes has no entry.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from syncd.storage.fsio import Storage
 
 INDEX: Final = "index"
 BLOCKS: Final = "blocks"
-#: Elements of a block.
+#: The number of elements of a block.
 BLOCK: Final = 2**20
 #: An entry of the index, little endian: the number of the tensor in the order of the names, the
-#: number of the block in it, the bytes of the encoded block, the elements that changed in it, and
-#: the xxh3-64 of the encoded block.
+#: number of the block in the tensor, the size in bytes of the encoded block, the number of elements
+#: that changed in the block, and the xxh3-64 of the encoded block.
 ENTRY: Final = struct.Struct("<IIIIQ")
-#: If a larger part of the elements changes, no delta is made, because it would save little.
+#: If more than this fraction of the elements changes, no delta is made, because a delta would save
+#: little.
 DENSEST: Final = 0.30
 _BUFFER: Final = 1024 * 1024
 
@@ -42,11 +43,11 @@ def blocks_of(elements: int) -> int:
 
 
 def read_delta(storage: Storage, folder: Path) -> Delta:
-    """The record of a delta's folder.
+    """Read the record in a delta's folder.
 
     Raises:
-        OSError: it is not there, or cannot be read.
-        RecordError: it is not a delta.
+        OSError: the record is missing, or cannot be read.
+        RecordError: the file is not the record of a delta.
     """
     path = folder / DELTA
     return parse(Delta, storage.read(path), path)
@@ -56,7 +57,7 @@ def verify_delta(storage: Storage, folder: Path, delta: Delta) -> None:
     """Compare the files of a delta with their sizes and digests in the record.
 
     Raises:
-        NoDeltaError: a file is not what the record says.
+        NoDeltaError: a file has another size or digest than the record.
         OSError: a file is missing, or storage failed.
     """
     for file in checked_files(delta, folder).values():
@@ -74,10 +75,10 @@ def verify_delta(storage: Storage, folder: Path, delta: Delta) -> None:
 
 
 def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:
-    """The files of a delta by name: an index and blocks, both with a digest.
+    """The two files of a delta by name, ``index`` and ``blocks``; each has a digest.
 
     Raises:
-        NoDeltaError: the record names other files.
+        NoDeltaError: the record names other files, or names a file twice or without a digest.
     """
     files = {file.name: file for file in delta.files}
     if (
@@ -85,5 +86,7 @@ def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:
         or len(delta.files) != len(files)
         or any(file.digest is None for file in delta.files)
     ):
-        raise NoDeltaError(f"{folder / DELTA} does not name the files {INDEX} and {BLOCKS}, once")
+        raise NoDeltaError(
+            f"{folder / DELTA} does not name the files {INDEX} and {BLOCKS}, each once, with digest"
+        )
     return files

@@ -1,7 +1,7 @@
-"""Reading a delta that anybody may have written: it is checked against the version that it makes.
+"""Read a delta, which may be damaged or hostile, and check it against its target version.
 
-A delta cannot refer to anything outside its two files. Before memory is allocated for it, every
-length is compared with the most that the version's tensors allow.
+A delta cannot refer to anything outside its two files. Before the reader allocates memory, it
+compares every length with the largest length that the version's tensors allow.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ _ENTRIES: Final = np.dtype(
 class DeltaReader:
     """An open delta, whose index fits the tensors of its target. Close it, or use it in ``with``.
 
-    Several threads may use it, each with its own :class:`~syncd.deltas.encoding.Decoder`.
+    Several threads may use one reader, each with its own
+    :class:`~syncd.deltas.encoding.Decoder`.
 
     Args:
-        storage: the storage that the delta is on.
+        storage: the storage of the delta.
         folder: the folder of the delta.
-        delta: its record.
+        delta: the record of the delta.
         tensors: the tensors of the target, in the order of the names.
 
     Raises:
-        NoDeltaError: the delta is not whole, or not a delta of these tensors.
+        NoDeltaError: the delta is not whole, or does not fit these tensors.
         OSError: a file is missing, or cannot be read.
     """
 
@@ -75,7 +76,7 @@ class DeltaReader:
     def _checked(
         self, delta: Delta, counts: NDArray[Any], widths: NDArray[Any], size: int
     ) -> NDArray[np.int64]:
-        """The offset of each entry's bytes; refuses impossible entries."""
+        """Check the entries of the index, and return the offset of each entry's block."""
         tensors, blocks = self._entries["tensor"], self._entries["block"].astype(np.int64)
         lengths = self._entries["length"].astype(np.int64)
         changed = self._entries["count"].astype(np.int64)
@@ -102,24 +103,24 @@ class DeltaReader:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of blocks."""
         self._storage.release(self._fd)
 
     def apply(self, tensor: int, block: int, elements: Elements, decoder: Decoder) -> bool:
-        """Make new elements of a block out of old ones, in place.
+        """Replace the old elements of a block by the new elements, in place.
 
         Args:
-            tensor: its number in the order of the names.
-            block: the number of the block.
-            elements: the old ones, of the whole block.
+            tensor: the number of the tensor in the order of the names.
+            block: the number of the block in the tensor.
+            elements: the old elements of the whole block.
             decoder: the decoder of this thread.
 
         Returns:
-            False if nothing changed.
+            False if no element of the block changed.
 
         Raises:
-            NoDeltaError: the block is damaged; the elements are then a mixture of old and new ones.
-            OSError: storage failed.
+            NoDeltaError: the block is damaged. ``elements`` may be a mixture of old and new values.
+            OSError: the storage failed.
         """
         found = self._load(tensor, block)
         if found is None:
@@ -132,11 +133,11 @@ class DeltaReader:
         return True
 
     def positions(self, tensor: int, block: int, decoder: Decoder) -> Positions | None:
-        """The positions inside a block that changed, ascending; None if nothing did.
+        """The positions inside a block whose elements changed, ascending; None if none changed.
 
         Raises:
             NoDeltaError: the block is damaged.
-            OSError: storage failed.
+            OSError: the storage failed.
         """
         found = self._load(tensor, block)
         if found is None:
@@ -150,7 +151,11 @@ class DeltaReader:
             raise self._broken_block(tensor, block, error) from None
 
     def _load(self, tensor: int, block: int) -> tuple[memoryview, int] | None:
-        """The encoded bytes of a block, with a correct digest, and its count of changes."""
+        """Read an encoded block, check its digest, and return it with its number of changes.
+
+        Returns:
+            None if the block did not change.
+        """
         key = tensor << 32 | block
         at = int(np.searchsorted(self._keys, key))
         if at == len(self._keys) or self._keys[at] != key:
@@ -159,7 +164,7 @@ class DeltaReader:
         entry = self._entries[row]
         encoded = self._storage.pread_all(self._fd, int(entry["length"]), int(self._offsets[row]))
         if xxhash.xxh3_64_intdigest(encoded) != int(entry["digest"]):
-            raise self._broken_block(tensor, block, "its digest is not the one in the index")
+            raise self._broken_block(tensor, block, "its digest differs from that in the index")
         return memoryview(encoded), int(entry["count"])
 
     def _broken_block(self, tensor: int, block: int, why: object) -> NoDeltaError:

@@ -1,20 +1,23 @@
-"""The messages between the process that makes a delta and the daemon that started it."""
+"""The messages between the daemon and the child process that compares versions for a delta."""
 
 from __future__ import annotations
 
 import struct
 from typing import Final
 
-#: The parent's message: how many tensors follow, and their elements in all.
+#: The parent's message: the number of tensors that follow, and the number of all their elements.
 PLAN: Final = struct.Struct("<IQ")
-#: A tensor: its number in the order of the names, bytes of an element, elements; descriptor and
-#: offset of its bytes in the base and in the target; its digest in both.
+#: A tensor: its number in the order of the names; the bytes of an element; the number of elements;
+#: the descriptor and offset of its bytes in the base, and then in the target; its digest in the
+#: base, and then in the target.
 TENSOR: Final = struct.Struct("<IBQiQiQ16s16s")
-#: A message of the child: its kind, the bytes of the target that are compared, the tensor's number,
-#: the block's, the bytes that follow, the elements that changed, the xxh3-64 of the bytes.
+#: A message of the child: its kind; the bytes of the target that were compared so far; the number
+#: of the tensor; the number of the block; the number of bytes that follow; the number of elements
+#: that changed; the xxh3-64 of the bytes that follow.
 MESSAGE: Final = struct.Struct("<BQIIIIQ")
-#: Kinds: a sign of life; a block; the end; no delta, for a reason that follows as text; a tensor
-#: that is not what its manifest says, in the base (block 0) or the target (block 1).
+#: The kinds of messages. ALIVE: a sign of life. CHANGED: an encoded block follows. DONE: the end.
+#: REFUSED: there can be no delta; the reason follows as text. DIFFERS: a tensor differs from its
+#: manifest, in the base (the number of the block is 0) or in the target (1).
 ALIVE: Final = 0
 CHANGED: Final = 1
 DONE: Final = 2

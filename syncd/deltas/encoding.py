@@ -2,21 +2,22 @@
 
 An encoded block is a byte for its kind, followed by:
 
-- ``0``: the new bytes of the whole block.
-- ``1``: three lengths (u32, little endian) and three parts. Each part is one zstd frame with its
-  size in the header, or raw bytes if a frame is not shorter; it is a frame if its stored length is
-  below its own.
+- kind ``0``: the new bytes of the whole block.
+- kind ``1``: four numbers (u32, little endian) and three parts. The first three numbers are the
+  stored lengths of the parts; the fourth number is the unpacked length of the first part. A part is
+  stored as one zstd frame, whose header has the unpacked length, if the frame is shorter than the
+  part; otherwise the part is stored as raw bytes. So a part is a frame if its stored length is less
+  than its unpacked length.
 
-The parts of kind 1, for changes at positions p₁ < p₂ < …:
+The parts of kind ``1``, for changes at positions p₁ < p₂ < …:
 
-1. *gaps*: pᵢ - pᵢ₋₁ - 1 (p₀ = -1), each as bytes that add up: 255 as often as it fits, and a last
-   byte below 255. The fourth number of the header is this part's own length, which nothing else
-   tells.
-2. *changes*: min(z - 1, 255), one byte each; z is the zigzag of (new - old) mod 2^w, with w the
-   bits of an element: z = 2d for 0 ≤ d < 2^(w-1), else 2(2^w - d) - 1.
-3. *large changes*: z - 1 as an element of w bits, for each byte 255 of the changes.
+1. *gaps*: for each change pᵢ - pᵢ₋₁ - 1 (with p₀ = -1), as bytes that add up to it: as many bytes
+   255 as fit, and a last byte below 255.
+2. *changes*: for each change one byte, min(z - 1, 255). z is the zigzag of d = (new - old) mod 2^w,
+   where w is the number of bits of an element: z = 2d if d < 2^(w-1), otherwise 2(2^w - d) - 1.
+3. *large changes*: for each byte 255 in part 2, z - 1 as an element of w bits.
 
-Only bits are compared, so NaN and -0 are exact.
+Bits are compared, not numbers, so NaN and -0 are exact.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ if sys.version_info >= (3, 14):
 else:
     import zstandard
 
-#: Elements as unsigned integers of their width.
+#: Elements of a tensor, as unsigned integers of the same width.
 Elements = NDArray[np.unsignedinteger[Any]]
 Positions = NDArray[np.int64]
 _Bytes = NDArray[np.uint8]
 
 _RAW: Final = 0
 _SPARSE: Final = 1
-#: Kind, then the stored lengths of gaps, changes and large changes, and the gaps' own length.
+#: The kind; the stored lengths of gaps, changes and large changes; the unpacked length of the gaps.
 _HEAD: Final = struct.Struct("<BIIII")
 _MORE: Final = 255
-#: A block that does not shrink below this part of its bytes is stored as it is.
+#: A block that kind 1 does not make smaller than this fraction of its bytes is stored as kind 0.
 _WORTH: Final = 0.6
-#: NumPy searches differently if more than one element in this many is set.
+#: If more than one flag in this many is set, NumPy's own search is fast.
 _DENSE: Final = 10
-#: If a smaller part of the words differs, only the elements of these words are compared.
+#: If less than this fraction of the words differs, only the elements in these words are compared.
 _FEW: Final = 0.35
-#: Parts shorter than this gain nothing from a frame.
+#: A part of fewer bytes is not packed, because a frame would not be shorter.
 _SHORT: Final = 32
 
-#: The unsigned integer of each width in bytes.
+#: A width in bytes → the unsigned integer of that width.
 UINT: Final[dict[int, np.dtype[Any]]] = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 class BlockError(ValueError):
-    """Raised for a damaged block; the text is the reason."""
+    """Raised if a block is damaged; the message is the reason."""
 
 
 def longest(elements: int, width: int) -> int:
@@ -79,11 +80,12 @@ class Encoder:
         """Encode one block.
 
         Args:
-            old: the elements, at most :data:`BLOCK`.
-            new: as many elements, of the same width.
+            old: the old elements, at most :data:`BLOCK`.
+            new: the new elements: the same number, of the same width.
 
         Returns:
-            The encoded block, and the number of elements that differ; empty and 0 if none differs.
+            The encoded block, and the number of elements that differ. If no element differs, empty
+            bytes and 0.
         """
         positions, differences = self._changes(old, new)
         count = len(positions)
@@ -102,7 +104,7 @@ class Encoder:
         return b"".join((head, *parts)), count
 
     def _changes(self, old: Elements, new: Elements) -> tuple[Positions, Elements]:
-        """The positions at which two blocks differ, ascending, and new - old there."""
+        """The positions at which two blocks differ, ascending, and new - old at each of them."""
         difference: Elements = self._memory[: new.nbytes].view(new.dtype)
         np.subtract(new, old, out=difference)
         if new.nbytes % 8 == 0:
@@ -129,21 +131,21 @@ class Encoder:
 
 
 def as_elements(memory: memoryview, width: int) -> Elements:
-    """Bytes as elements, in the same memory."""
+    """Bytes as elements of ``width`` bytes, in the same memory."""
     found: Elements = np.frombuffer(memory, UINT[width])
     return found
 
 
 def count_changed(old: Elements, new: Elements) -> int:
-    """How many elements of two blocks differ."""
+    """The number of elements that differ between two blocks."""
     return int(np.count_nonzero(old != new))
 
 
 def _nonzero(flags: NDArray[np.bool_]) -> Positions:
     """The positions of all true flags.
 
-    In a sparse array NumPy tests each element by a branch, which is many times as slow as its
-    search in a dense one. So groups of eight are tested first.
+    In an array with few true flags, NumPy tests each flag by a branch. That is many times slower
+    than its search in an array with many true flags. So groups of eight flags are tested first.
     """
     if len(flags) % 8 or np.count_nonzero(flags) * _DENSE > len(flags):
         return np.flatnonzero(flags)
@@ -172,7 +174,7 @@ def _gap_bytes(positions: Positions) -> _Bytes:
 
 
 def _zigzag(difference: Elements, width: int) -> Elements:
-    """Zigzag of differences mod 2^w, less 1: none of them is 0."""
+    """The zigzag of differences mod 2^w, minus 1. No difference may be 0."""
     one = UINT[width].type(1)
     sign = difference >> UINT[width].type(8 * width - 1)
     found: Elements = ((difference << one) ^ (~sign + one)) - one
@@ -180,7 +182,7 @@ def _zigzag(difference: Elements, width: int) -> Elements:
 
 
 def _unzigzag(zigzag: Elements) -> Elements:
-    """The differences from which :func:`_zigzag` made these values, in the same memory."""
+    """The inverse of :func:`_zigzag`, in the same memory."""
     zigzag += 1
     sign = zigzag & 1
     zigzag >>= 1
@@ -189,22 +191,22 @@ def _unzigzag(zigzag: Elements) -> Elements:
 
 
 class Decoder:
-    """Decodes blocks, one after the other, and checks everything in them."""
+    """Decodes blocks, one after the other. It trusts no number in a block without a check."""
 
     def __init__(self) -> None:
         self._unpack = _unpacker()
         self._numbers = np.arange(0)
 
     def apply(self, block: memoryview, count: int, elements: Elements) -> None:
-        """Make the new elements of a block out of the old ones, in place.
+        """Replace the old elements of a block by the new elements, in place.
 
         Args:
-            block: as :meth:`Encoder.encode` made it.
-            count: the elements that changed.
-            elements: the old ones; after an error they are a mixture of old and new ones.
+            block: an encoded block of :meth:`Encoder.encode`.
+            count: the number of elements that changed.
+            elements: the old elements. After an error they may be a mixture of old and new values.
 
         Raises:
-            BlockError: it is not such a block.
+            BlockError: ``block`` is damaged, or does not fit ``count`` and ``elements``.
         """
         sparse = self._sparse(block, count, len(elements), elements.itemsize)
         if sparse is None:
@@ -219,10 +221,16 @@ class Decoder:
     def positions(self, block: memoryview, count: int, elements: int, width: int) -> Positions:
         """The positions of the elements that a block changes, ascending.
 
-        All positions, if the block holds the new bytes instead of changes.
+        For a block of kind 0, these are all positions of the block.
+
+        Args:
+            block: an encoded block of :meth:`Encoder.encode`.
+            count: the number of elements that changed.
+            elements: the number of elements of the block.
+            width: the bytes of an element.
 
         Raises:
-            BlockError: it is not such a block.
+            BlockError: ``block`` is damaged, or does not fit the other arguments.
         """
         sparse = self._sparse(block, count, elements, width)
         return self._first(elements) if sparse is None else sparse[0]
@@ -230,9 +238,9 @@ class Decoder:
     def _sparse(
         self, block: memoryview, count: int, elements: int, width: int
     ) -> tuple[Positions, _Bytes, Elements] | None:
-        """The positions, changes and large changes of a checked block; None for kind 0."""
+        """Check a block, and return its positions, changes and large changes; None for kind 0."""
         if not 1 <= count <= elements <= BLOCK:
-            raise BlockError(f"{count} of {elements} elements are said to change")
+            raise BlockError(f"{count} of {elements} elements are said to change: impossible")
         if not block:
             raise BlockError("it is empty")
         if block[0] == _RAW:
@@ -243,8 +251,8 @@ class Decoder:
             raise BlockError("it begins with an unknown kind of block")
         _, *stored, gap_length = _HEAD.unpack_from(block)
         if _HEAD.size + sum(stored) != len(block):
-            raise BlockError("the lengths of its parts do not sum up to its own")
-        # A gap takes one byte, and one more for each 255 elements that are skipped.
+            raise BlockError("the lengths of its parts do not sum up to its own length")
+        # A gap takes one byte, and one more byte for each 255 elements that it skips.
         if not count <= gap_length <= count + elements // _MORE:
             raise BlockError(f"its gaps have {gap_length} bytes for {count} changes")
         begin = _HEAD.size
@@ -261,7 +269,7 @@ class Decoder:
         return self._positions(gaps, count, elements), changes, large
 
     def _part(self, stored: memoryview, length: int) -> _Bytes:
-        """The bytes of a part; its length was checked before."""
+        """The unpacked bytes of a part, whose unpacked length the caller has checked."""
         if len(stored) > length:
             raise BlockError("a part is longer than its content")
         part = stored if len(stored) == length else self._unpack(stored, length)
@@ -270,7 +278,7 @@ class Decoder:
     def _positions(self, gaps: _Bytes, count: int, elements: int) -> Positions:
         ends = gaps != _MORE
         if int(np.count_nonzero(ends)) != count or not ends[-1]:
-            raise BlockError("its gaps are not those of so many changes")
+            raise BlockError("its gaps do not match its number of changes")
         reached = np.cumsum(gaps, dtype=np.int64)
         if len(gaps) != count:
             reached = reached[ends]
@@ -280,7 +288,10 @@ class Decoder:
         return reached
 
     def _first(self, count: int) -> Positions:
-        """The numbers from 0, so many; those of a whole block would take 8 MiB in each thread."""
+        """The numbers from 0 to ``count`` - 1, in an array that is kept for the next call.
+
+        The array grows on demand, because for a whole block it takes 8 MiB in each thread.
+        """
         if len(self._numbers) < count:
             self._numbers = np.arange(count)
         return self._numbers[:count]
@@ -290,7 +301,7 @@ def _packer() -> Callable[[bytes], bytes]:
     """A function that makes a zstd frame.
 
     Matches in gaps and changes are accidental, and cost more than the entropy coding of the same
-    bytes: with few matches a frame takes half the time of level 1, and is smaller.
+    bytes. So the options allow few matches. A frame takes half the time of level 1, and is smaller.
     """
     if sys.version_info >= (3, 14):
         options = {
@@ -307,9 +318,9 @@ def _packer() -> Callable[[bytes], bytes]:
 
 
 def _unpacker() -> Callable[[memoryview, int], bytes]:
-    """A function that unpacks a frame; its header must declare the expected length.
+    """A function that unpacks a zstd frame, whose header must declare the expected length.
 
-    It reads the frame's header before it allocates memory, because zstandard ignores
+    The function reads the frame's header before it allocates memory, because zstandard ignores
     ``max_output_size`` if the frame declares a size.
     """
     if sys.version_info >= (3, 14):
@@ -323,7 +334,7 @@ def _unpacker() -> Callable[[memoryview, int], bytes]:
             except zstd.ZstdError as error:
                 raise BlockError(f"a part is no zstd frame: {error}") from None
             if len(found) != length or not decompressor.eof or decompressor.unused_data:
-                raise BlockError("a part is no whole zstd frame")
+                raise BlockError("a part is no whole zstd frame, or has more than one frame")
             return found
 
         return unpack

@@ -1,4 +1,4 @@
-"""The two versions that a delta joins, and the chains that deltas make. Pure."""
+"""The two ends of a delta (its base and its target), and chains of deltas. Pure."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ import xxhash
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.protocol.records import Delta, DeltaEnd, Manifest, TensorEntry
 
-#: The most deltas of a chain. By default the daemon keeps 16.
+#: The most deltas in a chain. By default the daemon keeps 16 deltas.
 LONGEST_CHAIN: Final = 64
 
 
 class NoDeltaError(Exception):
-    """Raised with the reason when a delta cannot be made or used.
+    """Raised when a delta cannot be made or used; the message has the reason.
 
-    It says nothing about the two versions: read the full version.
+    The two versions may be fine, so the caller should read the full version instead.
     """
 
 
 def in_order(manifest: Manifest) -> list[TensorEntry]:
-    """The tensors of a version by name. A delta names a tensor by its number in this list."""
+    """The tensors of a version, sorted by name.
+
+    A delta refers to a tensor by its number in this list, from 0.
+    """
     return sorted(manifest.tensors, key=lambda tensor: tensor.name)
 
 
 def content_of(manifest: Manifest) -> str | None:
     """The digest of all tensors of a version: xxh3-128, as 32 hexadecimal digits.
 
-    It hashes lines of JSON in ASCII, one for each tensor in the order of the names (by code point):
+    The hashed text is one line of ASCII JSON for each tensor, sorted by name (by code point):
     ``["name","dtype",[shape],"digest"]``, without spaces. File names, headers and small files are
     not hashed.
 
@@ -50,7 +53,11 @@ def content_of(manifest: Manifest) -> str | None:
 
 
 def delta_end(manifest: Manifest) -> DeltaEnd | None:
-    """A version as an end of deltas; None if it has no digests, or was never published."""
+    """The record of a version as base or target of a delta.
+
+    Returns:
+        None if the version has no digests, or was never published.
+    """
     content = content_of(manifest)
     if content is None or manifest.sequence == 0:
         return None
@@ -58,7 +65,11 @@ def delta_end(manifest: Manifest) -> DeltaEnd | None:
 
 
 def why_no_delta(base: Manifest, target: Manifest) -> str | None:
-    """The reason why two versions can have no delta, as a clause; None if they can."""
+    """The reason why there can be no delta between two versions, as a clause.
+
+    Returns:
+        None if a delta can be made.
+    """
     for manifest in (base, target):
         which = f"version {manifest.sequence}"
         if manifest.kind != "full":
@@ -81,44 +92,49 @@ def _unlike(base: Manifest, target: Manifest) -> str | None:
     for these, those, one, other in ((after, before, target, base), (before, after, base, target)):
         for name in these:
             if name not in those:
-                return f"version {one.sequence} has {shown(name)} and version {other.sequence} not"
+                return (
+                    f"version {one.sequence} has the tensor {shown(name)}, but version "
+                    f"{other.sequence} has not"
+                )
     for name, new in after.items():
         old = before[name]
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             return (
-                f"{shown(name)} is {shown(old.dtype)} {list(old.shape)} in version {base.sequence} "
-                f"and {shown(new.dtype)} {list(new.shape)} in version {target.sequence}"
+                f"{shown(name)} is {shown(old.dtype)} {list(old.shape)} in version "
+                f"{base.sequence}, but {shown(new.dtype)} {list(new.shape)} in version "
+                f"{target.sequence}"
             )
     return None
 
 
 def elements_of(tensor: TensorEntry) -> int:
-    """The elements of a tensor: 1 if it has rank 0."""
+    """The number of elements of a tensor; 1 for a tensor of rank 0."""
     return math.prod(tensor.shape)
 
 
 def find_chain(deltas: Iterable[Delta], base: str, target: str) -> list[Delta] | None:
-    """The deltas that lead from one content to another, with the fewest bytes in all.
+    """Find the chain of deltas from one content to another that has the fewest bytes.
 
-    A chain has at most :data:`LONGEST_CHAIN` deltas: a reader opens two files of each, in the
-    engine's process. Each delta goes from its own base's content to its own target's: sequence
-    numbers may have gaps, and after a rollback a content may occur again.
+    A chain has at most :data:`LONGEST_CHAIN` deltas, because a reader opens two files of each delta
+    in the engine's process. Deltas are joined by the contents of their ends, not by sequence
+    numbers: these may have gaps, and after a rollback a content may occur again.
 
     Args:
-        deltas: those that exist, in any order.
-        base: the content to begin with, as :func:`content_of` says it.
-        target: the content to end with.
+        deltas: the existing deltas, in any order.
+        base: the content to begin with, a digest of :func:`content_of`.
+        target: the content to end with, a digest of :func:`content_of`.
 
     Returns:
-        The deltas in the order in which they are applied, none if both contents are equal; None if
-        no chain leads there.
+        The deltas in the order in which they are applied: an empty list if both contents are equal,
+        None if there is no chain.
     """
     links: dict[str, list[Delta]] = {}
     for delta in deltas:
         links.setdefault(delta.base.content, []).append(delta)
     best: dict[str, tuple[int, list[Delta]]] = {base: (0, [])}
     nearer = dict(best)
-    for _ in range(LONGEST_CHAIN):  # after each round, the best of all chains of so many deltas
+    # After n rounds, `best` has the smallest chain of at most n deltas to each content.
+    for _ in range(LONGEST_CHAIN):
         reached: dict[str, tuple[int, list[Delta]]] = {}
         for content, (size, chain) in nearer.items():
             for delta in links.get(content, ()):
@@ -132,7 +148,11 @@ def find_chain(deltas: Iterable[Delta], base: str, target: str) -> list[Delta] |
 
 
 def why_no_chain(chain: Sequence[Delta], base: Manifest, target: Manifest) -> str | None:
-    """The reason why a chain does not make one version of another, as a clause; None if it does."""
+    """The reason why a chain does not lead from one version to another, as a clause.
+
+    Returns:
+        None if the chain leads from ``base`` to ``target``.
+    """
     why = why_no_delta(base, target)
     if why is not None:
         return why
@@ -141,7 +161,7 @@ def why_no_chain(chain: Sequence[Delta], base: Manifest, target: Manifest) -> st
         if delta.base.content != at:
             return (
                 f"the delta to version {delta.target.sequence} begins with other bytes than "
-                "the chain has there"
+                "the chain has at this point"
             )
         at = delta.target.content
     if at != content_of(target):

@@ -1,4 +1,4 @@
-"""Making a delta: a child process compares two versions, and this process writes the result."""
+"""Make a delta: a child process compares two versions, and this process writes the delta."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from syncd.protocol.names import DELTA
 from syncd.protocol.records import Delta, DeltaEnd, VersionFile, encode
 from syncd.storage.fsio import Storage, named
 
-#: So long it may take to compare one block, on a machine or storage that stands still.
+#: The longest time in seconds to wait for the comparison of one block. It is long, because the
+#: machine or the storage may be blocked for a while.
 _WALL_SECONDS: Final = 300.0
-#: So many bytes are made durable at a time: one fsync of gigabytes could not be interrupted.
+#: The number of bytes after which an fsync is done, because one fsync of gigabytes could not be
+#: interrupted.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
 
 
 def why_not_here() -> str | None:
     """The reason why this host can neither make nor apply deltas, as a clause; None if it can.
 
-    Nothing is imported for the answer.
+    This function looks for the needed packages without importing them.
     """
     missing = [] if find_spec("numpy") else ["numpy"]
     if sys.version_info >= (3, 14):
-        if not find_spec("_zstd"):  # compression.zstd is there without it, and cannot be imported
+        if not find_spec("_zstd"):  # without it, compression.zstd exists, but cannot be imported
             return "this Python was built without zstd: install one with compression.zstd"
     elif not find_spec("zstandard"):
         missing.append("zstandard")
@@ -46,20 +48,23 @@ def why_not_here() -> str | None:
 class DeltaChild:
     """A child process that compares two versions. Close it, or use it as a context manager.
 
-    The child imports NumPy and reads; this process opens the files, and writes through ``storage``.
+    This process opens the files of both versions. The child imports NumPy, and reads these files.
+    This process writes the delta.
 
     Attributes:
-        done: the bytes of the target that are compared so far: a sign of life.
-        total: the bytes of all its tensors.
+        done: the bytes of the target's tensors that were compared so far. A growing number shows
+            that the child works.
+        total: the bytes of all tensors of the target.
 
     Args:
-        storage: what both versions are read through, and the delta is written to.
-        base: an older version; nobody may delete it meanwhile.
-        target: the version that the delta makes of it.
+        storage: the storage of both versions and of the delta.
+        base: an older version. Nobody may delete it while the child works.
+        target: the version that the delta makes from the base.
         python: the interpreter.
 
     Raises:
-        NoDeltaError: these two can have no delta, or not on this host.
+        NoDeltaError: there can be no delta between these two versions, or this host cannot make
+            deltas.
         OSError: a file cannot be opened, or the child cannot be started.
     """
 
@@ -96,7 +101,7 @@ class DeltaChild:
                 task="compare",
                 flags=SAME_MODULES,
                 pass_fds=sorted({file.fd for places in (old, new) for file, _ in places.values()}),
-                cancel=lambda: None,  # each call brings its own
+                cancel=lambda: None,  # each call of the child's methods has its own
                 wall_seconds=_WALL_SECONDS,
                 python=python,
             )
@@ -107,7 +112,7 @@ class DeltaChild:
         numbers = {name: number for number, name in enumerate(self._names)}
         before = {tensor.name: tensor.digest for tensor in base.manifest.tensors}
         plan = bytearray(PLAN.pack(len(numbers), self._elements))
-        # In the order of the target's files: both versions are read from front to back.
+        # In the order of the target's files, so that both versions are read from front to back.
         for tensor in self._target.manifest.tensors:
             from_file, from_entry = old[tensor.name]
             to_file, to_entry = new[tensor.name]
@@ -140,21 +145,21 @@ class DeltaChild:
         self._stack.close()
 
     def write(self, draft: Path, work: Work) -> Delta:
-        """Write the delta into a folder, durably; once.
+        """Write the delta into a folder, durably. Call this method once.
 
         Args:
-            draft: an empty folder of the caller's; its own entry is the caller's to sync. After an
-                error the caller removes it.
-            work: ``cancel`` is called at least every 50 ms while the child works, ``progress`` with
-                :attr:`done` and :attr:`total`.
+            draft: an empty folder. The caller has to sync its parent folder, and to remove the
+                folder after an error.
+            work: ``cancel`` is called at least every 50 ms while the child works. ``progress`` is
+                called with :attr:`done` and :attr:`total`.
 
         Returns:
-            The record, which is in the folder too.
+            The record of the delta, which is also written into the folder.
 
         Raises:
-            NoDeltaError: too many elements differ, a file is not what its manifest says, or the
-                child ended.
-            OSError: storage failed, or the child did nothing for five minutes.
+            NoDeltaError: too many elements differ, a file differs from its manifest, or the child
+                ended too early.
+            OSError: the storage failed, or the child sent nothing for five minutes.
         """
         index = bytearray()
         changed = size = unsynced = 0
@@ -216,7 +221,7 @@ class DeltaChild:
     def _ended(self) -> NoDeltaError:
         return NoDeltaError(
             f"the process that compares the two versions ended with "
-            f"{described(self._child.end())}: see that there is memory"
+            f"{described(self._child.end())}: check that the host has enough memory"
         )
 
     def _differs(self, number: int, in_target: int) -> NoDeltaError:

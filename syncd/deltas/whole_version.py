@@ -19,7 +19,7 @@ from syncd.storage.fsio import Storage
 
 @dataclass(frozen=True, slots=True)
 class WholeVersion:
-    """A whole version on disk: a published one, or a copy of one.
+    """A whole version on disk: a published version, or a copy of a published version.
 
     Attributes:
         folder: the folder with the files that the manifest lists.
@@ -33,19 +33,19 @@ class WholeVersion:
         return f"version {self.manifest.sequence} in {self.folder}"
 
 
-#: The open file that a tensor is in, and the tensor's place in it.
+#: The name of a tensor → the open file that has it, and its place in that file.
 Places = Mapping[str, tuple[SafetensorsFile, HeaderEntry]]
 
 
 @contextmanager
 def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
-    """Open all files of weights of a version; their headers must match the manifest.
+    """Open all weight files of a version; their headers must match the manifest.
 
     Yields:
         The place of each tensor, by its name.
 
     Raises:
-        NoDeltaError: the files are not those of the manifest.
+        NoDeltaError: a file does not match the manifest.
         OSError: a file is missing, or cannot be read.
     """
     told: dict[str, dict[str, TensorEntry]] = {
@@ -74,7 +74,7 @@ def check_header(file: SafetensorsFile, told: Mapping[str, TensorEntry]) -> None
     """Check that a file's header has the tensors that a manifest lists for this file.
 
     Raises:
-        NoDeltaError: it has others.
+        NoDeltaError: the header has other tensors, dtypes or shapes.
     """
     found = {entry.name: (entry.dtype, entry.shape) for entry in file.entries}
     if found != {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in told.items()}:

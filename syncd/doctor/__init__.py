@@ -1,5 +1,6 @@
 """``syncd doctor``: measures a job's storage, and judges whether syncd can rely on it.
 
-The probes are in :mod:`.alone` (by one process), :mod:`.together` (by several) and :mod:`.facts`;
-the judgements are in :mod:`.verdicts` and :mod:`.job_verdicts`, which touch nothing.
+The probes are in :mod:`.alone` (run by one process), :mod:`.together` (run by several processes)
+and :mod:`.job_probes`. The judgements are in :mod:`.verdicts` and :mod:`.job_verdicts`, which touch
+no storage.
 """

@@ -19,10 +19,10 @@ _IDLE = 600.0
 
 
 def main() -> None:
-    """Serve one run of doctor, until it ends."""
+    """Serve one run of ``syncd doctor``, until the run ends."""
     job, room, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    parent = int(sys.argv[4])  # given as an argument, because the parent may be gone by now
-    # Ignore Ctrl-C: it goes to the process that was started by hand, which then ends this one.
+    parent = int(sys.argv[4])  # an argument, because the parent may already have ended
+    # Ignore Ctrl-C. The process that the user started gets it too, and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     storage = Storage(job)
     try:

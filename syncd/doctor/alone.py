@@ -1,4 +1,4 @@
-"""Probes that one process does alone, in its own folder in the room."""
+"""Probes that one process runs alone, in its own folder in the room."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from syncd.doctor.party import Here, error_name, put
 from syncd.doctor.party_calls import DONE
 from syncd.storage.fsio import Storage, signature
 
-#: How often an action is repeated to take the median.
+#: The number of repetitions of an action, of which the median time counts.
 _TIMES: Final = 5
-#: The content to copy: whole pages, because filesystems share whole blocks.
+#: The number of bytes to copy: whole pages, because filesystems share only whole blocks.
 _COPIED: Final = 64 * 1024
-#: Seconds between two looks at a file, touched or not. A change must show within this time.
+#: Seconds between two looks at a file. A touch must show within this time.
 _PAUSE: Final = 0.1
-#: Seconds between two touches, longer each time, until the file's marks differ.
+#: Seconds between two touches, which grow until the file's signatures differ.
 _STEPS: Final = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0)
 
 
 def rename(here: Here) -> Finding:
-    """A rename replaces a file, and never a folder with content."""
+    """Check that a rename replaces a file, but never a folder with content."""
     here.must("write", "old", text="old")
     here.must("write", "new", text="new")
     wrong = verdicts.expected("a rename over a file", here.attempt("rename", "new", "old"), DONE)
@@ -43,28 +43,28 @@ def rename(here: Here) -> Finding:
     wrong += verdicts.expected("a rename of a folder", said, DONE)
     said = here.see("open", "published/file")
     wrong += verdicts.expected("a file in a renamed folder", said, "version")
-    promise = "a rename replaces a file, moves a folder, and replaces no folder that holds anything"
+    promise = "a rename replaces a file, moves a folder, and never replaces a folder with content"
     return verdicts.compare("rename", promise, wrong)
 
 
 def rmdir(here: Here) -> Finding:
-    """A folder with content cannot be removed; a removed folder takes no new names."""
+    """Check that rmdir refuses a folder with content, and that a removed folder stays removed."""
     here.must("mkdir", "leases")
     here.must("create", "leases/one")
     wrong = verdicts.full("rmdir of a folder that holds something", here.attempt("rmdir", "leases"))
     said = here.see("exists", "leases/one")
-    wrong += verdicts.expected("a file in a folder that rmdir had to leave", said, "True")
+    wrong += verdicts.expected("a file in a folder that rmdir may not remove", said, "True")
     here.attempt("unlink", "leases/one")
     said = here.attempt("rmdir", "leases")
     wrong += verdicts.expected("rmdir of an empty folder", said, DONE)
     said = here.attempt("create", "leases/two")
     wrong += verdicts.gone("making a file in a removed folder", said)
-    promise = "rmdir leaves a folder that holds anything, and what it removed takes nothing in"
+    promise = "rmdir removes only empty folders, and no file can be made in a removed folder"
     return verdicts.compare("rmdir", promise, wrong)
 
 
 def links(here: Here) -> Finding:
-    """A file can have two names."""
+    """Check that a file can have two names."""
     here.must("write", "file", text="file")
     said = here.attempt("link", "file", "second")
     here.must("unlink", "file")
@@ -72,7 +72,7 @@ def links(here: Here) -> Finding:
 
 
 def sync(storage: Storage, room: Path) -> Finding:
-    """Files and folders can be made durable."""
+    """Check that files and folders can be made durable, and measure how long it takes."""
     said: dict[str, str] = {}
 
     def timed(what: str, act: Callable[[], None]) -> float | None:
@@ -98,7 +98,7 @@ def sync(storage: Storage, room: Path) -> Finding:
 
 
 def copying(storage: Storage, room: Path) -> Finding:
-    """The ways to copy bytes that work here."""
+    """Find the ways to copy bytes that work on this storage."""
     put(storage, room / "source", bytes(_COPIED))
     source = storage.open_read(room / "source")
     try:
@@ -120,7 +120,7 @@ def _said(call: Callable[[], object]) -> str:
 
 
 def heartbeats(storage: Storage, room: Path, lease_time: float) -> Finding:
-    """A touch shows; an untouched file looks the same."""
+    """Check that a touch of a file shows, and that an untouched file looks the same."""
     path = room / "heartbeat"
     put(storage, path, b"session")
 
@@ -145,7 +145,7 @@ def heartbeats(storage: Storage, room: Path, lease_time: float) -> Finding:
 
 
 def owner(storage: Storage, room: Path) -> Finding:
-    """New files belong to this user, with the requested mode."""
+    """Check that new files belong to this user, and have the requested mode."""
     storage.mkdir(room / "ours")
     made = storage.status(room / "ours")
     if made is None:

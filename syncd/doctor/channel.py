@@ -1,4 +1,4 @@
-"""The channel between processes that measure together: files in their room, never rewritten."""
+"""The channel between processes that measure together: message files, which never change."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 
 log = logging.getLogger(__name__)
 
-#: The folder of the messages, in the room.
+#: The folder of the messages, inside the room.
 TALK: Final = "talk"
-#: Seconds between two looks for the other's message: the first and the longest pause.
+#: Seconds between two looks for a message: the first pause, and the longest pause.
 _SHORTEST: Final = 0.002
 _LONGEST: Final = 0.05
 
 
 class Channel:
-    """The messages from one process to another, and back.
+    """The messages between this process and another.
 
     Args:
         storage: the shared storage.
-        room: the folder of both, with ``talk/`` in it.
-        me, other: the numbers of the two processes.
+        room: the common folder of the two processes, with ``talk/`` in it.
+        me, other: the numbers of this process and of the other process.
     """
 
     def __init__(self, storage: Storage, room: Path, me: int, other: int) -> None:
@@ -43,7 +43,7 @@ class Channel:
         self._said = self._heard = 0
 
     def say(self, record: PartyAnswer | PartyRequest) -> None:
-        """Write a message, whole at once."""
+        """Write a message for the other process, by one rename."""
         self._said += 1
         name = f"{self._mine}-{self._said}"
         draft = self._talk / f"{TEMPORARY}{name}"
@@ -51,20 +51,26 @@ class Channel:
         self._storage.rename(draft, self._talk / name)
 
     def hear(self, model: type[R], limit: float, given_up: Callable[[], bool] = lambda: False) -> R:
-        """Wait for the other's next message.
+        """Wait for the next message of the other process.
+
+        Args:
+            model: the class of the message.
+            limit: the longest wait, in seconds.
+            given_up: returns True if this process must stop waiting.
 
         Raises:
-            JobUnavailableError: none came within ``limit`` seconds, or this process must give up.
+            JobUnavailableError: no message came within ``limit`` seconds, or ``given_up`` returned
+                True.
         """
         path = self._talk / f"{self._others}-{self._heard + 1}"
         deadline, pause = time.monotonic() + limit, _SHORTEST
         while True:
             try:
-                # This client may remember that there was no message.
+                # This client's cache may say that there is no message.
                 self._storage.refresh(self._talk)
                 said = parse(model, self._storage.read(path, LONG_RECORD_LIMIT), path)
             except RecordError:
-                # If a rename is not atomic here, a part of the message may be there.
+                # If a rename is not atomic on this storage, only a part of the message may exist.
                 if time.monotonic() > deadline:
                     raise
             except OSError as error:
@@ -84,8 +90,8 @@ def _silent(path: Path, limit: float, *, ended: bool) -> str:
     if ended:
         return "the other measuring process has ended: run both again"
     return (
-        f"{path} was not written within {limit:.0f} s: the process that measures together with "
-        "this one has ended, or storage lags by more than that; run both again"
+        f"{path} was not written within {limit:.0f} s: the other measuring process has ended, or "
+        "storage lags by more than this time; run both again"
     )
 
 
@@ -93,9 +99,9 @@ class There(Party):
     """Another process, which runs :func:`serve`.
 
     Args:
-        channel: to it.
-        patience: seconds to wait for its answer, in addition to the call's own time.
-        has_ended: returns whether the process is known to have ended.
+        channel: the channel to that process.
+        patience: seconds to wait for an answer, in addition to the call's own time.
+        has_ended: returns True if that process is known to have ended.
     """
 
     def __init__(
@@ -108,14 +114,14 @@ class There(Party):
         self._owes = False
 
     def begin(self, call: PartyCall) -> None:
-        """Send it a call."""
+        """Send a call to the process."""
         self._settle()
         self._limit = call.seconds + self._patience
         self._channel.say(PartyRequest(call=call))
         self._owes = True
 
     def end(self) -> PartyAnswer:
-        """Wait for its answer."""
+        """Wait for the answer to the call."""
         answer = self._hear()
         if answer.failed is not None:
             raise OSError(errno.EIO, f"the other process failed: {answer.failed}")
@@ -127,18 +133,18 @@ class There(Party):
         return answer
 
     def _settle(self) -> None:
-        """Read the answer to a call whose probe failed before it read it."""
+        """Read an answer that is still due because a probe failed before it read the answer."""
         if self._owes:
             self._hear()
 
     def dismiss(self, findings: tuple[Finding, ...]) -> None:
-        """Send it the findings and the end; wait until it has received them."""
+        """Send the findings to the process and end its run; wait until it has received them."""
         try:
             self._settle()
             self._channel.say(PartyRequest(end=End(findings=findings)))
             self._channel.hear(PartyAnswer, self._patience, self._has_ended)
         except JobUnavailableError as error:
-            log.debug("%s", error)  # it is not needed any more
+            log.debug("%s", error)  # the process is not needed any more
 
 
 def serve(
@@ -149,20 +155,20 @@ def serve(
     given_up: Callable[[], bool] = lambda: False,
     begins: Callable[[float], object] = lambda _: None,
 ) -> tuple[Finding, ...]:
-    """Carry out the other process's calls until it ends the run.
+    """Carry out the calls of another process until that process ends the run.
 
     Args:
-        channel: to the other.
+        channel: the channel to that process.
         here: carries out the calls.
-        idle: seconds without a call after which the other counts as gone.
-        given_up: returns whether to end at once.
-        begins: called at each call with the most seconds that it may take.
+        idle: seconds without a call after which that process counts as gone.
+        given_up: returns True if this function must end at once.
+        begins: called at each call, with the most seconds that the call may take.
 
     Returns:
-        The findings.
+        The findings of the run.
 
     Raises:
-        JobUnavailableError: the other is gone, or this process must give up.
+        JobUnavailableError: that process is gone, or ``given_up`` returned True.
     """
     try:
         while True:

@@ -1,4 +1,4 @@
-"""All probes, one after the other, each within its time."""
+"""Run all probes, one after the other, each with a limit of time."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Deadlines(NamedTuple):
     """The limits of waits, in seconds.
 
     Attributes:
-        look: until another process's change shows.
-        answer: until another process answers, in addition to the call's own time.
-        meeting: until the other host comes.
+        look: the wait for another process's change to show.
+        answer: the wait for another process's answer, in addition to the call's own time.
+        meeting: the wait for the other host.
     """
 
     look: float = 30.0
@@ -40,32 +40,32 @@ class Deadlines(NamedTuple):
 
     @property
     def probe(self) -> float:
-        """The limit of one probe, in both directions."""
+        """The limit of one probe, which measures in two directions, in seconds."""
         return 2 * (self.look + self.answer)
 
 
 class Watching:
-    """Told when each probe begins, and of each finding."""
+    """Receives the progress of a run; a subclass shows it."""
 
     def begins(self, what: str) -> None:
-        """A probe begins."""
+        """Called when a probe begins."""
 
     def found(self, finding: Finding) -> None:
-        """Something was found."""
+        """Called with each finding."""
 
 
-#: The errors of storage on which this user may create nothing.
+#: The errors of storage on which this user may not create a file.
 _REFUSED: Final = frozenset({errno.EACCES, errno.EPERM})
 
-#: Makes the other processes of a measurement, in their common room.
+#: Starts the other processes of a run, in their common room.
 Company = Callable[[ProbeRoom], AbstractContextManager[Sequence[Party]]]
 
 
 class _HungError(Exception):
-    """Raised when storage does not answer, so that no further probe makes sense.
+    """Raised when storage does not answer, so that further probes are useless.
 
     Attributes:
-        probe: the probe that hangs.
+        probe: the name of the probe that hangs.
     """
 
     def __init__(self, probe: str) -> None:
@@ -76,12 +76,13 @@ class _HungError(Exception):
 class Examination:
     """One run of all probes.
 
-    Promised: it changes nothing of the job's own, and leaves nothing behind unless storage refuses
-    the removal, or the process is killed. Each probe ends within ``limits.probe``.
+    Promised: a run changes none of the job's own files, and each probe ends within
+    ``limits.probe``. A run removes its files at its end, except if storage refuses the removal or
+    the process is killed.
 
     Args:
         job: the job.
-        watching: told of the progress.
+        watching: receives the progress.
         limits: the limits of waits.
     """
 
@@ -95,7 +96,7 @@ class Examination:
         """Measure with other processes of this host.
 
         Raises:
-            JobUnavailableError: the job directory is not there.
+            JobUnavailableError: the job directory is missing.
         """
         return self.run(
             lambda room: helpers(self._job.storage, room, self._limits.answer), two_hosts=False
@@ -105,13 +106,13 @@ class Examination:
         """Measure with the other host, which calls :func:`join`.
 
         Raises:
-            JobUnavailableError: the job directory is not there, or no host came.
+            JobUnavailableError: the job directory is missing, or the other host did not come.
         """
         return self.run(self._received, two_hosts=True)
 
     @contextmanager
     def _received(self, room: ProbeRoom) -> Iterator[list[There]]:
-        self._watching.begins("the other host, which is waited for")
+        self._watching.begins("the other host: waiting until it joins")
         peer = receive(self._job.storage, room, self._limits.meeting, self._limits.answer)
         yield [peer]
         peer.dismiss(tuple(self._findings))
@@ -120,11 +121,11 @@ class Examination:
         """Measure with other processes.
 
         Args:
-            company: starts and ends them.
-            two_hosts: whether they should be on another host.
+            company: starts these processes, and ends them.
+            two_hosts: True if they should be on another host.
 
         Raises:
-            JobUnavailableError: the job directory is not there, or the others are gone.
+            JobUnavailableError: the job directory is missing, or the other processes have ended.
         """
         storage, layout = self._job.storage, self._job.layout
         try:
@@ -153,9 +154,14 @@ class Examination:
 
     @contextmanager
     def _in_room(self, name: str, facts: Facts) -> Iterator[ProbeRoom | None]:
-        """A room while it is open; None if this user may create none, which is a finding."""
+        """Make a room for the block, and remove it at the end.
+
+        Yields:
+            The room; None if this user cannot make a room. In that case there is a finding about
+            it.
+        """
         storage = self._job.storage
-        if job_verdicts.is_read_only(facts):  # this is a finding already
+        if job_verdicts.is_read_only(facts):  # the probe of the mount has found this already
             yield None
             return
 
@@ -240,18 +246,18 @@ class Examination:
         room.beat()
         self._job.storage.mkdir(room.path / name)
         found = probe()
-        room.beat()  # fail here if the room was removed, instead of blaming storage
+        room.beat()  # fails if the room was removed, because the finding would blame storage
         return found
 
     def _leave(self, room: ProbeRoom) -> None:
-        """Remove the room; add a finding if that fails."""
+        """Remove the room; if the removal fails, add a finding."""
         try:
             self._bounded("cleanup", room.remove)
         except OSError as error:
             self._note(job_verdicts.left_behind(str(room.path), str(error)))
 
     def _probe(self, name: str, probe: Callable[[], Found]) -> None:
-        """Run one probe; an error of storage becomes its finding."""
+        """Run one probe; if storage raises an error, the error becomes the finding."""
         self._watching.begins(name)
         try:
             found = self._bounded(name, probe)
@@ -265,17 +271,26 @@ class Examination:
         self._watching.found(finding)
 
     def _bounded(self, name: str, work: Callable[[], T]) -> T:
-        """Call something in a thread, because a call that hangs in storage cannot be ended.
+        """Call ``work`` in a thread, because a call that hangs in storage cannot be ended.
 
         Raises:
-            _HungError: it took longer than a probe may.
+            _HungError: the call took longer than a probe may take.
         """
         until = time.monotonic() + self._limits.probe
         return _bounded(name, work, lambda: until)
 
 
 def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
-    """As :meth:`Examination._bounded`, until a deadline that can be moved meanwhile."""
+    """Call ``work`` in a thread, and wait for it until a deadline.
+
+    Args:
+        name: the name of the work, for the error.
+        work: the work.
+        until: returns the deadline, which may move while the work runs.
+
+    Raises:
+        _HungError: the deadline passed.
+    """
     done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def do() -> None:
@@ -297,14 +312,15 @@ def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
 
 
 def join(job: Job, watching: Watching, limits: Deadlines) -> list[Finding]:
-    """Be the other host: carry out the calls of the examining process; return its findings.
+    """Carry out the calls of a run on another host, and return the findings of that run.
 
-    If storage does not answer this host, that is the only finding.
+    If storage does not answer this host, this is the only finding.
 
     Raises:
-        JobUnavailableError: no process examines this job, or it ended half-way.
+        JobUnavailableError: no process on another host examines this job, or that process ended
+            before the run was finished.
     """
-    watching.begins("the other host, which is waited for")
+    watching.begins("the other host: waiting until it joins")
     until = time.monotonic() + limits.meeting + limits.probe
 
     def goes_on(seconds: float = 0.0) -> bool:
@@ -314,7 +330,7 @@ def join(job: Job, watching: Watching, limits: Deadlines) -> list[Finding]:
 
     def work() -> tuple[Finding, ...]:
         room, channel = visit(job, limits.meeting)
-        watching.begins("what the other host asks for")
+        watching.begins("the measurements of the other host")
         here = Here(job.storage, room, lambda: facts_of(job.layout.root))
         return serve(channel, here, idle=limits.probe, given_up=goes_on, begins=goes_on)
 

@@ -15,7 +15,7 @@ from syncd.doctor.party_calls import Facts
 
 
 class Mount(NamedTuple):
-    """The kernel's mount of a folder; empty texts if it is unknown."""
+    """The mount of a folder, as the kernel lists it; the texts are empty if it is unknown."""
 
     kind: str
     source: str
@@ -43,7 +43,7 @@ def facts_of(job: Path) -> Facts:
 
 
 def mount_of(path: Path) -> Mount:
-    """The mount of a folder: of the mounts at the longest mount point above it, the last one."""
+    """The mount of a folder: the newest mount at the nearest mount point above the folder."""
     best, found = -1, Mount("", "", "")
     where = path.resolve()
     for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
@@ -52,14 +52,14 @@ def mount_of(path: Path) -> Mount:
         kind, source, more = after.split(" ", 2)
         above = _unescaped(point)
         if where.is_relative_to(above) and len(above) >= best:
-            # The options of the mount and of its filesystem; some are in both.
+            # The options of the mount and of its filesystem, without duplicates.
             both = dict.fromkeys([*options.split(","), *more.split(",")])
             best, found = len(above), Mount(kind, _unescaped(source), ",".join(both))
     return found
 
 
 def _unescaped(text: str) -> str:
-    """Decode a path in which blanks and the like are octal numbers."""
+    """Decode a path in which blanks and some other characters are octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 

@@ -1,4 +1,4 @@
-"""A probe's finding: its measurements, verdict and words. Pure."""
+"""The finding of a probe: its measurements, verdict and words. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 from pydantic import BaseModel, ConfigDict
 
-#: A number, a word, or None if it could not be measured; and lists of these by name.
+#: A measured value: a number, a text, None if it could not be measured, a list, or values by name.
 Measured = bool | int | float | str | None | list[str] | dict[str, float | str | None]
 
 
@@ -24,11 +24,11 @@ class Finding(BaseModel):
     """The result of one probe.
 
     Attributes:
-        name: the probe's, as in ``docs/doctor.md``.
+        name: the name of the finding, as in ``docs/doctor.md``.
         verdict: the severity.
         words: the observation, for people.
-        advice: the remedy; empty if none is needed.
-        measured: the numbers behind it. Times in seconds, sizes in bytes.
+        advice: the remedy; empty if no remedy is needed.
+        measured: the measured values: times in seconds, sizes in bytes.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -41,21 +41,21 @@ class Finding(BaseModel):
 
 
 def ok(name: str, words: str, **measured: Measured) -> Finding:
-    """Nothing is wrong."""
+    """A finding that nothing is wrong."""
     return Finding(name=name, verdict=Severity.OK, words=words, measured=measured)
 
 
 def warn(name: str, words: str, advice: str, **measured: Measured) -> Finding:
-    """An operator should know."""
+    """A warning: nothing is lost, but an operator should know about the finding."""
     return Finding(name=name, verdict=Severity.WARN, words=words, advice=advice, measured=measured)
 
 
 def fail(name: str, words: str, advice: str, **measured: Measured) -> Finding:
-    """A promise cannot hold."""
+    """A finding that a promise of syncd cannot hold."""
     return Finding(name=name, verdict=Severity.FAIL, words=words, advice=advice, measured=measured)
 
 
 def worst(findings: list[Finding]) -> Severity:
-    """The worst of the verdicts."""
+    """The worst verdict of the findings; OK if there are none."""
     found = {finding.verdict for finding in findings}
     return next((v for v in (Severity.FAIL, Severity.WARN) if v in found), Severity.OK)

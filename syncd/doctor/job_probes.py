@@ -1,4 +1,4 @@
-"""Probes of the job itself: its format, daemon, room, rights. They only look."""
+"""Probes of the job itself: format, daemon, free space, rights. They do not change the job."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from syncd.storage.step_folders import step_folders
 
 #: Seconds between two looks at the daemon's heartbeat.
 _PAUSE: Final = 0.2
-#: The number of step folders to look at: those of one trainer are alike.
+#: The number of step folders to check. A few suffice, because the folders of one trainer are alike.
 _FEW: Final = 4
 
 
 def format_of(job: Job) -> tuple[Finding, float]:
-    """The format and the lease time; if there is no job yet, those that a new one would get."""
+    """A finding about the format, and the lease time in seconds.
+
+    If no daemon has served the job, or if its format cannot be read, the lease time is the default.
+    """
     default = Format().lease_time
     try:
         if not job.storage.exists(job.layout.format):
@@ -58,11 +61,11 @@ class DaemonProbe:
             self._failed = error
 
     def find(self, lease_time: float, longest: float) -> Finding:
-        """Whether the heartbeat moves; waits for that at most a lease time.
+        """Judge whether the heartbeat moves. Wait at most until a lease time has passed.
 
         Args:
-            lease_time: of the job.
-            longest: the end of the watch, in seconds since its beginning.
+            lease_time: the lease time of the job, in seconds.
+            longest: the longest duration of the watch, in seconds.
 
         Raises:
             OSError: the heartbeat cannot be read, now or when the watch began.
@@ -86,7 +89,8 @@ class DaemonProbe:
 
     def _moved(self) -> bool:
         found = self._look()
-        # The file is missing for a moment when it is renewed; or for good, then no daemon runs.
+        # The file may be missing for a moment while it is renewed. If it stays missing, no daemon
+        # runs.
         return found is not None and found != self._first
 
     def _look(self) -> object:
@@ -102,13 +106,13 @@ class DaemonProbe:
 
 
 def room(job: Job) -> Finding:
-    """Whether space and inodes are left."""
+    """Judge whether there is enough free space, and enough inodes."""
     free = job.storage.free(job.layout.root)
     return job_verdicts.room(free.bytes, free.inodes, _newest(job))
 
 
 def _newest(job: Job) -> int | None:
-    """Bytes of the newest version with a readable manifest."""
+    """The size in bytes of the newest version that has a readable manifest."""
     found = [parse_version_folder(name) for name in job.storage.names(job.layout.published)]
     for sequence in sorted((one for one in found if one is not None), reverse=True):
         try:
@@ -120,12 +124,12 @@ def _newest(job: Job) -> int | None:
 
 
 def rights(job: Job, facts: Facts, refused: str | None) -> Finding:
-    """Whether this user may write to the job, and delete the trainers' folders.
+    """Judge whether this user may write to the job, and delete the trainers' folders.
 
     Args:
         job: the job.
-        facts: the facts of this process.
-        refused: the error at the first folder that this process made; None if there was none.
+        facts: the facts about this process.
+        refused: the error when this process tried to make its room; None if there was no error.
     """
     if refused is None:
         folder = unwritable(job)
@@ -135,7 +139,7 @@ def rights(job: Job, facts: Facts, refused: str | None) -> Finding:
 
 
 def others(job: Job) -> Finding:
-    """Whether other users may write to the job."""
+    """Judge whether other users may write to the job."""
     steps = reversed(step_folders(job)[-_FEW:])
     folders = [
         job.layout.root,
@@ -157,10 +161,10 @@ def others(job: Job) -> Finding:
 
 
 class ClockProbe:
-    """Compares the wall clock with the monotonic one.
+    """Compares the wall clock with the monotonic clock.
 
     Args:
-        wall, monotonic: seconds.
+        wall, monotonic: the two clocks, in seconds.
     """
 
     def __init__(
@@ -172,7 +176,9 @@ class ClockProbe:
         self._first = wall(), monotonic()
 
     def find(self, storage: Storage, room: Path) -> Finding:
-        """The drift since the start, and the difference to storage's clock, by a new folder's time.
+        """Judge the drift since the start, and the difference from the storage's clock.
+
+        The time of a new folder shows the storage's clock.
 
         Args:
             storage: the shared storage.

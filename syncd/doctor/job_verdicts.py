@@ -9,24 +9,24 @@ from syncd.doctor.finding import Finding, Measured, fail, ok, warn
 from syncd.doctor.party_calls import Facts
 from syncd.protocol.names import printable
 
-#: With less than this no daemon can take over: bytes and inodes of its reserve.
+#: The bytes and inodes that a daemon needs to take over: the size of its reserve.
 _LEAST: Final = (1024 * 1024, 16)
-#: The number of versions like the newest one that should fit.
+#: The number of versions, each as large as the newest version, for which there should be space.
 _VERSIONS: Final = 2
 _FEW_INODES: Final = 1000
-#: The most seconds that a clock may jump, or differ from another, before it misleads readers of
-#: logs.
+#: If a clock jumps by more than _JUMP seconds, or differs from the storage's clock by more than
+#: _APART seconds, it misleads readers of logs.
 _JUMP: Final = 0.5
 _APART: Final = 60.0
 _OTHERS_WRITE: Final = 0o002
 _STICKY: Final = 0o1000
 _GROUP_WRITES: Final = 0o020
-#: The torch that the hooks and the daemon's casting child need.
+#: The oldest version of torch that the trainer hooks and the daemon's casting child support.
 _TORCH: Final = (2, 6)
 
 
 def mount(facts: Facts, name: str = "mount") -> Finding:
-    """A host's mount of the job; the other host's finding has another name."""
+    """Judge a host's mount of the job; the finding about the other host has another ``name``."""
     words = f"{facts.filesystem or 'unknown'} from {facts.source or 'nowhere'} ({facts.options})"
     options = _options(facts)
     told: dict[str, Measured] = {"filesystem": facts.filesystem, "options": facts.options}
@@ -36,7 +36,7 @@ def mount(facts: Facts, name: str = "mount") -> Finding:
         return warn(
             name,
             f"mounted soft: {words}; while the server is slow, reads and writes fail",
-            "mount it hard: syncd then waits for storage, and logs that it waits",
+            "mount it hard, so that syncd waits for storage, and logs that it waits",
             **told,
         )
     if "nocto" in options:
@@ -50,7 +50,7 @@ def mount(facts: Facts, name: str = "mount") -> Finding:
 
 
 def is_read_only(facts: Facts) -> bool:
-    """Whether the job is on a read-only mount."""
+    """True if the job is on a read-only mount."""
     return "ro" in _options(facts)
 
 
@@ -59,27 +59,27 @@ def _options(facts: Facts) -> set[str]:
 
 
 def exported_read_only(why: str) -> Finding:
-    """Storage that is mounted read-write, but refuses writes."""
+    """The finding that storage is mounted read-write, but refuses writes."""
     return fail(
         "mount",
         f"mounted rw, but its server refuses writes: {why}",
-        "have the server export it for writing; a disk that had errors may stay read-only until "
+        "make the server export it for writing; after errors a disk may stay read-only until it is "
         "checked",
     )
 
 
 def format_of(lease_time: float | None, wrong: str | None) -> Finding:
-    """Whether the job's format can be read.
+    """Judge whether the job's format can be read.
 
     Args:
-        lease_time: None if no daemon ever served the job.
-        wrong: the reason why it cannot be read.
+        lease_time: the lease time in seconds; None if no daemon ever served the job.
+        wrong: the reason why the format cannot be read; None if it can be read.
     """
     if wrong is not None:
         return fail(
             "format",
             wrong,
-            "install the same syncd everywhere; format.json is written once, and never by hand",
+            "install the same syncd everywhere; never edit format.json, which syncd writes once",
         )
     if lease_time is None:
         return ok("format", "no daemon has served this job yet")
@@ -87,42 +87,42 @@ def format_of(lease_time: float | None, wrong: str | None) -> Finding:
 
 
 def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job: str) -> Finding:
-    """Whether a daemon serves the job.
+    """Judge whether a daemon serves the job.
 
     Args:
-        beats: whether its heartbeat moved; None if there is no ``daemon.lock``.
-        said: the content of ``daemon.json``, for people; empty if there is none.
+        beats: True if the daemon's heartbeat moved; None if there is no ``daemon.lock``.
+        said: the content of ``daemon.json``, for people; empty if there is no such file.
         watched: seconds for which the heartbeat was watched.
-        lease_time: the heartbeat should move within this time.
+        lease_time: the seconds within which the heartbeat should move.
         job: the job directory.
     """
     if beats:
         return ok("daemon", f"a daemon serves this job: {said or 'it has reported nothing yet'}")
-    last = f"; the last one was {said}" if said else ""
-    start = f"start one: syncd run {job}"
+    last = f"; the last report of a daemon was: {said}" if said else ""
+    start = f"start a daemon: syncd run {job}"
     if beats is None:
         return warn("daemon", f"no daemon serves this job{last}", start)
     if watched < lease_time:
         return ok(
             "daemon",
-            "a daemon holds this job; it was not watched long enough to tell whether it is "
-            f"alive{last}",
+            "a daemon holds this job; its heartbeat was not watched long enough to tell whether it "
+            f"is alive{last}",
         )
     return warn(
         "daemon",
         f"the daemon's heartbeat has not moved for {watched:.0f} s{last}",
-        f"look at its host and its log; if it is gone, {start}",
+        f"check its host and its log; if that daemon has ended, {start}",
         watched=watched,
     )
 
 
 def room(free: int | None, inodes: int | None, version: int | None) -> Finding:
-    """Whether space and inodes are left.
+    """Judge whether there is enough free space, and enough inodes.
 
     Args:
         free: free bytes for this user; None if the filesystem does not report them.
-        inodes: free inodes; None likewise.
-        version: bytes of the newest version; None if there is none.
+        inodes: free inodes; None if the filesystem does not report them.
+        version: the size in bytes of the newest version; None if there is no version.
     """
     words = ", ".join(
         said
@@ -144,14 +144,14 @@ def room(free: int | None, inodes: int | None, version: int | None) -> Finding:
 
 
 def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
-    """Whether the wall clock runs evenly, and agrees with storage's.
+    """Judge whether the wall clock runs evenly, and agrees with the storage's clock.
 
-    syncd decides nothing by these clocks; people read them in logs.
+    syncd decides nothing by these clocks. Only people read their times, in logs.
 
     Args:
-        jumped: the difference in seconds between the wall clock's time and the monotonic one's.
-        watched: seconds of the watch.
-        ahead: seconds by which storage's clock is ahead of this host's; None if unknown.
+        jumped: the elapsed time by the wall clock minus that by the monotonic clock, in seconds.
+        watched: the seconds for which the clocks were compared.
+        ahead: the seconds by which the storage's clock is ahead of this host's; None if unknown.
     """
     measured: dict[str, Measured] = {"jumped": jumped, "ahead": ahead}
     advice = "synchronize all hosts' clocks by NTP or chrony; syncd itself does not compare clocks"
@@ -165,8 +165,8 @@ def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
     if ahead is not None and abs(ahead) > _APART:
         return warn(
             "clock",
-            f"the clock of storage is {ahead:+.0f} s from this host's: ages in 'syncd status' are "
-            "off",
+            f"the storage's clock differs from this host's clock by {ahead:+.0f} s: ages in "
+            "'syncd status' are wrong by this time",
             advice,
             **measured,
         )
@@ -176,7 +176,7 @@ def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
 
 
 def software(facts: Facts) -> Finding:
-    """The software that is installed on this host."""
+    """Judge the software that is installed on this host."""
     words = f"syncd {facts.syncd}, Python {facts.python}, Linux {facts.kernel}"
     if facts.torch is None:
         return ok("software", f"{words}; no torch: a daemon needs it only with --dtype")
@@ -191,20 +191,21 @@ def software(facts: Facts) -> Finding:
 
 
 def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) -> Finding:
-    """Whether this user may do what a daemon does.
+    """Judge whether this user has the rights that a daemon needs.
 
     Args:
-        refused: the reason why it may not write; None if it may.
-        kept: the reason why it could not delete steps; None if there are none, empty if it could.
-        to_delete: the remedy for that.
-        facts: the facts of this process.
+        refused: the reason why this user may not write to the job; None if the user may.
+        kept: the reason why this user could not delete steps; empty if the user could; None if
+            there are no steps.
+        to_delete: the remedy, if this user could not delete steps.
+        facts: the facts about this process.
     """
     us = f"user {facts.user}, groups {_listed(facts.groups or (facts.group,))}, umask {facts.umask}"
     if refused is not None:
         return fail(
             "rights",
             f"{refused} ({us})",
-            "run it as the trainers' user, or share the job with a group that both are in "
+            "run as the trainers' user, or share the job with a group that both users are in "
             "(--shared-group)",
         )
     if kept:
@@ -213,38 +214,38 @@ def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) 
 
 
 def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
-    """The other users who may write to the job.
+    """Judge which other users may write to the job.
 
     Args:
-        writers: path, mode, user and group of each folder that was read.
+        writers: path, mode, owner and group of each folder that was read.
     """
     if not writers:
-        return warn("others", "no folder of the job could be looked at", "look at its rights")
+        return warn("others", "no folder of the job could be looked at", "check its mode and owner")
     for path, mode, _, _ in writers:
         if mode & _OTHERS_WRITE:
             sticky = ", but delete only their own files" if mode & _STICKY else ""
             return warn(
                 "others",
-                f"every user may write to {printable(path)}{sticky} (mode {mode:04o}): anyone "
-                "can publish weights there, and use up the daemon's memory",
+                f"every user may write to {printable(path)}{sticky} (mode {mode:04o}): every user "
+                "can publish weights there, and fill the daemon's memory",
                 f"chmod o-w {printable(path)}, and let trainers, daemon and explorers share a "
                 "group",
             )
     groups = sorted({group for _, mode, _, group in writers if mode & _GROUP_WRITES})
     users = sorted({user for _, _, user, _ in writers})
-    words = f"the job is of user {_listed(users)}"
+    words = f"the job belongs to user {_listed(users)}"
     if groups:
         return ok("others", f"{words}; group {_listed(groups)} may write to it too")
-    return ok("others", f"{words}, and nobody else but root may write to it")
+    return ok("others", f"{words}, and nobody else except root may write to it")
 
 
 def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
-    """Whether two hosts fit together.
+    """Judge whether two hosts fit together.
 
     Args:
-        ours: the facts of this process.
-        theirs: the facts of the other one.
-        answer: the median time in seconds until the other answered.
+        ours: the facts about this process.
+        theirs: the facts about the process on the other host.
+        answer: the median time in seconds until that process answered.
     """
     words = f"{ours.host} and {theirs.host}; an answer takes {1000 * answer:.0f} ms"
     if ours.client == theirs.client:
@@ -256,9 +257,9 @@ def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
     if ours.host == theirs.host and ours.boot != theirs.boot:
         return warn(
             "hosts",
-            f"two hosts are both called {ours.host}: each would mistake a daemon on the other "
+            f"two hosts are both called {ours.host}: each host would mistake a daemon on the other "
             "host for a dead process of its own",
-            "give each host, or container, a name of its own",
+            "give each host or container a unique name",
         )
     if ours.syncd != theirs.syncd:
         return warn(
@@ -270,13 +271,13 @@ def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
         return warn(
             "hosts",
             f"{words}; {ours.filesystem} here, {theirs.filesystem} there",
-            "mount it in the same way on both hosts, unless one of them is the server",
+            "mount it in the same way on both hosts; a server that is one of the hosts is fine",
         )
     return ok("hosts", words, answer=answer)
 
 
 def left_behind(room: str, why: str) -> Finding:
-    """The finding that doctor's own room is still there."""
+    """The finding that doctor's own room could not be removed."""
     return warn(
         "cleanup",
         f"{printable(room)} could not be removed: {printable(why)}",
@@ -297,7 +298,7 @@ def hung(name: str, seconds: float) -> Finding:
     """The finding that storage did not answer at all."""
     return fail(
         name,
-        f"storage did not answer within {seconds:.0f} s; the remaining checks were skipped",
+        f"storage did not answer within {seconds:.0f} s; the remaining probes were skipped",
         "check whether the server can be reached; a hard mount waits for it forever",
         seconds=seconds,
     )

@@ -1,4 +1,4 @@
-"""One of the processes that measure together: its actions in their room, and its observations."""
+"""The actions and observations of one of the processes that measure together."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage, signature
 from syncd.storage.watch import Watcher
 
-#: Seconds between two looks for another process's change.
+#: Seconds between two looks while waiting for a change by another process.
 _PAUSE: Final = 0.005
-#: The size in bytes of the file that is replaced; it holds one number over and over.
+#: A file that is replaced again and again has 1024 blocks of 8 bytes, all with the same number.
 _BLOCK: Final = 8
 _BLOCKS: Final = 1024
 
 
 class Party(ABC):
-    """One of the processes.
+    """One of the processes that measure together.
 
-    Each method has finished when it returns. :meth:`begin` and :meth:`end` are its two halves, for
-    actions of several processes at the same time.
+    Most methods carry out a whole action. :meth:`begin` and :meth:`end` are the two halves of an
+    action, so that several processes can act at the same time.
     """
 
     @abstractmethod
@@ -40,7 +40,7 @@ class Party(ABC):
         """Wait until the action is finished.
 
         Raises:
-            OSError: storage failed.
+            OSError: the storage failed.
             JobUnavailableError: the process does not answer.
         """
 
@@ -49,7 +49,7 @@ class Party(ABC):
         return self.end()
 
     def attempt(self, change: Change, name: str, other: str | None = None, text: str = "") -> str:
-        """Try a change; returns ``done``, or the name of the error, e.g. ``EEXIST``."""
+        """Try a change, and return ``done`` or the name of the error, e.g. ``EEXIST``."""
         call = PartyCall(do="attempt", change=change, name=name, other=other, text=text)
         return self._ask(call).text
 
@@ -57,7 +57,7 @@ class Party(ABC):
         """Make a change that a probe needs.
 
         Raises:
-            OSError: storage refused it.
+            OSError: the storage refused the change.
         """
         said = self.attempt(change, name, other, text)
         if said != DONE:
@@ -65,11 +65,15 @@ class Party(ABC):
             raise OSError(code, f"{change} was refused: {os.strerror(code)}", name)
 
     def see(self, how: How, name: str) -> str:
-        """Look once; returns the observation, or the name of an error after a ``!``."""
+        """Look at a name once; return the observation, or the name of an error after a ``!``."""
         return self._ask(PartyCall(do="see", how=how, name=name)).text
 
     def until_changed(self, looks: list[Look], limit: float) -> tuple[float | None, ...]:
-        """Look until each look changes; returns each one's seconds, None if it did not in time."""
+        """Repeat the looks until the observation of each has changed, or ``limit`` seconds passed.
+
+        Returns:
+            For each look, the seconds until its observation changed; None if it did not change.
+        """
         return self._ask(PartyCall(do="until", looks=tuple(looks), seconds=limit)).after
 
     def listen(self, folder: str, name: str) -> None:
@@ -77,7 +81,11 @@ class Party(ABC):
         self._ask(PartyCall(do="listen", name=folder, text=name))
 
     def heard(self, limit: float) -> float | None:
-        """Wait for that event; the seconds from this call on, None if none came."""
+        """Wait for the event of :meth:`listen`.
+
+        Returns:
+            The seconds from this call to the event; None if no event came within ``limit`` seconds.
+        """
         return self._ask(PartyCall(do="heard", seconds=limit)).after[0]
 
     def tell(self) -> Facts:
@@ -89,10 +97,10 @@ class Party(ABC):
 
 
 class Here(Party):
-    """This process.
+    """This process, as one of the processes that measure together.
 
     Args:
-        storage: its storage.
+        storage: the shared storage.
         room: the common folder of all processes.
         tell: returns the facts about this process.
     """
@@ -105,11 +113,11 @@ class Here(Party):
         self._watcher: Watcher | None = None
 
     def begin(self, call: PartyCall) -> None:
-        """Remember the call."""
+        """Remember the call; :meth:`end` carries it out."""
         self._call = call
 
     def end(self) -> PartyAnswer:
-        """Carry it out."""
+        """Carry out the call of :meth:`begin`."""
         assert self._call is not None  # noqa: S101 # a bug if it fails, not a user's error
         call, self._call = self._call, None
         return self.perform(call)
@@ -143,7 +151,7 @@ class Here(Party):
             case "tell":
                 answer = PartyAnswer(facts=self._tell())
             case _:
-                answer = PartyAnswer(failed=f"{call.do} of nothing")
+                answer = PartyAnswer(failed=f"the call {call.do} lacks an argument")
         return answer
 
     def _path(self, name: str | None) -> Path:
@@ -208,11 +216,11 @@ class Here(Party):
             time.sleep(_PAUSE)
 
     def _race(self, change: Change, call: PartyCall) -> PartyAnswer:
-        """Race to create each of many names first."""
+        """Try to be the first process that creates each of many names."""
         won: list[int] = []
         counts: dict[str, int] = {}
         for number in range(call.count):
-            # Each process links its own file to the new name for which they race.
+            # Each process links its own file to the new name.
             is_link = change == "link"
             target = f"{call.other}-{number}"
             name, other = (call.name, target) if is_link else (target, None)
@@ -240,7 +248,7 @@ class Here(Party):
             except OSError as error:
                 if not is_gone(error):
                     raise
-                # Replaced again at each of several opens: the caller looks again.
+                # ESTALE: the file was replaced again after each of several opens.
                 counts["stale" if error.errno == errno.ESTALE else "missing"] += 1
                 continue
             if len(found) != _BLOCK * _BLOCKS or found != found[:_BLOCK] * _BLOCKS:
@@ -257,7 +265,7 @@ class Here(Party):
 
 
 def _block(number: int) -> bytes:
-    """The content of a replaced file: the same number all along."""
+    """The content of a file that is replaced: one number, repeated in all blocks."""
     return number.to_bytes(_BLOCK, "little") * _BLOCKS
 
 

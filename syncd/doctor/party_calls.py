@@ -1,4 +1,4 @@
-"""The messages of processes that measure together: calls, and answers to them."""
+"""The messages between processes that measure together: calls and their answers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from syncd.doctor.finding import Finding
 from syncd.protocol.records import Record, RelativePath, Seconds
 
-#: The changes of names in the room that can be tried.
+#: The changes in the room that a process can try.
 Change = Literal[
     "mkdir", "rmdir", "create", "link", "rename", "unlink", "touch", "write", "replace"
 ]
-#: The ways to look at a name. ``mark`` is a heartbeat's: open the file, and fstat it.
+#: The ways to look at a name. ``mark``, as for a heartbeat: open the file, and fstat it.
 How = Literal["open", "mark", "status", "listing", "exists"]
 
-#: The result of :meth:`Party.attempt` after success; otherwise it is the name of an error.
+#: The result of :meth:`Party.attempt` after success. After a failure it is the name of the error.
 DONE = "done"
 
 
 class Look(BaseModel):
-    """A way to look at a name, and the observation of the last time."""
+    """A way to look at a name, and the previous observation (``before``)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -31,11 +31,12 @@ class Look(BaseModel):
 
 
 class PartyCall(Record):
-    """A call of one process to another, about their room.
+    """A call: one process asks another to do something in their common room.
 
     Attributes:
         name, other: paths in the room.
-        count, seconds: how often, or at most how long.
+        count: the number of repetitions.
+        seconds: the most seconds that the call may take.
     """
 
     do: Literal["attempt", "see", "until", "race", "rewrite", "reread", "listen", "heard", "tell"]
@@ -56,7 +57,7 @@ class End(Record):
 
 
 class PartyRequest(Record):
-    """A call, or the end: exactly one of them."""
+    """A message with either a call or the end of the run."""
 
     call: PartyCall | None = None
     end: End | None = None
@@ -67,9 +68,9 @@ class Facts(Record):
 
     Attributes:
         boot: the id of the host's boot.
-        umask: as octal text.
-        filesystem, options: of the job's mount; empty if unknown.
-        torch: the installed version; None if there is none.
+        umask: the umask, as octal text.
+        filesystem, options: the filesystem and options of the job's mount; empty if unknown.
+        torch: the installed version of torch; None if torch is not installed.
     """
 
     host: str
@@ -88,7 +89,10 @@ class Facts(Record):
 
     @property
     def client(self) -> tuple[str, str, str]:
-        """The host's cache of the job's filesystem: two mounts on one host may have two caches."""
+        """The identity of the client whose cache this process uses.
+
+        Two mounts on one host may have two caches.
+        """
         return self.boot, self.source, self.options
 
 
@@ -96,11 +100,12 @@ class PartyAnswer(Record):
     """The result of a call.
 
     Attributes:
-        text: ``done``, or the observation, or the name of an error after a ``!``.
-        after: for each look, the seconds until the observation changed; None if it did not.
-        won: of a race, the rounds that this process won.
-        counts: how often something happened, by name.
-        failed: the error of storage if the call could not be done at all.
+        text: for an attempt, ``done`` or the name of an error; for a look, the observation, or the
+            name of an error after a ``!``.
+        after: for each look, the seconds until the observation changed; None if it did not change.
+        won: the rounds of a race that this process won.
+        counts: the name of an event → the number of its occurrences.
+        failed: the error of the storage, if the call could not be carried out.
     """
 
     text: str = ""

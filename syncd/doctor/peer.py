@@ -1,4 +1,4 @@
-"""Peers that measure together: the doctor's own helpers, or another host's processes."""
+"""The other processes of a run: helpers on this host, or a process on another host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from syncd.storage.sessions import new_session_id
 
 #: The beginning of the names of rooms that wait for another host.
 _PEER: Final = "peer-"
-#: The name of a visitor that wants to measure in a room; and of the one that was taken.
+#: In a room: the folder in which processes of other hosts write their names, and the file with the
+#: name of the process that was accepted.
 _HELLO: Final = "hello"
 _WELCOME: Final = "welcome"
 _PAUSE: Final = 0.2
@@ -38,7 +39,7 @@ def new_name(*, for_peer: bool) -> str:
 
 @contextmanager
 def helpers(storage: Storage, room: ProbeRoom, patience: float) -> Iterator[list[There]]:
-    """Processes of this host, which end with the ``with`` block."""
+    """Start processes on this host, which end with the ``with`` block."""
     with ExitStack() as stack:
         yield [
             There(
@@ -52,7 +53,7 @@ def helpers(storage: Storage, room: ProbeRoom, patience: float) -> Iterator[list
 
 @contextmanager
 def _helper(room: ProbeRoom, number: int) -> Iterator[Callable[[], bool]]:
-    """One helper; yields a function that returns whether it has ended."""
+    """Start one helper; yield a function that returns True if the helper has ended."""
     told = [str(room.job), str(room.path), str(number), str(os.getpid())]
     process = subprocess.Popen(  # noqa: S603 - syncd itself, by this interpreter
         [sys.executable, "-m", "syncd.doctor", *told]
@@ -64,17 +65,17 @@ def _helper(room: ProbeRoom, number: int) -> Iterator[Callable[[], bool]]:
         try:
             process.wait(_ENDING)
         except subprocess.TimeoutExpired:
-            pass  # it hangs in storage, and ends with that call
+            pass  # the helper hangs in a call of storage, and ends when that call ends
 
 
 def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) -> There:
-    """Wait in a room for another host, and take the first that comes.
+    """Wait in a room for a process of another host, and accept the first process that comes.
 
     Args:
         storage: the shared storage.
         room: the room, named by :func:`new_name`.
-        limit: seconds.
-        patience: of the returned process.
+        limit: the longest wait, in seconds.
+        patience: seconds to wait for each answer of that process, in addition to the call's time.
 
     Raises:
         JobUnavailableError: no host came within ``limit`` seconds.
@@ -89,9 +90,9 @@ def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) ->
             return There(Channel(storage, room.path, 0, 1), patience)
         if time.monotonic() > deadline:
             raise JobUnavailableError(
-                f"no other host came within {limit:.0f} s: run 'syncd doctor {room.job} --peer 1' "
-                "there at the same time; if it runs, that host sees another folder at this path, "
-                "or may not write to this one"
+                f"no other host joined within {limit:.0f} s: run 'syncd doctor {room.job} --peer "
+                "1' on the other host at the same time; if it runs there, that host sees another "
+                "folder at this path, or may not write to this folder"
             )
         time.sleep(_PAUSE)
 
@@ -99,10 +100,10 @@ def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) ->
 def visit(job: Job, limit: float) -> tuple[Path, Channel]:
     """Find a room that waits for a host, and join it.
 
-    Rooms of killed runs may be there too: only a live process answers.
+    There may also be rooms of killed runs, in which no process answers.
 
     Returns:
-        The room, and the channel in it.
+        The room, and the channel to its process.
 
     Raises:
         JobUnavailableError: no room answered within ``limit`` seconds.
@@ -126,8 +127,9 @@ def visit(job: Job, limit: float) -> tuple[Path, Channel]:
         time.sleep(_PAUSE)
     why = f" ({refused})" if refused else ""
     raise JobUnavailableError(
-        f"no 'syncd doctor {job.layout.root} --peer 0' was found within {limit:.0f} s{why}: run it "
-        "on the other host at the same time; if it runs, the two see different folders there"
+        f"no 'syncd doctor {job.layout.root} --peer 0' was found within {limit:.0f} s{why}: run "
+        "this command on the other host at the same time; if it runs there, the two hosts see "
+        "different folders at this path"
     )
 
 

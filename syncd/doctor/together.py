@@ -1,7 +1,7 @@
-"""Probes of several processes: one changes something, and another observes it.
+"""Probes of several processes: one process makes a change, and another process observes it.
 
-The observing process measures the time, from the moment when it is told that the change is done. So
-no clocks are compared.
+The observing process measures the delay on its own clock, from the message that announces the
+change. So the clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from syncd.doctor.party_calls import DONE, Change, Look, PartyCall
 #: The number of names for each kind of race.
 _ROUNDS: Final = 200
 _WAYS: Final[tuple[Change, ...]] = ("mkdir", "create", "link")
-#: Seconds for which a file is replaced while others read it.
+#: Seconds for which one process replaces a file while other processes read it.
 _CHURN: Final = 0.7
 #: The longest wait in seconds for caches to expire; no promise depends on the result.
 _MEMORY: Final = 10.0
 _EVENT: Final = 3.0
-#: The number of calls to measure the time of an answer.
+#: The number of calls of which the median time of an answer is taken.
 _ANSWERS: Final = 5
 
 
 def hosts(pair: tuple[Party, Party]) -> list[Finding]:
-    """Whether two hosts fit together, and how long one waits for the other's answer."""
+    """Judge whether two hosts fit together, and measure the time of an answer."""
     ours, theirs = (party.tell() for party in pair)
     took = []
     for _ in range(_ANSWERS):
@@ -45,13 +45,13 @@ def hosts(pair: tuple[Party, Party]) -> list[Finding]:
 
 
 def exclusive(parties: Sequence[Party], room: str) -> Finding:
-    """If several processes create one name, exactly one succeeds."""
+    """Check that exactly one process succeeds if several processes create one name."""
     won: dict[str, list[tuple[int, ...]]] = {}
     errors: dict[str, int] = {}
     for number in range(len(parties)):
         parties[0].must("create", f"{room}/source-{number}")
     for way in _WAYS:
-        # Ask this process last: it acts when its answer is read, and its answer is read first.
+        # Ask this process last, because it acts only when its answer is read, which is done first.
         for number, party in reversed(list(enumerate(parties))):
             call = PartyCall(
                 do="race", change=way, count=_ROUNDS, other=f"{room}/{way}", seconds=60
@@ -66,12 +66,12 @@ def exclusive(parties: Sequence[Party], room: str) -> Finding:
 
 
 def replaced(parties: Sequence[Party], room: str) -> Finding:
-    """A reader of a file that is being replaced finds it whole."""
+    """Check that a reader always finds a file whole while the file is being replaced."""
     parties[0].begin(PartyCall(do="rewrite", name=f"{room}/file", seconds=0.01))
     parties[0].end()
     counts = []
     for writer in parties:
-        # Ask this process last: it acts when its answer is read, and its answer is read first.
+        # Ask this process last, because it acts only when its answer is read, which is done first.
         for party in parties[::-1]:
             do, seconds = ("rewrite", _CHURN + 0.2) if party is writer else ("reread", _CHURN)
             party.begin(PartyCall(do=do, name=f"{room}/file", seconds=seconds))
@@ -81,7 +81,7 @@ def replaced(parties: Sequence[Party], room: str) -> Finding:
 
 
 def seen(pair: tuple[Party, Party], room: str, limit: float, lease_time: float) -> list[Finding]:
-    """The delay until an open, and a look at a heartbeat, show another process's change."""
+    """Measure the delay until a process sees that another one has replaced or touched a file."""
     late = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         replaced_file, heartbeat = f"{room}/latest-{number}", f"{room}/heartbeat-{number}"
@@ -101,7 +101,7 @@ def seen(pair: tuple[Party, Party], room: str, limit: float, lease_time: float) 
 
 
 def remembered(pair: tuple[Party, Party], room: str, limit: float) -> Finding:
-    """The delay of a client's caches: a status, a listing, a missing name."""
+    """Measure the delay of a client's caches: of a status, a listing and a missing name."""
     late: dict[str, list[float | None]] = {"a status": [], "a listing": [], "a new name": []}
     limit = min(limit, _MEMORY)
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
@@ -127,7 +127,10 @@ def remembered(pair: tuple[Party, Party], room: str, limit: float) -> Finding:
 
 
 def asked(pair: tuple[Party, Party], room: str) -> Finding:
-    """A client's own change in a folder makes it ask the server again; syncd relies on that."""
+    """Check that a client asks the server again after its own change in a folder.
+
+    syncd relies on this (:meth:`Storage.refresh`).
+    """
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
@@ -145,10 +148,10 @@ def asked(pair: tuple[Party, Party], room: str) -> Finding:
         actor.must("create", f"{here}/full/lease")
         onlooker.must("touch", here)
         said = onlooker.attempt("rmdir", f"{here}/full")
-        wrong += verdicts.full("rmdir of a full folder that was not there before", said)
+        wrong += verdicts.full("rmdir of a full folder that another process has just made", said)
         said = onlooker.see("exists", f"{here}/name")
         wrong += verdicts.expected("a new name", said, "True")
-        onlooker.see("open", f"{here}/file")  # a delay of one look does no harm
+        onlooker.see("open", f"{here}/file")  # the first look may still find the old file
         said = onlooker.see("open", f"{here}/file")
         wrong += verdicts.expected("a replaced file", said, "new")
         said = onlooker.see("listing", here)
@@ -160,7 +163,7 @@ def asked(pair: tuple[Party, Party], room: str) -> Finding:
 
 
 def fence(pair: tuple[Party, Party], room: str) -> Finding:
-    """After another process removed a folder, no file can be read from it or made in it."""
+    """Check that nothing can be moved out of a folder, or made in it, after its removal."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
@@ -168,7 +171,7 @@ def fence(pair: tuple[Party, Party], room: str) -> Finding:
             actor.must("mkdir", folder)
         actor.must("create", f"{here}/room/version/file")
         onlooker.must("touch", room)
-        # It looks at all of these, so that its client caches them.
+        # The onlooker looks at all these names, so that its client caches them.
         onlooker.see("listing", f"{here}/room")
         onlooker.see("listing", f"{here}/room/version")
         onlooker.see("exists", f"{here}/room/version/file")
@@ -190,7 +193,7 @@ def fence(pair: tuple[Party, Party], room: str) -> Finding:
 
 
 def leases(pair: tuple[Party, Party], room: str) -> Finding:
-    """A folder cannot be removed after another process has created a file in it."""
+    """Check that a folder cannot be removed after another process has made a file in it."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
@@ -205,7 +208,7 @@ def leases(pair: tuple[Party, Party], room: str) -> Finding:
 
 
 def shared(pair: tuple[Party, Party], room: str) -> Finding:
-    """Each process may change the files of the others."""
+    """Check that each process may change the files of the other process."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
@@ -222,13 +225,13 @@ def shared(pair: tuple[Party, Party], room: str) -> Finding:
         "shared",
         "each process may change the other's files",
         wrong,
-        "run both as one user, or share the job with a group that both are in (--shared-group, "
-        "umask 002)",
+        "run both processes as one user, or share the job with a group that both users are in "
+        "(--shared-group, umask 002)",
     )
 
 
 def events(pair: tuple[Party, Party], room: str) -> Finding:
-    """Whether filesystem events of another process's changes arrive."""
+    """Judge whether filesystem events of another process's changes arrive."""
     heard = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"

@@ -1,4 +1,4 @@
-"""Verdicts on measured storage. Pure: each function judges the findings of one probe.
+"""Verdicts on measured storage. Pure: each function judges the measurements of one probe.
 
 ``docs/doctor.md`` describes each probe, and the promise that depends on it.
 """
@@ -14,69 +14,78 @@ from syncd.doctor.party_calls import DONE
 
 #: The errors for a folder that is not empty.
 _FULL: Final = frozenset({"ENOTEMPTY", "EEXIST"})
-#: The errors for a name that is gone, or whose parent folder is.
+#: The errors for a name that is gone, or whose parent folder is gone.
 _GONE: Final = frozenset({"ENOENT", "ESTALE"})
 _ELSEWHERE: Final = (
     "put the job on storage with POSIX semantics: a local disk, NFS 4 (vers=4.1 or 4.2), "
     "CephFS, Lustre, WekaFS"
 )
 _MOUNT: Final = "mount it without nocto, and with a shorter attribute cache (actimeo=3)"
-#: A delay in seconds of replaced files above which the finding is a warning.
+#: If a process sees replaced files later than this many seconds, the finding is a warning.
 _SLOW: Final = 5.0
 #: If a sync takes longer than this many seconds, each version waits for several of them.
 _SLOW_SYNC: Final = 1.0
-#: A delay is fine if it fits so many times into the lease time.
+#: A delay is fine if the lease time is at least this many times longer.
 _WELL_ABOVE: Final = 6
 
 
 def compare(name: str, promise: str, wrong: Sequence[str], advice: str = _ELSEWHERE) -> Finding:
-    """Whether all attempts had the right results."""
+    """The finding of a probe: ok if ``wrong``, the list of wrong results, is empty."""
     if wrong:
         return fail(name, f"{'; '.join(wrong)}", advice, wrong=list(wrong))
     return ok(name, promise)
 
 
 def expected(what: str, said: str, wanted: str | frozenset[str]) -> list[str]:
-    """Empty, or one sentence: an attempt had a wrong result."""
+    """The wrong results of an attempt: one sentence, or none if it had a wanted result.
+
+    Args:
+        what: the attempt, as the subject of the sentence.
+        said: its result.
+        wanted: the right result, or a set of right results.
+    """
     if said in ({wanted} if isinstance(wanted, str) else wanted):
         return []
-    shown = "was done" if said == DONE else f"said {said!r}"
+    shown = "was done" if said == DONE else f"gave {said!r}"
     return [f"{what} {shown}"]
 
 
 def full(what: str, said: str) -> list[str]:
-    """The attempt must fail, because the folder has content."""
+    """The wrong results of an attempt that must fail because a folder has content."""
     return expected(what, said, _FULL)
 
 
 def gone(what: str, said: str) -> list[str]:
-    """The attempt must not find a name that another process has removed."""
+    """The wrong results of an attempt that must fail because a folder was removed."""
     return expected(what, said, _GONE)
 
 
 def links(said: str, *, are_same: bool) -> Finding:
-    """Whether a file can have two names."""
+    """Judge whether a file can have two names.
+
+    Args:
+        said: the result of the link.
+        are_same: True if both names lead to the same content.
+    """
     if said != DONE:
         return fail(
             "links",
-            f"a file cannot have a second name here (link says {said}): without hard links no "
-            "job can be opened, and no name claimed",
+            f"a file cannot have a second name here (link gave {said}): without hard links syncd "
+            "cannot open a job, and no participant can claim a name",
             _ELSEWHERE,
         )
     if not are_same:
-        return fail(
-            "links", "a hard link leads to a different file than the original name", _ELSEWHERE
-        )
+        return fail("links", "a hard link leads to another file than the original name", _ELSEWHERE)
     return ok("links", "a file can have two names: full state dicts are published without a copy")
 
 
 def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> Finding:
-    """Whether files and folders can be made durable, and how long it takes.
+    """Judge whether files and folders can be made durable, and how long it takes.
 
     Args:
-        file: seconds, the median of several; None if it failed.
-        folder: the same for a folder.
-        said: failed call → its error.
+        file: the median seconds of an fsync of a file; None if the fsync failed.
+        folder: the median seconds of an fsync of a folder; None if the fsync failed.
+        said: ``file`` or ``folder``, if its fsync failed → the error.
     """
     if file is None or folder is None:
         told = ", ".join(f"fsync of a {what}: {error}" for what, error in said.items())
@@ -87,7 +96,7 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
     if max(file, folder) > _SLOW_SYNC:
         return warn(
             "sync",
-            f"fsync is slow: {words}; each version waits for several of them",
+            f"fsync is slow: {words}; each version waits for several fsyncs",
             "check what else writes to this storage; a full or failing disk also causes this",
             file=file,
             folder=folder,
@@ -96,20 +105,26 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
 
 
 def copying(copies: str, shares: str) -> Finding:
-    """The ways to copy a merge's bytes; syncd needs none of them."""
+    """Report the fast ways to copy a merge's bytes, of which syncd needs none.
+
+    Args:
+        copies: ``done``, or the error of a copy inside the kernel.
+        shares: ``done``, or the error of sharing blocks.
+    """
     kernel = "by the kernel" if copies == DONE else f"through this process ({copies})"
     blocks = "whole blocks can be shared" if shares == DONE else f"blocks are copied ({shares})"
     return ok("copying", f"files are copied {kernel}; {blocks}", copies=copies, shares=shares)
 
 
 def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) -> Finding:
-    """Whether a touch of a heartbeat shows, and an untouched one stays the same.
+    """Judge whether a touch of a heartbeat shows, and an untouched heartbeat stays the same.
 
     Args:
-        still: whether an untouched file looks the same twice.
-        touched: whether a touched file looks different.
-        step: the shortest seconds between two touches that look different; None if none did.
-        lease_time: of the job.
+        still: True if an untouched file looks the same twice.
+        touched: True if a touched file looks different.
+        step: the shortest tested time, in seconds, after which a second touch shows; None if it
+            never shows.
+        lease_time: the lease time of the job, in seconds.
     """
     if not still:
         return fail(
@@ -119,38 +134,38 @@ def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) 
             _ELSEWHERE,
         )
     if not touched or step is None or step > lease_time / _WELL_ABOVE:
-        seen = "never" if step is None else f"only after {_seconds(step)}"
+        seen = "never" if step is None else f"only {_seconds(step)} after the previous touch"
         return fail(
             "heartbeats",
-            f"that a file was touched shows {seen}: living processes would count as dead",
+            f"a touch of a file shows {seen}: live processes would count as dead",
             _ELSEWHERE,
             step=step,
         )
     again = f"{_seconds(step)} later" if step else "right after it"
-    return ok("heartbeats", f"a touch shows, and another one {again}", step=step)
+    return ok("heartbeats", f"a touch shows, and a second touch {again} shows too", step=step)
 
 
 def owner(made: tuple[int, int], us: tuple[int, int]) -> Finding:
-    """Whether new files belong to this user.
+    """Judge whether new files belong to this user.
 
     Args:
-        made: the user and the owner's permissions of a new folder.
+        made: the owner of a new folder, and the owner's permissions.
         us: this user, and the requested permissions.
     """
     if made[0] != us[0]:
         return warn(
             "owner",
-            f"what user {us[0]} makes belongs to user {made[0]} here: the server maps users",
-            "run trainers, daemon and explorers as users that the server knows, or, if they run "
-            "as root, export it with no_root_squash",
+            f"a file that user {us[0]} makes here belongs to user {made[0]}: the server maps users",
+            "run trainers, daemon and explorers as users that the server knows; or, if they run "
+            "as root, export the filesystem with no_root_squash",
             made=made[0],
             us=us[0],
         )
     if made[1] != us[1]:
         return fail(
             "owner",
-            f"a folder made with the owner's rights {us[1]:o} has {made[1]:o}",
-            "mount it so that file modes take effect (no fmask, dmask or umask option)",
+            f"a new folder has mode {made[1]:o} for its owner instead of {us[1]:o}",
+            "mount the filesystem so that file modes take effect (no fmask, dmask or umask option)",
         )
     return ok("owner", f"new files here belong to user {us[0]}, as they should")
 
@@ -158,12 +173,12 @@ def owner(made: tuple[int, int], us: tuple[int, int]) -> Finding:
 def race(
     change: Mapping[str, Sequence[Sequence[int]]], rounds: int, errors: Mapping[str, int]
 ) -> Finding:
-    """Whether exactly one of several processes creates a name.
+    """Judge whether exactly one of several racing processes creates a name.
 
     Args:
         change: the way to create the name → for each process, the rounds that it won.
-        rounds: the number of rounds of each.
-        errors: unexpected answers, and how often each came.
+        rounds: the number of rounds for each way.
+        errors: unexpected error → the number of its occurrences.
     """
     wrong = []
     for how, winners in change.items():
@@ -183,18 +198,19 @@ def race(
     count = len(next(iter(change.values())))
     return ok(
         "exclusive",
-        f"{', '.join(change)}: of {count} processes that race for {rounds} names each has one",
+        f"{', '.join(change)}: {count} processes raced for {rounds} names, and each name was made "
+        "by exactly one process",
         won=[str(share) for share in shares],
     )
 
 
 def replaced(counts: Sequence[Mapping[str, int]]) -> Finding:
-    """Whether a reader of a file that is being replaced finds it whole.
+    """Judge whether a reader always finds a file whole while the file is being replaced.
 
     Args:
-        counts: for each reader, the number of its reads (``read``). Some of these were ``missing``
-            (the name was not there), ``torn``, ``stale`` (harmless: the file must be opened again),
-            or ``different`` from the read before.
+        counts: for each reader, the number of its reads (``read``), and the number of reads with
+            these results: ``missing`` (the name did not exist), ``torn``, ``stale`` (harmless: the
+            file must be opened again), ``different`` (from the previous read).
     """
     kinds = ("read", "missing", "torn", "stale", "different")
     total = {kind: sum(one.get(kind, 0) for one in counts) for kind in kinds}
@@ -208,7 +224,7 @@ def replaced(counts: Sequence[Mapping[str, int]]) -> Finding:
         )
     return ok(
         "replace",
-        f"a file that is replaced {total['different']} times is whole in each of {total['read']} "
+        f"a file that was replaced {total['different']} times was whole in all {total['read']} "
         "reads",
         **total,
     )
@@ -220,13 +236,15 @@ def seen(
     limit: float,
     lease_time: float,
 ) -> list[Finding]:
-    """The delay until one process sees another's change: a replaced file, and a heartbeat.
+    """Judge the delay until a process sees a file that another process has replaced or touched.
 
     Args:
-        changed: seconds, in both directions, until an open by name returns the new file.
-        touched: seconds until an open and its fstat show that a file was touched.
-        limit: None stands for longer than this.
-        lease_time: of the job.
+        changed: in each direction, the seconds until an open by name returned the new file; None if
+            this took longer than ``limit``.
+        touched: in each direction, the seconds until an open and its fstat showed that a file was
+            touched; None if this took longer than ``limit``.
+        limit: the longest wait, in seconds.
+        lease_time: the lease time of the job, in seconds.
     """
     return [_opened(changed, limit), _lease(touched, limit, lease_time)]
 
@@ -236,13 +254,15 @@ def _opened(changed: Sequence[float | None], limit: float) -> Finding:
     if late is None:
         return fail(
             "open",
-            f"a replaced file still reads as the old one after {limit:.0f} s: explorers would "
-            "not see new versions",
+            f"{limit:.0f} s after a file was replaced, a reader still gets the old content: "
+            "explorers would not see new versions",
             _MOUNT,
         )
     words = f"a replaced file is read {_late(late)}"
     if late > _SLOW:
-        return warn("open", f"{words}: explorers see new versions this late", _MOUNT, seconds=late)
+        return warn(
+            "open", f"{words}: explorers see new versions that much later", _MOUNT, seconds=late
+        )
     return ok("open", words, seconds=late)
 
 
@@ -253,7 +273,7 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
         longer = min(3600, _WELL_ABOVE * (2 * limit if late is None else late))
         return fail(
             "lease_time",
-            f"a heartbeat is seen {shown} late, and the lease time is {lease_time:g} s: living "
+            f"a heartbeat is seen {shown} late, and the lease time is {lease_time:g} s: live "
             "processes would count as dead",
             f"{_MOUNT}; or give a new job --lease-time {math.ceil(max(lease_time, longer))}",
             seconds=late,
@@ -263,7 +283,7 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
     if late > lease_time / _WELL_ABOVE:
         return warn(
             "lease_time",
-            f"{words}: too close to the lease time",
+            f"{words}: the delay is too long for this lease time",
             f"{_MOUNT}; or give a new job --lease-time {math.ceil(_WELL_ABOVE * late)}",
             seconds=late,
             lease_time=lease_time,
@@ -272,37 +292,43 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
 
 
 def remembered(late: Mapping[str, Sequence[float | None]], limit: float) -> Finding:
-    """The delay of a client's caches; syncd decides nothing by them.
+    """Report the delay of a client's caches, by which syncd decides nothing.
 
     Args:
-        late: the kind of look → seconds, in both directions.
-        limit: None stands for longer than this.
+        late: the kind of look → the delay in seconds in each direction; None if it was longer than
+            ``limit``.
+        limit: the longest wait, in seconds.
     """
     longest = {what: _longest(seconds) for what, seconds in late.items()}
     told = ", ".join(
         f"{what} {_late(seconds) if seconds is not None else f'more than {limit:.0f} s late'}"
         for what, seconds in longest.items()
     )
-    return ok("memory", f"{told}; what decides is asked of the server", **longest)
+    return ok("memory", f"{told}; syncd asks the server before it decides", **longest)
 
 
 def events(heard: Sequence[float | None], *, two_hosts: bool) -> Finding:
-    """Whether events of another process's changes arrive: they only shorten a wait."""
+    """Judge whether events of another process's changes arrive. They only shorten a wait.
+
+    Args:
+        heard: in each direction, the seconds until an event arrived; None if no event arrived.
+        two_hosts: True if the two processes are on two hosts.
+    """
     late = _longest(heard)
     if late is not None:
-        return ok("events", f"events come {_late(late)}", seconds=late)
+        return ok("events", f"events arrive {_late(late)}", seconds=late)
     if two_hosts:
-        return ok("events", "file events do not cross hosts: changes are found at the next tick")
+        return ok("events", "file events do not cross hosts: syncd finds changes at the next tick")
     return warn(
         "events",
-        "this host sends no file events for this filesystem: changes are found at the next tick",
+        "this host sends no file events for this filesystem: syncd finds changes at the next tick",
         "check this host's limits with 'sysctl fs.inotify'; some FUSE filesystems send no events "
         "at all",
     )
 
 
 def _longest(seconds: Sequence[float | None]) -> float | None:
-    """The longest; None if one never came."""
+    """The longest of the delays; None if any of them is None."""
     found = [one for one in seconds if one is not None]
     return max(found, default=0.0) if len(found) == len(seconds) else None
 

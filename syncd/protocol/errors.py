@@ -1,38 +1,38 @@
-"""The error tree: everything that syncd raises on purpose.
+"""The error tree: all errors that syncd raises on purpose.
 
 ::
 
-    SyncdError                     1   base of all; never raised itself
+    SyncdError                     1   the base class of all; never raised itself
     ├── InvalidSettingsError       2   an option, a name or a folder that cannot be used
-    │   ├── NameTakenError         2   … because a live participant has that name
-    │   ├── InvalidTransitionError 2   … a status that cannot follow the one that is
-    │   └── TorchMissingError      2   … because it needs torch, which is not installed
-    ├── RecordError                3   a record of syncd's that cannot be read
-    │   └── ProtocolMismatchError  3   … because a newer protocol wrote it
+    │   ├── NameTakenError         2   a name that a live participant has
+    │   ├── InvalidTransitionError 2   a status that cannot follow the present status
+    │   └── TorchMissingError      2   a feature that needs torch or NumPy, which is not installed
+    ├── RecordError                3   a record of syncd that cannot be read
+    │   └── ProtocolMismatchError  3   a record that a newer protocol wrote
     ├── CheckpointError            4   a save that can never be published as it is: quarantined
-    │   ├── ShardFormatError       4   a file not in torch.save's format, or asking for code
+    │   ├── ShardFormatError       4   a file not in torch.save's format, or with code to run
     │   ├── PlacementError         4   a placement or mesh that syncd does not know how to merge
     │   ├── CoverageError          4   pieces that overlap, leave gaps, or disagree
     │   └── NonFiniteError         4   weights with NaN or Inf, which --refuse-nonfinite refuses
-    ├── SaveNotReadyError          5   a save that is not whole yet, or changed under way: retry
+    ├── SaveNotReadyError          5   a save that is not whole yet, or changed while read: retry
     ├── VersionGoneError           6   a version that was retired before it could be leased
     ├── VerificationError          7   a version whose bytes differ from its manifest
     ├── EngineMismatchError        8   weights that do not fit the engine: names, shapes, dtypes
-    ├── WaitTimeoutError           9   nothing newer came in time
+    ├── WaitTimeoutError           9   no newer version was published in time
     ├── SupersededError           10   another daemon has taken over; stand by
     ├── JobUnavailableError       11   the job folder cannot be used now (missing, unmounted, busy)
-    ├── CancelledError            12   asked to stop in the middle of something
+    ├── CancelledError            12   an operation that the caller asked to stop
     ├── SaveFailedError          13   a trainer's save that did not become whole
     ├── NoRoomError              14   the disk has no room for the files that are to be written
     ├── EngineBrokenError        15   an engine whose weights are unknown
     ├── NotFollowingError        16   a background watcher that has ended by itself
-    ├── CommandFailedError       17   a command of the user's that did not take a version
-    ├── ServerError              18   an inference server that was asked for something
-    │   ├── ServerRefusedError   18   … and says that it did not do it
-    │   ├── ServerUnreachableError 18 … and does not answer (an OSError too)
-    │   └── ServerBusyError      18   … and cannot do it now: try again (an OSError too)
-    ├── UnfitStorageError        19   storage on which a promise of syncd's cannot hold
-    ├── BroadcastError           20   weights that did not travel by broadcast; the files still do
+    ├── CommandFailedError       17   a user's command that did not take a version
+    ├── ServerError              18   a request that an inference server did not carry out
+    │   ├── ServerRefusedError   18   a request that the server answered with an error
+    │   ├── ServerUnreachableError 18 a server that does not answer (an OSError too)
+    │   └── ServerBusyError      18   a request to repeat later (an OSError too)
+    ├── UnfitStorageError        19   storage on which a promise of syncd cannot hold
+    ├── BroadcastError           20   a broadcast that failed; the files still reach explorers
     └── OutOfStepError           21   a training whose ranks are in different collectives: end it
 
 The number is the exit code of a command that ends with that error. Messages say what happened, to
@@ -80,7 +80,7 @@ __all__ = [
 
 
 class SyncdError(Exception):
-    """Base of the tree; catch it to catch everything that syncd raises on purpose."""
+    """The base class of all errors that syncd raises on purpose."""
 
     exit_code: ClassVar[int] = 1
 
@@ -92,18 +92,24 @@ class InvalidSettingsError(SyncdError):
 
 
 class NameTakenError(InvalidSettingsError):
-    """Raised when a live participant has the name, or took it while this one counted as dead."""
+    """Raised when a live participant has the name.
+
+    It is also raised when this participant counted as dead for a while, and another participant
+    took its name in that time.
+    """
 
 
 class InvalidTransitionError(InvalidSettingsError):
-    """Raised when a participant's status cannot follow the one that it has."""
+    """Raised when a participant's next status cannot follow its present status."""
 
 
 class TorchMissingError(InvalidSettingsError, ModuleNotFoundError):
-    """Raised when torch or NumPy is needed and not installed; the message has the command.
+    """Raised when torch or NumPy is needed and not installed.
+
+    The message has the command that installs it.
 
     Attributes:
-        name: the module that is missing, as in any ``ModuleNotFoundError``.
+        name: the missing module, as in every ``ModuleNotFoundError``.
     """
 
 
@@ -124,7 +130,7 @@ class CheckpointError(SyncdError):
 
 
 class ShardFormatError(CheckpointError):
-    """Raised when a file is not in ``torch.save``'s format, or its pickle asks for code to run."""
+    """Raised when a file is not in ``torch.save``'s format, or its pickle would run code."""
 
 
 class PlacementError(CheckpointError):
@@ -136,17 +142,17 @@ class CoverageError(CheckpointError):
 
 
 class NonFiniteError(CheckpointError):
-    """Raised when weights hold NaN or Inf, and the daemon is told to refuse such a save."""
+    """Raised when weights hold NaN or Inf, and the daemon's settings refuse such a save."""
 
 
 class SaveNotReadyError(SyncdError):
-    """Raised when a save is not whole yet, or changed while it was read: look again later."""
+    """Raised when a save is not whole yet, or changed while it was read. Try again later."""
 
     exit_code = 5
 
 
 class VersionGoneError(SyncdError):
-    """Raised when a version was retired before it could be leased: take the newer one."""
+    """Raised when a version was retired before it could be leased. Take the newer version."""
 
     exit_code = 6
 
@@ -172,13 +178,16 @@ class EngineMismatchError(SyncdError):
 
 
 class WaitTimeoutError(SyncdError):
-    """Raised when nothing newer was published within the time given."""
+    """Raised when no newer version was published within the given time."""
 
     exit_code = 9
 
 
 class SupersededError(SyncdError):
-    """Raised when another daemon has taken over this job; this one has changed nothing since."""
+    """Raised when another daemon has taken over this job.
+
+    Since the take-over this daemon has changed nothing.
+    """
 
     exit_code = 10
 
@@ -190,30 +199,30 @@ class JobUnavailableError(SyncdError):
 
 
 class CancelledError(SyncdError):
-    """Raised when the caller asked to stop in the middle of something; nothing was committed."""
+    """Raised when the caller asked an operation to stop; nothing was committed."""
 
     exit_code = 12
 
 
 class SaveFailedError(SyncdError):
-    """Raised when a trainer's save did not become whole; the version before it stays."""
+    """Raised when a trainer's save did not become whole; the previous version stays LATEST."""
 
     exit_code = 13
 
 
 class NoRoomError(SyncdError):
-    """Raised when storage has no room for the next write; nothing is half done."""
+    """Raised when storage has no room for the next write; no incomplete work stays there."""
 
     exit_code = 14
 
 
 class EngineBrokenError(SyncdError):
-    """Raised when an engine took neither the new weights nor its previous ones again.
+    """Raised when an engine took neither the new weights nor its previous weights again.
 
     It is also raised when the engine has weights but does not serve.
 
     Attributes:
-        refuses: True if the new version broke the engine: that version is not tried again.
+        refuses: True if the new version broke the engine. That version is not tried again.
     """
 
     exit_code = 15
@@ -224,7 +233,7 @@ class EngineBrokenError(SyncdError):
 
 
 class NotFollowingError(SyncdError):
-    """Raised when a background watcher has ended, so the engine stays behind."""
+    """Raised when a background watcher has ended, so the engine gets no newer versions."""
 
     exit_code = 16
 
@@ -245,8 +254,8 @@ class ServerRefusedError(ServerError):
     """Raised when a server answers with an error.
 
     Attributes:
-        answer: the answer's JSON; None if it has none.
-        status: the HTTP status; None if the answer itself was not an error.
+        answer: the JSON of the answer; None if the answer is not JSON.
+        status: the HTTP status of the answer; None if that status reported no error.
     """
 
     def __init__(self, message: str, *, answer: object = None, status: int | None = None) -> None:
@@ -256,32 +265,36 @@ class ServerRefusedError(ServerError):
 
 
 class ServerBusyError(ServerError, OSError):
-    """Raised when a server cannot carry out a request now: it may well do so later."""
+    """Raised when a server cannot carry out a request now, but probably can later."""
 
 
 class ServerUnreachableError(ServerError, OSError):
-    """Raised when a server does not answer: the request may have been carried out, or not."""
+    """Raised when a server does not answer.
+
+    The caller cannot know whether the server carried out the request.
+    """
 
 
 class UnfitStorageError(SyncdError):
-    """Raised when storage was measured, and a promise of syncd's cannot hold on it."""
+    """Raised when tests of the storage showed that a promise of syncd cannot hold on it."""
 
     exit_code = 19
 
 
 class BroadcastError(SyncdError):
-    """Raised when weights did not travel by broadcast: no part of them may be served.
+    """Raised when a broadcast of weights failed; no part of the received weights may be served.
 
-    The message has the reason. The same weights travel by the checkpoint path.
+    The message has the reason. The same weights reach explorers by the checkpoint path.
     """
 
     exit_code = 20
 
 
 class OutOfStepError(SyncdError):
-    """Raised when a collective failed on one rank of a training, which must not go on.
+    """Raised when a collective failed on one rank, so that the whole training must end.
 
-    The other ranks may still be in that collective, and would mistake this rank's next one for it.
+    The other ranks may still be in the failed collective. If this rank began its next collective,
+    the other ranks would mistake it for the failed one.
     """
 
     exit_code = 21

@@ -1,10 +1,10 @@
-"""The events of the log: names that scripts may rely on, because messages may be reworded.
+"""The events of the log. Scripts may rely on their names, while messages may be reworded.
 
-A log call names the event that its line belongs to::
+A log call names the event of its line::
 
     log.info("version %d is there", 7, extra=Event.VERSION_ADOPTED(version=7))
 
-``docs/logging.md`` documents names and fields; a name that is not there fails the tests.
+``docs/logging.md`` documents the names and fields. A test checks that this page has every name.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-#: The prefix of the names of threads that serve one of many jobs. The job's directory follows it:
-#: their log lines are about that job.
+#: The prefix of the names of threads that serve one of many jobs. The rest of the name is the job's
+#: directory, because the log lines of the thread are about that job.
 JOB_THREAD: Final = "job "
 
 
@@ -82,6 +82,6 @@ class Event(StrEnum):
         """The ``extra`` argument for a call of a logger.
 
         Args:
-            fields: name → value; a value that JSON does not know is written as text.
+            fields: name → value. A value that is not of a JSON type is written as text.
         """
         return {"event": self.value, "fields": fields}

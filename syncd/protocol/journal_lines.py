@@ -1,4 +1,4 @@
-"""The records of growing files, one a line: the audit log and the journal."""
+"""The records of the audit log and the journal, two files with one record in each line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from syncd.protocol.records import Kind, Names, Record, Seconds, Sequence, Size,
 
 
 class AuditLine(Record):
-    """One line of ``.syncd/audit.jsonl``: one deletion."""
+    """One line of ``.syncd/audit.jsonl``, for one deletion."""
 
     time: float
     what: Literal["version", "step", "lease", "delta"]
@@ -22,32 +22,43 @@ class AuditLine(Record):
 class JournalLine(Record):
     """One line of ``.syncd/journal.jsonl``: an action of the daemon, or of an explorer.
 
-    Times are by that daemon's clock. Fields that do not belong to an event are None.
+    Times are by the clock of the daemon that writes the line. A field that does not belong to the
+    line's event is None.
 
     Attributes:
-        event: ``active`` (a daemon took over), ``published``, ``adopted`` (a version that a daemon
-            before this one had finished is LATEST), ``rolled_back``, ``live`` (an explorer serves
-            it), ``skipped``, ``quarantined``, ``refused`` (a rollback), ``delta`` (one was made),
-            ``no_delta`` (one was begun, or wanted, and there is none), ``names`` (its tensors have
-            other names than those of the version before, or could have).
-        version: the version that it is about.
-        step: its step, or that of the save.
-        kind, bytes: the published version's.
-        seconds: for ``published``, from the start of the merge to LATEST; for ``live``, since
-            LATEST named the version, None if an earlier daemon published it.
+        event: the action:
+
+            - ``active``: a daemon took over;
+            - ``published``: the daemon published a version;
+            - ``adopted``: a version that an earlier daemon had finished became LATEST;
+            - ``rolled_back``: the daemon published an older version again;
+            - ``live``: an explorer began to serve the version;
+            - ``skipped``, ``quarantined``: the daemon did not publish a save;
+            - ``refused``: the daemon refused a rollback;
+            - ``delta``: the daemon made a delta to the version;
+            - ``no_delta``: the daemon began or wanted a delta to the version, but made none;
+            - ``names``: the version's tensors have, or could have, names from another origin than
+              the names of the previous version.
+        version: the version that the line is about.
+        step: the step of that version, or of the save.
+        kind, bytes: the kind and size of the published version.
+        seconds: for ``published``: from the start of the merge until LATEST named the version. For
+            ``live``: from LATEST naming the version until the explorer served it; None if an
+            earlier daemon published the version.
         pause: for ``live``: seconds for which the explorer's engine did not serve while it loaded
-            the version; None if its report has none.
-        latency: seconds from the first look that found the save whole to LATEST.
-        of: the version that is served again; for ``delta`` and ``no_delta``, the base.
+            the version; None if the explorer's report has no pause.
+        latency: seconds from the time when the daemon found the save whole until LATEST named the
+            version.
+        of: the older version that is published again; for ``delta`` and ``no_delta``, the base.
         changed: for ``delta``: the fraction of the elements that differ, 0 to 1.
-        delta_bytes: for ``delta``, its bytes; for ``live``, the bytes of the deltas that the
-            explorer read instead of the version's files, None if it read the files.
-        by: who asked for a rollback.
-        explorer: the explorer that serves it.
-        names: whose names the tensors have.
-        why: why it was quarantined or refused, or why there is no delta; for ``published``, its NaN
-            and Inf, if any; for ``names``, the reason for the trainer's names, if nobody asked for
-            them.
+        delta_bytes: for ``delta``: the size of the delta. For ``live``: the bytes of the deltas
+            that the explorer read instead of the version's files; None if it read those files.
+        by: the person or process that asked for a rollback.
+        explorer: the explorer that serves the version.
+        names: the origin of the names of the version's tensors.
+        why: the reason for ``quarantined``, ``refused`` and ``no_delta``. For ``published``: the
+            tensors with NaN or Inf, if any. For ``names``: the reason for the trainer's names, if
+            no setting asks for these.
     """
 
     time: float

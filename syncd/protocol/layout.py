@@ -1,7 +1,4 @@
-"""Every path of a job directory. Pure: nothing here touches the disk.
-
-``docs/protocol.md`` shows a job directory.
-"""
+"""The paths of a job directory, which ``docs/protocol.md`` shows; nothing here touches the disk."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class JobLayout:
     root: Path
 
     def step(self, step: int) -> Path:
-        """``global_step_N``."""
+        """``global_step_N``: the folder of a step."""
         return self.root / step_folder(step)
 
     def actor(self, step: int) -> Path:
@@ -57,21 +54,21 @@ class JobLayout:
 
     @property
     def deltas(self) -> Path:
-        """The folder of all deltas; it is not there before the first one."""
+        """The folder of all deltas; it does not exist before the first delta."""
         return self.root / "deltas"
 
     def delta(self, sequence: int) -> Path:
-        """``deltas/d000017``: one immutable delta, to the version of this sequence."""
+        """``deltas/d000017``: the immutable delta whose target is the version of this sequence."""
         return self.deltas / delta_folder(sequence)
 
     @property
     def state(self) -> Path:
-        """``.syncd``: all files of syncd that are not versions."""
+        """``.syncd``: all files of syncd except versions and deltas."""
         return self.root / ".syncd"
 
     @property
     def format(self) -> Path:
-        """Protocol version and lease time of this job, written once."""
+        """The file with the protocol version and lease time of this job, written once."""
         return self.state / "format.json"
 
     @property
@@ -81,7 +78,7 @@ class JobLayout:
 
     @property
     def epochs(self) -> Path:
-        """The rooms of the daemons, one a take-over."""
+        """The folder of the daemons' rooms; each take-over makes a room."""
         return self.state / "epoch"
 
     @property
@@ -91,7 +88,7 @@ class JobLayout:
 
     @property
     def publish_lock(self) -> Path:
-        """The hint that a new version is on its way."""
+        """The hint that the daemon is making a new version."""
         return self.state / "publish.lock"
 
     @property
@@ -101,22 +98,22 @@ class JobLayout:
 
     @property
     def daemon_report(self) -> Path:
-        """Heartbeat and state of the daemon, for ``syncd status``."""
+        """The daemon's report about itself, for ``syncd status``."""
         return self.state / "daemon.json"
 
     @property
     def saves(self) -> Path:
-        """The outcome of each save: published, skipped or quarantined."""
+        """The outcomes of saves: published, skipped or quarantined."""
         return self.state / "saves.json"
 
     @property
     def audit(self) -> Path:
-        """One line for every deletion; the older ones are beside it (:func:`older_lines`)."""
+        """One line for every deletion; older lines are in a second file (:func:`older_lines`)."""
         return self.state / "audit.jsonl"
 
     @property
     def journal(self) -> Path:
-        """The history of saves and versions, a line for each; the older ones are beside it."""
+        """The history of saves and versions; older lines are in :func:`older_lines`."""
         return self.state / "journal.jsonl"
 
     @property
@@ -125,12 +122,12 @@ class JobLayout:
         return self.state / "leases"
 
     def lease_folder(self, sequence: int) -> Path:
-        """The folder in which a version is leased; only the publisher makes it."""
+        """The folder with the leases of a version; only the publisher makes this folder."""
         return self.leases / version_folder(sequence)
 
     @property
     def sessions(self) -> Path:
-        """One heartbeat per process."""
+        """The folder of heartbeats, one per process."""
         return self.state / "sessions"
 
     def session(self, session: str) -> Path:
@@ -139,7 +136,7 @@ class JobLayout:
 
     @property
     def explorers(self) -> Path:
-        """The report of each explorer about itself."""
+        """The folder of the explorers' reports."""
         return self.state / "explorers"
 
     def explorer(self, name: str) -> Path:
@@ -153,11 +150,11 @@ class JobLayout:
 
     @property
     def claims(self) -> Path:
-        """The claims: which session has which name."""
+        """The folder of claims. Each claim names the session that has a name."""
         return self.state / "claims"
 
     def claim(self, role: str, name: str) -> Path:
-        """The session that is the explorer of a name, or the one trainer."""
+        """The claim of an explorer's name, or the claim of the job's trainer."""
         return self.claims / (f"explorer.{name}" if role == "explorer" else role)
 
     @property
@@ -167,34 +164,34 @@ class JobLayout:
 
     @property
     def rendezvous(self) -> Path:
-        """The meeting place of the members of an offer that is decided."""
+        """The address at which the members of a decided offer meet."""
         return self.offer.with_name("group.json")
 
     def verdict(self, offer: str) -> Path:
-        """The verdict on an offered transfer: whether it takes place."""
+        """The file that says whether an offered transfer takes place."""
         return self.offer.with_name(f"{offer}.verdict")
 
     def saved_state(self, role: str, name: str) -> Path:
-        """The state that the trainer, or an explorer, needs to resume."""
+        """The state that the trainer or an explorer needs to resume."""
         meta = self.state / "meta"
         return meta / (f"explorer_meta.{name}.json" if role == "explorer" else "trainer_meta.json")
 
     @property
     def drafts(self) -> Path:
-        """Temporary files that are renamed into a folder that others watch.
+        """Temporary files that are later renamed into a folder that other processes watch.
 
-        So a process that lists or watches that folder sees nothing half made.
+        A process that lists or watches such a folder therefore sees only finished files.
         """
         return self.state / "drafts"
 
     @property
     def reserve(self) -> Path:
-        """Reserved disk space for a take-over on a full disk."""
+        """Files that reserve disk space for a take-over on a full disk."""
         return self.state / "reserve"
 
     @property
     def paused(self) -> Path:
-        """The pause: while it is there, nothing is published or pruned."""
+        """The pause: while this file exists, nothing is published or pruned."""
         return self.state / "paused.json"
 
     @property
@@ -203,20 +200,20 @@ class JobLayout:
         return self.state / "requests"
 
     def request(self, request: str) -> Path:
-        """One request, and then its answer."""
+        """The file of one request, which the daemon replaces by its answer."""
         return self.requests / f"{request}.json"
 
     @property
     def bench(self) -> Path:
-        """The steps that are built for one explorer each, and the requests for them."""
+        """The requests for steps built for one explorer alone, and the steps that were built."""
         return self.state / "bench"
 
     def bench_request(self, request: str) -> Path:
-        """The request for one such build."""
+        """The request to build a step for one explorer."""
         return self.bench / f"{request}.json"
 
     def bench_build(self, session: str, request: str) -> Path:
-        """The build itself: a complete model folder, of the explorer with this session."""
+        """The step that the daemon built for the explorer with this session: a model folder."""
         return self.bench / session / request
 
     @property
@@ -226,10 +223,10 @@ class JobLayout:
 
     @property
     def quarantine(self) -> Path:
-        """The reasons why saves could not be published, one file a save."""
+        """The folder of reasons why saves could not be published, one file for each save."""
         return self.state / "quarantine"
 
 
 def older_lines(path: Path) -> Path:
-    """The file with the older lines of a file that grows, e.g. ``journal.older.jsonl``."""
+    """The file with the older lines of a growing file, e.g. ``journal.older.jsonl``."""
     return path.with_name(f"{path.stem}.older{path.suffix}")

@@ -1,4 +1,4 @@
-"""Every name of the on-disk protocol: made and parsed. Pure: nothing here touches the disk."""
+"""Make and parse the names of the on-disk protocol; nothing here touches the disk."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ RECEIPTS: Final = ".receipts"
 #: A user's pin: a file in a step folder, or in the lease folder of a version.
 PINNED: Final = ".pinned"
 FULL_STATE_DICT: Final = "model.safetensors"
-#: The file that torch.distributed.checkpoint writes last into a folder, and its name before that.
+#: The file that torch.distributed.checkpoint writes last into a folder, and that file's name while
+#: it is being written.
 DCP_METADATA: Final = ".metadata"
 DCP_UNFINISHED: Final = ".metadata.tmp"
 DCP_SUFFIX: Final = ".distcp"
 HUGGINGFACE: Final = "huggingface"
-#: A line with the path of the weights, from trainers that keep them elsewhere.
+#: The file with the path of the weights, from trainers that keep their weights elsewhere.
 REMOTE_PATH: Final = "remote_sampler_path.txt"
 #: The folder of a PEFT adapter, and PEFT's names for its files.
 LORA_ADAPTER: Final = "lora_adapter"
@@ -53,9 +54,9 @@ _SHARD = re.compile(
 )
 _POINTER = re.compile(rb"\s*(-?[0-9]{1,18})\s*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
-#: Files that protect a step folder from pruning: a trainer could resume from it, or it is not
-#: syncd's. A folder of torch.distributed.checkpoint may hold anything; each rank's own metadata is
-#: DCP's too.
+#: Files that protect a step folder from pruning, because a trainer could resume from the folder. A
+#: folder of torch.distributed.checkpoint (DCP) may hold anything, so all DCP files count, also the
+#: metadata of single ranks.
 _RESUMABLE = re.compile(
     r"(optim|extra_state|master)_.*|(__[0-9]+)?\.metadata|.*\.distcp", re.ASCII | re.DOTALL
 )
@@ -72,9 +73,9 @@ _JOINERS: Final = "\u200c\u200d"
 
 
 def is_weights_name(name: str) -> bool:
-    """True if a file of ``huggingface/`` holds weights, or is their index.
+    """True if a file of ``huggingface/`` holds weights or the index of weights.
 
-    A merge writes such files, and never reads them.
+    A merge writes such files, but never reads them.
     """
     return _WEIGHTS.fullmatch(name) is not None
 
@@ -85,7 +86,7 @@ def step_folder(step: int) -> str:
 
 
 def parse_step_folder(name: str) -> int | None:
-    """The step in a folder's name, or None if it is not a step folder."""
+    """The step in a folder's name, or None if the folder is not a step folder."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -96,7 +97,7 @@ def version_folder(sequence: int) -> str:
 
 
 def parse_version_folder(name: str) -> int | None:
-    """The sequence in a folder's name, or None if it is not a version folder."""
+    """The sequence in a folder's name, or None if the folder is not a version folder."""
     match = _VERSION.fullmatch(name)
     return int(match[1]) if match and version_folder(int(match[1])) == name else None
 
@@ -133,39 +134,45 @@ def extra_state_name(world_size: int, rank: int) -> str:
 
 
 def parse_shard_name(name: str) -> tuple[int, int] | None:
-    """``(world_size, rank)`` of a model shard's name, or None if it is not one."""
+    """``(world_size, rank)`` of a name of :func:`shard_name`; None for other names."""
     match = _SHARD.fullmatch(name)
     return (int(match[2]), int(match[3])) if match and match[1] == "model" else None
 
 
 def parse_master_name(name: str) -> tuple[int, int] | None:
-    """``(world_size, rank)`` of a name of :func:`master_name`, or None if it is not one."""
+    """``(world_size, rank)`` of a name of :func:`master_name`; None for other names."""
     match = _SHARD.fullmatch(name)
     return (int(match[2]), int(match[3])) if match and match[1] == "master" else None
 
 
 def distcp_order(name: str) -> tuple[int, int, str]:
-    """The sort key of a ``.distcp`` file: its rank and number, if its name has these."""
+    """The sort key of a ``.distcp`` file: the rank and number in its name, and the name.
+
+    Files without a rank and number come after all others.
+    """
     match = _DISTCP.fullmatch(name)
     return (int(match[1]), int(match[2]), name) if match else (sys.maxsize, 0, name)
 
 
 def is_dcp_file(name: str) -> bool:
-    """True if a name is that of a file that ``torch.distributed.checkpoint`` writes for a save."""
+    """True if ``torch.distributed.checkpoint`` writes files with this name for a save."""
     return name == DCP_METADATA or name.endswith(DCP_SUFFIX)
 
 
 def is_rank_metadata(name: str) -> bool:
-    """True if a name is that of the metadata of one rank alone, which DCP writes on request."""
+    """True if a file with this name has the metadata of one rank alone, as DCP can write it."""
     return _RANK_METADATA.fullmatch(name) is not None
 
 
 def parse_part_name(name: str) -> tuple[int | None, int, int] | None:
     """``(shard, file, files)`` of a Hugging Face file's name that ends with ``N-of-M``.
 
-    The shard is None if the file holds whole tensors: ``model-00001-of-00002.safetensors``. If the
-    name begins with ``shard-00001-``, a rank wrote it through ``HuggingFaceStorageWriter``. None if
-    the name is of another kind.
+    The shard is None if the file holds whole tensors, for example
+    ``model-00001-of-00002.safetensors``. If the name begins with ``shard-00001-``, a rank wrote the
+    file through ``HuggingFaceStorageWriter``.
+
+    Returns:
+        None if the name has another form.
     """
     match = _PART.fullmatch(name)
     if match is None:
@@ -181,22 +188,22 @@ def receipt_name(rank: int) -> str:
     return f"rank_{rank}.json"
 
 
-#: How the names of all ranks' full receipts begin.
+#: The beginning of the names of all full receipts.
 _FULL_RECEIPT: Final = "full_rank_"
 
 
 def full_receipt_name(rank: int) -> str:
-    """The name of a rank's receipt for its optimizer and extra state too."""
+    """The name of a rank's receipt of a full checkpoint, with optimizer and extra state."""
     return f"{_FULL_RECEIPT}{rank}.json"
 
 
 def is_full_receipt_name(name: str) -> bool:
-    """True if a file is some rank's receipt of a full checkpoint."""
+    """True if a file with this name is a rank's receipt of a full checkpoint."""
     return name.startswith(_FULL_RECEIPT)
 
 
 def failure_name(rank: int) -> str:
-    """The name of the file with the save_id that a rank could not write."""
+    """The name of the file in which a rank names a save (``save_id``) that it could not write."""
     return f"failed_rank_{rank}.txt"
 
 
@@ -206,20 +213,24 @@ def is_resumable_state(name: str) -> bool:
 
 
 def parse_pointer(content: bytes) -> int | None:
-    """The step that a pointer file names, or None if it is empty or torn.
+    """The step that a pointer file names, or None if the file is empty or torn.
 
-    It returns a negative number unchanged: there is no step yet.
+    A negative number, which means that there is no step yet, is returned unchanged.
     """
     match = _POINTER.fullmatch(content)
     return int(match[1]) if match else None
 
 
 def checked_name(name: object, what: str) -> str:
-    """The name itself, if it can be part of a file name.
+    """The name, unchanged, if it can be part of a file name.
+
+    Args:
+        name: the name.
+        what: the thing that has the name, for the error message.
 
     Raises:
-        InvalidSettingsError: it has other characters than ASCII letters, digits, ``_`` and ``-``,
-            starts with ``-``, is empty, or is longer than 64.
+        InvalidSettingsError: the name is empty, has more than 64 characters, begins with ``-``, or
+            has other characters than ASCII letters, digits, ``_`` and ``-``.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidSettingsError(
@@ -230,7 +241,7 @@ def checked_name(name: object, what: str) -> str:
 
 
 def lease_marker(name: str, session: str) -> str:
-    """The name of an explorer's lease: its own name and its session, with a dot between them."""
+    """The file name of an explorer's lease: the explorer's name, a dot and its session."""
     return f"{name}.{session}"
 
 
@@ -241,15 +252,18 @@ def parse_lease_marker(marker: str) -> tuple[str, str] | None:
 
 
 def has_control(text: str) -> bool:
-    """True if text has control characters: C0, DEL or C1. No tensor or file may be named so."""
+    """True if text has control characters (C0, DEL or C1).
+
+    No name of a tensor or file may have them.
+    """
     return _CONTROL.search(text) is not None
 
 
 def printable(text: object) -> str:
-    """Text from outside as one line that a terminal shows and never obeys.
+    """Text from outside, as one line without characters that a terminal would obey.
 
-    It escapes control, bidi and other invisible characters, line ends and bytes that are not UTF-8
-    by a backslash; spaces and joiners, which many scripts need, stay.
+    The function escapes control, bidi and other invisible characters, line ends, and bytes that are
+    not UTF-8. Spaces and joiners, which many scripts need, stay.
     """
     plain = str(text)
     return plain if plain.isprintable() else "".join(map(_printable, plain))

@@ -1,4 +1,4 @@
-"""The records that participants write besides their :mod:`.reports`. One writer a file."""
+"""The records that participants write besides their :mod:`.reports`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from syncd.protocol.records import Record, Step, Text
 
 
 class Claim(Record):
-    """``.syncd/claims/…``: the session that has a name.
+    """``.syncd/claims/…``: names the session that has a participant's name.
 
     Attributes:
-        name: the name, for people: a trainer's is not in the file's name.
+        name: the name, for people. The file name of a trainer's claim does not have it.
     """
 
     session: str
@@ -27,12 +27,13 @@ class _Owned(BaseModel):
 
 
 def session_of(content: bytes) -> str | None:
-    """The session in a participant's report or claim; reads records of any protocol version.
+    """The session in a participant's report or claim.
 
-    So an older syncd can tell whether a newer participant lives.
+    The function reads records of any protocol version, so an older syncd can tell whether a newer
+    participant lives.
 
     Returns:
-        None if it names no session, or one that cannot be part of a file name.
+        None if the content names no session, or a session that cannot be part of a file name.
     """
     try:
         return checked_name(_Owned.model_validate_json(content).session, "the session")
@@ -45,7 +46,7 @@ class _Named(BaseModel):
 
 
 def name_in(content: bytes) -> str | None:
-    """The name in a participant's report or claim; reads records of any protocol version."""
+    """The name in a participant's report or claim of any protocol version, if there is one."""
     try:
         return _Named.model_validate_json(content).name
     except ValidationError:
@@ -56,7 +57,7 @@ class OfferedMember(BaseModel):
     """An explorer that receives an offer.
 
     Attributes:
-        workers: how many ranks of the weight group belong to it.
+        workers: the number of ranks of the weight group that belong to the explorer.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -73,12 +74,12 @@ class Offer(Record):
     """``.syncd/broadcast/offer.json``: the trainer is ready to transfer the weights of a step.
 
     Attributes:
-        offer: its unique id.
+        offer: the unique id of the offer.
         session: the trainer's session.
-        members: all explorers that must join before it is decided.
-        decided: the decision, for waiting explorers; the verdict itself is a separate file. An
-            offer that was never open is ``files``: the weights of the step come by the checkpoint
-            path.
+        members: all explorers that must join before the offer is decided.
+        decided: the decision, for waiting explorers; None while the offer is open. The verdict
+            itself is a separate file. ``files`` means that the offer was never open, because the
+            weights of the step travel by the checkpoint path.
     """
 
     offer: OfferId
@@ -89,7 +90,7 @@ class Offer(Record):
 
 
 class OfferVerdict(Record):
-    """``.syncd/broadcast/OFFER.verdict``: the outcome of an offer; the first one counts."""
+    """``.syncd/broadcast/OFFER.verdict``: the outcome of an offer; the first verdict counts."""
 
     verdict: Literal["go", "off"]
     session: str
@@ -99,20 +100,21 @@ class GroupMember(OfferedMember):
     """An explorer in a weight group.
 
     Attributes:
-        rank_offset: the rank of its first worker; the others follow.
+        rank_offset: the rank of the explorer's first worker. Its other workers have the next ranks.
     """
 
     rank_offset: Annotated[int, Field(ge=1)]
 
 
 class Rendezvous(Record):
-    """``.syncd/broadcast/group.json``: the meeting place of a decided offer's members.
+    """``.syncd/broadcast/group.json``: the address at which the members of a decided offer meet.
 
-    Rank 0 is the trainer's rank 0; then the workers of each explorer, in the order of the offer.
+    Rank 0 of the group is the trainer's rank 0. The workers of the explorers have the next ranks,
+    in the order of the offer.
 
     Attributes:
         offer: the id of the offer.
-        generation: the number of the process group; it only grows.
+        generation: the number of the process group; each new group has a higher number.
         group_name: a unique name for this group.
         address, port: the address of rank 0's store.
         backend: torch.distributed's name for the backend.
@@ -134,10 +136,12 @@ class Rendezvous(Record):
         rank = 1
         for member in self.members:
             if member.rank_offset != rank:
-                raise ValueError(f"{member.name} begins at rank {member.rank_offset}, not {rank}")
+                raise ValueError(
+                    f"the first rank of {member.name} is {member.rank_offset}, but should be {rank}"
+                )
             rank += member.workers
         if rank != self.world_size:
-            raise ValueError(f"the ranks of all members are {rank}, not {self.world_size}")
+            raise ValueError(f"the group has {rank} ranks, but world_size is {self.world_size}")
         return self
 
 

@@ -1,7 +1,7 @@
-"""The sync policy: the settings both hooks share, and the decisions made from them. Pure.
+"""The sync policy: the settings of both hooks, and the decisions that follow from them. Pure.
 
 Names and meanings come from Trinity-RFT's Synchronizer, Trainer and Explorer. Versions are compared
-by sequence, never by step, because a trainer that resumes goes back in steps.
+by sequence, never by step, because a trainer that resumes may return to a lower step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, Self, TypeVar
 
 from syncd.protocol.errors import InvalidSettingsError, InvalidTransitionError
 
-#: The names that users may rely on; the rest is for syncd itself.
+#: The names that users may rely on; the other names are for syncd itself.
 __all__ = [
     "Pull",
     "RunningStatus",
@@ -52,23 +52,23 @@ _NEXT: Final = {
 def check_transition(
     now: RunningStatus, status: RunningStatus, old_status: RunningStatus | None = None
 ) -> None:
-    """Check that a participant may go from one status to another.
+    """Check that a participant may change its status.
 
     Args:
-        now: its status.
-        status: its next status; may equal ``now`` if no old status is given.
-        old_status: its status as the caller believes.
+        now: the present status.
+        status: the next status; may equal ``now`` if no old status is given.
+        old_status: the present status as the caller believes.
 
     Raises:
-        InvalidTransitionError: it may not, or its present status is not ``old_status``.
+        InvalidTransitionError: ``status`` cannot follow ``now``, or ``now`` is not ``old_status``.
     """
     if old_status is not None and old_status is not now:
         raise InvalidTransitionError(
-            f"the status cannot go from {old_status} to {status}: it is {now}"
+            f"the status cannot go from {old_status} to {status}: the present status is {now}"
         )
     if status not in _NEXT[now] and not (status is now and old_status is None):
         raise InvalidTransitionError(
-            f"the status cannot go from {now} to {status}: from there it goes to "
+            f"the status cannot go from {now} to {status}, only to "
             f"{' or '.join(sorted(_NEXT[now]))}"
         )
 
@@ -81,11 +81,11 @@ class _Choice(StrEnum):
         """The choice with this name or alias, in upper or lower case.
 
         Args:
-            value: the name.
-            setting: which setting it is, for the message.
+            value: the name or alias.
+            setting: the name of the setting, for the error message.
 
         Raises:
-            InvalidSettingsError: there is no such choice.
+            InvalidSettingsError: no choice has this name or alias.
         """
         name = value.lower() if isinstance(value, str) else str(value)
         name = _ALIASES.get(name, name)
@@ -95,17 +95,17 @@ class _Choice(StrEnum):
             meant = get_close_matches(name, (*cls, *_ALIASES), n=1)
             hint = f"; did you mean {str(meant[0])!r}?" if meant else ""
             raise InvalidSettingsError(
-                f"{setting} is {value!r}: it must be one of {', '.join(cls)}, or an older "
-                f"name{hint}"
+                f"{setting} is {value!r}: it must be one of {', '.join(cls)}, or an alias{hint}"
             ) from None
 
 
 class SyncMethod(_Choice):
-    """The way that weights travel.
+    """The way in which weights travel from the trainer to explorers.
 
-    ``nccl`` (``online``): by a broadcast. ``checkpoint`` (``offline``): each rank writes its
-    shards, the daemon merges them. ``memory``: rank 0 gathers the full state dict into one
-    safetensors file, which the daemon links; on a tmpfs if all share a host.
+    - ``nccl`` (or ``online``): by a broadcast.
+    - ``checkpoint`` (or ``offline``): each rank writes its shards, and the daemon merges them.
+    - ``memory``: rank 0 gathers the full state dict into one safetensors file, and the daemon links
+      that file. The file may be on a tmpfs if all processes share a host.
     """
 
     NCCL = "nccl"
@@ -132,33 +132,36 @@ _ALIASES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSettings:
-    """The times for a trainer to sync and save, for an explorer to pull, and limits of waits.
+    """Settings: when a trainer syncs and saves, when an explorer pulls, and how long both wait.
 
     Attributes:
-        method: how weights travel; a name or an alias.
-        style: the side that decides; a name or an alias.
+        method: the way in which weights travel; a name or an alias.
+        style: the side that decides when to sync; a name or an alias.
         sync_interval: steps between two syncs.
-        trainer_sync_interval, explorer_sync_interval: the interval of one side; None =
-            sync_interval.
-        sync_offset: steps that explorers do before the first sync counts (a step-ahead pipeline).
-        sync_timeout: seconds that anyone waits for the other side.
-        save_interval: steps between two full checkpoints; 0 = none.
+        trainer_sync_interval, explorer_sync_interval: the interval of only the trainer or only the
+            explorer; None = sync_interval.
+        sync_offset: steps that explorers do before they count the steps of ``sync_interval`` (a
+            step-ahead pipeline).
+        sync_timeout: the most seconds that a trainer or an explorer waits for the other side.
+        save_interval: steps between two full checkpoints; 0 = no full checkpoints.
         save_timeout: seconds that rank 0 waits for all ranks' receipts before it gives up a save.
-        max_staleness: steps that an explorer may lag before it must not produce; None = any.
-        max_explorer_lag: steps that the slowest explorer may lag before the trainer waits for it;
-            None = any.
-        checkpoint_every: with method ``nccl``, every n-th sync is also saved by the checkpoint
-            path, for late joiners.
-        broadcast_timeout: seconds that a broadcast's handshake, its setup and its transfer may take
-            each, before that step goes by the checkpoint path instead.
-        broadcast_bucket: bytes of the buckets that a broadcast packs tensors into.
-        broadcast_digests: whether explorers check a digest of each bucket; None = only if the
+        max_staleness: the most steps by which an explorer may lag behind the newest version and
+            still produce; None = no limit.
+        max_explorer_lag: the most steps by which the slowest explorer may lag before the trainer
+            waits for it; None = no limit.
+        checkpoint_every: with method ``nccl``, every n-th sync also saves the weights by the
+            checkpoint path, for late joiners.
+        broadcast_timeout: the most seconds that each of three parts of a broadcast may take: the
+            handshake, the setup and the transfer. If a part takes longer, the weights of the step
+            travel by the checkpoint path.
+        broadcast_bucket: the size in bytes of the buckets into which a broadcast packs tensors.
+        broadcast_digests: True if explorers check a digest of each bucket; None = only if the
             weights are on the CPU.
-        master_address: the address at which explorers reach rank 0 of the trainer; None = this
-            host's.
+        master_address: the address at which explorers reach rank 0 of the trainer; None = the
+            address of this host.
 
     Raises:
-        InvalidSettingsError: a value is out of its range, or there is no such method or style.
+        InvalidSettingsError: a value is out of its range, or is no known method or style.
     """
 
     method: SyncMethod = SyncMethod.CHECKPOINT
@@ -211,22 +214,25 @@ class SyncSettings:
     def normalised(
         self, *, lora: bool = False, tinker: bool = False, alone: bool = False
     ) -> tuple[SyncSettings, str | None]:
-        """The settings that are possible, and a warning for the caller to log if they differ.
+        """Settings that are possible in this case: method ``nccl`` may become ``checkpoint``.
 
         Args:
-            lora: whether the model is trained with LoRA.
-            tinker: whether the trainer is remote and only gives paths.
-            alone: whether there is no trainer, or no explorer (bench, serve, train alone).
+            lora: True if the model is trained with LoRA.
+            tinker: True if the trainer is remote and only gives paths.
+            alone: True if there is no trainer or no explorer (bench, serve, train alone).
+
+        Returns:
+            The settings, and a warning for the caller to log; None if nothing was changed.
         """
         reasons = {
             "with LoRA": lora,
             "with a Tinker trainer": tinker,
-            "where one side is absent": alone,
+            "without a trainer or an explorer": alone,
         }
         why = [reason for reason, holds in reasons.items() if holds]
         if self.method is not SyncMethod.NCCL or not why:
             return self, None
-        warning = f"method nccl cannot be used {' or '.join(why)}: it is changed to checkpoint"
+        warning = f"method nccl cannot be used {' or '.join(why)}: using method checkpoint"
         return replace(self, method=SyncMethod.CHECKPOINT), warning
 
 
@@ -235,7 +241,7 @@ Given = TypeVar("Given")
 
 
 def given_or_default(name: str, kind: type[Given], value: object) -> Given:
-    """Settings that someone gave as an argument, or the defaults if that is None.
+    """The settings that a user gave as an argument, or the defaults if the argument is None.
 
     Args:
         name: the name of the argument.
@@ -243,7 +249,7 @@ def given_or_default(name: str, kind: type[Given], value: object) -> Given:
         value: the argument.
 
     Raises:
-        InvalidSettingsError: it is neither None nor of that class.
+        InvalidSettingsError: ``value`` is neither None nor of the class ``kind``.
     """
     if value is None:
         return kind()
@@ -258,26 +264,27 @@ def _check(name: str, value: object, least: int, needed: str, *, or_none: bool =
     if or_none and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise InvalidSettingsError(f"{name} is {value!r}: it must be a whole number, {needed}")
+        raise InvalidSettingsError(f"{name} is {value!r}: it must be a whole number ({needed})")
 
 
 def check_step(step: object) -> None:
     """Check that the argument ``step`` of a hook's method is a training step.
 
     Raises:
-        InvalidSettingsError: it is not a whole number, or below 0.
+        InvalidSettingsError: ``step`` is not a whole number, or is below 0.
     """
     _check("step", step, 0, "the number of the training step, such as 2")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerDecision:
-    """The actions of a trainer now.
+    """The actions that a trainer must take now.
 
     Attributes:
         sync: send the weights of this step to the explorers.
-        full_save: write a full checkpoint. With ``sync`` under ``checkpoint``, both are one save.
-        nothing_new: tell waiting explorers that nothing newer will come.
+        full_save: write a full checkpoint. With method ``checkpoint``, a sync and a full checkpoint
+            of the same step are one save.
+        nothing_new: tell waiting explorers that no newer weights will follow.
     """
 
     sync: bool
@@ -298,12 +305,13 @@ def trainer_decision(
 
     Args:
         settings: the settings of the job.
-        step: the last finished step; at 0 nothing was trained yet.
-        last_sync_step: the step that was synced last; None before the first.
-        requested: whether a live explorer waits for an answer to its request for a sync.
-        on_its_way: whether the daemon has yet to publish or refuse an announced save, which waiting
-            explorers will get.
-        waiting: whether the trainer waits for data: then a full checkpoint would help nobody.
+        step: the step that was finished most recently; 0 if nothing was trained yet.
+        last_sync_step: the step that was synced most recently; None before the first sync.
+        requested: True if a live explorer waits for an answer to its request for a sync.
+        on_its_way: True if the daemon has not yet published or refused an announced save. Waiting
+            explorers will get that save.
+        waiting: True if the trainer waits for data. In that case the decision never asks for a full
+            checkpoint.
     """
     new = step > 0 and step != last_sync_step
     if settings.style is not SyncStyle.EXPLORER_DRIVEN:
@@ -321,11 +329,11 @@ def trainer_decision(
 def explorer_sync_is_due(settings: SyncSettings, step: int) -> bool:
     """True if an explorer should finish its work in flight after ``step``, and then sync.
 
-    Never under ``fully_async``: there a thread in the background pulls.
+    With style ``fully_async`` the result is always False, because a background thread pulls.
 
     Args:
         settings: the settings of the job.
-        step: the last step that it began.
+        step: the step that the explorer began most recently.
     """
     if settings.style is SyncStyle.FULLY_ASYNC:
         return False
@@ -336,12 +344,13 @@ def explorer_sync_is_due(settings: SyncSettings, step: int) -> bool:
 def explorer_syncs(
     settings: SyncSettings, step: int, *, trainer_requires_sync: bool | None
 ) -> bool:
-    """True if an explorer whose work in flight is finished syncs now.
+    """True if an explorer that has no work in flight syncs now.
 
     Args:
         settings: the settings of the job.
-        step: the last step that it began.
-        trainer_requires_sync: None if the trainer has stopped.
+        step: the step that the explorer began most recently.
+        trainer_requires_sync: True if the status of the trainer is ``require_sync``; None if the
+            trainer has stopped.
     """
     if not explorer_sync_is_due(settings, step):
         return False
@@ -351,9 +360,9 @@ def explorer_syncs(
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version that an engine serves: the sequence, which only grows, and the trainer's step.
+    """A version that an engine serves: its sequence, which only grows, and the trainer's step.
 
-    The sequence is 0 for a step that is evaluated without being a published version.
+    The sequence is 0 if the engine evaluates a step that was not published as a version.
     """
 
     sequence: int
@@ -361,7 +370,7 @@ class Version:
 
 
 class Pull(Enum):
-    """An explorer's action on the newest version."""
+    """The action of an explorer on the newest version."""
 
     LOAD = "load"
     ADOPT = "adopt"
@@ -369,15 +378,15 @@ class Pull(Enum):
 
 
 def pull_decision(held: Version | None, newest: Version | None) -> Pull:
-    """The action on the newest version, given the version that is held.
+    """The action of an explorer on the newest version.
 
-    An engine begins with the weights of step 0, so a first version of that step is adopted without
-    loading it. Among versions of one step, the higher sequence is newer; a lower one is never
-    taken.
+    An engine begins with the weights of step 0. So if the first version is of step 0, the explorer
+    adopts it without loading it. Among versions of one step, the version with the higher sequence
+    is newer. An explorer never takes a lower sequence than the one it holds.
 
     Args:
-        held: the version that the engine serves; None before its first.
-        newest: the newest published version; None before the first.
+        held: the version that the engine serves; None before the engine's first version.
+        newest: the newest published version; None if no version was published yet.
     """
     if newest is None or (held is not None and newest.sequence <= held.sequence):
         return Pull.NOTHING_NEW
@@ -389,8 +398,8 @@ def may_produce(settings: SyncSettings, held: Version | None, newest: Version | 
 
     Args:
         settings: the settings of the job.
-        held: the version that its engine serves; None before its first.
-        newest: the newest published version; None before the first.
+        held: the version that the explorer serves; None before its first version.
+        newest: the newest published version; None if no version was published yet.
     """
     return settings.max_staleness is None or _lag(held, newest) <= settings.max_staleness
 
@@ -400,12 +409,13 @@ def must_wait_for_explorers(
 ) -> bool:
     """True if the trainer waits for the slowest explorer (``max_explorer_lag``).
 
-    Only published versions count: for anything else an explorer would wait for the trainer.
+    Only published versions count. For newer weights the explorer would have to wait for the
+    trainer, while the trainer waits for the explorer.
 
     Args:
         settings: the settings of the job.
-        newest: the newest published version; None before the first.
-        held: the version of each explorer that the trainer waits for.
+        newest: the newest published version; None if no version was published yet.
+        held: the version of each explorer that the trainer may have to wait for.
     """
     most = settings.max_explorer_lag
     return most is not None and any(_lag(version, newest) > most for version in held)
@@ -414,7 +424,10 @@ def must_wait_for_explorers(
 def after_broadcast(held: Version, newest: Version) -> Version:
     """The version that an explorer counts as serving after a broadcast of the present run.
 
-    If the newest version has that step or an earlier one, it brings nothing new.
+    Args:
+        held: the newest version that the explorer loaded, with the step of the broadcast.
+        newest: the newest published version. If its step is not after the step of the broadcast,
+            it brings nothing new, and the result has the higher of the two sequences.
     """
     return (
         Version(max(held.sequence, newest.sequence), held.step)
@@ -424,12 +437,15 @@ def after_broadcast(held: Version, newest: Version) -> Version:
 
 
 def _lag(held: Version | None, newest: Version | None) -> int:
-    """Steps by which a newer version is ahead, or a broadcast that came after the same version."""
+    """The number of steps by which ``newest`` is ahead of ``held``.
+
+    If both have the same sequence, one of them may have a higher step because of a broadcast.
+    """
     if held is not None and newest is not None and held.sequence == newest.sequence:
         return max(0, newest.step - held.step)
     if pull_decision(held, newest) is not Pull.LOAD or newest is None:
         return 0
-    # At least one: after a trainer has resumed, a newer version may have a lower step.
+    # At least 1, because a newer version may have a lower step after a trainer has resumed.
     return max(1, newest.step - (held.step if held else 0))
 
 
@@ -437,10 +453,10 @@ K = TypeVar("K")
 
 
 def unanswered(requests: Mapping[K, int], answered: Mapping[K, int]) -> set[K]:
-    """The participants that have asked since their last answer.
+    """The participants that have asked again since their last answer.
 
     Args:
-        requests: waiting participant → how often it has asked so far.
-        answered: participant → how often it had asked at its last answer.
+        requests: waiting participant → the number of its requests so far.
+        answered: participant → the number of its requests at its last answer.
     """
     return {who for who, asked in requests.items() if asked > answered.get(who, 0)}

@@ -1,8 +1,8 @@
 """The JSON records of the protocol, as pydantic models.
 
-Reading goes through :func:`parse`, which tells a newer protocol's record from a broken one. Times
-are seconds since the epoch by the writer's clock, for people; syncd never compares them to decide
-anything (``docs/protocol.md``, "Sessions and time").
+All records are read by :func:`parse`, which tells a newer protocol's record from a broken record.
+Times are seconds since the epoch by the writer's clock. They are only for people: syncd decides
+nothing by them (``docs/protocol.md``, "Sessions and time").
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ Sequence = Annotated[int, Field(ge=1, lt=2**63)]
 Step = Annotated[int, Field(ge=0, lt=2**63)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0)]
-#: Seconds. Heartbeats come three times in a lease time; a shorter one would only cost work.
+#: Seconds. A process writes its heartbeat three times in a lease time, so a shorter lease time
+#: would only cost work.
 SHORTEST_LEASE_TIME: Final = 0.05
 LONGEST_LEASE_TIME: Final = 3600
 LeaseTime = Annotated[float, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME)]
 #: xxh3-128, as 32 hexadecimal digits.
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-#: The kinds of versions: a whole model, a LoRA adapter for one, or the path of weights elsewhere.
+#: The kinds of versions: a whole model, a LoRA adapter, or only the path of weights elsewhere.
 Kind = Literal["full", "adapter", "remote"]
-#: Whose names a model's tensors have: its checkpoints' on the hub, or the trainer's.
+#: The origin of the names of a model's tensors: its checkpoint on the hub, or the trainer.
 Names = Literal["hub", "trainer"]
 
 
@@ -52,7 +53,8 @@ def _speakable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-#: Text for people: half a surrogate pair, from a file name that is not UTF-8, is escaped.
+#: Text for people. A lone surrogate, which stands for a byte of a file name that is not UTF-8, is
+#: escaped.
 Text = Annotated[str, AfterValidator(_speakable)]
 
 
@@ -88,11 +90,11 @@ def parse(model: type[R], content: bytes, where: object) -> R:
     Args:
         model: the record's class.
         content: the file's bytes.
-        where: the file, for the message.
+        where: the file, for the error message.
 
     Raises:
         ProtocolMismatchError: the record is of a newer protocol.
-        RecordError: it is not such a record.
+        RecordError: the content is not a record of the class ``model``.
     """
     try:
         record = model.model_validate_json(content)
@@ -137,8 +139,9 @@ class Format(Record):
     lease_time: LeaseTime = 30.0
 
 
-#: The floating dtypes of a version by safetensors' names, the one with the most bytes first:
-#: ``BF16``, or ``F8_E4M3, BF16``. None if it has none, or an older release wrote the record.
+#: The floating dtypes of a version by safetensors' names, the dtype with the most bytes first: for
+#: example ``BF16``, or ``F8_E4M3, BF16``. None if the version has no floating dtype, or if an older
+#: release wrote the record.
 VersionDtype = Annotated[str, Field(max_length=200)] | None
 
 
@@ -146,12 +149,12 @@ class Latest(Record):
     """``.syncd/LATEST``: the version that explorers should serve.
 
     Attributes:
-        delta_from: when LATEST was written, the version from which the daemon was about to make a
-            delta to this one; None if it was not about to make one.
-            :class:`~.reports.DeltaProgress` has the outcome.
-        names: the names of tensors that the job keeps: those of its newest version whose names
-            differ between the hub and the trainer's module. None if there was none, or if a release
-            before this field wrote LATEST.
+        delta_from: the base of the delta that the daemon was about to make to this version when it
+            wrote LATEST; None if it was not about to make a delta. The file of
+            :class:`~.reports.DeltaProgress` tells whether the delta was made.
+        names: the origin of the tensor names that the job keeps for its next versions. It is the
+            origin in the newest version for which the hub's names and the trainer's names differ.
+            None if there was no such version, or if a release before this field wrote LATEST.
     """
 
     sequence: Sequence
@@ -166,8 +169,9 @@ class Latest(Record):
 class VersionFile(BaseModel):
     """A file of a version.
 
-    ``digest`` of a safetensors file is the xxh3-128 of its header bytes followed by its tensors'
-    digests (16 bytes each, in file order); of any other file, the xxh3-128 of its bytes.
+    For a safetensors file, ``digest`` is the xxh3-128 of its header bytes followed by its tensors'
+    digests (16 bytes each, in file order). For any other file, ``digest`` is the xxh3-128 of its
+    bytes.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -179,9 +183,10 @@ class VersionFile(BaseModel):
 
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a version; ``dtype`` is safetensors' name for it.
+    """A tensor of a version; ``dtype`` is safetensors' name of its dtype.
 
-    It is not a pydantic model, which would take a kilobyte: a version may have a million of them.
+    The class is not a pydantic model, because each instance of a model takes a kilobyte, and a
+    version may have a million tensors.
     """
 
     name: str
@@ -192,13 +197,13 @@ class TensorEntry:
 
 
 class RolledBack(BaseModel):
-    """The origin of a version that republishes an older one.
+    """The origin of a version that republishes an older version.
 
     Attributes:
         sequence: the older version.
-        instead_of: the identity of the save that LATEST was made from until then: it is not
-            published again, however long the pointer names it.
-        request: the request that asked for it.
+        instead_of: the identity of the save from which the LATEST before the rollback was made. The
+            daemon does not publish this save again, even while the pointer names it.
+        request: the id of the request for the rollback.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -213,7 +218,7 @@ class AdaptedModel(BaseModel):
 
     Attributes:
         name: a model on a hub, or a folder on the trainer's host.
-        revision: the revision of the model on the hub; None for its newest.
+        revision: the revision of the model on the hub; None for the newest revision.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -223,12 +228,12 @@ class AdaptedModel(BaseModel):
 
 
 class NonFinite(BaseModel):
-    """The tensors of a file, or of several, that hold NaN or Inf.
+    """The tensors of one or several files that hold NaN or Inf.
 
     Attributes:
-        count: how many tensors; for several ranks' files, at least that many.
-        names: the names of the first ones, shortened, without control characters. They are few,
-            because a daemon reads the receipts of all ranks at every look.
+        count: the number of these tensors; for the files of several ranks, a lower bound.
+        names: the names of at most four of these tensors, shortened, without control characters.
+            The list is short, because a daemon reads the receipts of all ranks again and again.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -238,14 +243,14 @@ class NonFinite(BaseModel):
 
     @classmethod
     def of(cls, names: Collection[str]) -> NonFinite:
-        """The record of tensors by their names."""
+        """The record for the tensors with these names."""
         first = itertools.islice(names, _NAMED)
         shown = (printable(name[:_SHOWN])[:_SHOWN] for name in first)
         return cls(count=len(names), names=tuple(shown))
 
     @classmethod
     def of_all(cls, found: Iterable[NonFinite]) -> NonFinite:
-        """The record of several files, each with parts of the same tensors or with others."""
+        """The record for several files, which may hold parts of the same tensors."""
         found = list(found)
         together = cls.of(dict.fromkeys(name for one in found for name in one.names))
         most = max((one.count for one in found), default=0)
@@ -264,19 +269,22 @@ class Manifest(Record):
         sequence: the version's sequence; 0 for a folder that was never published.
         kind: ``full``, a Hugging Face model folder; ``adapter``, a folder that PEFT loads; or
             ``remote``, only the path of weights.
-        remote: that path; only for kind ``remote``.
-        base_model: the model that the adapter is for; only for kind ``adapter``. None also if the
-            adapter does not name it: then the explorer has to know.
+        remote: the path of the weights; only for kind ``remote``.
+        base_model: the model that the adapter is for; only for kind ``adapter``. If the adapter
+            does not name its model, ``base_model`` is None, and the explorer has to know the model.
         dtype: the floating dtypes of the tensors.
-        checked: how the trainer's files were checked during the merge: ``receipt`` (our hook's),
-            ``crc32`` (of every record, in a save without receipts), or ``stillness`` (if there was
-            neither: names, sizes and times did not change).
-        digests: the kind of digests in the entries.
-        rolled_back: the older version that this one republishes; None for a save's own version.
-        names: whose names the tensors have: ``trainer`` also if the hub's are the same, or unknown.
-        nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody has
-            looked, for example in a save without receipts.
-        timings: seconds by name, measured by the daemon.
+        checked: how the trainer's files were checked during the merge: ``receipt`` (by the receipts
+            of our hook), ``crc32`` (by the CRC-32 of every record, in a save without receipts), or
+            ``stillness`` (names, sizes and times did not change, in a save with neither receipts
+            nor CRC-32).
+        digests: the kind of digests in ``files`` and ``tensors``.
+        rolled_back: the older version that this version republishes; None if this version was made
+            from a save.
+        names: the origin of the tensors' names. It is ``trainer`` also if the hub's names are the
+            same, or unknown.
+        nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody
+            checked, for example in a save without receipts.
+        timings: the name of a part of the work → its seconds, measured by the daemon.
     """
 
     sequence: Size
@@ -285,7 +293,7 @@ class Manifest(Record):
     kind: Kind = "full"
     checked: Literal["receipt", "crc32", "stillness"]
     digests: Literal["xxh3-128", "off"]
-    # A hostile file is refused at its first mistake: a list of all mistakes would fill the memory.
+    # FailFast: a list of all mistakes of a hostile file would fill the memory.
     files: Annotated[tuple[VersionFile, ...], FailFast()]
     tensors: Annotated[tuple[TensorEntry, ...], FailFast()]
     remote: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
@@ -299,12 +307,17 @@ class Manifest(Record):
     @model_validator(mode="after")
     def _says_where(self) -> Self:
         if (self.kind == "remote") != (self.remote is not None):
-            raise ValueError("a version of kind remote, and no other, has a remote path")
+            raise ValueError(
+                "only a version of kind remote has a remote path, and it must have one"
+            )
         return self
 
     @property
     def settles(self) -> str:
-        """The identity of the save that is not published again while LATEST names this version."""
+        """The identity of the save that the daemon considers done while LATEST names this version.
+
+        The daemon does not publish that save again.
+        """
         back = self.rolled_back
         return self.save_id if back is None or back.instead_of is None else back.instead_of
 
@@ -314,7 +327,7 @@ class DeltaEnd(BaseModel):
 
     Attributes:
         content: xxh3-128 over name, dtype, shape and digest of all tensors
-            (:func:`syncd.deltas.ends.content_of`): the delta fits any version with these bytes.
+            (:func:`syncd.deltas.ends.content_of`). The delta fits every version with this digest.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -328,11 +341,12 @@ class Delta(Record):
     """``delta.json``: the elements that differ between two published versions (docs/deltas.md).
 
     Attributes:
-        base: the version to begin with.
-        target: the version that the delta makes from it.
-        files: the other files of the folder; the digest is the xxh3-128 of a file's bytes.
-        changed: how many elements differ.
-        elements: how many elements all tensors have.
+        base: the version that the delta is applied to.
+        target: the version that results.
+        files: all files of the folder except ``delta.json``; a digest is the xxh3-128 of a file's
+            bytes.
+        changed: the number of elements that differ.
+        elements: the number of elements of all tensors together.
     """
 
     base: DeltaEnd
@@ -343,7 +357,7 @@ class Delta(Record):
 
     @property
     def bytes(self) -> int:
-        """The bytes of all files but ``delta.json``."""
+        """The size of all files together, except ``delta.json``."""
         return sum(file.size for file in self.files)
 
 
@@ -357,9 +371,9 @@ class SaveId:
     """The unique identity of a save: written as ``run-step-counter``.
 
     Attributes:
-        run: agreed once by the ranks of a trainer.
+        run: the id of the run, on which the ranks of a trainer agreed once.
         step: the step that is saved.
-        counter: how many saves this run began before this one.
+        counter: the number of saves that this run began earlier.
     """
 
     run: str
@@ -371,21 +385,21 @@ class SaveId:
 
     @classmethod
     def parse(cls, text: str) -> SaveId | None:
-        """The save id in a text, or None if it is not one."""
+        """The save id in a text, or None if the text is no save id."""
         match = _SAVE_ID.fullmatch(text)
         return cls(match[1], int(match[2]), int(match[3])) if match else None
 
     def is_newer_than(self, other: SaveId) -> bool:
-        """True if it is a later save of the same run."""
+        """True if this save and ``other`` are of one run, and this save is the later one."""
         return self.run == other.run and self.counter > other.counter
 
 
 class ReceiptFile(BaseModel):
-    """A file that a receipt vouches for.
+    """A file that a receipt lists.
 
-    ``digest`` is the xxh3-128 of ``over``: a torch.save file's zip central directory (which holds
-    the CRC-32 of every record), a safetensors file's header, or the whole content. ``nonfinite`` is
-    None if the writer did not look.
+    ``digest`` is the xxh3-128 of the part of the file that ``over`` names: a torch.save file's zip
+    central directory (which holds the CRC-32 of every record), a safetensors file's header, or the
+    whole content. ``nonfinite`` is None if the writer did not check for NaN and Inf.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -402,10 +416,10 @@ class Receipt(Record):
 
     Attributes:
         save_id: run id, step and counter; the same on all ranks of one save.
-        files: paths relative to ``actor/``. Rank 0's also lists the ``huggingface/`` and
-            ``lora_adapter/`` files.
-        sync_dtype: the dtype that this rank cast floating tensors of the published weights to
-            (``bf16``, ``fp16``); None if it cast none.
+        files: the files, with paths relative to ``actor/``. The receipt of rank 0 also lists the
+            files of ``huggingface/`` and ``lora_adapter/``.
+        sync_dtype: the dtype (``bf16`` or ``fp16``) to which this rank cast the floating tensors of
+            the published weights; None if it cast no tensor.
     """
 
     save_id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -417,11 +431,11 @@ class Receipt(Record):
 
 
 class SaveOutcome(BaseModel):
-    """The outcome of one save, by its identity.
+    """The outcome of the save with this identity.
 
     Attributes:
-        model_only: for a save of ``torch.distributed.checkpoint``: True if it holds only a model,
-            so that nobody can resume from it; None if nobody has looked.
+        model_only: for a save of ``torch.distributed.checkpoint``: True if the save holds only a
+            model, so that nobody can resume from it; None if nobody has checked.
     """
 
     # pydantic before 2.10 reserves all names that begin with model_, and warns.
@@ -434,7 +448,7 @@ class SaveOutcome(BaseModel):
 
 
 class SaveOutcomes(Record):
-    """``.syncd/saves.json``: the outcome of the last save in each step folder that still exists."""
+    """``.syncd/saves.json``: the outcome of the newest save in each existing step folder."""
 
     steps: dict[Step, SaveOutcome] = Field(default_factory=dict)
 
@@ -450,7 +464,7 @@ class Quarantine(Record):
 
 
 class PublishNotice(Record):
-    """``.syncd/publish.lock``: the version that is on its way. Only a hint."""
+    """``.syncd/publish.lock``: the version that the daemon is making. Only a hint."""
 
     sequence: Sequence
     step: Step

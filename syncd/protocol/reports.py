@@ -1,4 +1,4 @@
-"""Reports: trainers, explorers and the daemon each describe themselves in a file of their own."""
+"""Reports: files in which each trainer, explorer and daemon describes itself."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from pydantic import BaseModel, ConfigDict, Field
 from syncd.protocol.policy import SyncSettings, SyncStyle, Version
 from syncd.protocol.records import Names, Record, Seconds, Sequence, SessionId, Size, Step, Text
 
-#: How many of its last loads an explorer's report lists. The daemon misses none: it reads each
-#: report at least once in half as many rounds, and publishes at most one version a round.
+#: The number of loads that an explorer's report lists, the newest loads. The daemon misses no load,
+#: because it reads each report at least once in 8 rounds, and publishes at most one version a
+#: round.
 LOADS_KEPT: Final = 16
 #: Seconds between two signs of life while a delta is being made.
 DELTA_SIGN: Final = 1.0
 
 
 class Load(BaseModel):
-    """An explorer began to serve a version from its files.
+    """A load: an explorer began to serve a version from files.
 
     Attributes:
         sequence: the version.
         time: seconds since the epoch, by the explorer's clock.
-        pause: seconds for which its engine did not serve meanwhile; None if nobody measured that.
-        delta_bytes: the bytes of the deltas that it was read from; None if its files were read.
+        pause: seconds for which the engine did not serve during the load; None if nobody measured
+            the pause.
+        delta_bytes: the bytes of the deltas that were read instead of the version's files; None if
+            the version's files were read.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -38,18 +41,20 @@ class Reload(BaseModel):
     """The times of loading the version that an engine serves: seconds by the explorer's clock.
 
     Attributes:
-        sequence, step: the version; sequence 0 for a step that was built for a bench.
-        verify: reading all of it and comparing it with the manifest; with a stage folder this
-            includes the copy, or the wait for another explorer's copy.
-        prepare: the engine's work while it still served, and the time that its user waited.
-        pause: how long the engine did not serve: from ``pause`` to the end of ``resume``.
-        load: the part of the pause for ``load``.
-        staged: whether it was read from a copy on the explorer's host; None if staging is off.
-        not_staged: why it was not staged, if it should have been.
-        full_bytes: the bytes of the version's own files that this explorer read from the job to
-            copy it: 0 if another process on its host made the copy; None if staging is off.
-        delta_bytes: the bytes of deltas that were read for it; None if no delta was used.
-        no_delta: why no delta was used, if one could have been.
+        sequence, step: the version; ``sequence`` is 0 for a step that was built for a bench.
+        verify: the time to read the whole version and compare it with the manifest. With a stage
+            folder it includes the copy, or the wait for another explorer's copy.
+        prepare: the time of the engine's preparations, while it still serves, and of the user's
+            ``before_load``.
+        pause: the time for which the engine did not serve: from ``pause`` to the end of ``resume``.
+        load: the part of ``pause`` in which the engine's ``load`` ran.
+        staged: True if the version was read from a copy on the explorer's host; None if staging is
+            off.
+        not_staged: the reason why the version was not staged, although staging is on.
+        full_bytes: the bytes of the version's own files that this explorer read from the job for
+            the copy. It is 0 if another process on the host made the copy; None if staging is off.
+        delta_bytes: the bytes of deltas that were read for the version; None if no delta was used.
+        no_delta: the reason why no delta was used, if a delta was possible.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -68,20 +73,24 @@ class Reload(BaseModel):
 
     @property
     def seconds(self) -> float:
-        """The seconds from the lease of the version until it is served."""
+        """The seconds from the lease of the version until the engine serves it."""
         return self.verify + self.prepare + self.pause
 
 
 def loads_with(
     loads: tuple[Load, ...], version: Version | None, time: float, reload: Reload | None
 ) -> tuple[Load, ...]:
-    """An explorer's last loads, with a version's if that is newer; the oldest are dropped.
+    """An explorer's list of loads, after the load of a version.
+
+    If the version is not newer than the listed versions, the list stays unchanged. The list keeps
+    the newest :data:`LOADS_KEPT` loads.
 
     Args:
-        loads: the last loads.
-        version: the version that is served now; None to add none.
+        loads: the list so far.
+        version: the version that the engine serves now; None to add no load.
         time: the time of its load.
-        reload: the times of that load, if known.
+        reload: the times of the engine's most recent load, if known. They are used only if that
+            load was of this version.
     """
     if version is None or (loads and version.sequence <= loads[-1].sequence):
         return loads
@@ -96,11 +105,12 @@ def loads_with(
 
 
 class SyncTerms(BaseModel):
-    """The settings that must be equal in a trainer and its explorers, as one of them reports them.
+    """The settings that must be equal in a trainer and its explorers, as one participant has them.
 
     Attributes:
         style: the side that decides when weights travel.
-        trainer_interval, explorer_interval: steps between two syncs of either side.
+        trainer_interval, explorer_interval: steps between two syncs of the trainer, and of an
+            explorer.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -111,7 +121,7 @@ class SyncTerms(BaseModel):
 
     @classmethod
     def of(cls, settings: SyncSettings | None) -> SyncTerms | None:
-        """The terms of some settings; None if there are no settings."""
+        """The terms of these settings; None if ``settings`` is None."""
         if settings is None:
             return None
         return cls(
@@ -121,10 +131,13 @@ class SyncTerms(BaseModel):
         )
 
     def unlike(self, explorer: SyncTerms) -> str:
-        """The differences between an explorer's settings and these, a trainer's; empty if none.
+        """The differences between an explorer's settings and a trainer's settings (this object).
 
-        An explorer that follows in the background uses no interval; it only has to ask for syncs if
-        the trainer waits for requests.
+        An explorer with style ``fully_async`` uses no interval. Its style matters only if the
+        trainer's style is ``explorer_driven``, because that trainer waits for requests.
+
+        Returns:
+            The differences, in words; empty if there are none.
         """
         asked, follows = SyncStyle.EXPLORER_DRIVEN.value, SyncStyle.FULLY_ASYNC.value
         compared = []
@@ -149,32 +162,34 @@ class ExplorerReport(Record):
     """``.syncd/explorers/ID.json``: an explorer's report about itself.
 
     Attributes:
-        sequence, step: the version that it serves; None before the first.
-        nothing_new: how many waits ended without a newer version.
-        refused: the newest version that it refused, and why.
-        requests: how often it has required a sync; it waits now while its status says so.
-        joined: the id of the offer of a transfer that it has joined.
-        reload: the times of loading the version that it serves.
-        loads: its last loads of versions of this job, the newest last, with those of earlier
-            explorers of its name; None in the report of a release that does not list them.
-        fault: why it cannot be relied on: its engine's weights are unknown, or nothing follows the
-            job any more; None while all is well.
-        workers: how many ranks of a weight group it has; 0 if it takes no part in broadcasts, as
-            for an explorer of a release without broadcasts.
-        group: the name of the weight group that all its workers have open; None if there is none,
-            or a worker has failed.
-        received: the save id of the weights that it serves, if they came by a broadcast. Then
-            ``step`` is their step, and ``sequence`` the newest version whose files it holds.
-        bench: the step that it evaluates. Meanwhile it does not follow the job: ``sequence``,
-            ``step`` and ``reload`` are None, and nobody waits for it.
-        starting: the reason why it waits before it runs for the first time. Meanwhile its status is
-            ``stopped``, so that nobody waits for it.
-        sync: the settings that it syncs by; None if it was given none.
-        delta_base: the newest version of which its host has a whole copy, on another filesystem
-            than the job's, so that a delta can make the next version from it; None if there is
-            none, as in the reports of releases before deltas.
-        hub_names: whether it also takes versions with the hub's names. Older releases do not report
-            it.
+        sequence, step: the version that the explorer serves; None before the first version.
+        nothing_new: the number of waits that ended without a newer version.
+        refused: the newest version that the explorer refused, and the reason.
+        requests: the number of syncs that the explorer has required. It waits for a sync while its
+            status is ``require_sync``.
+        joined: the id of the offer of a transfer that the explorer has joined.
+        reload: the times of loading the version that the explorer serves.
+        loads: the newest loads of versions of this job, from old to new. The list includes loads of
+            earlier explorers with this name. None if the explorer's release has no such list.
+        fault: the reason why nobody can rely on the explorer: its engine's weights are unknown, or
+            it no longer follows the job. None if there is no fault.
+        workers: the number of the explorer's ranks in a weight group; 0 if the explorer, or its
+            release, does not take part in broadcasts.
+        group: the name of the weight group that is open in all its workers; None if there is no
+            such group, or if a worker has failed.
+        received: the save id of the weights that the explorer serves, if they came by a broadcast.
+            In that case ``step`` is the step of these weights, and ``sequence`` is the newest
+            version whose files the explorer holds.
+        bench: the step that the explorer evaluates. While it evaluates, it does not follow the job:
+            ``sequence``, ``step`` and ``reload`` are None, and nobody waits for it.
+        starting: the reason why the explorer waits before it runs for the first time. While it
+            waits, its status is ``stopped``, so that nobody waits for it.
+        sync: the sync settings of the explorer; None if it was given none.
+        delta_base: the newest version of which the explorer's host has a whole copy, on another
+            filesystem than the job. A delta can make the next version from this copy. None if there
+            is no such copy, or if the explorer's release has no deltas.
+        hub_names: True if the explorer also takes versions with the hub's names. Older releases do
+            not write this field.
     """
 
     name: str
@@ -201,14 +216,14 @@ class ExplorerReport(Record):
 
     @property
     def pause(self) -> float | None:
-        """Seconds that the engine did not serve while it loaded its version; None: not known."""
+        """Seconds for which the engine did not serve while it loaded its version, if known."""
         if self.reload is None or self.reload.sequence != self.sequence:
             return None
         return self.reload.pause
 
     @property
     def last_loads(self) -> tuple[Load, ...]:
-        """Its last loads; if its release does not name them, the load of the version it serves."""
+        """The newest loads. If the explorer's release does not list them, the most recent load."""
         if self.loads is not None:
             return self.loads
         if self.sequence is None or self.received is not None:
@@ -220,11 +235,12 @@ class TrainerReport(Record):
     """``.syncd/trainer.json``: the trainer's report about itself.
 
     Attributes:
-        step: the step that it last announced a save for; None before the first.
-        name, session: None in the report of a trainer that does not register: then only its status
-            shows whether it works.
-        nothing_new: how often it has told waiting explorers that nothing newer will come.
-        sync: the settings that it syncs by; None if it was given none.
+        step: the step of the newest save that the trainer announced; None before the first save.
+        name, session: None if the trainer does not register. In that case only its status shows
+            whether it works.
+        nothing_new: how often the trainer has told waiting explorers that no newer weights will
+            follow.
+        sync: the sync settings of the trainer; None if it was given none.
     """
 
     run_id: str
@@ -259,8 +275,8 @@ class MergeProgress(BaseModel):
 
     Attributes:
         step: the step of the save.
-        done, total: bytes of tensors.
-        seconds: since the merge began, by the daemon's clock.
+        done, total: the merged bytes of tensors, and the bytes of all tensors.
+        seconds: the seconds since the merge began, by the daemon's clock.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -272,16 +288,17 @@ class MergeProgress(BaseModel):
 
 
 class DeltaProgress(Record):
-    """``.syncd/delta_progress.json``: the delta that is being made, or was made last. A hint.
+    """``.syncd/delta_progress.json``: the state of the newest delta. Only a hint.
 
-    While it is being made, the daemon replaces the file every :data:`DELTA_SIGN` seconds for as
+    While the daemon makes the delta, it replaces the file every :data:`DELTA_SIGN` seconds for as
     long as the work advances.
 
     Attributes:
-        sequence, base: the target version, and the version that the delta starts from.
-        state: ``making``; ``made``: it is in ``deltas/``; or ``none``: there is none, for the
-            reason ``why``.
-        done, total: the compared bytes of the version's tensors, and all of them.
+        sequence, base: the target version, and the version to which the delta is applied.
+        state: ``making``: the daemon is making the delta; ``made``: the delta is in ``deltas/``;
+            ``none``: there is no delta, and ``why`` has the reason.
+        done, total: the bytes of the version's tensors that were compared, and the bytes of all its
+            tensors.
     """
 
     sequence: Sequence
@@ -298,10 +315,11 @@ class DaemonReport(Record):
 
     Attributes:
         paused: the id of the pause that is in force; None if the daemon publishes.
-        memory_dir: the second job that the same process serves, on its own host.
-        merge: the merge's progress while the state is ``merging``. It may be some seconds old.
+        memory_dir: the memory directory: a second job, which the same process serves on its host.
+        merge: the progress of the merge while the state is ``merging``. It may be some seconds old.
         release: the daemon's release; None for a release without bench requests.
-        names: whose names the tensors of LATEST have; None if they could have no others.
+        names: the origin of the names of the tensors of LATEST's version; None if they could have
+            no other names.
     """
 
     session: str

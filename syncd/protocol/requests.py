@@ -11,11 +11,11 @@ from syncd.protocol.records import Record, Sequence, SessionId, Step, Text
 
 
 class Pause(Record):
-    """``.syncd/paused.json``: while it is there, nothing is published or pruned.
+    """``.syncd/paused.json``: while this file exists, nothing is published or pruned.
 
     Attributes:
-        id: the daemon repeats it in its report once it has paused.
-        by: who paused, for people.
+        id: the id of the pause. The daemon repeats the id in its report once it has paused.
+        by: the person or process that asked for the pause, for people.
     """
 
     id: str
@@ -26,15 +26,16 @@ class Pause(Record):
 class RollbackRequest(Record):
     """``.syncd/requests/ID.json``: make an old version LATEST again, under a new sequence.
 
-    The asking process writes it with ``outcome`` ``asked``. Then only the daemon may change it, and
-    replaces it by its answer, which the asking process removes.
+    The asking process writes the request with ``outcome`` ``asked``. From then on only the daemon
+    may change the request. The daemon replaces the request by its answer, and the asking process
+    removes the answer.
 
     Attributes:
-        id: as in the file's name.
+        id: the id of the request, which is also in the file's name.
         sequence: the old version.
-        by: who asked, for people.
-        made: the new version, once it is done.
-        why: why it was refused.
+        by: the person or process that asked, for people.
+        made: the new version, if ``outcome`` is ``done``.
+        why: the reason, if ``outcome`` is ``refused``.
     """
 
     id: str
@@ -49,15 +50,17 @@ class RollbackRequest(Record):
 class BenchRequest(Record):
     """``.syncd/bench/ID.json``: build a step for one explorer alone.
 
-    The build is ``.syncd/bench/SESSION/ID/``. The explorer writes the request with ``outcome``
-    ``asked``, and removes it once it needs the build no more. The daemon deletes a build whose
-    request is gone, or whose session is dead. It replaces the request only to refuse it.
+    The daemon builds the step in ``.syncd/bench/SESSION/ID/``. The explorer writes the request with
+    ``outcome`` ``asked``, and removes the request once it no longer needs the build. The daemon
+    deletes a build if its request is gone, or if its session is dead. The daemon replaces a request
+    only to refuse it.
 
     Attributes:
-        id: as in the file's name; the build has the same name.
-        session: the heartbeat of the explorer.
+        id: the id of the request, which is also in the file's name. The folder of the build has the
+            same name.
+        session: the session of the explorer.
         by: the explorer's name, for people.
-        why: why it was refused.
+        why: the reason, if ``outcome`` is ``refused``.
     """
 
     id: SessionId

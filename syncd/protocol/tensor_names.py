@@ -10,18 +10,20 @@ from syncd.protocol.records import Record, Size, Text
 
 
 class HubPiece(BaseModel):
-    """A part of a trainer's tensor: one or several tensors of the hub, or a part of one.
+    """A part of a trainer's tensor, which is one or several hub tensors, or a part of a hub tensor.
 
     :class:`~syncd.checkpoint.name_map.NameMap` explains how the fields work together.
 
     Attributes:
-        name: the tensor's name on the hub. If ``first`` is given, it has one ``{}`` for a number.
-        first: the number in the name of index 0, if dimension 0 is split into one tensor an index,
-            without that dimension. None: it is not split.
-        rows: begin and end along the first dimension that is left after the split; None for all.
-        transposed: whether the last two dimensions that are left change places, after ``rows``.
-        at: the part's first row along dimension 0 of the hub's tensor, which consists of all parts
-            with its name, one after the other. None: the part is the whole tensor.
+        name: the tensor's name on the hub. If ``first`` is given, the name has one ``{}`` for a
+            number.
+        first: None if dimension 0 is not split. If it is split, each index is one hub tensor,
+            without dimension 0, and ``first`` is the number in the name of the tensor for index 0.
+        rows: begin and end along the first dimension that is left after the split; None for all
+            rows.
+        transposed: True if, after ``rows``, the last two dimensions that are left change places.
+        at: the part's first row along dimension 0 of the hub's tensor. That tensor consists of all
+            parts with its name, one after the other. None if the part is the whole tensor.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -46,9 +48,9 @@ class NameMapRecord(Record):
     """``name_map.json`` beside ``config.json``: a model's tensors by the names of the hub.
 
     Attributes:
-        tensors: a trainer's tensor → its pieces. Tensors that are not listed have the same name and
-            shape in both.
-        refused: why there is no mapping, for people; then ``tensors`` is empty.
+        tensors: the name of each trainer's tensor that the hub names or shapes differently → its
+            pieces. A tensor that is not listed has the same name and shape on the hub.
+        refused: the reason why there is no mapping, for people; in that case ``tensors`` is empty.
     """
 
     tensors: dict[str, MappedTensor] = Field(default_factory=dict)

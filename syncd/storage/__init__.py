@@ -1,7 +1,7 @@
-"""Shared storage: the one seam that changes it, and everything that waits or judges on it.
+"""Shared storage: the only code that changes it, and the rules for processes that share it.
 
-In it: system calls and operations built from them, the epoch that fences off superseded daemons,
-sessions and the judge of heartbeats, claims, leases and pins, and the watcher. It imports
-``syncd.protocol`` alone; every other package imports it, the hooks too. Begin with ``fsio.py``,
-then ``epoch.py``.
+This package holds the system calls and the operations built from them; the epoch, which fences off
+superseded daemons; sessions, and the judge of heartbeats; claims, leases and pins; and the watcher.
+It imports only ``syncd.protocol``. All other packages and the hooks import it. Read ``fsio.py``
+first, and then ``epoch.py``.
 """

@@ -1,7 +1,7 @@
-"""The daemon's files that grow by a line for each event, up to a bound.
+"""The daemon's growing files, such as the journal: one line for each event, up to a limit.
 
-At :data:`LIMIT` bytes such a file replaces the file of older lines, by one rename, and a new file
-begins. So there are at most two files, and older lines are lost a file at a time.
+When such a file has :data:`LIMIT` bytes, the daemon renames it over the file of older lines, and
+begins a new file. So there are at most two files, and the lines of the replaced file are lost.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
 from syncd.storage.record_files import move_away
 
-#: Bytes; one append may be longer.
+#: The size in bytes at which a new file is begun. The last append may exceed it.
 LIMIT: Final = 4 * 1024 * 1024
 
 
 def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: int = LIMIT) -> None:
-    """Append to a file, which is made if it is missing.
+    """Append to a file, and make it if it is missing.
 
-    If something other than a file has that name, it is renamed first. Not promised: that older
-    lines stay if a daemon that was just superseded begins a new file too.
+    If a folder, a link or another thing has the file's name, it is renamed first. Not promised:
+    that older lines stay if a superseded daemon begins a new file at the same time.
 
     Args:
         storage: the shared storage.
         path: the file.
         data: whole lines.
-        durable: whether they must survive a power loss.
-        limit: the most bytes before a new file is begun.
+        durable: True if the lines must survive a power loss.
+        limit: the size in bytes at which a new file is begun.
 
     Raises:
-        OSError: storage refused; a part of the data may be in the file.
+        OSError: the storage refused a call. A part of the data may be in the file.
     """
     status = storage.status(path)
     if status is not None and status.st_size >= limit:
@@ -53,7 +53,7 @@ def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: i
 
 
 def _turn_over(storage: Storage, path: Path) -> None:
-    """Make the present file the file of older lines."""
+    """Rename the present file over the file of older lines."""
     older = older_lines(path)
     try:
         storage.rename(path, older)
@@ -63,17 +63,17 @@ def _turn_over(storage: Storage, path: Path) -> None:
 
 
 def last_lines(storage: Storage, path: Path, limit: int = 2 * LIMIT) -> list[bytes]:
-    """The last lines of such a file, oldest first; none if it is missing, or is not a file.
+    """The newest lines of a growing file and of its file of older lines, oldest first.
 
-    A line may be there twice if a new file was begun meanwhile.
+    If a new file is begun during the call, a line may appear twice.
 
     Args:
         storage: the shared storage.
-        path: the file.
-        limit: the most bytes that are read, from its end.
+        path: the growing file. If it is missing, or is not a file, it counts as empty.
+        limit: the most bytes to read, counted from the end.
 
     Raises:
-        OSError: storage failed.
+        OSError: the storage failed.
     """
     found: list[bytes] = []
     for part in (path, older_lines(path)):

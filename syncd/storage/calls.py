@@ -1,11 +1,11 @@
-"""The system calls on shared storage, one a method: the seam for fault injection.
+"""The system calls on shared storage, one in each method, so that tests can inject faults.
 
-A subclass that counts, fails or kills at the k-th call reaches every state that a crash can leave.
-Reads go through here too, so that tests can fail them as well.
+A test's subclass can count the calls, or fail or be killed at the k-th call. So tests reach every
+state that a crash can leave. Reads are methods here too, so that tests can make them fail.
 
-Below the job directory syncd never follows a link, because a link there could lead a daemon to
-read, or delete, files outside the job. So :class:`Beneath` opens each folder on the way separately,
-with ``O_NOFOLLOW``, and gives the system call the last name and the descriptor of its folder.
+Below the job directory syncd never follows a link, because through a link a daemon could read or
+delete files outside the job. So :class:`Beneath` opens each folder on the way to a path separately,
+with ``O_NOFOLLOW``. The system call gets the last name, and a descriptor of the folder that has it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Final, NamedTuple
 
 from syncd.storage.errnos import is_gone
 
-#: A path as system calls take it: its last name, and a descriptor of its folder; or the whole path.
+#: A path for a system call: its last name and a descriptor of its folder, or the whole path and
+#: None.
 Place = tuple[str, int | None]
 
 _FOLDER: Final = os.O_DIRECTORY | os.O_CLOEXEC
@@ -32,7 +33,7 @@ _FICLONERANGE: Final = 0x4020940D
 
 
 class Kind(Enum):
-    """The kind of a name in a folder, links not followed."""
+    """The kind of a name in a folder. Links are not followed."""
 
     FILE = "file"
     FOLDER = "folder"
@@ -48,12 +49,12 @@ class Free(NamedTuple):
 
 
 class Calls:
-    """The calls, each done at once.
+    """The system calls.
 
     Args:
-        root: the job directory: links are followed on the way to it, and never below it. Paths
-            elsewhere, and all paths without a root, are as the system resolves them.
-        durable: whether ``fsync`` is called. Off only to measure copying without the disk.
+        root: the job directory. Links are followed on the way to it, but never below it. The system
+            resolves paths outside it as usual; without a root, it resolves all paths as usual.
+        durable: True if ``fsync`` is called. False is only for measuring copies without the disk.
     """
 
     def __init__(self, root: Path | None = None, *, durable: bool = True) -> None:
@@ -68,12 +69,12 @@ class Calls:
             os.mkdir(name, dir_fd=folder)
 
     def rmdir(self, path: Path) -> None:
-        """Remove an empty folder. Raises OSError with ``ENOTEMPTY`` if it is not."""
+        """Remove an empty folder. Raises OSError (``ENOTEMPTY``) if the folder is not empty."""
         with self._beneath.at(path) as (name, folder):
             os.rmdir(name, dir_fd=folder)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename. A file replaces a file; a folder replaces nothing but an empty folder."""
+        """Rename. A file may replace a file; a folder may replace only an empty folder."""
         with self._beneath.both(source, target) as ((old, out_of), (new, into)):
             os.rename(old, new, src_dir_fd=out_of, dst_dir_fd=into)
 
@@ -98,12 +99,12 @@ class Calls:
             os.utime(name, dir_fd=folder, follow_symlinks=False)
 
     def chgrp(self, path: Path, group: int) -> None:
-        """Give a folder to one of this user's groups."""
+        """Change the group of a folder to a group of this user."""
         with self._beneath.at(path) as (name, folder):
             os.chown(name, -1, group, dir_fd=folder, follow_symlinks=False)
 
     def chmod(self, path: Path, mode: int) -> None:
-        """Set the mode of a folder, never of a link's target."""
+        """Set the mode of a folder. Links are not followed."""
         fd = self._beneath.open_folder(path)
         try:
             os.fchmod(fd, mode)
@@ -111,39 +112,47 @@ class Calls:
             os.close(fd)
 
     def create(self, path: Path) -> int:
-        """A descriptor of a new, empty file. Raises FileExistsError if the name is taken."""
+        """Make a new, empty file, and return a descriptor for writing.
+
+        Raises:
+            FileExistsError: the name is taken.
+        """
         return self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def open_append(self, path: Path) -> int:
-        """A descriptor that appends; the file is made if it is missing."""
+        """Open a file for appending, and make it if it is missing; return a descriptor.
+
+        Raises:
+            OSError: ``EINVAL`` if the file is not regular, or has several hard links.
+        """
         fd = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        if self._regular(fd, path).st_nlink > 1:  # its other name may be anywhere
+        if self._regular(fd, path).st_nlink > 1:  # the other name may be outside the job
             os.close(fd)
             raise OSError(errno.EINVAL, "the file has several names (hard links)", str(path))
         return fd
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
-        """Write at the descriptor's position; returns how many bytes were taken."""
+        """Write at the descriptor's position, and return the number of written bytes."""
         return os.write(fd, data)
 
     def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        """Write at an offset; returns how many bytes were taken."""
+        """Write at an offset, and return the number of written bytes."""
         return os.pwrite(fd, data, offset)
 
     def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        """Copy inside the kernel; returns how many bytes were copied, 0 at the end of source."""
+        """Copy inside the kernel, and return the number of bytes; 0 at the end of the source."""
         return os.copy_file_range(source, target, count, at, to)
 
     def sendfile(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        """Copy inside the kernel between different filesystems; returns the bytes copied."""
+        """Copy inside the kernel between different filesystems; return the number of bytes."""
         os.lseek(target, to, os.SEEK_SET)
         return os.sendfile(target, source, at, count)
 
     def clone_range(self, source: int, target: int, count: int, at: int, to: int) -> None:
-        """Let a file share the blocks of another: ``FICLONERANGE`` of ioctl_ficlonerange(2).
+        """Let ``target`` share blocks of ``source``: ``FICLONERANGE`` of ioctl_ficlonerange(2).
 
         Raises:
-            OSError: these two files cannot share, or the range is not whole blocks.
+            OSError: these two files cannot share blocks, or the range is not whole blocks.
         """
         fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, at, count, to))
 
@@ -153,7 +162,7 @@ class Calls:
             os.fsync(fd)
 
     def close(self, fd: int) -> None:
-        """Close a written file; on network filesystems this is where a write may still fail."""
+        """Close a written file. On network filesystems an earlier write may fail only now."""
         os.close(fd)
 
     def sync_folder(self, path: Path) -> None:
@@ -169,17 +178,18 @@ class Calls:
     # -- reads of storage ------------------------------------------------------------------------
 
     def open_read(self, path: Path) -> int:
-        """A descriptor to read from a regular file, never a link, a pipe or a device.
+        """Open a regular file for reading, and return a descriptor.
 
         Raises:
-            OSError: ``EINVAL`` if it is not a regular file, ``ELOOP`` if it is a link.
+            OSError: ``ELOOP`` if the path is a link; ``EINVAL`` if it is a pipe, a device or
+                anything else that is no regular file.
         """
         fd = self._open(path, os.O_RDONLY)
         self._regular(fd, path)
         return fd
 
     def release(self, fd: int) -> None:
-        """Close a descriptor that was only read from: nothing can be lost by it."""
+        """Close a descriptor that was only read from, so no data can be lost."""
         os.close(fd)
 
     def fstat(self, fd: int) -> os.stat_result:
@@ -187,19 +197,23 @@ class Calls:
         return os.fstat(fd)
 
     def read_part(self, fd: int, count: int) -> bytes:
-        """Up to ``count`` bytes from the descriptor's position; none at the end of the file."""
+        """Read up to ``count`` bytes at the descriptor's position; empty at the end of the file."""
         return os.read(fd, count)
 
     def pread(self, fd: int, count: int, offset: int) -> bytes:
-        """Up to ``count`` bytes from an offset; none at the end of the file."""
+        """Read up to ``count`` bytes from an offset; empty at the end of the file."""
         return os.pread(fd, count, offset)
 
     def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
-        """Fill some of ``part`` from an offset; returns how many bytes, 0 at the file's end."""
+        """Read from an offset into ``part``, which one call may not fill.
+
+        Returns:
+            The number of bytes that were read; 0 at the end of the file.
+        """
         return os.preadv(fd, [part], offset)
 
     def names(self, path: Path) -> list[str]:
-        """The names in a folder, sorted; empty if the folder is not there."""
+        """The names in a folder, sorted; empty if the folder does not exist."""
         try:
             fd = self._beneath.open_folder(path)
         except OSError as error:
@@ -212,10 +226,10 @@ class Calls:
             os.close(fd)
 
     def kinds(self, path: Path) -> dict[str, Kind]:
-        """The entries of a folder.
+        """The entries of a folder: name → kind.
 
         Raises:
-            NotADirectoryError: it is not a folder; also if it is a link to a folder.
+            NotADirectoryError: the path is not a folder. A link to a folder is not a folder.
         """
         status = self.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
@@ -228,7 +242,7 @@ class Calls:
             os.close(fd)
 
     def status(self, path: Path) -> os.stat_result | None:
-        """A name's own status, links not followed; None if it is not there."""
+        """The status of a name, without following a link; None if the name does not exist."""
         try:
             with self._beneath.at(path) as (name, folder):
                 return os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -240,7 +254,7 @@ class Calls:
     def may_change(self, path: Path) -> bool:
         """True if this user may make and delete names in a folder, as far as storage says now.
 
-        On NFS the server decides; no answer counts as a no.
+        On NFS the server decides. If it does not answer, the result is False.
         """
         with self._beneath.at(path) as (name, folder):
             return os.access(
@@ -252,7 +266,7 @@ class Calls:
             )
 
     def free(self, path: Path) -> Free:
-        """The free room on a folder's filesystem. A quota may leave less."""
+        """The free space on a folder's filesystem. A quota may leave less."""
         found = os.statvfs(path)
         return Free(
             found.f_bavail * found.f_frsize if found.f_blocks else None,
@@ -260,7 +274,7 @@ class Calls:
         )
 
     def is_read_only(self, path: Path) -> bool:
-        """True if a folder is on a mount of this host that nobody may write to."""
+        """True if this host has mounted a folder's filesystem read-only."""
         return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
     # -- descriptors ---------------------------------------------------------------------------
@@ -272,10 +286,10 @@ class Calls:
             return os.open(name, flags, 0o666, dir_fd=folder)
 
     def _regular(self, fd: int, path: Path) -> os.stat_result:
-        """The status of an opened file; closes a file that is not regular, or has no status."""
+        """The status of an open regular file. If the file is not regular, close it and raise."""
         try:
             status = os.fstat(fd)
-        except OSError:  # ESTALE on NFS, if it was replaced since
+        except OSError:  # for example ESTALE on NFS, if the file was replaced since the open
             os.close(fd)
             raise
         if not stat.S_ISREG(status.st_mode):
@@ -297,8 +311,8 @@ class Beneath:
     """Resolves paths beneath a root.
 
     Args:
-        root: links are followed on the way to it, and never below it. Paths elsewhere, and all
-            paths without a root, are as the system resolves them.
+        root: a folder. Links are followed on the way to it, but never below it. The system resolves
+            paths outside it as usual; without a root, it resolves all paths as usual.
     """
 
     def __init__(self, root: Path | None) -> None:
@@ -306,10 +320,12 @@ class Beneath:
 
     @contextmanager
     def at(self, path: Path) -> Iterator[Place]:
-        """A path, for one system call. Errors that pass through here name the whole path.
+        """Resolve a path for one system call, which the caller makes inside the block.
+
+        The errors of that call name the whole path.
 
         Raises:
-            OSError: ``ELOOP`` if a folder on the way is a link; otherwise the system's error.
+            OSError: ``ELOOP`` if a folder on the way is a link; other errors of the system.
         """
         text = os.fspath(path)
         parts = self._parts(_absolute(text))
@@ -333,7 +349,7 @@ class Beneath:
 
     @contextmanager
     def both(self, source: Path, target: Path) -> Iterator[tuple[Place, Place]]:
-        """Two paths, for one system call."""
+        """Resolve two paths for one system call, which the caller makes inside the block."""
         with self.at(source) as old, self.at(target) as new:
             try:
                 yield old, new
@@ -342,14 +358,14 @@ class Beneath:
                 raise
 
     def open_folder(self, path: Path) -> int:
-        """A descriptor of a folder, to list or to sync it."""
+        """Open a folder, to list or sync it, and return a descriptor."""
         with self.at(path) as (name, folder):
             if folder is None:
                 return os.open(name, os.O_RDONLY | _FOLDER)
             return _step_into(name, folder, os.fspath(path), os.O_RDONLY)
 
     def _parts(self, text: str) -> list[str]:
-        """The names on the way from the root to a path; none for a path that is not below it."""
+        """The names on the way from the root to a path; empty if the path is not below the root."""
         if not self._root or not text.startswith(f"{self._root}/"):
             return []
         parts = text[len(self._root) + 1 :].split("/")
@@ -359,12 +375,12 @@ class Beneath:
 
 
 def _absolute(text: str) -> str:
-    """An absolute path; it keeps ``..``, which only the system can resolve behind a link."""
+    """An absolute path. ``..`` stays, because after a link only the system can resolve it."""
     return text if text.startswith("/") else os.path.join(os.getcwd(), text)
 
 
 def _step_into(name: str, folder: int, whole: str, flags: int) -> int:
-    """Open a folder inside a folder, and say so if it is a link."""
+    """Open a subfolder of an open folder. If its name is a link, the error says so."""
     try:
         return os.open(name, flags | _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:

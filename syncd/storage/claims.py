@@ -1,8 +1,8 @@
-"""Exclusive names: at most one live participant holds each.
+"""Exclusive names: at most one live participant holds each name.
 
-A marker under ``.syncd/claims/``, created exclusively, names the session that holds a name. A
-newcomer breaks the marker of a dead session (:class:`~.judge.Judge`), and is refused a name that a
-live session holds.
+A claim is a file under ``.syncd/claims/``, created exclusively, that names the session that holds a
+name. If the session is dead (:class:`~.judge.Judge`), another participant may remove the claim and
+take the name. If the session is alive, :meth:`HeldName.take` refuses the name.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from syncd.storage.sessions import Session, process_of
 
 log = logging.getLogger(__name__)
 
-#: Lease times after which a name counts as taken although its holder could not be judged.
+#: If the holder of a name could not be judged for this many lease times, the name counts as taken.
 _PATIENCE: Final = 3
-#: How many looks must miss a heartbeat: it is missing for a moment while its owner renews it.
+#: The number of checks that must find no heartbeat before its owner counts as dead, because a
+#: heartbeat is missing for a moment while its owner renews it.
 _MISSING_LOOKS: Final = 2
 #: The most characters of a name that go into a message.
 _SHOWN: Final = 200
 
 
 class HeldName:
-    """A name in a role, held by this process's session.
+    """The name of a participant, held by this process's session.
 
-    Promised: if the hosts and storage of two participants work, only one at a time has the name.
-    Not promised: that a participant that was paused for longer than a lease still has it. It
-    notices at its next :meth:`check`; a write that it had begun may still take effect.
+    Promised: while the hosts and the storage of two participants work, only one participant at a
+    time has the name. Not promised: that a participant still has its name after it was paused for
+    longer than a lease time. The participant notices the loss at its next :meth:`check`. A write
+    that it began before may still take effect.
     """
 
     def __init__(self, job: Job, path: Path, session: str, name: str) -> None:
@@ -61,21 +63,23 @@ class HeldName:
         clock: Clock = time.monotonic,
         pause: Callable[[float], object] = time.sleep,
     ) -> Self:
-        """Take a name. May watch for up to a lease time if a dead session has it.
+        """Take a name. If another session has the name, wait until it is known to be alive or dead.
+
+        This wait takes up to a lease time if that session is dead.
 
         Args:
             job: the job.
             role: ``explorer``, or ``trainer``; a job has only one trainer, under any name.
             name: the participant's name.
-            session: this process's heartbeat, which beats already.
+            session: this process's session, whose heartbeat beats already.
             clock: seconds, monotonic.
-            pause: waits for seconds, between two looks.
+            pause: sleeps for a number of seconds, between two checks of that session.
 
         Raises:
-            NameTakenError: a live participant has it.
+            NameTakenError: a live participant has the name.
         """
         held = cls(job, job.layout.claim(role, name), session.id, name)
-        # Without the folders above it: nothing may be made in an unmounted job.
+        # Parent folders are not made, because nothing may be made in an unmounted job.
         job.storage.make_folder(job.layout.claims, below=job.layout.state)
         watch = _Holder(job, held._path, session.lease_time, clock)
         while not held._create():
@@ -88,11 +92,11 @@ class HeldName:
         return held
 
     def check(self) -> None:
-        """Check that this process still has the name; take it again if nobody has it.
+        """Check that this process still has the name; take the name again if nobody has it.
 
         Raises:
-            NameTakenError: another participant took it while we were counted as dead.
-            CancelledError: this participant gave it up.
+            NameTakenError: another participant took the name while this process counted as dead.
+            CancelledError: this participant released the name.
         """
         if self._given_up:
             raise CancelledError(f"{self._path} was released, because this participant is closed")
@@ -101,35 +105,36 @@ class HeldName:
             return
         raise NameTakenError(
             f"session {read_claim(self._job.storage, self._path)} now holds {self._path}: this "
-            "process was paused, or its storage was away, for longer than a lease; start it again"
+            "process was paused, or its storage did not answer, for longer than a lease time; "
+            "start this process again"
         )
 
     def release(self) -> None:
-        """Give the name up, if it is still ours."""
+        """Release the name, if this process still has it."""
         self._given_up = True
         if read_claim(self._job.storage, self._path) == self._session:
             self._job.storage.unlink_if_there(self._path)
 
     def _why_taken(self, role: str, session: str | None) -> str:
-        """The sentence that names the participant which has the name."""
+        """The error message, which says which participant has the name."""
         try:
             holder = name_in(self._job.storage.read(self._path))
-        except OSError:  # gone, or unreadable: only its session is known
+        except OSError:  # the claim is gone or unreadable: only the session is known
             holder = None
-        if role == "trainer":  # a job has only one, so another name does not help
-            other = "give this one a job directory of its own"
+        if role == "trainer":  # a job has only one trainer, so another name does not help
+            other = "give this trainer another job directory"
             who = "a trainer" if holder is None else f"trainer {holder[:_SHOWN]!r}"
         else:
             other, who = "take another name", f"{role} {self._name!r}"
         process = "" if session is None else process_of(session)
         return (
             f"{who} works in {self._job.layout.root} already ({process}session "
-            f"{session or 'unknown'}): stop it, or {other}; if it is gone for certain, remove "
-            f"{self._path}"
+            f"{session or 'unknown'}): stop it, or {other}; if that process has certainly ended, "
+            f"remove {self._path}"
         )
 
     def _create(self) -> bool:
-        """Make the marker, complete at once; returns whether it is ours."""
+        """Make the claim, with all its content at once; True if this session has the name now."""
         draft = self._job.layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
         try:
             self._job.storage.write_new(
@@ -137,7 +142,7 @@ class HeldName:
             )
             self._job.storage.link(draft, self._path)
         except FileExistsError:
-            # It is ours if the server did it, but its answer was lost.
+            # The claim is ours if the server made the link, but its answer was lost.
             return read_claim(self._job.storage, self._path) == self._session
         finally:
             self._job.storage.unlink_if_there(draft)
@@ -146,7 +151,7 @@ class HeldName:
 
 
 def read_claim(storage: Storage, path: Path) -> str | None:
-    """The session that has a name; None if nobody has the name, or the file names no session."""
+    """The session in a claim; None if there is no claim, or if the claim names no session."""
     try:
         session = session_of(storage.read(path))
     except OSError as error:
@@ -163,7 +168,7 @@ def read_claim(storage: Storage, path: Path) -> str | None:
 
 
 class _Holder:
-    """The present holder of a name, watched until it beats or is dead."""
+    """The present holder of a name, watched until its heartbeat beats or counts as dead."""
 
     def __init__(self, job: Job, path: Path, lease_time: float, clock: Clock) -> None:
         self._job = job
@@ -176,14 +181,14 @@ class _Holder:
         self.until = clock() + _PATIENCE * lease_time
 
     def is_dead(self) -> bool:
-        """Look once more."""
-        # Look at the marker before reading it, so that only the marker that was read can be broken.
+        """Check the holder once more; True if the holder is dead. Sets :attr:`lives`."""
+        # Look at the claim before reading it, so that only the claim that was read can be broken.
         marker = self._judge.look(self._path)
         session = read_claim(self._job.storage, self._path)
         if session != self.session:
             self.session, self._first, self._missing = session, None, 0
         if session is None:
-            return marker is Liveness.DEAD  # it has named no session for a lease
+            return marker is Liveness.DEAD  # it has named no session for a lease time
         heartbeat = self._job.layout.session(session)
         seen = self._judge.look(heartbeat)
         if seen is Liveness.MISSING:
@@ -199,10 +204,10 @@ class _Holder:
         return seen is Liveness.DEAD
 
     def take_away(self) -> None:
-        """Break the marker, unless another participant has it by now."""
+        """Remove the dead holder's claim, if no other participant has made a new claim."""
         if self._judge.break_dead(self._path):
             log.info(
-                "session %s is dead and loses %s",
+                "session %s is dead: removed its claim %s",
                 self.session,
                 self._path,
                 extra=Event.NAME_LOST(session=self.session, path=self._path),

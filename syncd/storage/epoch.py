@@ -1,9 +1,10 @@
-"""The fence: each active daemon works in a room of its own, and commits by renaming out of it.
+"""The fence: each active daemon works in its own room (a folder) and commits by a rename out of it.
 
-``daemon.lock`` only says which daemon *should* work: a daemon that was paused for a minute would
-still rename. So a take-over makes a new room ``.syncd/epoch/<n>-<suffix>/`` and empties every lower
-room until it can be removed; from then on a rename out of, or into, a lower room finds no such
-folder. ``docs/protocol.md`` has the argument, and ``tests/model`` explores it.
+``daemon.lock`` only says which daemon *should* work. A daemon that was paused for a minute would
+still rename, although another daemon has the lock. So a take-over makes a new room
+``.syncd/epoch/<n>-<suffix>/``, and empties every lower room until it can be removed. From then on a
+rename out of a lower room, or into it, finds no such folder. ``docs/protocol.md`` has the argument,
+and ``tests/model`` explores it.
 """
 
 from __future__ import annotations
@@ -27,30 +28,31 @@ from syncd.storage.record_files import move_away
 
 log = logging.getLogger(__name__)
 
-#: No daemon reaches this number by counting: someone else made such a folder.
+#: No daemon reaches this number by counting, so a room with it was not made by a daemon.
 _LAST_ROOM: Final = 10**17
-#: The most bytes of a name that are kept when something is set aside.
+#: The most bytes that are kept of a name that is moved into a room.
 _LONGEST: Final = 200
-#: How often to empty a lower room before giving up.
+#: The most attempts to empty a lower room.
 _ROUNDS: Final = 100
-#: The suffix makes every room's name new: a paused daemon whose room was removed must not find
-#: another daemon's room in its place.
+#: The suffix makes the name of every room unique. So a paused daemon whose room was removed never
+#: finds another daemon's room under the same name.
 _ROOM: Final = re.compile(r"([1-9][0-9]{0,17})-([0-9a-f]{8})", re.ASCII)
 
 
 class Epoch:
     """The room of one active daemon.
 
-    Promised: after :meth:`take_over` returned, no daemon of a lower epoch commits or prunes
-    anything. Once a higher epoch's ``take_over`` returned, neither does this one: then each method
-    with an effect that others see raises :class:`SupersededError`. Not promised: that a daemon
-    knows that it was superseded before it tries.
+    Promised: after :meth:`take_over` has returned, no daemon of a lower epoch commits or prunes
+    anything. After the ``take_over`` of a higher epoch has returned, this daemon is superseded: if
+    a method would change files outside this room, it raises :class:`SupersededError`. A daemon may
+    not know that it was superseded before it calls such a method.
 
     Attributes:
-        number: the epoch, for people; rooms are ordered by it, and then by their suffix.
-        building: where versions are made.
-        in_background: the names in ``building`` that another thread works on: a sweep leaves them
-            alone.
+        number: the number of the epoch. Rooms are ordered by their number, and rooms of one number
+            by their suffix.
+        building: the folder in which versions are made.
+        in_background: the names in ``building`` on which another thread works. :meth:`sweep` does
+            not delete them.
     """
 
     def __init__(self, job: Job, room: str) -> None:
@@ -64,10 +66,10 @@ class Epoch:
 
     @classmethod
     def take_over(cls, job: Job) -> Epoch:
-        """Make a new room, and empty all lower ones until they are gone.
+        """Make a new room, and empty and remove all lower rooms.
 
         Raises:
-            SupersededError: another daemon took over at the same time, with a higher number.
+            SupersededError: another daemon took over at the same time, and its room sorts higher.
         """
         job.storage.refresh(job.layout.epochs)
         found = _rooms(job)
@@ -79,8 +81,8 @@ class Epoch:
             )
         epoch = cls(job, f"{number}-{secrets.token_hex(4)}")
         job.storage.mkdir(epoch._room)
-        # Listed again, after the mkdir: a room above ours means that its daemon came later and may
-        # have looked before ours was there. A daemon that comes later than this finds ours.
+        # List the rooms again, after the mkdir. The daemon of a room above ours may have listed the
+        # rooms before ours existed. A daemon that lists the rooms after this point finds ours.
         rooms = _rooms(job)
         if any(_order(room) > _order(epoch._room.name) for room in rooms):
             try:
@@ -88,12 +90,13 @@ class Epoch:
             except OSError as error:
                 if not is_gone(error):
                     raise
-                # else: the later one was faster
+                # else: the other daemon has already removed our room
             raise SupersededError(f"another daemon took over epoch {number} of {job.layout.root}")
         try:
             for folder in (epoch._doomed, epoch._trash, epoch.building):
                 epoch._within(job.storage.mkdir, folder)
-            # Sync before anything is moved in, because a lost folder would lose its content too.
+            # Sync the folders before anything is moved into them, because a power loss that loses a
+            # folder loses its content too.
             epoch._within(job.storage.sync_folder, epoch._room)
             job.storage.sync_folder(job.layout.epochs)
             for lower in rooms:
@@ -105,11 +108,11 @@ class Epoch:
         return epoch
 
     def start_version(self, sequence: int) -> Path:
-        """An empty folder to build a version in."""
+        """Make an empty folder to build a version in, and return its path."""
         return self.start_build(version_folder(sequence))
 
     def start_build(self, name: str) -> Path:
-        """An empty folder to build in."""
+        """Make an empty folder to build in, and return its path."""
         folder = self.building / name
         if self._job.storage.exists(folder):
             self._job.storage.remove_tree(folder)
@@ -117,17 +120,17 @@ class Epoch:
         return folder
 
     def open_leasing(self, sequence: int) -> None:
-        """Let a version be leased: one rename of an empty folder out of this room.
+        """Make the lease folder of a version, by one rename of an empty folder out of this room.
 
-        If the folder were made in place, by mkdir, a superseded daemon could bring back the folder
-        of a version that was retired meanwhile.
+        Without the rename, a mkdir of a superseded daemon could make the lease folder of a version
+        that was already retired.
 
         Raises:
-            SupersededError: this room is gone.
+            SupersededError: this room was removed by another daemon.
         """
         source = self.building / f"leases-{version_folder(sequence)}"
         target = self._job.layout.lease_folder(sequence)
-        if not self._job.storage.exists(source):  # else an earlier attempt left it
+        if not self._job.storage.exists(source):  # it may exist from an earlier attempt
             self._within(self._job.storage.mkdir, source)
         try:
             self._rename(
@@ -138,7 +141,7 @@ class Epoch:
         except OSError as error:
             if error.errno not in NOT_EMPTY:
                 raise
-            self._job.storage.rmdir(source)  # the target is there, and someone holds a lease in it
+            self._job.storage.rmdir(source)  # the target exists, and has a lease in it
             return
         self._job.storage.sync_folder(target.parent)
 
@@ -146,7 +149,7 @@ class Epoch:
         """Commit a built version: one rename to ``published/``, which also takes the sequence.
 
         Raises:
-            SupersededError: this room is gone, or the sequence is taken.
+            SupersededError: this room was removed by another daemon, or the sequence is taken.
         """
         return self.commit_build(version_folder(sequence), self._job.layout.version(sequence))
 
@@ -154,7 +157,7 @@ class Epoch:
         """Commit a built folder: one rename out of this room.
 
         Raises:
-            SupersededError: this room is gone, or the target is taken.
+            SupersededError: this room was removed by another daemon, or the target exists.
         """
         source = self.building / name
         before = self._job.storage.status(source)
@@ -175,10 +178,11 @@ class Epoch:
     def publish_file(self, target: Path, data: bytes, *, durable: bool = True) -> None:
         """Replace one of the daemon's files, such as LATEST: one rename out of this room.
 
-        A hint need not be ``durable``: after a power loss it may be gone, or torn.
+        If ``durable`` is False, which suffices for a hint, the file may be missing or torn after a
+        power loss.
 
         Raises:
-            SupersededError: this room is gone.
+            SupersededError: this room was removed by another daemon.
         """
         try:
             with Draft(self._job.storage, target, room=self._room) as draft:
@@ -196,36 +200,40 @@ class Epoch:
             self._job.storage.sync_folder(target.parent)
 
     def set_aside(self, path: Path) -> Path:
-        """Take a folder out of everybody's sight, to look at it once more.
+        """Move a folder into this room's ``trash/``, so that its content can be checked once more.
 
         Returns:
-            Its path now, where nothing deletes it. :meth:`condemn` it, or put it back.
+            The new path of the folder. Nothing deletes it there. After the check, call
+            :meth:`condemn` with this path, or rename the folder back.
 
         Raises:
-            SupersededError: this room is gone.
-            FileNotFoundError: the folder is.
+            SupersededError: this room was removed by another daemon.
+            FileNotFoundError: the folder does not exist.
         """
         return self._move(path, self._trash)
 
     def condemn(self, path: Path) -> Path:
-        """Decide to delete a folder: one rename to the folder that :meth:`sweep` deletes from.
+        """Decide to delete a folder: one rename into ``doomed/``, from which :meth:`sweep` deletes.
 
         Raises:
-            SupersededError: this room is gone.
-            FileNotFoundError: the folder is.
+            SupersededError: this room was removed by another daemon.
+            FileNotFoundError: the folder does not exist.
         """
         return self._move(path, self._doomed)
 
     def undecided(self) -> list[Path]:
-        """Names that this or an earlier daemon set aside, and neither condemned nor put back."""
+        """The folders in ``trash/``: set aside, and neither condemned nor put back yet.
+
+        An earlier daemon may have set them aside.
+        """
         return [self._trash / name for name in self._job.storage.names(self._trash)]
 
     def condemned(self) -> list[Path]:
-        """The folders that are still to be deleted."""
+        """The folders in ``doomed/``, which are still to be deleted."""
         return [self._doomed / name for name in self._job.storage.names(self._doomed)]
 
     def sweep(self) -> None:
-        """Delete condemned folders and half-built ones."""
+        """Delete condemned folders, and half-built folders on which no other thread works."""
         refused: OSError | None = None
         for folder in (self._doomed, self.building):
             for name in self._job.storage.names(folder):
@@ -239,15 +247,15 @@ class Epoch:
             raise refused
 
     def is_live(self) -> bool:
-        """True if this room is still there; for messages, never to decide whether to commit."""
+        """True if this room still exists. Use it for messages, never to decide about a commit."""
         folders = (self.building, self._trash, self._doomed)
         return all(self._job.storage.exists(folder) for folder in folders)
 
     def raise_if_superseded(self, error: OSError) -> None:
-        """Translate an error if this room is gone but the job is there.
+        """Translate an error that occurred because another daemon removed this room.
 
         Raises:
-            SupersededError: another daemon has taken over.
+            SupersededError: another daemon has taken over: this room is gone, and the job is not.
         """
         if (
             is_gone(error)
@@ -260,7 +268,7 @@ class Epoch:
             ) from error
 
     def _leave(self) -> None:
-        """Remove the empty folders of this room: take-overs that fail must not fill the disk."""
+        """Remove the empty folders of this room, so that failed take-overs do not fill the disk."""
         for folder in (self.building, self._trash, self._doomed, self._room):
             try:
                 self._job.storage.rmdir(folder)
@@ -270,9 +278,10 @@ class Epoch:
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it, which ends all unfinished work there.
 
-        The folders that its daemon renames out of, or into, are emptied and removed, never moved: a
-        rename uses the handle that a folder had when its name was looked up (always on NFS, and for
-        a moment everywhere), and that handle is useless only once its folder is removed.
+        The folders that the room's daemon renames out of, or into, are emptied and removed, never
+        moved. The reason: a rename uses the handle that a folder had when its name was looked up
+        (always on NFS, and for a moment on all filesystems). That handle stays usable until the
+        folder is removed.
         """
         homes = {
             room / "building": self._doomed,
@@ -281,12 +290,12 @@ class Epoch:
             room: self._doomed,
         }
         if not _is_folder(self._job.storage, room):
-            return  # no daemon ever worked there
+            return  # a room that is not a folder was never a daemon's
         gone = False
-        for _ in range(_ROUNDS):  # its daemon may make something new in it, but not for ever
+        for _ in range(_ROUNDS):  # the room's daemon may make new files in it, but not for ever
             for folder, home in homes.items():
                 if folder != room and not _is_folder(self._job.storage, folder):
-                    continue  # for example a link, which is found in the room and moved
+                    continue  # for example a link: it is moved with the other names in the room
                 for name, kind in self._found(folder):
                     if kind is not Kind.FOLDER or folder / name not in homes:
                         self._take(folder / name, home)
@@ -329,24 +338,24 @@ class Epoch:
         except OSError as error:
             if not is_gone(error):
                 raise
-            # else: its daemon, or a third daemon, was faster
+            # else: the room's daemon, or a third daemon, has already moved or removed it
 
     def _move(self, path: Path, into: Path) -> Path:
-        """Rename into a folder of this room, under a name that is free there."""
-        # The name may have the maximal length: leave room for the suffix.
+        """Rename into a folder of this room, under a unique name."""
+        # The name may have the maximum length, so it is cut to have space for the suffix.
         name = os.fsdecode(os.fsencode(path.name)[:_LONGEST])
         target = into / f"{name}-{secrets.token_hex(6)}"
         self._rename(path, target, lambda: self._job.storage.exists(target))
-        # Sync before anything in it is deleted: else a power loss could bring back half of it.
+        # Sync before anything in the folder is deleted, because otherwise a power loss could bring
+        # back the folder with half of its content.
         for folder in (into, path.parent):
             self._job.storage.sync_folder(folder)
         return target
 
     def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:
-        """Rename; after an error, check if the server did it nevertheless.
+        """Rename; after an error, check by ``ours`` if the server did the rename nevertheless.
 
-        If the server did the rename but its answer was lost, the client asks again, and gets
-        ENOENT.
+        If the server's answer to a rename was lost, the client asks again, and gets ENOENT.
         """
         try:
             self._job.storage.rename(source, target)
@@ -358,11 +367,11 @@ class Epoch:
                 raise
 
     def _ask_anew(self, folder: Path) -> None:
-        """Make this client forget that a name was missing before its own rename."""
+        """Make this client ask the server for the names in a folder, if it can."""
         try:
             self._job.storage.refresh(folder)
         except OSError:
-            pass  # the folder is gone, or nothing can be made in it: use the cached state
+            pass  # the folder is gone, or this user may not change it: use the cached state
 
     def _within(self, change: Callable[[Path], None], path: Path) -> None:
         try:
@@ -372,12 +381,12 @@ class Epoch:
             raise
 
     def _reads(self, target: Path, data: bytes) -> bool:
-        for _ in range(2):  # an open may be late by one look
+        for _ in range(2):  # the first open may still see the old file
             try:
                 if self._job.storage.read(target) == data:
                     return True
             except OSError:
-                pass  # not ours as far as is known; the rename's own error is raised
+                pass  # counts as not ours; the caller raises the rename's own error
         return False
 
 
@@ -394,6 +403,6 @@ def _is_folder(storage: Storage, path: Path) -> bool:
 
 
 def _order(room: str) -> tuple[int, str]:
-    """The sort key of a room's name."""
+    """The sort key of a room's name: number and suffix."""
     number, _, suffix = room.partition("-")
     return int(number), suffix

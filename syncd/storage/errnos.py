@@ -1,4 +1,4 @@
-"""The meanings of the operating system's errors here. Callers decide what to do about them."""
+"""The meanings of the operating system's errors for syncd."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from syncd.protocol.errors import JobUnavailableError, NoRoomError, SyncdError
 
 #: The name is gone, or the server no longer knows the file behind it (NFS).
 GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
-#: A folder that is not empty: Linux says either.
+#: A folder that is not empty: Linux uses both errors.
 NOT_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 #: The disk, or this user's part of it, is full.
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-#: Errors after which the work may succeed if it is done again from the start. Not a full disk, nor
-#: a refused right.
+#: Errors after which the work may succeed if it is done again from the start. A full disk and a
+#: missing right are not among them.
 PASSING: Final = GONE | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
-#: Errors of a read if the thing there cannot be a record: it is a link, a pipe, a socket, a folder,
-#: or far too long. It stays so until someone changes it, so waiting does not help.
+#: Errors of a read if the name cannot have a record: it is a link, a pipe, a socket or a folder, or
+#: the file is far too long. Waiting does not help, because only a person can change it.
 _NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG})
-#: Errors that come again at the next look: they concern this one name, not the storage.
+#: Errors that concern one name, not the storage. They would come again at the next attempt.
 _REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 
 
 def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
-    """The syncd error for storage on which nobody can write; None for any other error.
+    """The syncd error for storage that is read-only or full; None for any other error.
 
     Args:
         error: the error of a write.
-        path: the path of the write, if the error itself does not name it.
+        path: the path of the write. It is used only if ``error`` names no path.
     """
     where = error.filename or path
     if error.errno == errno.EROFS:
@@ -43,7 +43,7 @@ def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
 
 
 def read_only(path: object) -> str:
-    """The sentence about storage that is mounted read-only."""
+    """The error message for storage that is mounted read-only."""
     return (
         f"{path} cannot be written: its storage is mounted read-only: mount it rw (`findmnt -T` "
         "shows how it is mounted), and start again"
@@ -51,20 +51,20 @@ def read_only(path: object) -> str:
 
 
 def is_gone(error: OSError) -> bool:
-    """True if an error says that the name, or the file behind it, is no longer there."""
+    """True if an error says that a name or its file no longer exists."""
     return error.errno in GONE
 
 
 def is_no_record(error: OSError) -> bool:
-    """True if an error of a read says that the thing there cannot be a record."""
+    """True if an error of a read says that the name cannot have a record."""
     return error.errno in _NO_RECORD
 
 
 def is_refused_here(error: OSError) -> bool:
-    """True if an error concerns one name alone: a link, or a name that this user may not see."""
+    """True if an error concerns only one name: a link, or a name that this user may not use."""
     return error.errno in _REFUSED_HERE
 
 
 def is_unreadable(error: OSError) -> bool:
-    """True if an error says that a name is there, but this user can read no record under it."""
+    """True if an error says that a name exists, but this user can read no record there."""
     return is_no_record(error) or is_refused_here(error)

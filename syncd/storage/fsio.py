@@ -1,8 +1,8 @@
-"""The only code that changes shared storage, except filelock's own markers.
+"""The only code that changes shared storage, except for the lock files of filelock.
 
-Single system calls are in :mod:`.calls`; operations built from these calls alone are here. Errors
-are the operating system's (``OSError``), because only the caller knows the meaning of, for example,
-``ENOENT``.
+Single system calls are in :mod:`.calls`. This module has the operations that are built only from
+these calls. It raises the operating system's errors (``OSError``) unchanged, because only the
+caller knows the meaning of, for example, ``ENOENT``.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from syncd.protocol.names import TEMPORARY
 from syncd.storage.calls import Calls, Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone
 
-#: Errors if this way of copying does not work between these two files; another way may.
+#: Errors of a way of copying that does not work between these two files. Another way may work.
 _REFUSED: Final = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 )
 #: Errors if sharing blocks does not work, if the blocks are not on disk yet (ZFS), or if storage
-#: fails, which a copy will report too.
+#: fails. If storage fails, the copy that follows reports it.
 _NOT_SHARED: Final = _REFUSED | {errno.ENOTTY, errno.EAGAIN, errno.EINTR, errno.EIO}
-#: Errors if there are no hard links here, or not between these two names, or the file has the most
-#: links that it may have.
+#: Errors if the filesystem has no hard links, if it cannot link these two names, or if the file has
+#: the maximum number of links.
 _NO_LINKS: Final = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 )
-#: The limit for a record of a few fields, in bytes; syncd writes no larger one.
+#: The limit for a record of a few fields, in bytes. syncd writes no larger record of this kind.
 RECORD_LIMIT: Final = 1024 * 1024
-#: The limit for a record that grows with a job or a model: the manifest, the saves on record.
+#: The limit for a record that grows with a job or a model, for example the manifest, in bytes.
 LONG_RECORD_LIMIT: Final = 256 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
-#: How often to try to write or read a small file.
+#: The most attempts to write or read a small file.
 _ATTEMPTS: Final = 5
-#: How many folders deep a tree is removed in place.
+#: The depth of folders to which a tree is removed in place; deeper folders are moved up first.
 _DEEPEST: Final = 16
 
-#: (device, inode, size, mtime_ns, ctime_ns): stays equal while a file is not touched.
+#: (device, inode, size, mtime_ns, ctime_ns), which is equal as long as nobody changes the file.
 Signature = tuple[int, int, int, int, int]
 
 T = TypeVar("T")
 
 
 def signature(status: os.stat_result) -> Signature:
-    """The identity of an untouched file."""
+    """The signature of a file with this status."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class Storage(Calls):
-    """Shared storage as syncd uses it: the system calls, and operations built from them alone."""
+    """Shared storage as syncd uses it: the system calls, and operations built only from them."""
 
     def write_all(self, fd: int, data: bytes | memoryview) -> None:
         """Write all of ``data`` at the descriptor's position."""
@@ -70,12 +70,12 @@ class Storage(Calls):
             offset += done
 
     def copy_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        """Copy up to ``count`` bytes the cheapest way that these two files allow.
+        """Copy up to ``count`` bytes in the cheapest way that works between these two files.
 
-        It tries ``copy_file_range``, then ``sendfile``, then ``pread`` and ``pwrite``.
+        It tries ``copy_file_range`` first, ``sendfile`` second, and ``pread`` with ``pwrite`` last.
 
         Returns:
-            The bytes copied; 0 only at the end of the source.
+            The number of copied bytes; 0 only at the end of the source.
         """
         for copy in (self.copy_file_range, self.sendfile):
             try:
@@ -86,16 +86,16 @@ class Storage(Calls):
                 continue
             if copied:
                 return copied
-            # Some filesystems return 0 if they cannot copy: only read(2) knows the end.
+            # Some filesystems return 0 if they cannot copy, so only a read finds the end.
         data = self.pread(source, min(count, _BUFFER), at)
         self.pwrite_all(target, data, to)
         return len(data)
 
     def share_range(self, source: int, target: int, count: int, at: int, to: int) -> bool:
-        """Let a file share blocks of another, if this storage can: no byte is copied.
+        """Let ``target`` share blocks of ``source`` without copying a byte, if this storage can.
 
         Returns:
-            False if it cannot, or not now: copy the range instead.
+            False if the storage cannot share these blocks, or not now. The caller should copy them.
         """
         try:
             self.clone_range(source, target, count, at, to)
@@ -106,10 +106,10 @@ class Storage(Calls):
         return True
 
     def link_if_possible(self, source: Path, target: Path) -> bool:
-        """Give a file a second name, if this storage can.
+        """Give a file a second name by a hard link, if this storage can.
 
         Returns:
-            False if it cannot; then nothing was changed.
+            False if the storage cannot. In that case nothing was changed.
         """
         try:
             self.link(source, target)
@@ -120,7 +120,7 @@ class Storage(Calls):
         return True
 
     def write_new(self, path: Path, data: bytes) -> None:
-        """Write a new, durable file. The caller syncs the folder's entry."""
+        """Write a new file with durable content. The caller has to sync the folder."""
         fd = self.create(path)
         with named(path), self.closing(fd):
             self.write_all(fd, data)
@@ -128,7 +128,7 @@ class Storage(Calls):
 
     @contextmanager
     def closing(self, fd: int) -> Iterator[int]:
-        """Close a written descriptor at the end, and let a failing close be an error."""
+        """Close a written descriptor at the end of the block; a failing close is an error."""
         try:
             yield fd
         except BaseException:
@@ -137,7 +137,11 @@ class Storage(Calls):
         self.close(fd)
 
     def replace(self, path: Path, data: bytes, *, room: Path | None = None) -> None:
-        """Replace a file by one rename, durably; its temporary name is in the folder ``room``."""
+        """Replace a file by one rename, durably.
+
+        The new file has its temporary name in the folder ``room``, or by default in the file's own
+        folder.
+        """
         for left in reversed(range(_ATTEMPTS)):
             try:
                 with Draft(self, path, room=room) as draft:
@@ -152,15 +156,16 @@ class Storage(Calls):
                 return
 
     def make_folder(self, path: Path, *, below: Path) -> None:
-        """Make a folder and those above it that are missing, durably.
+        """Make a folder and its missing parent folders, durably.
 
         Args:
             path: the folder.
-            below: a folder above it that is never made: if that is gone (the job was unmounted, a
-                successor removed the room), nothing may be built in its place.
+            below: a parent folder that this method never makes. If ``below`` is missing (for
+                example, the job was unmounted, or another daemon removed the room), nothing may be
+                made in its place.
 
         Raises:
-            FileNotFoundError: ``below`` is not there.
+            FileNotFoundError: ``below`` is missing.
         """
         try:
             self.mkdir(path)
@@ -177,16 +182,17 @@ class Storage(Calls):
         self.sync_folder(path.parent)
 
     def refresh(self, path: Path) -> None:
-        """Make this client ask the server for the names in a folder, not its cache.
+        """Make this client ask the server, instead of its cache, for the names in a folder.
 
-        Clients of network filesystems cache missing names, and the files that names refer to. On
-        NFS 4.2 even rmdir is then answered from the cache (measured). If the client changes the
-        folder, it drops that cache: setting the folder's times is enough, and needs no disk space.
+        Clients of network filesystems cache which names are missing, and which files the other
+        names refer to. On NFS 4.2 the client may answer even an rmdir from this cache (measured).
+        The client drops the cache when it changes the folder. So this method sets the folder's
+        times, which needs no disk space.
         """
         self.utime(path)
 
     def unlink_if_there(self, path: Path) -> bool:
-        """Remove a file's name; False if it was not there."""
+        """Remove a file's name; False if the name did not exist."""
         try:
             self.unlink(path)
         except OSError as error:
@@ -196,11 +202,11 @@ class Storage(Calls):
         return True
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder and all in it, and follow no link. Missing files are fine."""
-        # Not by recursion, because a tree may be deeper than Python's stack. Deep folders are first
-        # moved up, because ever longer paths would take ever longer.
+        """Remove a folder and its content; follow no link, and ignore files that are missing."""
+        # Without recursion, because a tree may be deeper than Python's stack. Deep folders are
+        # moved up first, because longer paths take longer.
         pending, emptied = [(path, 0)], []
-        refused: OSError | None = None  # one name that cannot be removed does not stop the rest
+        refused: OSError | None = None  # raised at the end, so that all other names are removed
         while pending:
             folder, depth = pending.pop()
             try:
@@ -229,15 +235,15 @@ class Storage(Calls):
             try:
                 self.rmdir(folder)
             except OSError as error:
-                # NFS keeps a .nfs… file while someone on this client reads what was just removed;
-                # the next sweep finds the rest.
+                # NFS keeps a .nfs… file while a process of this client reads a removed file. The
+                # next sweep removes the folder.
                 if not is_gone(error) and error.errno not in NOT_EMPTY:
                     refused = refused or error
         if refused is not None:
             raise refused
 
     def pread_all(self, fd: int, count: int, offset: int) -> bytes:
-        """``count`` bytes from an offset; fewer only at the end of the file."""
+        """Read ``count`` bytes from an offset; fewer only at the end of the file."""
         parts = []
         while count > 0 and (part := self.pread(fd, count, offset)):
             parts.append(part)
@@ -246,17 +252,20 @@ class Storage(Calls):
         return b"".join(parts)
 
     def pread_fully(self, fd: int, part: memoryview, offset: int) -> int:
-        """Fill ``part`` from an offset; returns how many bytes, fewer only at the file's end."""
+        """Fill ``part`` from an offset, and return the number of bytes.
+
+        The number is less than the length of ``part`` only at the end of the file.
+        """
         done = 0
         while done < len(part) and (count := self.pread_into(fd, part[done:], offset + done)):
             done += count
         return done
 
     def look_into(self, path: Path, look: Callable[[int], T]) -> T:
-        """Open a regular file by name, and look into it.
+        """Open a regular file by name, and call ``look`` with its descriptor.
 
-        A server may forget a file that is replaced between the open and the read (NFS 3). The name
-        is still there then, and is opened again.
+        An NFS 3 server may forget a file that is replaced between the open and the read (ESTALE).
+        In that case the new file under the same name is opened.
         """
         for _ in range(_ATTEMPTS - 1):
             try:
@@ -277,7 +286,7 @@ class Storage(Calls):
         """All bytes of a regular file.
 
         Raises:
-            OSError: also ``EFBIG``, if it has more than ``limit`` bytes.
+            OSError: ``EFBIG`` if the file has more than ``limit`` bytes; other errors of the reads.
         """
         return self.read_with_signature(path, limit)[0]
 
@@ -298,13 +307,13 @@ class Storage(Calls):
         return self.look_into(path, all_of)
 
     def exists(self, path: Path) -> bool:
-        """True if a name is there."""
+        """True if a name exists."""
         return self.status(path) is not None
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Make errors of calls on a descriptor name the file, for example a full disk at a write."""
+    """Add the file's path to errors of calls on a descriptor, for example a full disk."""
     try:
         yield
     except OSError as error:
@@ -314,16 +323,16 @@ def named(path: Path) -> Iterator[None]:
 
 
 class Draft:
-    """A file being written under a temporary name; it takes its final name by one rename.
+    """A file that is written under a temporary name, and gets its final name by one rename.
 
-    The commit point is the rename in :meth:`commit`: before it there is only garbage under a
-    ``.tmp-`` name, after it the file is whole and durable. Without a commit, leaving the ``with``
-    block removes the garbage. Not promised: its removal if the process is killed.
+    The commit point is the rename in :meth:`commit`. Before the rename there is only garbage under
+    a ``.tmp-`` name; after the rename the file is whole and durable. Without a commit, leaving the
+    ``with`` block removes the garbage. If the process is killed, the garbage stays.
 
     Args:
         storage: the storage to write to.
-        path: the final name.
-        room: the folder for the temporary name; the final name's own folder by default.
+        path: the final path.
+        room: the folder for the temporary name; by default the folder of ``path``.
     """
 
     def __init__(self, storage: Storage, path: Path, *, room: Path | None = None) -> None:
@@ -339,7 +348,7 @@ class Draft:
         return self
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append ``data``; returns its length in bytes, as a file object does."""
+        """Append ``data``, and return its length in bytes, as a file object does."""
         with named(self._path):
             self._storage.write_all(self._fd, data)
         length = memoryview(data).nbytes
@@ -347,13 +356,13 @@ class Draft:
         return length
 
     def overwrite(self, data: bytes, offset: int) -> None:
-        """Replace bytes that were already written, e.g. a header that is only known at the end."""
+        """Replace bytes that were already written, e.g. a header that is known only at the end."""
         self._storage.pwrite_all(self._fd, data, offset)
 
     def finish(self, *, durable: bool = True) -> None:
         """Make the bytes durable and close the file, still under its temporary name.
 
-        A hint need not be ``durable``: after a power loss it may be torn.
+        If ``durable`` is False, which suffices for a hint, the file may be torn after a power loss.
         """
         if self._fd < 0:
             return
@@ -363,7 +372,7 @@ class Draft:
                 self._storage.fsync(fd)
 
     def commit(self) -> None:
-        """Finish, take the final name, and make the name durable."""
+        """Finish the file, rename it to its final name, and make the name durable."""
         self.finish()
         self._storage.rename(self.temporary, self._path)
         self._committed = True

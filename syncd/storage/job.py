@@ -1,4 +1,4 @@
-"""A job directory: its storage, its paths, and the format that all agree on."""
+"""A job directory: its storage, its paths, and the format on which all its processes agree."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Job:
     """A job directory.
 
     Attributes:
-        storage: its storage, as this host has mounted it.
-        layout: the paths in it.
+        storage: the storage, as this host has mounted it.
+        layout: the paths in the job directory.
     """
 
     storage: Storage
@@ -36,7 +36,7 @@ class Job:
 
     @classmethod
     def at(cls, root: str | Path, storage: Storage | None = None) -> Self:
-        """The job in a folder, without looking at the folder.
+        """The job in a folder. The folder is not read, and need not exist.
 
         Args:
             root: the job directory.
@@ -48,11 +48,11 @@ class Job:
     def open(self, *, lease_time: float | None = None) -> Format:
         """Make the missing folders of ``.syncd`` and ``published``, and agree on the format.
 
-        The first process to open a job fixes its lease time; later values are ignored, because two
-        hosts with different lease times would take leases from each other.
+        The first process that opens a job fixes its lease time. Later values are ignored, because
+        two hosts with different lease times would take leases from each other.
 
         Args:
-            lease_time: seconds, for a job that has no lease time yet. Default 30.
+            lease_time: seconds, for a job that has no lease time yet. The default is 30.
 
         Returns:
             The format of the job.
@@ -96,27 +96,28 @@ class Job:
             ) from error
 
     def is_there(self) -> bool:
-        """True if a job that was opened is there now.
+        """True if this job, which was opened before, is still present.
 
-        If not, conclude nothing from its files: storage that is not mounted looks empty.
+        If the result is False, do not rely on the job's files: storage that is not mounted looks
+        empty.
         """
         return self.storage.exists(self.layout.format)
 
     def check_is_there(self) -> None:
-        """Check that the job is there.
+        """Check that this job, which was opened before, is still present.
 
         Raises:
-            JobUnavailableError: its folder, or ``.syncd`` in it, is missing.
+            JobUnavailableError: the job directory, or ``.syncd`` in it, is missing.
         """
         if not self.is_there():
             raise JobUnavailableError(f"{self.layout.format} is not there: is its storage mounted?")
 
     def lease_time(self) -> float:
-        """The lease time of an existing job, in seconds; makes nothing.
+        """The lease time of an existing job, in seconds. This method makes no files.
 
         Raises:
-            JobUnavailableError: syncd has never served a job here.
-            RecordError: its format cannot be read.
+            JobUnavailableError: syncd has never served this job.
+            RecordError: the file with the lease time holds no valid record.
         """
         self.check_folders()
         path = self.layout.format
@@ -133,10 +134,10 @@ class Job:
             raise JobUnavailableError(f"{path} cannot be read: {error}") from error
 
     def check_folders(self) -> None:
-        """Check that syncd's folders are folders: filelock would follow a link out of the job.
+        """Check that syncd's folders are not links, because filelock would follow a link.
 
         Raises:
-            JobUnavailableError: one of them is something else.
+            JobUnavailableError: one of these folders is a link or a file.
         """
         at = self.layout
         for folder in (at.state, at.published, at.epochs, at.leases, at.sessions):
@@ -147,7 +148,7 @@ class Job:
                 )
 
     def _agree(self, lease_time: float | None) -> Format:
-        """The format on disk, or ours if there is none; a hard link never replaces another's."""
+        """The format on disk. If there is none, write ours by a link, which replaces no file."""
         storage, layout = self.storage, self.layout
         if not storage.exists(layout.format):
             ours = Format() if lease_time is None else Format(lease_time=lease_time)
@@ -156,7 +157,7 @@ class Job:
             try:
                 storage.link(mine, layout.format)
             except FileExistsError:
-                pass  # another was first; its format holds
+                pass  # another process was first, so its format counts
             finally:
                 storage.unlink_if_there(mine)
             storage.sync_folder(layout.state)
@@ -177,8 +178,9 @@ class Job:
             None if there is no file; ``unreadable`` if the file holds no record.
 
         Raises:
-            OSError: storage failed in a way that the policy does not ignore.
-            ProtocolMismatchError: a newer protocol wrote it, and the policy does not ignore that.
+            OSError: the storage failed in a way that the policy does not ignore.
+            ProtocolMismatchError: a newer protocol wrote the record, and the policy does not ignore
+                such records.
         """
         try:
             return parse(model, self.storage.read(path, limit), path)
@@ -195,9 +197,10 @@ class Job:
         return unreadable
 
     def previous_loads(self, name: str) -> tuple[Load, ...]:
-        """The last loads in an explorer's report, for the next explorer of that name.
+        """The newest loads in the report of the previous explorer of this name.
 
-        The daemon may not have read them yet.
+        The next explorer repeats them in its own report, because the daemon may not have read them
+        yet.
         """
         report = self.read(ExplorerReport, self.layout.explorer(name), IF_ANY)
         return (report.loads or ())[-LOADS_KEPT:] if report else ()
@@ -205,15 +208,15 @@ class Job:
     def explorer_reports(
         self, names: Iterable[str], policy: ReadPolicy, *, most: int | None = None
     ) -> Iterator[ExplorerReport]:
-        """The reports of explorers; drafts of reports are left out.
+        """The reports of explorers, without drafts of reports.
 
         Args:
             names: the names in the folder of these reports.
-            policy: the failures that leave a report out.
-            most: the most files to read.
+            policy: the failures for which a report is left out.
+            most: the maximum number of files to read.
 
         Raises:
-            OSError, ProtocolMismatchError: as :meth:`read`.
+            OSError, ProtocolMismatchError: :meth:`read` raised it for a report.
         """
         for name in [name for name in names if not name.startswith(TEMPORARY)][:most]:
             report = self.read(ExplorerReport, self.layout.explorers / name, policy)
@@ -222,17 +225,17 @@ class Job:
 
 
 def no_folder(path: object) -> JobUnavailableError:
-    """The error for a folder that is not there."""
+    """The error for a folder that does not exist."""
     return JobUnavailableError(f"no such folder: {path}: create it, or mount its storage")
 
 
 @contextmanager
 def registering(layout: JobLayout) -> Iterator[None]:
-    """Translate errors of a process's first writes to an open job, which storage may refuse.
+    """Translate the errors of a process's first writes to a job.
 
     Raises:
-        JobUnavailableError: it is mounted read-only.
-        NoRoomError: it is full.
+        JobUnavailableError: the storage is mounted read-only.
+        NoRoomError: the storage is full.
     """
     try:
         yield
@@ -243,12 +246,12 @@ def registering(layout: JobLayout) -> Iterator[None]:
 
 
 def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
-    """The remedy if nothing was published in time, for the end of a message.
+    """The remedy if nothing was published in time, for the end of an error message.
 
     Args:
         folder: the job directory, or the memory directory of a job.
-        lives: whether a daemon seems to work there.
-        is_memory: whether ``folder`` is a memory directory.
+        lives: True if a daemon seems to work there.
+        is_memory: True if ``folder`` is a memory directory.
     """
     path = shlex.quote(str(folder))
     if lives:

@@ -1,7 +1,7 @@
-"""The judge: tells dead heartbeats from live ones, and breaks the leftovers of a dead session.
+"""The judge: decides whether a heartbeat is alive or dead, and removes locks of dead sessions.
 
-It uses only its own monotonic clock (``docs/protocol.md``, "Sessions and time"). A :class:`Lookout`
-spreads the looks at hundreds of heartbeats over many ticks.
+The judge uses only this process's monotonic clock (``docs/protocol.md``, "Sessions and time"). A
+:class:`Lookout` spreads the checks of hundreds of heartbeats over many ticks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from syncd.storage.repeats import Repeats
 log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
-#: A watch counts only the time between two looks that are at most this part of a lease apart.
+#: The time between two checks counts only if it is at most the lease time divided by this number.
 LOOKS_PER_LEASE: Final = 3
-#: If there are at most this many heartbeats, all are looked at each time, because that costs
-#: little.
+#: Up to this number of heartbeats, each call checks all heartbeats, because that costs little.
 _FEW: Final = 16
 
 
 class Liveness(Enum):
-    """The result of a look at a heartbeat."""
+    """The result of a check of a heartbeat."""
 
     ALIVE = "alive"
     DEAD = "dead"
@@ -51,17 +50,18 @@ class _Watch:
 
 
 class Judge:
-    """Tells dead heartbeats from live ones, by this process's own monotonic clock alone.
+    """Decides whether a heartbeat is alive or dead, only by this process's monotonic clock.
 
-    A heartbeat is dead when its file has not changed for a lease time. Only time between looks that
-    are at most a third of a lease apart counts, so that a pause of this process does not count.
+    A heartbeat is dead if its file has not changed for a lease time. The time between two checks
+    counts only if it is at most a third of a lease time, so that a pause of this process does not
+    count.
 
     Args:
         storage: the shared storage.
         lease_time: seconds.
         clock: seconds, monotonic.
-        counts_pauses: whether a longer time between two looks counts as a third of a lease instead
-            of nothing. Set it only if a wrong judgement does no harm.
+        counts_pauses: True if a longer time between two checks counts as a third of a lease time.
+            Set this only if a wrong judgement does no harm.
     """
 
     def __init__(
@@ -80,13 +80,17 @@ class Judge:
         self._repeats = Repeats(clock=clock)
 
     def look(self, path: Path) -> Liveness:
-        """Look once. Call at least three times a lease time for the stopwatch to run."""
+        """Check a heartbeat once.
+
+        Call this method at least three times in a lease time, because otherwise the time between
+        two checks does not count.
+        """
         try:
             fd = self._storage.open_read(path)
         except OSError as error:
             if is_unreadable(error):
-                # It is not a heartbeat, or this user may not read it. Its owner may be alive, so do
-                # not break it. The other heartbeats are still looked at.
+                # The file is not a heartbeat, or this user may not read it. Its owner may be alive,
+                # so it counts as alive. The caller can go on with the other heartbeats.
                 self._watched.pop(path, None)
                 if self._repeats.due(path):
                     log.error(
@@ -108,7 +112,7 @@ class Judge:
         watch = self._watched.get(path)
         if watch is None or watch.key != key:
             self._watched[path] = _Watch(key, 0.0, now, beats=watch is not None)
-            return Liveness.ALIVE  # the first look, or it beat since the last look
+            return Liveness.ALIVE  # the first look, or the file changed since the last look
         longest = self.lease_time / LOOKS_PER_LEASE
         if now - watch.looked <= longest or self._counts_pauses:
             watch.still += min(now - watch.looked, longest)
@@ -116,23 +120,24 @@ class Judge:
         return Liveness.DEAD if watch.still >= self.lease_time else Liveness.ALIVE
 
     def saw_beat(self, path: Path) -> bool:
-        """True if the last look found a heartbeat since the look before: its owner lives."""
+        """True if the heartbeat's file changed between the last two checks, so its owner lives."""
         watch = self._watched.get(path)
         return watch is not None and watch.beats
 
     def look_again(self, path: Path) -> Liveness:
-        """Look at a heartbeat that seems to be missing, and make the client ask the server.
+        """Check a heartbeat that seems to be missing again, and make the client ask the server.
 
-        This client may remember that it was not there.
+        The client's cache may still say that the file is missing.
         """
         self._storage.refresh(path.parent)
         return self.look(path)
 
     def break_dead(self, path: Path) -> bool:
-        """Take away the file that the last look found dead, unless it lives again.
+        """Remove the file that the last check found dead, if it has not changed since that check.
 
         Returns:
-            Whether it is gone. False if its owner came back meanwhile; then the file is put back.
+            True if the file is gone. False if its owner has refreshed it since; in that case the
+            file is put back.
         """
         watch = self._watched.pop(path, None)
         if watch is None:
@@ -151,8 +156,8 @@ class Judge:
             try:
                 self._storage.link(aside, path)
             except OSError as error:
-                # Someone took the free name meanwhile, or tidied up: the owner of the file that we
-                # moved has lost the name, and will notice.
+                # Another process took the free name meanwhile, or removed the moved file. The owner
+                # of the moved file has lost the name, and will notice that.
                 if error.errno != errno.EEXIST and not is_gone(error):
                     raise
         self._storage.unlink_if_there(aside)
@@ -163,13 +168,13 @@ class Judge:
         self._watched.pop(path, None)
 
     def forget_all_but(self, paths: set[Path]) -> None:
-        """Stop watching everything else."""
+        """Stop watching all files except ``paths``."""
         for path in self._watched.keys() - paths:
             del self._watched[path]
 
 
 def sweep_broken(job: Job) -> None:
-    """Remove files that a process was breaking when it was killed, beside the broken ones."""
+    """Remove ``.broken-`` files, which a process killed in :meth:`Judge.break_dead` leaves."""
     for folder in (
         job.layout.state,
         job.layout.sessions,
@@ -186,7 +191,7 @@ def sweep_broken(job: Job) -> None:
             if ".broken-" in name:
                 try:
                     job.storage.unlink_if_there(folder / name)
-                except OSError as error:  # for example a folder, which no judge made
+                except OSError as error:  # for example, a folder that was not made by syncd
                     log.warning(
                         "cannot remove %s: %s",
                         folder / name,
@@ -196,20 +201,21 @@ def sweep_broken(job: Job) -> None:
 
 
 class Lookout:
-    """Gives the last look's result for each heartbeat, and looks at a slice of them each time.
+    """Judges many heartbeats: each call checks some of them, and returns the results for all.
 
-    Promised: called once a tick, it looks at each heartbeat often enough for the judge's stopwatch
-    to run, and at new heartbeats at once. For a heartbeat that seems to be missing it asks the
-    server. Not promised: a heartbeat's state right now; an answer may be a third of a lease old.
+    Promised: if :meth:`look` is called once a tick, it checks each heartbeat at least three times
+    in a lease time, and a new heartbeat at once. If a heartbeat seems to be missing, it asks the
+    server. Not promised: the state at this moment, because a result may be a third of a lease time
+    old.
 
     Args:
-        judge: looks at a heartbeat; share it with nobody else.
+        judge: judges single heartbeats. Nobody else may use this object.
         layout: the job.
-        tick: seconds between two calls, about.
+        tick: the approximate seconds between two calls.
         clock: seconds, monotonic.
 
     Attributes:
-        tick: may be set anew.
+        tick: the argument ``tick``, which may be changed at any time.
     """
 
     def __init__(
@@ -225,10 +231,13 @@ class Lookout:
         self._last: dict[str, Liveness] = {}
 
     def look(self, sessions: Collection[str]) -> Mapping[str, Liveness]:
-        """Look at the heartbeats whose turn it is; forget all but ``sessions``.
+        """Check the heartbeats whose turn it is, and return the newest result for each session.
+
+        Args:
+            sessions: the sessions to watch. All other sessions are forgotten.
 
         Raises:
-            OSError: as :meth:`Judge.look`; the rest of the slice comes first in the next one.
+            OSError: :meth:`Judge.look` failed. The next call begins with the same heartbeat.
         """
         wanted = set(sessions)
         left = self._last.keys() - wanted
@@ -245,10 +254,10 @@ class Lookout:
         return self._last
 
     def look_at(self, session: str) -> Liveness:
-        """Look at one now, out of turn.
+        """Check one heartbeat now, out of turn.
 
         Raises:
-            OSError: as :meth:`Judge.look`.
+            OSError: :meth:`Judge.look` failed.
         """
         is_new = session not in self._last
         self._look(session)
@@ -257,11 +266,11 @@ class Lookout:
         return self._last[session]
 
     def _share(self) -> int:
-        """The number of heartbeats that are due, by the time since the last slice."""
+        """The number of heartbeats that are due, by the time since the last call."""
         count = len(self._order)
         now = self._clock()
         since, self._at = now - self._at, now
-        # All of them within a third of a lease, with two ticks to spare for a late call.
+        # Look at all heartbeats within a third of a lease time, less two ticks for a late call.
         turn = max(0.0, self._judge.lease_time / LOOKS_PER_LEASE - 2 * self.tick)
         if count <= _FEW or since >= turn:
             self._owed = 0.0

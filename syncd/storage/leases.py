@@ -1,16 +1,19 @@
-"""Leases and pins: files that keep a version, or a step, from being pruned.
+"""Leases and pins: files that keep a version or a step from being pruned.
 
-An explorer leases the version that it serves: a file in the version's lease folder names the
-explorer's session.
+An explorer leases the version that it serves. The lease is a file in the version's lease folder.
+The name of this file contains the explorer's session.
 
-A user sets a pin: an empty file in the folder that pruning looks at, so it needs no message to a
-daemon. From the moment that the call returns, nothing prunes the pinned version or step:
+A user pins a version or a step. The pin is an empty file in a folder that the daemon checks when it
+prunes, so the pin needs no message to a daemon. Once the call has returned, nothing prunes the
+pinned version or step:
 
-- A version is pinned in its lease folder. Retiring begins with the rmdir of that folder, which the
-  server refuses while anything is in it, whatever a daemon has decided before.
-- A step is pinned in its folder. Pruning renames that folder out of sight, looks inside once more,
-  and puts it back if anything changed. So once the new pin is seen under the step's own name, every
-  later prune sees it too, and every earlier prune has put the folder back.
+- The pin of a version is in its lease folder. Retiring a version begins with the rmdir of that
+  folder. The server refuses this rmdir while the folder has any file, even if a daemon decided
+  earlier to retire the version.
+- The pin of a step is in the step folder. Pruning renames that folder into a trash, checks its
+  content once more, and puts the folder back if anything changed. The call returns when it has seen
+  the pin under the step's own name. Every later prune sees this pin too, and every earlier prune
+  has put the folder back.
 """
 
 from __future__ import annotations
@@ -28,16 +31,16 @@ from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
-#: Seconds between looks for a step folder: it is out of sight while a daemon looks inside it.
+#: Seconds between two attempts to find a step folder, because the folder is in a daemon's trash
+#: while the daemon checks its content.
 _PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class Lease:
-    """An explorer's hold on one version: while it is there, the version's files stay.
+    """An explorer's hold on one version, made by :meth:`take`.
 
-    :meth:`take` makes it. Promised: no file of the version is deleted from the moment ``take``
-    returns until ``release`` is called, or the session has been dead for the daemon's
-    ``dead_reader_grace``.
+    Promised: no file of the version is deleted from the return of ``take`` until ``release`` is
+    called, or until the session has been dead for the daemon's ``dead_reader_grace``.
     """
 
     def __init__(self, job: Job, sequence: int, name: str, session: str) -> None:
@@ -49,17 +52,17 @@ class Lease:
     def take(cls, job: Job, sequence: int, name: str, session: str) -> Lease:
         """Lease a version.
 
-        The lock file is created exclusively, in a folder that only the publisher makes: if that
-        is gone, the version was retired.
+        The lease file is created exclusively, in a folder that only the publisher makes. If that
+        folder is gone, the version was retired.
 
         Raises:
-            VersionGoneError: the version was retired: read LATEST again.
+            VersionGoneError: the version was retired. The caller should read LATEST again.
         """
         lease = cls(job, sequence, name, session)
         try:
             job.storage.close(job.storage.create(lease._path))
         except FileExistsError:
-            pass  # ours already: the name holds this very session
+            pass  # the lease exists, and is ours: the name has this session
         except OSError as error:
             if is_gone(error) or is_no_record(error):  # no folder, or a link to one
                 raise VersionGoneError(
@@ -72,20 +75,21 @@ class Lease:
         """Release the version. Safe to call twice.
 
         Raises:
-            OSError: storage refused it, or the job is not there now: the version is still held.
+            OSError: storage refused the deletion, or the job folder is missing now. The lease still
+                exists.
         """
         if self._storage.unlink_if_there(self._path):
             return
         leases = self._path.parent.parent
-        if not self._storage.exists(leases):  # for example unmounted: our marker is still there
+        if not self._storage.exists(leases):  # for example unmounted: the lease still exists
             raise FileNotFoundError(errno.ENOENT, "the job's folder is missing", str(leases))
 
 
 def pin_version(job: Job, sequence: int) -> None:
-    """Keep a published version, until :func:`unpin_version`.
+    """Pin a published version, until :func:`unpin_version`.
 
     Raises:
-        VersionGoneError: it was retired, or never published.
+        VersionGoneError: the version was retired, or never published.
     """
     marker = job.layout.lease_folder(sequence) / PINNED
     job.storage.refresh(job.layout.leases)
@@ -103,7 +107,7 @@ def pin_version(job: Job, sequence: int) -> None:
 
 
 def unpin_version(job: Job, sequence: int) -> bool:
-    """Let the usual rules prune a version again; False if it was not pinned."""
+    """Remove the pin of a version; False if the version was not pinned."""
     job.storage.refresh(job.layout.leases)
     return job.storage.unlink_if_there(job.layout.lease_folder(sequence) / PINNED)
 
@@ -114,12 +118,12 @@ def pin_step(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Keep syncd from pruning a step's folder, until :func:`unpin_step`.
+    """Pin a step, so that syncd does not prune its folder until :func:`unpin_step`.
 
-    Not promised: that its trainer does not delete it.
+    The pin does not keep the trainer from deleting the folder.
 
     Raises:
-        InvalidSettingsError: there is no such folder.
+        InvalidSettingsError: the job has no folder of this step.
     """
     marker = job.layout.step(step) / PINNED
     for pause in (*_PAUSES, None):
@@ -127,8 +131,8 @@ def pin_step(
             job.storage.refresh(job.layout.root)
             _make(job.storage, marker)
             job.storage.refresh(job.layout.root)
-            # Look by the step's own name: the folder with the new file may have been moved
-            # meanwhile.
+            # A daemon may have moved the folder while the pin was written, so look for the pin
+            # under the step's own name.
             if job.storage.exists(marker):
                 return
         except OSError as error:
@@ -147,7 +151,7 @@ def unpin_step(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Let the usual rules prune a step's folder again; False if it was not pinned."""
+    """Remove the pin of a step; False if the step was not pinned."""
     folder = job.layout.step(step)
     for pause in (*_PAUSES, None):
         job.storage.refresh(job.layout.root)
@@ -161,7 +165,7 @@ def unpin_step(
 
 
 def _make(storage: Storage, marker: Path) -> None:
-    """Make a pin, durably; an existing pin may not be durable yet."""
+    """Make a pin durably, also if it exists, because an existing pin may not be durable yet."""
     try:
         storage.write_new(marker, b"")
     except FileExistsError:
@@ -171,6 +175,6 @@ def _make(storage: Storage, marker: Path) -> None:
 
 def _gone(layout: JobLayout, sequence: int) -> str:
     return (
-        f"{layout.root} has no {version_folder(sequence)} that could be kept: it was retired, or "
-        "never published; 'syncd status' shows which ones there are"
+        f"{layout.root} has no {version_folder(sequence)} to pin: it was retired, or never "
+        "published; 'syncd status' lists the versions"
     )

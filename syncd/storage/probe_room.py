@@ -1,7 +1,8 @@
-"""The temporary folder in which ``syncd doctor`` measures; it changes nothing outside it.
+"""The temporary folder in which ``syncd doctor`` measures; doctor changes nothing outside it.
 
-``.syncd/doctor/NAME.alive``, its mark, exists before the folder ``NAME`` and until after its
-removal: a folder without a mark was left behind, and anybody may remove it.
+The file ``.syncd/doctor/NAME.alive`` is the mark of the folder ``NAME``. It is made before the
+folder, and removed after it. So a folder without a mark was left behind, and every process may
+remove it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from syncd.storage.job import Job
 log = logging.getLogger(__name__)
 
 _ALIVE: Final = ".alive"
-#: How often to make the folder of all rooms again, because the last run to end removes it; and how
-#: often to empty a room that is being removed.
+#: The most attempts to make the folder of all rooms, because a run that ends may remove it at the
+#: same time. Also the most attempts to empty a room that is being removed.
 _ATTEMPTS: Final = 5
 
 
 class ProbeRoom:
-    """The folder of one run, whose content is free.
+    """The folder of one run of ``syncd doctor``, in which the run may make any file.
 
-    Promised: the job's own files are not touched; :meth:`remove` leaves nothing. The leftovers of a
-    killed run are removed by the next run on the same host (:func:`sweep_rooms`), or by a daemon
-    (:func:`left_rooms`).
+    Promised: the job's own files are not touched, and :meth:`remove` leaves nothing. If a run is
+    killed, its files are removed by the next run on the same host (:func:`sweep_rooms`), or by a
+    daemon (:func:`left_rooms`).
 
     Attributes:
         path: the folder.
@@ -49,7 +50,7 @@ class ProbeRoom:
         """Make an empty room.
 
         Raises:
-            OSError: the job is not there, or may not be written.
+            OSError: the job folder is missing, or this user may not write to it.
         """
         room = cls(job, name)
         for left in reversed(range(_ATTEMPTS)):
@@ -83,10 +84,10 @@ class ProbeRoom:
         return True
 
     def beat(self) -> None:
-        """Show that this run goes on: a room that does not change for long counts as left behind.
+        """Show that this run is alive, because a room that does not change counts as left behind.
 
         Raises:
-            JobUnavailableError: it counted as left behind, so this measurement means nothing.
+            JobUnavailableError: the room was removed, so the measurement is worthless.
         """
         try:
             self._job.storage.utime(self._mark)
@@ -94,20 +95,21 @@ class ProbeRoom:
             if not is_gone(error):
                 raise
             raise JobUnavailableError(
-                f"{self._mark} was removed while this run measured: by a daemon whose "
-                "--leftover-grace is shorter than a probe, or by hand; or the job was unmounted"
+                f"{self._mark} was removed during this run: by a daemon whose --leftover-grace is "
+                "shorter than a probe, or by a person; or the job was unmounted"
             ) from error
 
     def remove(self) -> None:
-        """Remove all of it. Safe to call twice."""
-        # From now on a run in the middle of a probe finds no folder here, and adds nothing.
+        """Remove the room and its mark. Safe to call twice."""
+        # After the rename a probe that still runs finds no folder under the old name, and adds
+        # nothing.
         aside = self.path.with_name(f"{self.path.name}.removed")
         try:
             self._job.storage.rename(self.path, aside)
         except OSError as error:
             if not is_gone(error):
                 raise
-        for _ in range(_ATTEMPTS):  # except the call that it had already begun
+        for _ in range(_ATTEMPTS):  # a call that the probe had already begun may still add a file
             self._job.storage.remove_tree(aside)
             if not self._job.storage.exists(aside):
                 break
@@ -118,7 +120,7 @@ class ProbeRoom:
 
 
 def rooms(job: Job, prefix: str) -> list[Path]:
-    """The rooms whose names begin with ``prefix``, of running and of killed runs."""
+    """The rooms of running and of killed runs whose names begin with ``prefix``."""
     names = set(job.storage.names(job.layout.doctor))
     return [
         job.layout.doctor / name
@@ -128,7 +130,7 @@ def rooms(job: Job, prefix: str) -> list[Path]:
 
 
 def sweep_rooms(job: Job) -> None:
-    """Remove the leftovers of killed runs on this host."""
+    """Remove the rooms of killed runs of this host."""
     names = job.storage.names(job.layout.doctor)
     for name in names:
         if name.endswith(_ALIVE) and _has_ended(job.storage, job.layout.doctor / name):
@@ -139,9 +141,10 @@ def sweep_rooms(job: Job) -> None:
 
 
 def left_rooms(job: Job) -> list[Path]:
-    """Remove rooms without a mark; returns the marks of the others, for a collector to watch.
+    """Remove rooms without a mark, and return the marks of the other rooms.
 
-    The collector removes a mark that does not change, and this function then removes its room.
+    The daemon's collector watches these marks, and removes a mark that no longer changes. The next
+    call of this function removes the room of a removed mark.
     """
     names = job.storage.names(job.layout.doctor)
     _remove_unmarked(job, names)
@@ -159,11 +162,11 @@ def _remove_unmarked(job: Job, names: list[str]) -> None:
 
 
 def _try_to_remove(storage: Storage, room: Path) -> bool:
-    """Remove a leftover; False if it belongs to another user."""
+    """Remove a room; False if it belongs to another user."""
     try:
         storage.remove_tree(room)
     except PermissionError as error:
-        log.debug("%s is left alone: %s", room, error)
+        log.debug("cannot remove %s: %s", room, error)
         return False
     return True
 
@@ -187,17 +190,18 @@ def _here() -> str:
 
 
 def _process(pid: int) -> str | None:
-    """A process by its number and the time of its start; None if there is none."""
+    """The number of a process and the time of its start; None if there is no such process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The process's name, in brackets, may contain anything; the 20th field after it is the start.
+    # The process's name, in brackets, may contain anything. The 20th field after it is the time of
+    # the start.
     return f"{pid} {status.rpartition(')')[2].split()[19]}"
 
 
 def _has_ended(storage: Storage, mark: Path) -> bool:
-    """True if a mark's process was on this host and is gone."""
+    """True if the process that made a mark ran on this host and has ended."""
     try:
         said = storage.read(mark).decode(errors="replace").strip()
     except OSError as error:

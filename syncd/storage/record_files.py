@@ -1,4 +1,4 @@
-"""Record files that others write: they may be missing, torn, foreign or of a newer syncd."""
+"""Read record files, which may be missing, torn, foreign, or of a newer syncd."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def _warn(path: Path, error: Exception) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPolicy:
-    """The failures of a read that are not errors: by default a missing file, and a damaged record.
+    """The failures of a read that are not raised: by default a missing file, or a damaged record.
 
     Attributes:
-        absent: whether an OSError counts as a missing file; then nothing is logged.
-        damaged: whether another OSError counts as an unreadable record.
-        newer: whether a record of a newer protocol counts as unreadable too; if not, it is an
-            error.
+        absent: returns True for an OSError that counts as a missing file. Such an error is not
+            logged.
+        damaged: returns True for another OSError that counts as an unreadable record.
+        newer: True if a record of a newer protocol counts as unreadable. If False, such a record
+            raises an error.
         say: logs the path and the error of an unreadable record.
     """
 
@@ -41,23 +42,23 @@ class ReadPolicy:
 
 
 EXPECTED: Final = ReadPolicy()
-#: The same, without logging.
+#: Like :data:`EXPECTED`, but nothing is logged.
 SILENT: Final = ReadPolicy(say=lambda *_: None)
-#: For many files: an unreadable one does not stop the reading of the others; only failing storage
-#: is an error.
+#: For reading many files: an unreadable file is ignored, so that the other files are read. Only a
+#: failure of the storage is an error.
 OF_OTHERS: Final = ReadPolicy(
     absent=lambda error: is_gone(error) or is_unreadable(error),
     say=lambda _, error: log.debug("%s", error),
 )
-#: For showing people all that can be read: nothing is an error.
+#: For showing people every record that can be read: no failure is an error.
 IF_ANY: Final = ReadPolicy(absent=lambda _: True, say=lambda *_: None)
 
 
 def readable_lines(model: type[R], lines: Iterable[bytes], path: Path) -> Iterator[R]:
-    """The records in a file of one record a line.
+    """The records in a file that has one record a line.
 
-    Unreadable lines are left out: torn lines, a newer syncd's, and the empty line between two
-    daemons' lines.
+    Unreadable lines are left out: torn lines, lines of a newer syncd, and the empty lines that
+    separate the lines of two daemons.
     """
     for line in lines:
         try:
@@ -68,12 +69,12 @@ def readable_lines(model: type[R], lines: Iterable[bytes], path: Path) -> Iterat
 
 
 def move_away(storage: Storage, path: Path) -> None:
-    """Rename a foreign file that has the name of one of syncd's files; delete nothing."""
+    """Rename a foreign file or folder that has the name of a file of syncd; delete nothing."""
     away = path.with_name(f"{path.name}.moved-{secrets.token_hex(6)}")
     storage.rename(path, away)
     log.error(
         "%s was not a file of syncd: renamed it to %s, which you may remove",
         path,
         away.name,
-        extra=Event.LEFT_ALONE(path=away, reason="it was no file of syncd's"),
+        extra=Event.LEFT_ALONE(path=away, reason="it was no file of syncd"),
     )

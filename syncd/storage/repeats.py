@@ -1,4 +1,4 @@
-"""Repeated messages: logged at first, and again at times while the cause lasts."""
+"""Repeated messages: logged at first, and after that less and less often while the cause lasts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final
 
-#: Seconds for which a message is not logged again: at first, and at most.
+#: Seconds for which a message is not logged again: the first interval, and the longest interval.
 _FIRST: Final = 60.0
 _LONGEST: Final = 3600.0
-#: How many messages are remembered; the oldest is forgotten first, and would be logged once more.
+#: The number of messages that are remembered. The oldest message is forgotten first; if it comes
+#: again, it is logged as if it were new.
 _MOST: Final = 1000
 
 
@@ -25,14 +26,14 @@ class _Said:
 
 
 class Repeats:
-    """Tells a new message from one that was just logged.
+    """Decides whether a repeated message is logged now, or held back.
 
-    A message may be logged ``burst`` times in a minute. If it comes more often, it is logged again
-    after a minute, then after two, and so on up to once an hour, for as long as it goes on. Safe to
-    use from any thread.
+    A message may be logged ``burst`` times in its first minute. If it comes more often, it is
+    logged again after a minute. While it keeps coming, the interval doubles each time, up to an
+    hour. Safe to use from any thread.
 
     Args:
-        burst: how often in one window.
+        burst: the number of times that a message may be logged in one interval.
         clock: seconds, monotonic.
     """
 
@@ -43,11 +44,15 @@ class Repeats:
         self._lock = threading.Lock()
 
     def due(self, key: Hashable) -> bool:
-        """True if a message is to be logged now."""
+        """True if the caller should log the message now."""
         return self.held_back(key) is not None
 
     def held_back(self, key: Hashable) -> int | None:
-        """How often a message was held back since it was last logged; None if it is not due now."""
+        """The number of times that the message was held back since it was last logged.
+
+        Returns:
+            None if the message is held back now too.
+        """
         with self._lock:
             now = self._clock()
             said = self._said.get(key)
@@ -60,7 +65,7 @@ class Repeats:
             return None
 
     def forget(self, key: Hashable) -> None:
-        """Forget a message whose cause is over: if it comes again, it is logged at once."""
+        """Forget a message whose cause is over, so that it would be logged again at once."""
         with self._lock:
             self._said.pop(key, None)
 

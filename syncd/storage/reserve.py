@@ -1,4 +1,4 @@
-"""A little reserved disk space, so that a daemon can take over, and prune, on a full disk."""
+"""Reserved disk space, so that a daemon can take over and prune on a full disk."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ log = logging.getLogger(__name__)
 
 _FILES: Final = 16
 _SIZE: Final = 64 * 1024
-#: It is filled only if this many times as much is free, because others need the room more.
+#: The reserve is filled only if the free space is this many times its size, because other files are
+#: more important.
 _PLENTY: Final = 16
 
 
 class Reserve:
-    """16 files of 64 KiB, which are removed when nothing else fits.
+    """16 files of 64 KiB, which are removed when the disk is full.
 
-    They are enough for a heartbeat, a room, a report and the audit lines of the deletions. Not
-    promised: that nobody else takes the freed room first.
+    The freed space is enough for a heartbeat, a room, a report and the audit lines of the
+    deletions. Not promised: that no other process uses the freed space first.
 
     Args:
         job: the job.
@@ -32,7 +33,7 @@ class Reserve:
         self._names = [f"{number:02}" for number in range(_FILES)]
 
     def fill(self) -> None:
-        """Fill the reserve up again, if there is plenty of room."""
+        """Make missing files of the reserve, if there is enough free space."""
         missing = set(self._names) - set(self._job.storage.names(self._job.layout.reserve))
         if not missing:
             return
@@ -52,10 +53,10 @@ class Reserve:
                 raise
 
     def relieve(self, error: OSError) -> bool:
-        """Remove the files if an error says that there is no room.
+        """Remove the files if ``error`` says that the disk or the quota is full.
 
         Returns:
-            Whether the error says so.
+            True if ``error`` says this.
         """
         if error.errno not in NO_ROOM:
             return False
@@ -63,7 +64,7 @@ class Reserve:
         return True
 
     def give_up(self) -> bool:
-        """Make room; False if nothing was reserved."""
+        """Remove the files of the reserve; False if there were none."""
         freed = [
             self._job.storage.unlink_if_there(self._job.layout.reserve / name)
             for name in self._job.storage.names(self._job.layout.reserve)

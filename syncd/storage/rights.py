@@ -1,6 +1,6 @@
-"""This user's rights in a job: to write to it, and to delete folders that trainers made.
+"""Checks of this user's rights to write to a job, and to delete folders that trainers made.
 
-A daemon needs both. The answers are no promise, because storage decides at each call.
+A daemon needs both rights. The results are no promise, because the storage decides at each call.
 """
 
 from __future__ import annotations
@@ -20,36 +20,38 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.step_folders import step_folders
 
-#: The mode bits of a folder whose files belong to the group, and which the group may change.
+#: The mode bits of a folder that its group may change, and whose new files get that group.
 _SHARED: Final = stat.S_ISGID | stat.S_IRWXG
-#: How many step folders are looked at, because all of one trainer's have the same rights.
+#: The number of step folders to check. A few suffice, because all folders of one trainer have the
+#: same rights.
 _FEW: Final = 4
 #: The remedy if steps cannot be deleted.
 TO_DELETE: Final = (
-    "run as the trainers' user, or let trainers work with umask 002 in a group that both are in "
-    "(shared_group), or say --no-prune-steps"
+    "run as the trainers' user; or run the trainers with umask 002, in a group that both users are "
+    "in (shared_group); or set --no-prune-steps"
 )
 
 
 def share_with_group(job: Job, group: str) -> None:
     """Give a job's folder, and syncd's folders in it, to a group.
 
-    Files made below a folder with the setgid bit get its group; folders get the bit too. This
-    process's umask decides whether the group may write the files that it makes.
+    The folders get the setgid bit. New files and folders below them get their group, and new
+    folders also get the bit. The umask of this process decides whether the group may write to the
+    files that this process makes.
 
     Args:
         job: the job.
         group: the group's name or number.
 
     Raises:
-        InvalidSettingsError: there is no such group, this process is not in it, or a folder is
-            another user's and not shared yet.
+        InvalidSettingsError: there is no such group; this process is not in the group; or a folder
+            belongs to another user, and is not shared with the group yet.
     """
     number = _number(group)
     if os.geteuid() and number not in {os.getegid(), *os.getgroups()}:
         raise InvalidSettingsError(
-            f"shared_group {group}: user {os.geteuid()} is not in it: add the user to the group, "
-            "or SupplementaryGroups= to the unit"
+            f"shared_group {group}: user {os.geteuid()} is not in this group: add the user to the "
+            f"group, or add SupplementaryGroups={group} to the systemd unit"
         )
     for folder in (job.layout.root, job.layout.state, *_ours(job.layout)):
         status = job.storage.status(folder)
@@ -65,9 +67,10 @@ def share_with_group(job: Job, group: str) -> None:
         except PermissionError as error:
             root = job.layout.root
             raise InvalidSettingsError(
-                f"shared_group {group}: {folder} is not shared with it, and user {os.geteuid()} "
-                f"may not change that ({error.strerror}): as its owner, run 'chgrp -R {group} "
-                f"{root} && chmod -R g+rwX {root} && find {root} -type d -exec chmod g+s {{}} +'"
+                f"shared_group {group}: {folder} is not shared with this group, and user "
+                f"{os.geteuid()} may not share it ({error.strerror}): as its owner, run 'chgrp -R "
+                f"{group} {root} && chmod -R g+rwX {root} && find {root} -type d -exec chmod g+s "
+                "{} +'"
             ) from error
 
 
@@ -75,7 +78,7 @@ def check_rights(job: Job) -> None:
     """Check that this user may write to the job's folder, and to syncd's folders in it.
 
     Raises:
-        JobUnavailableError: this user may not write to one of them.
+        JobUnavailableError: this user may not write to one of these folders.
     """
     folder = unwritable(job)
     if folder is not None and job.storage.is_read_only(folder):
@@ -83,13 +86,16 @@ def check_rights(job: Job) -> None:
     if folder is not None:
         raise JobUnavailableError(
             f"{folder} may not be written by user {os.geteuid()}: run as the trainers' user, or "
-            "share the job with a group that both are in (shared_group)"
+            "share the job with a group that both users are in (shared_group)"
         )
 
 
 def unwritable(job: Job) -> Path | None:
-    """The first folder, of the job's and syncd's in it, that this user may not write to."""
-    # A daemon serves the others even if it may not write to the folders of requests or explorers.
+    """The first folder to which a daemon must write, but this user may not write.
+
+    The checked folders are the job directory, ``.syncd`` and the folders without which a daemon
+    cannot publish.
+    """
     for folder in (job.layout.root, job.layout.state, *_working(job.layout)):
         if job.storage.exists(folder) and not job.storage.may_change(folder):
             return folder
@@ -97,10 +103,10 @@ def unwritable(job: Job) -> Path | None:
 
 
 def unprunable(job: Job) -> str | None:
-    """The reason why this user could not delete existing steps, as far as a look can tell.
+    """The reason why this user could not delete existing steps, as far as their modes show.
 
     Returns:
-        A sentence for people, which :data:`TO_DELETE` continues; empty if nothing prevents it; None
+        A sentence for people, which :data:`TO_DELETE` continues. Empty if no reason was found; None
         if there is no step yet.
     """
     steps = step_folders(job)[-_FEW:]
@@ -115,11 +121,13 @@ def unprunable(job: Job) -> str | None:
         if us and root.st_mode & stat.S_ISVTX and us not in {root.st_uid, status.st_uid}:
             return _sentence(
                 job.layout.root,
-                f"has the sticky bit, and {step_folder(step)} is user {status.st_uid}'s",
+                f"has the sticky bit, and {step_folder(step)} belongs to user {status.st_uid}",
             )
         folder = _kept_from_us(job.storage, job.layout.step(step))
         if folder is not None:
-            return _sentence(folder, f"is user {status.st_uid}'s, and not ours to write to")
+            return _sentence(
+                folder, f"belongs to user {status.st_uid}, and this user may not write to it"
+            )
     return ""
 
 
@@ -131,7 +139,7 @@ def _sentence(folder: Path, why: str) -> str:
 
 
 def _kept_from_us(storage: Storage, step: Path) -> Path | None:
-    """The first folder, of a step's folder and those in it, that this user cannot empty."""
+    """The first folder that this user cannot empty: the step's folder, or a folder in it."""
     if not storage.may_change(step):
         return step
     try:

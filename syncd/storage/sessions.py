@@ -1,7 +1,8 @@
 """Sessions, with one heartbeat a process, and the lock that elects the working daemon.
 
 A heartbeat is a file under ``.syncd/sessions/`` that filelock's ``SoftFileLease`` creates,
-refreshes and releases; so is ``daemon.lock``. :mod:`.judge` judges whether one still beats.
+refreshes and releases. ``daemon.lock`` is such a file too. :mod:`.judge` judges whether the process
+behind such a file is alive.
 """
 
 from __future__ import annotations
@@ -27,18 +28,22 @@ from syncd.storage.judge import Judge, Liveness
 
 log = logging.getLogger(__name__)
 
-#: How the names of daemons' sessions begin; no host's name has an underscore.
+#: The beginning of the names of daemons' sessions. The name of a host has no underscore.
 DAEMON_SESSION: Final = "daemon_"
 
 
 def new_session_id(prefix: str = "") -> str:
-    """A name for this process's session that nobody else has."""
+    """A unique name for this process's session."""
     host = re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:24].strip("-") or "host"
     return f"{prefix}{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def process_of(session: str) -> str:
-    """``process 12 on host h, `` for a message about a session; empty if its name has neither."""
+    """``process 12 on host h, `` for a message, from the name of a session made by syncd.
+
+    Returns:
+        An empty text if the name has another form.
+    """
     found = re.fullmatch(rf"(?:{DAEMON_SESSION})?(.+)-([0-9]+)-[0-9a-f]{{8}}", session)
     return f"process {found[2]} on host {found[1]}, " if found else ""
 
@@ -46,9 +51,10 @@ def process_of(session: str) -> str:
 class Session:
     """This process's heartbeat in one job.
 
-    Promised: while the process runs and its storage answers, others see it alive; if the storage
-    was away for longer than a lease, they see it alive again soon after. Not promised: that the
-    heartbeat stops when the process hangs; a loop that makes no progress must end its process.
+    Promised: while the process runs and its storage answers, other processes see the session alive.
+    If the storage did not answer for longer than a lease time, other processes see the session
+    alive again soon after it answers. Not promised: that the heartbeat stops when the process
+    hangs. So a loop that makes no progress must end its process.
 
     Args:
         layout: the job.
@@ -65,13 +71,16 @@ class Session:
         self._lock.take()
 
     def close(self) -> None:
-        """Remove the heartbeat; from now on others may break this session's leases."""
+        """Remove the heartbeat; from now on other processes may break this session's leases."""
         self._closed.set()
         with self._changing:
             self._lock.release()
 
     def _renew_soon(self, lost: LeaseCompromise) -> None:
-        """Begin again: filelock ends a heartbeat that it could not refresh for most of a lease."""
+        """Start a thread that renews the heartbeat, which filelock has ended.
+
+        filelock ends a heartbeat if it could not refresh it for most of a lease time.
+        """
         why = lost.error or lost.reason
         log.warning(
             "the heartbeat of session %s stopped: %s",
@@ -82,7 +91,7 @@ class Session:
         threading.Thread(target=self._renew, name="syncd-session", daemon=True).start()
 
     def _renew(self) -> None:
-        """Beat again under the same name, so that this session keeps its leases."""
+        """Make the heartbeat again under the same name, so that this session keeps its leases."""
         while not self._closed.wait(self.lease_time / 6):
             with self._changing:
                 if self._closed.is_set():
@@ -108,12 +117,12 @@ class Session:
 
 
 class DaemonLock:
-    """The election of the working daemon. It only elects; :mod:`.epoch` keeps the loser out.
+    """The lock that elects the working daemon; :mod:`.epoch` keeps other daemons from committing.
 
     Args:
         job: the job.
         lease_time: seconds.
-        judge: finds a dead holder.
+        judge: judges whether the holder of the lock is dead.
     """
 
     def __init__(self, job: Job, lease_time: float, judge: Judge) -> None:
@@ -126,11 +135,11 @@ class DaemonLock:
     def try_acquire(self) -> bool:
         """Take the lock if it is free, or if its holder is dead. Never waits.
 
-        A holder that has another lease time is dead after the longer of the two.
+        If the holder has another lease time, the longer of the two lease times applies.
 
         Raises:
-            FileNotFoundError: the job is not there, for example unmounted.
-            OSError: ``ELOOP`` if its folder is a link.
+            FileNotFoundError: the job folder is missing, for example unmounted.
+            OSError: ``ELOOP`` if the lock's folder is a link.
         """
         if self._judge.look(self._path) is Liveness.DEAD:
             self._judge.break_dead(self._path)
@@ -141,7 +150,8 @@ class DaemonLock:
         except Timeout:
             return False
         except LeaseSettingsMismatch:
-            # A first look never finds a lock dead. Each lock is judged by its own lease time.
+            # The judge never finds a lock dead at its first look, so this lease time is set in
+            # time: each lock is judged by its own lease time.
             owner = self._lock.owner
             if owner is not None and owner.lease_duration is not None:
                 theirs = min(owner.lease_duration, LONGEST_LEASE_TIME)
@@ -151,19 +161,20 @@ class DaemonLock:
 
     @property
     def lost(self) -> bool:
-        """True if the heartbeat saw that the lock is no longer ours."""
+        """True if this process has noticed that the lock is no longer its own."""
         return self._lock.compromise is not None
 
     def release(self) -> None:
-        """Give the lock up, if it is still ours."""
+        """Release the lock, if this process still holds it."""
         self._lock.release()
 
 
 class _Lease(SoftFileLease):
-    """A filelock lease below a job, whose file is never made through a link.
+    """A filelock lease inside a job; its file is never made through a link.
 
-    filelock resolves the whole path again at each call, and would follow a link that replaces a
-    folder. While the lease is being taken, its path begins at a descriptor of the folder.
+    filelock resolves the whole path again at each call, so it would follow a link that has replaced
+    a folder. To prevent this, the path begins at a descriptor of the folder while the lease is
+    being taken.
     """
 
     beneath: Beneath
@@ -178,10 +189,10 @@ class _Lease(SoftFileLease):
         super()._start_heartbeat(*given, **named)
 
     def take(self) -> None:
-        """Take it, without waiting, in an existing folder.
+        """Take the lease, without waiting, in an existing folder.
 
-        filelock would make the folder and its parents, even inside the empty mount point of an
-        unmounted job.
+        filelock's own ``acquire`` would make missing folders, even inside the empty mount point of
+        an unmounted job.
         """
         with self.beneath.at(Path(self.lock_file)) as (name, folder):
             self._place = None if folder is None else f"/proc/self/fd/{folder}/{name}"

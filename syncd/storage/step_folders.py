@@ -1,4 +1,4 @@
-"""Step folders and the pointers to them: listing them, and making them as trainers do."""
+"""List the step folders of a job, and make step folders and pointers as trainers do."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ def step_folders(job: Job) -> list[int]:
     """The steps that have a folder, lowest first.
 
     Raises:
-        OSError: the job's folder cannot be listed.
+        OSError: the job directory cannot be listed.
     """
     found = (parse_step_folder(name) for name in job.storage.names(job.layout.root))
     return sorted(step for step in found if step is not None)
 
 
 def ask_server(job: Job) -> None:
-    """Make the server answer the next looks at pointers and step folders."""
+    """Make the next reads of pointers and step folders ask the server, not this client's cache."""
     try:
         job.storage.refresh(job.layout.root)
     except OSError as error:
         if not is_refused_here(error):
             raise
-        # A user who may only read there sees changes as late as the client's cache shows them.
+        # A user who may only read the job sees changes when this client's cache expires.
         log.debug("reading %s as this client has cached it: %s", job.layout.root, error)
 
 
 def check_on_disk(job: Job, step: int) -> None:
-    """Check on the server, by its name, that a step has a folder: listings may be late.
+    """Check on the server that a step has a folder.
 
-    It does not check whether the save in it is whole.
+    This function looks up the folder's name, because listings may be late. It does not check
+    whether the save in the folder is whole.
 
     Raises:
-        SaveNotReadyError: it has none; the message names the steps that have one.
-        JobUnavailableError: the job is not there now, for example unmounted.
+        SaveNotReadyError: the step has no folder. The message names the steps that have one.
+        JobUnavailableError: the job is missing now, for example unmounted.
     """
     ask_server(job)
     if job.storage.exists(job.layout.step(step)):
@@ -54,7 +55,7 @@ def check_on_disk(job: Job, step: int) -> None:
     job.check_is_there()
     there = ", ".join(map(str, step_folders(job)))
     raise SaveNotReadyError(
-        f"step {step} is not on disk; there are {there}"
+        f"step {step} is not on disk; the steps on disk are {there}"
         if there
         else f"step {step} is not on disk; {job.layout.root} has no steps"
     )
@@ -63,14 +64,14 @@ def check_on_disk(job: Job, step: int) -> None:
 def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
     """Make the step's folder, if it is missing, by a rename out of ``drafts/``.
 
-    If the job is not mounted, its mount point may be an empty folder: nothing is created in it.
+    If the job is not mounted, nothing is made in its mount point.
 
     Args:
         job: the job.
         step: the step.
-        mark: an empty file that the folder has from the start. Another process that makes the
-            folder at the same time would replace an empty folder by its rename, but not one with a
-            file in it.
+        mark: the name of an empty file that the folder has from the start. If another process makes
+            the folder at the same time, its rename would replace an empty folder, but not a folder
+            with a file in it.
     """
     folder = job.layout.step(step)
     for left in reversed(range(_ATTEMPTS)):
@@ -84,8 +85,8 @@ def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
             _remove(job.storage, draft, mark)
             if error.errno in NOT_EMPTY:
                 return
-            # A daemon may have deleted the draft as a leftover, if this process was stopped for
-            # long.
+            # If this process was paused for long, a daemon may have deleted the draft as a
+            # leftover.
             if not (is_gone(error) and left):
                 raise
         else:

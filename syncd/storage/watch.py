@@ -1,7 +1,7 @@
-"""The watcher: waits for hints from the filesystem, and never longer than a deadline.
+"""The watcher: waits for events of the filesystem, but never longer than a deadline.
 
-Events only shorten a wait. If all events are lost (network filesystems send none), waits still look
-at their ticks.
+Events only shorten a wait. If all events are lost (for example, network filesystems send none),
+each wait still ends at its deadline.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The events that count. Opens and reads do not: otherwise every look would cause the next.
+#: The events that end a wait. Opens and reads are not among them, because otherwise every read by
+#: syncd itself would end the next wait.
 _CHANGES: Final[list[type[FileSystemEvent]]] = [
     DirCreatedEvent,
     FileClosedEvent,
@@ -45,27 +46,29 @@ _CHANGES: Final[list[type[FileSystemEvent]]] = [
     FileModifiedEvent,
     FileMovedEvent,
 ]
-#: Seconds to wait for other watchers that begin or stop a watch; each takes milliseconds.
+#: Seconds to wait for other threads that begin or end a watch, which usually takes milliseconds.
 _PATIENCE: Final = 10.0
 
 
 class Watcher:
-    """Wakes its owner when one of some names in some folders changes.
+    """Wakes its owner when a watched name in a watched folder changes.
 
-    ``wake`` may be called from any thread and from a signal handler: it only writes to an eventfd.
+    ``wake`` may be called from any thread and from a signal handler, because it only writes to an
+    eventfd.
 
-    If a folder is moved, replaced or unmounted, its watchers get no more events. Nor do watchers of
-    a new folder by the same name, as long as the old one is still watched.
+    If a folder is moved, replaced or unmounted, its watchers get no more events. While such a
+    folder is still watched, watchers of a new folder with the same name get no events either.
 
     Args:
-        names: folder → the names in it that matter; links are followed. If storage does not
-            answer, this watcher blocks, as a read of the folder would; others do not.
+        names: folder → the names in it to watch. Links are followed. If the folder's storage does
+            not answer, this watcher blocks, as a read of the folder would block. Other watchers do
+            not block.
     """
 
     def __init__(self, names: Mapping[Path, frozenset[str]]) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Closed with the last reference, not by close(): a late wake must not write to another file
-        # that has the number by then.
+        # Closed with the last reference, not by close(), because the number of a closed descriptor
+        # may be given to another file, and a late wake would write to that file.
         weakref.finalize(self, os.close, self._event)
         # Not select(): a process with many files open has descriptors above its limit of 1023.
         self._poll = select.poll()
@@ -81,7 +84,7 @@ class Watcher:
                 hints = _Hints(self.wake, wanted)
                 self._watched.append((self._shared.begin(folder, hints), hints))
         except OSError as error:
-            # For example no inotify instance or watch is left. Missing hints do no harm.
+            # For example, this user has no inotify instance left. Missing events do no harm.
             log.warning(
                 "no filesystem events, waiting by polling alone: %s",
                 error,
@@ -93,10 +96,10 @@ class Watcher:
         """Wait for a change or a wake.
 
         Args:
-            timeout: seconds, at most.
+            timeout: the most seconds to wait.
 
         Returns:
-            Whether there was one; False at the deadline.
+            True if there was a change or a wake; False if the time ran out.
         """
         ready = self._poll.poll(max(0.0, 1000 * timeout))
         if ready:
@@ -107,17 +110,17 @@ class Watcher:
         return bool(ready)
 
     def wake(self) -> None:
-        """End the current wait, or the next one."""
+        """End the current wait; without a current wait, end the next wait at once."""
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """Stop watching. Safe to call twice, and in a fork, whose parent goes on watching."""
+        """Stop watching. Safe to call twice, and in a forked child: its parent still watches."""
         while self._watched:
             watched = self._watched.pop()
             try:
                 self._shared.end(*watched)
             except TimeoutError:
-                # Until the watch can be ended, it wakes a watcher on which nobody waits any more.
+                # The watch stays, and wakes this watcher, on which nobody waits any more.
                 self._watched.append(watched)
                 return
 
@@ -144,8 +147,8 @@ class _Hints(FileSystemEventHandler):
 class _Emitter(InotifyEmitter):
     """Ends its thread before it forgets its inotify watch.
 
-    The library does it in the opposite order. If a file was moved away, its thread holds the event
-    back for half a second, and then logs an error because its watch is forgotten.
+    The library forgets the watch first. If a file was moved away, the library's thread delays the
+    event by half a second. After that it logs an error, because the watch is forgotten.
     """
 
     def on_thread_stop(self) -> None:
@@ -158,7 +161,7 @@ class _Emitter(InotifyEmitter):
 
 
 class _Observer(InotifyObserver):
-    """An observer whose emitters end before their queue does."""
+    """An observer that uses :class:`_Emitter`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,9 +169,9 @@ class _Observer(InotifyObserver):
 
 
 class _Shared:
-    """The observer that all watchers of a process share; it ends with the last of them.
+    """The observer that all watchers of a process share; it ends with the last watcher.
 
-    An observer is an inotify instance, of which Linux gives a user 128 on a host.
+    An observer needs an inotify instance. By default Linux allows a user 128 instances on a host.
     """
 
     of_this_process: _Shared
@@ -176,22 +179,22 @@ class _Shared:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._observer: _Observer | None = None
-        # A folder that is scheduled again by the same name is one watch, with several handlers.
+        # If a folder is scheduled twice under the same name, it is one watch with two handlers.
         self._handlers: Counter[ObservedWatch] = Counter()
 
     @classmethod
     def renew(cls) -> None:
-        """Start anew after a fork: the parent keeps the watches, and its threads are not here."""
+        """Start without watches in a forked child, because the threads are the parent's."""
         cls.of_this_process = cls()
 
     def begin(self, folder: Path, hints: _Hints) -> ObservedWatch:
-        """Pass changes in a folder on to the hints.
+        """Begin to pass changes in a folder on to ``hints``.
 
         Raises:
             OSError: the folder cannot be watched, or another folder's storage does not answer.
         """
-        # The observer looks the folder up under a lock that all need. So look it up here first: if
-        # its storage does not answer, only this thread waits.
+        # The observer reads the folder under a lock that all threads need. So read the folder here
+        # first: if its storage does not answer, only this thread waits.
         os.scandir(folder).close()
         with self._locked():
             try:
@@ -204,10 +207,10 @@ class _Shared:
             return watch
 
     def end(self, watch: ObservedWatch, hints: _Hints) -> None:
-        """Stop passing changes on to the hints.
+        """Stop passing changes on to ``hints``.
 
         Raises:
-            TimeoutError: another folder's storage does not answer; more changes may be passed on.
+            TimeoutError: another folder's storage does not answer. Changes may still be passed on.
         """
         if self is not _Shared.of_this_process:
             return  # in a fork: the watches of the instance are its parent's
@@ -235,10 +238,10 @@ class _Shared:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the lock, which no job awaits for ever.
+        """Hold the lock; a thread waits for it only for a limited time.
 
-        Storage may stop answering just after ``begin`` looked. A thread that then looks up a path
-        under the lock keeps the lock.
+        Storage may stop answering just after ``begin`` has read the folder. A thread that is
+        reading a folder under the lock at that time keeps the lock.
         """
         if not self._lock.acquire(timeout=_PATIENCE):
             raise TimeoutError("the storage of another watched folder does not answer")

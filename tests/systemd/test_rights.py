@@ -177,7 +177,7 @@ def test_steps_that_could_not_be_deleted_are_told_of_once_and_published_all_the_
     said = DAEMON.does(served(root, is_published(root, 1), str(GROUP)))
     warnings = [line for line in said if "old steps cannot be deleted" in line]
     assert len(warnings) == 1
-    assert f"{root}/global_step_1 is user 52001's" in warnings[0]
+    assert f"{root}/global_step_1 belongs to user 52001," in warnings[0]
     assert "umask 002" in warnings[0]
 
 
@@ -219,11 +219,12 @@ def test_a_step_that_cannot_even_be_listed_is_told_of_and_keeps_nobody_from_the_
     JobLayout(root).step(1).chmod(0o700)
     assert SHARING.does(trained(root, 2)) == []
     said = DAEMON.does(served(root, is_published(root, 2), str(GROUP)))
-    assert any(f"{root}/global_step_1 is user" in line for line in said)
+    assert any(f"{root}/global_step_1 belongs to user" in line for line in said)
 
 
 @pytest.mark.parametrize(
-    ("group", "why"), [("52099", "is not in it"), ("no-such-group", "no such group on this host")]
+    ("group", "why"),
+    [("52099", "is not in this group"), ("no-such-group", "no such group on this host")],
 )
 def test_a_group_that_cannot_be_shared_with_is_an_error_of_settings(
     root: Path, group: str, why: str

@@ -562,7 +562,9 @@ def test_a_step_that_is_not_on_disk_is_an_error_at_once_and_changes_nothing(
     served: SmallJob,
 ) -> None:
     with hook_of(served) as hook:
-        with pytest.raises(SaveNotReadyError, match="step 99 is not on disk; there are 0, 4, 8"):
+        with pytest.raises(
+            SaveNotReadyError, match="99 is not on disk; the steps on disk are 0, 4, 8"
+        ):
             bench.step(hook, 99)
         assert served.layout.state_pointer.read_text() == "8\n"
         assert is_empty(served)

@@ -49,7 +49,9 @@ def test_a_step_that_is_not_on_disk_is_an_error_at_once_and_nothing_is_pointed_t
         job.save(step, point=False)
         (job.layout.step(step) / FULL).touch()  # else they are pruned
     publish(job, 8)
-    with pytest.raises(SaveNotReadyError, match=r"step 99 is not on disk; there are 0, 4, 8$"):
+    with pytest.raises(
+        SaveNotReadyError, match=r"99 is not on disk; the steps on disk are 0, 4, 8$"
+    ):
         ASKS[ask](hook, 99)
     assert job.layout.state_pointer.read_text() == "8\n"
 
