@@ -66,7 +66,7 @@ Order = tuple[tuple[int, Shape], ...]
 #: The most characters of a shape, or of a list of placements, in a message.
 _TOLD_LIMIT: Final = 300
 _REPORT: Final = "report it, and keep the save"
-_UNKNOWN: Final = f"and this version of syncd does not know all of these: {_REPORT}"
+_UNKNOWN: Final = f"which this version of syncd does not know: {_REPORT}"
 _PARTIAL: Final = (
     "and Partial means that each rank holds a summand, not a part: redistribute the tensor to "
     "Replicate() or Shard() before saving"

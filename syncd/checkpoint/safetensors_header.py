@@ -110,7 +110,7 @@ def read_fields(header: bytes, where: str) -> list[HeaderEntry]:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise broken(where, "its metadata has a value that is not text")
     if len(fields) > TENSOR_LIMIT:
-        raise broken(where, f"its header has {len(fields)} tensors, and at most {TENSOR_LIMIT} fit")
+        raise broken(where, f"it has {len(fields)} tensors, over the limit of {TENSOR_LIMIT}")
     return [_field(name, field, where) for name, field in fields.items()]
 
 

@@ -309,7 +309,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "a config of another kind": (
         {SHARD: shard_of(*PEFT), TOLD: b'{"peft_type": "IA3"}'},
-        "is for a IA3 adapter, but the shards hold a LORA one",
+        "is for a IA3 adapter, but the shards hold a LORA adapter",
     ),
     "a pickle": ({"lora_adapter/adapter_model.bin": b"", TOLD: CONFIG}, "is a pickle"),
     "two adapters": (

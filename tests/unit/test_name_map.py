@@ -105,7 +105,10 @@ A = {"name": "a.{}", "first": 0}
         ({"t": tensor((2,), {**A, "rows": (0, 1)})}, "has rows, but no dimension"),
         ({"t": tensor((2, 4), {**A, "transposed": True})}, "fewer than two dimensions"),
         ({"t": tensor((2,), {**A, "at": 0})}, "no dimension"),
-        ({"t": tensor((2,), {"name": "u"}), "u": tensor((2,), {"name": "u"})}, "both get the name u"),
+        (
+            {"t": tensor((2,), {"name": "u"}), "u": tensor((2,), {"name": "u"})},
+            "both get the name u",
+        ),
         ({"t": tensor((2,), {"name": "q", "at": 1})}, "do not follow each other"),
         (
             {

@@ -196,7 +196,7 @@ def test_a_file_that_is_not_the_one_its_receipt_vouches_for_is_looked_at_again(
     save = look(job)
     job.put(job.layout.actor(4) / "model.safetensors", weights(1.0, name="other"))
     with (
-        pytest.raises(SaveNotReadyError, match="lists: it is being replaced, or was damaged"),
+        pytest.raises(SaveNotReadyError, match="lists: the file is being replaced, or was damaged"),
         open_save(job.storage, job.layout.actor(4), save),
     ):
         pass
@@ -337,7 +337,7 @@ def test_with_receipts_an_adapter_counts_where_they_vouch_for_it(job: SmallJob) 
         assert opened.checked == "receipt"
     adapter(job, content=weights(1.0, name="other"))
     with (
-        pytest.raises(SaveNotReadyError, match="lists: it is being replaced"),
+        pytest.raises(SaveNotReadyError, match="lists: the file is being replaced"),
         open_save(job.storage, job.layout.actor(4), save),
     ):
         pass
