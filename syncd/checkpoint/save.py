@@ -253,9 +253,7 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
     elif FULL_STATE_DICT in told:
         weights = (FULL_STATE_DICT,)
     else:
-        return Unfinished(
-            step, f"{actor}: the receipts of save {first.save_id} list no weights"
-        )
+        return Unfinished(step, f"{actor}: the receipts of save {first.save_id} list no weights")
     return _whole(step, first.save_id, weights, tuple(receipts))
 
 

@@ -281,7 +281,7 @@ def assert_quiet(message: str) -> None:
 @pytest.mark.parametrize("name", LOUD, ids=lambda name: ascii(name)[:10])
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [((2, 3), "but a plain F32 tensor"), ((2, None), "and missing in"), ((None, 2), "missing in")],
+    [((2, 3), "but a plain F32 tensor"), ((2, None), "but missing in"), ((None, 2), "missing in")],
 )
 def test_a_plan_that_fails_shows_a_name_so_that_any_terminal_can(
     name: str, sizes: tuple[int | None, ...], message: str

@@ -87,7 +87,10 @@ def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) ->
 
 
 def _confine() -> None:
-    """Drop rights that parsing does not need, and let the kernel kill this process first."""
+    """Drop rights that parsing does not need.
+
+    If memory is short, the kernel kills this process before others.
+    """
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
             score.write("1000")
