@@ -20,7 +20,7 @@ class Run(NamedTuple):
 
 
 class Weave(NamedTuple):
-    """Interleaved parts: the first slice of every part, then the second slice of every part, …
+    """Interleaved parts: the first slice of every part, then the second slice of every part, etc.
 
     Each part has ``turns`` slices of equal length. Tensors that are cut along a later dimension
     than the first need this, because each row of the whole tensor has a piece of every part.
@@ -36,7 +36,7 @@ class Weave(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """Transposed matrices: the first element of every row, then the second element of every row, …
+    """Transposed matrices: the first element of every row, then the second of every row, etc.
 
     Attributes:
         rows, columns: the size of each matrix in ``parts``, which holds one matrix after another.
