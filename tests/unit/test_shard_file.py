@@ -274,7 +274,7 @@ def test_zips_of_another_kind_are_refused(tmp_path: Path) -> None:
         "compressed": zipped({"a/data.pkl": bytes(99)}, zipfile.ZIP_DEFLATED),
         "encrypted": broken(whole, entry, 8, b"\1\0"),
         "torn": whole + b"\0",
-        "over limits": broken(whole, end, 8, struct.pack("<2H2L", 3, 3, 2**29, 0)),
+        "over the limits": broken(whole, end, 8, struct.pack("<2H2L", 3, 3, 2**29, 0)),
         "does not end where": broken(whole, end, 16, b"\0\0\0\0"),
         "more records than it says": broken(whole, end, 8, struct.pack("<2H", 2, 2)),
         "fewer records than it says": broken(whole, end, 8, struct.pack("<2H", 4, 4)),
