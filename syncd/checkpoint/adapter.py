@@ -2,8 +2,8 @@
 
 PEFT adds an adapter's tensors to each module that it wraps::
 
-    base_model.model.layers.0.q_proj.base_layer.weight        the base model's, frozen
-    base_model.model.layers.0.q_proj.lora_A.default.weight    of the adapter "default"
+    base_model.model.layers.0.q_proj.base_layer.weight        frozen weight of the base model
+    base_model.model.layers.0.q_proj.lora_A.default.weight    LoRA weight of the adapter "default"
 
 The files that PEFT saves leave out the adapter's name, here ``default``.
 
@@ -112,8 +112,8 @@ def read_config(content: bytes, where: object) -> AdapterConfig:
         return AdapterConfig.model_validate_json(content)
     except pydantic.ValidationError:
         raise CheckpointError(
-            f"{where} is not what PEFT writes: PEFT writes a JSON object with a peft_type, and "
-            "with names that are text; write the file with PeftConfig.save_pretrained"
+            f"{where} is not what PEFT writes: a JSON object with a peft_type, in which all names "
+            "are text; write the file with PeftConfig.save_pretrained"
         ) from None
 
 

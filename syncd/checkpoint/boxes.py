@@ -92,7 +92,7 @@ def strides(shape: Shape) -> Shape:
 
 
 def extent(within: Box, part: Box) -> Extent:
-    """The elements from the first to the last of a part, in the C order of the enclosing box."""
+    """The extent from the first to the last element of a part, in the C order of the box."""
     steps = strides(within.shape)
     ahead = [begin - start for begin, start in zip(part.offsets, within.offsets, strict=True)]
     first = sum(count * step for count, step in zip(ahead, steps, strict=True))
@@ -101,7 +101,7 @@ def extent(within: Box, part: Box) -> Extent:
 
 
 def extents(within: Box, part: Box) -> Iterator[Extent]:
-    """Only the elements of a part, in the C order of the enclosing box.
+    """The extents that hold the elements of a part and no others, in the C order of the box.
 
     Each extent is as long as possible: the element after it does not belong to the part.
     """
@@ -120,7 +120,7 @@ def extents(within: Box, part: Box) -> Iterator[Extent]:
 
 
 def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[Box]:
-    """Cut a part into pieces of which each is worth a read of its own, in the order of their bytes.
+    """Cut a part into pieces to read one by one, in the order of their bytes.
 
     Args:
         within: the box whose elements are stored, in C order.

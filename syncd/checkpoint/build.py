@@ -108,7 +108,7 @@ def build_model_folder(
                 if save.sync_dtype is not None:
                     log.warning(
                         "%s: its trainer has cast the weights to %s (SaveSettings.sync_dtype), and "
-                        "cast = %s (--dtype) rounds them again: set only one of the two",
+                        "cast = %s (--dtype) rounds them again: set only one of these two settings",
                         actor,
                         save.sync_dtype,
                         options.cast,
@@ -125,7 +125,7 @@ def build_model_folder(
                 if base_model is None:
                     log.warning(
                         "%s: %s has no base_model_name_or_path, so the version does not name the "
-                        "model that its adapter is for: load it only on the right one",
+                        "model that its adapter is for: load the adapter only on the right model",
                         actor,
                         ADAPTER_CONFIG,
                         extra=Event.ADAPTER_WITHOUT_BASE(path=actor),
@@ -213,11 +213,11 @@ def _names_on_hub(
     config: object,
     options: MergeOptions,
 ) -> NameMap | None:
-    """The name map of a full model: the map that its trainer saved, or else by the model's type.
+    """The name map of a full model: the trainer's map, or else the map for the model's type.
 
     Raises:
         CheckpointError: ``name_map.json`` is not a name map, or the options require the hub's
-            names and these are unknown.
+            names but these names are unknown.
     """
     if contents.kind != "full":
         return None
@@ -244,7 +244,7 @@ def _names_on_hub(
 
 
 def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
-    """The floating-point dtypes of the tensors, sorted by bytes, the largest sum first."""
+    """The floating-point dtypes of the tensors; the dtype with the most bytes comes first."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         if is_floating(tensor.dtype):
@@ -272,7 +272,7 @@ def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
 def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
     """Let a CheckpointError pass only if the save did not change meanwhile.
 
-    A file that cannot be read may still be written at this moment.
+    The trainer may still be writing a file that cannot be read.
     """
     try:
         yield
@@ -430,7 +430,7 @@ class FreeSpace:
     ) -> None:
         """Refuse a merge if its result does not fit on the disk.
 
-        A quota that the filesystem does not report is not seen here: it makes the merge fail.
+        If the filesystem does not report a quota, this check misses it, and the merge fails later.
 
         Raises:
             NoRoomError: there is not enough space for this save's version.

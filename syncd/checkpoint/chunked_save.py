@@ -1,8 +1,8 @@
 """Opening the saves of ``torch.distributed.checkpoint``: files that hold chunks of tensors.
 
 There are two kinds: ``.distcp`` files with their ``.metadata``, and Hugging Face's safetensors.
-Each kind becomes the input of a merge plan, which is the place of every tensor's parts in every
-file. The plan proves that the parts of each tensor cover the tensor exactly once.
+This module makes the input of a merge plan from either kind: the place of each tensor's parts in
+the files. The plan proves that the parts of each tensor cover the tensor exactly once.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def holds_model_only(
 ) -> bool:
     """True if a folder of ``torch.distributed.checkpoint`` certainly holds only a model.
 
-    The result is False in case of doubt, and if the metadata cannot be read as such.
+    The result is False in case of doubt, for example if the metadata cannot be parsed.
 
     Raises:
         OSError: storage failed, or no child process can be started.

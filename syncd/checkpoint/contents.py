@@ -92,7 +92,10 @@ class SaveContents:
         )
 
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
-        """The input of the plan: of an adapter with its base model, only the adapter's records."""
+        """The sources for the plan.
+
+        If the shards hold an adapter with its base model, only the adapter's records are included.
+        """
         if opened.full is not None:
             return [SourceFile(opened.full.path, opened.full.fd)]
         if self.adapter is None:
@@ -149,7 +152,7 @@ def look_inside(opened: OpenSave, cancel: Callable[[], None]) -> SaveContents:
 
 
 def _index(file: SafetensorsFile) -> ShardIndex:
-    """A safetensors file as the shard of a world of one rank."""
+    """The index of a safetensors file, as if the file were the shard of the only rank."""
     tensors = {
         name: Local(dtype, shape, begin, end - begin, "", None)
         for name, dtype, shape, begin, end in file.entries

@@ -242,7 +242,7 @@ def convert_step(
         The manifest; None if the shards hold a LoRA adapter.
 
     Raises:
-        NoRoomError: the disk has not enough space. Nothing was changed.
+        NoRoomError: there is not enough disk space. Nothing was changed.
         JobUnavailableError: another process is converting the checkpoint.
         SaveNotReadyError: the save is not whole, or changed meanwhile.
         CheckpointError: the save cannot be merged.
@@ -365,7 +365,7 @@ def _listed(storage: Storage, folder: Path) -> set[str]:
 
 
 def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> None:
-    """Remove the temporary folders of killed processes, which have stopped changing.
+    """Remove the temporary folders that no longer change, because their process was killed.
 
     Raises:
         JobUnavailableError: a folder still changes, so another process is converting this step.
@@ -431,7 +431,7 @@ def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int
 
 
 def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
-    """The status of an opened file: a network filesystem may cache the status for a minute."""
+    """The status of a file. The file is opened, because network filesystems cache the status."""
     try:
         return storage.look_into(path, storage.fstat)
     except OSError as error:

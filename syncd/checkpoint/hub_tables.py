@@ -4,8 +4,8 @@
 our hook needs no table, because it has the map of its own model (``name_map.json``).
 
 A table has a rule for each trainer's name that differs on the hub. The key of a rule is a whole
-name, or a prefix of names that ends with a dot; in it ``#`` stands for a number. If several keys
-match a name, the longest key counts. The value of a rule is one of these:
+name, or a prefix of names that ends with a dot. In a key, ``#`` stands for a number. If several
+keys match a name, the longest key counts. The value of a rule is one of these:
 
 - the prefix on the hub, which replaces the key;
 - the pieces of a tensor, in the form of :class:`~syncd.protocol.tensor_names.HubPiece`. Here
@@ -61,7 +61,7 @@ def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
             return names
     if not any(names or names.refused for names in maps.values()):
         return None
-    why = f"its config.json names {shown(str(named))}, but the table of {model_type} is of "
+    why = f"its config.json names {shown(str(named))}, but the table of {model_type} is for "
     return NameMap(NameMapRecord(refused=why + " or ".join(table)))
 
 
@@ -135,7 +135,9 @@ def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
             number, count = told["rows"]
             left = shape[1:] if "first" in told else shape
             if not left:
-                raise RecordError(f"{shown(name)} has {len(shape)} dimensions: no rows to cut")
+                raise RecordError(
+                    f"{shown(name)} has {len(shape)} dimensions, so it has no rows to cut"
+                )
             size = left[0] // count
             piece["rows"] = (number * size, (number + 1) * size)
         pieces.append(piece)

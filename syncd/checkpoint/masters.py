@@ -32,8 +32,8 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
 
     Returns:
         The same checkpoint, with the files to resume from as its weights. The result is ``save``
-        itself if its weights were not cast, or if they belong to a LoRA model, of which no file
-        holds the whole model in its own dtype.
+        itself if its weights were not cast. The result is also ``save`` for a LoRA model, because
+        no file holds such a model as a whole in its own dtype.
 
     Raises:
         SaveNotReadyError: the weights were cast, but the weights in the model's dtype or the full

@@ -114,7 +114,7 @@ def says_tied(config: object) -> bool:
     """True if the content of a ``config.json`` sets ``tie_word_embeddings``.
 
     If the config has a ``text_config``, the values in both must not differ, because some readers
-    use the outer value and some the inner value. A missing key says nothing, because a config file
+    use the outer value and some the inner value. A missing key is ignored, because a config file
     leaves out the defaults of the model's class.
     """
     told = []

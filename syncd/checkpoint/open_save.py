@@ -104,7 +104,7 @@ def open_save(
 ) -> Iterator[OpenSave]:
     """Open all files of a whole save, and check each file against its receipt.
 
-    If the save has no receipts, a child process parses the files. It ends when the context ends.
+    If the save has no receipts, a child process parses the files. The child ends with the context.
 
     Args:
         storage: the shared storage.

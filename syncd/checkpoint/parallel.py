@@ -35,8 +35,7 @@ def run_side_by_side(
     Args:
         tasks: functions; each gets a check function that it must call often.
         threads: the largest number of threads at a time.
-        look: called in the calling thread only, every 50 ms or more often. It raises to stop all
-            tasks.
+        look: called only in the calling thread, at least every 50 ms. It raises to stop all tasks.
 
     Returns:
         The results of the tasks, in the order of ``tasks``.

@@ -1,7 +1,7 @@
 """Placements: the part of a global tensor that a rank's local tensor holds. Pure.
 
-The mesh coordinate that is recorded with a tensor gives its place, never the order of files or the
-names of mesh dimensions. The rules are those of ``torch.distributed.tensor``
+The mesh coordinate that is recorded with a tensor gives the tensor's place. The order of files and
+the names of mesh dimensions do not matter. The rules are those of ``torch.distributed.tensor``
 (``placement_types.py`` and ``_dtensor_spec.py`` of torch 2.13): every local tensor is a single box
 of the global tensor.
 """
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Split along tensor dimension ``dim``."""
+    """The mesh dimension splits the tensor along tensor dimension ``dim``."""
 
     dim: int
 
@@ -28,10 +28,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """Split along tensor dimension ``dim``, after other mesh dimensions have cut it.
+    """The mesh dimension splits the tensor along ``dim``, after other mesh dimensions.
 
-    The mesh dimensions to the right of this one have cut ``dim`` into ``split_factor`` blocks.
-    FSDP2 records this placement on top of tensor parallelism, which cuts first.
+    Before this cut, mesh dimensions to the right of this mesh dimension have cut ``dim`` into
+    ``split_factor`` blocks. FSDP2 records this placement on top of tensor parallelism, which cuts
+    first.
     """
 
     dim: int
@@ -43,7 +44,7 @@ class StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """The same on every rank of the mesh dimension."""
+    """The tensor is the same on every rank of the mesh dimension."""
 
     def __str__(self) -> str:
         return "Replicate()"

@@ -1,4 +1,4 @@
-"""Publishing a version again, under a new sequence, by hard links to the files of that version."""
+"""Publishing a version again under a new sequence, by hard links to the version's files."""
 
 from __future__ import annotations
 

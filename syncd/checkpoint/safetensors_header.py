@@ -177,5 +177,5 @@ def broken(where: str, what: str) -> ShardFormatError:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is in it twice")
+        raise ValueError("a name occurs twice")
     return found

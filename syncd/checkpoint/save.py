@@ -98,7 +98,7 @@ class _WholeSave:
 
     Attributes:
         step: the step of the folder.
-        identity: a text that is different for every other save.
+        identity: a text that identifies this save; no other save has the same text.
         weights: the files that hold the weights, by name inside ``actor/``, in rank order.
         receipts: the receipts of all ranks, in rank order; empty for a foreign trainer's save.
     """
@@ -125,7 +125,7 @@ class _WholeSave:
 
     @property
     def nonfinite(self) -> NonFinite | None:
-        """The weights with NaN or Inf, by the receipts; None if the ranks did not search all."""
+        """The weights with NaN or Inf, according to the receipts; None if that is unknown."""
         vouched = self.vouched()
         told = [vouched[name].nonfinite for name in self.weights if name in vouched]
         found = [one for one in told if one is not None]
@@ -413,7 +413,9 @@ def _told_world_size(storage: Storage, actor: Path) -> int | None:
 
 
 def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
-    """The identity of the save in a folder; opens all files of weights to get their true status.
+    """The identity of the save in a folder.
+
+    All files of weights are opened, because a network filesystem may cache an old status.
 
     Args:
         storage: the shared storage.

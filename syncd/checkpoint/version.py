@@ -49,7 +49,7 @@ def verify_version(
     cancel: Callable[[], None] = lambda: None,
     progress: Progress = unheard,
 ) -> None:
-    """Compare sizes, headers and, if the manifest has digests, digests with the bytes on disk.
+    """Compare the files of a version with its manifest: sizes, headers, and digests if it has any.
 
     A manifest whose ``digests`` is not ``off`` must have a digest for each file. The folder of a
     published version must hold no weights besides those that the manifest lists.

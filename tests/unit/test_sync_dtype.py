@@ -477,7 +477,7 @@ def test_a_daemon_that_casts_too_says_that_this_rounds_twice(
     saved(job, nn.Linear(3, 2), sync_dtype="bf16")
     manifest, _ = published(job, cast="fp16")
     assert manifest.dtype == "F16"
-    assert "set only one of the two" in caplog.text
+    assert "set only one of these two settings" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", ["fp32", "BF16", torch.bfloat16, True])

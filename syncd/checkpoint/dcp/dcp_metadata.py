@@ -61,7 +61,8 @@ class StoredModel(NamedTuple):
 
     Attributes:
         tensors: the tensors by their names in the model, in the order of the checkpoint.
-        is_model_only: True if the checkpoint holds only the model, and no optimizer, for example.
+        is_model_only: True if the checkpoint holds only the model; False if it also holds, for
+            example, an optimizer's state.
     """
 
     tensors: Mapping[str, Stored]
@@ -101,7 +102,7 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
     stored, places = said.get("state_dict_metadata"), said.get("storage_data")
     if not isinstance(stored, dict) or not isinstance(places, dict):
         raise ShardFormatError(
-            f"{where} is no metadata of torch.distributed.checkpoint: save again with dcp.save"
+            f"{where} is not the metadata of torch.distributed.checkpoint: save again with dcp.save"
         )
     paths = said.get("planner_data")
     entries = {
@@ -181,7 +182,7 @@ def _place(name: str, place: Inert, where: str) -> _Place:
 
 
 def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> None:
-    """Refuse items that overlap in a file, as in the other format, where all items begin at 0."""
+    """Refuse items that overlap in a file. In FileSystemWriter's other format, all begin at 0."""
     before, end, other = "", 0, ""
     for file, at, length, name in sorted(places):
         if file == before and at < end:

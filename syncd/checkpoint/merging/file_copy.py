@@ -2,10 +2,10 @@
 
 There are three ways to write a range, and each range is written in the cheapest possible way:
 
-- If the filesystem supports reflinks (XFS, btrfs, NFS 4.2), the two files *share* blocks, and
-  nothing is copied. Such ranges must begin at a page in both files, so our trainer hook and the
-  merge begin large tensors at pages. Blocks of a file that another trainer may still be writing
-  are never shared.
+- If the filesystem supports reflinks (XFS, btrfs, NFS 4.2), the output file *shares* blocks with
+  the shard, and nothing is copied. Such a range must begin at a page in both files, so our trainer
+  hook and the merge begin large tensors at pages. Blocks of a file that another trainer may still
+  be writing are never shared.
 - The kernel copies (``Storage.copy_range``), if a file server may do the copy and nothing is
   computed from the bytes.
 - Otherwise the bytes are copied through a buffer.
@@ -194,7 +194,7 @@ class FileCopy:
                 self._flush()
 
     def _cast(self, tensor: PlannedTensor, hasher: xxhash.xxh3_128 | None) -> None:
-        """Copy a tensor through the child that casts it; small tiles pass the buffer too."""
+        """Copy a tensor through the child that casts; small tiles also pass through the buffer."""
         assert self._caster is not None  # noqa: S101 - as run_plan asks for
         stream = self._compared(tensor)
         count = tensor.length // ITEMSIZE[tensor.dtype]
@@ -252,7 +252,7 @@ class TensorStream:
     """Reads the bytes of parts in order, into buffers of any size.
 
     It needs at most as much memory of its own as the largest buffer that it fills. A weave is read
-    in tiles: each tile is as many whole rows as fit into the buffer, and one read for each source.
+    in tiles of as many whole rows as fit into the buffer, with one read for each source.
 
     Args:
         reader: the reader of the sources.

@@ -60,7 +60,7 @@ def run_plan(
             such sources any more, because the digests are computed after the blocks are shared.
             ``stillness`` does neither.
         work: its ``cancel`` is called often.
-        caster: casts tensors; it must not be None if ``plan.casts``.
+        caster: casts tensors; it must not be None if ``plan.casts`` is True.
 
     Raises:
         SaveNotReadyError: a source became shorter.

@@ -105,7 +105,7 @@ class SourceReader:
                 self._check_up_to(source, number, None)
 
     def _check_up_to(self, source: int, number: int, offset: int | None) -> None:
-        """Check the unchecked bytes of a record before ``offset``; before its end if None."""
+        """Check the unchecked bytes of a record up to ``offset``, or, if None, up to its end."""
         checks = self._checks[source]
         assert checks is not None  # noqa: S101 - for the type checker
         end = checks.ends[number] if offset is None else offset
@@ -144,7 +144,7 @@ class RecordChecks:
         return bisect_right(self.starts, offset) - 1
 
     def extend(self, number: int, offset: int, part: memoryview) -> None:
-        """Add bytes to the CRC-32 of a record, and compare it at the end of the record.
+        """Add bytes to the CRC-32 of a record; compare the CRC-32 when the record is complete.
 
         The bytes begin at or before the first unchecked byte.
 
@@ -164,7 +164,7 @@ class RecordChecks:
 
 
 def record_checks(sources: Sequence[Source], *, check_crc: bool) -> list[RecordChecks | None]:
-    """The checks of each source; None for a source without CRC-32, or without ``check_crc``."""
+    """The checks of each source; None for a source that is not to be checked, or has no CRC-32."""
     return [RecordChecks(source) if check_crc and source.has_crc else None for source in sources]
 
 

@@ -31,7 +31,7 @@ class Weave(NamedTuple):
 
     @property
     def length(self) -> int:
-        """In bytes."""
+        """The length of all parts, in bytes."""
         return sum(part.length for part in self.parts)
 
 
@@ -51,11 +51,11 @@ class Transposed(NamedTuple):
 
     @property
     def length(self) -> int:
-        """In bytes."""
+        """The length of all parts, in bytes."""
         return sum(part.length for part in self.parts)
 
     def weaves(self) -> Iterator[Weave]:
-        """The same bytes as weaves of runs."""
+        """The same bytes in the form of weaves of runs."""
         stops = ends(self.parts)
         width = self.columns * self.itemsize
         for first in range(0, stops[-1] if stops else 0, self.rows * width):
@@ -72,7 +72,7 @@ Part = Run | Weave | Transposed
 
 
 def leaves(parts: Iterable[Part]) -> Iterator[Part]:
-    """The same bytes as runs, and as weaves that hold only runs."""
+    """The bytes of these parts in the form of runs, and of weaves that hold only runs."""
     for part in parts:
         if isinstance(part, Transposed):
             yield from part.weaves()
@@ -254,7 +254,7 @@ class _Tiling:
         """The bytes, in order, of blocks with the same offsets and sizes before ``dim``.
 
         Args:
-            blocks: different blocks.
+            blocks: the blocks, no two of which have the same offsets and shape.
             dim: the next dimension to examine.
             rows: the product of the blocks' sizes in the dimensions before ``dim``, back to the
                 last dimension that was cut, including it.

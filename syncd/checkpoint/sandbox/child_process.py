@@ -45,8 +45,8 @@ class ChildProcess:
         task: a verb for the child's work on that file, for messages.
         flags: the interpreter's options.
         pass_fds: descriptors that the child inherits.
-        cancel: called every 50 ms while the child works; it raises to stop. A method may get
-            another function instead.
+        cancel: called every 50 ms while the child works; it raises to stop. The argument ``cancel``
+            of a method replaces it for that call.
         wall_seconds: the longest time for an answer, in case the machine hangs.
         python: the interpreter.
         clock: gives the monotonic time in seconds.
@@ -154,8 +154,8 @@ class ChildProcess:
                 raise OSError(
                     errno.ETIMEDOUT,
                     f"the process to {self._task} this path did not answer for "
-                    f"{self._wall_seconds:.0f} s: this machine hangs, or the storage hangs that "
-                    "python is installed on",
+                    f"{self._wall_seconds:.0f} s: this machine hangs, or the storage where python "
+                    "is installed",
                     self._where,
                 )
 

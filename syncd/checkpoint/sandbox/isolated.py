@@ -1,9 +1,9 @@
 """Reading untrusted files in a child process, so that they cannot exhaust this process.
 
 A pickle or a JSON text of a few bytes can ask for all memory, or for endless time. The child
-(``parser_child``) is a fresh interpreter, because a process with threads must not fork itself. It
-lives as long as one save is open. It gets bytes and opens no file, so storage that does not answer
-is never mistaken for a bad file.
+(``parser_child``) is a fresh interpreter, because a process with threads must not fork itself. The
+child lives as long as one save is open. It gets bytes and opens no file, so storage that does not
+answer is never mistaken for a bad file.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ class IsolatedParser:
         """Call :func:`~syncd.checkpoint.torch_files.pieces.read_pieces` in the child.
 
         Raises:
-            ShardFormatError: ``read_pieces`` raises it, the pickle exceeds a limit, or it makes the
-                child fail.
-            PlacementError, CoverageError: ``read_pieces`` raises it.
+            ShardFormatError: ``read_pieces`` raised this error; or the pickle exceeds a limit, or
+                makes the child fail.
+            PlacementError, CoverageError: ``read_pieces`` raised this error.
             OSError: the child cannot be started, or does not answer; the file may be good.
         """
         del intact  # the limits protect from damaged pickles too
@@ -137,8 +137,8 @@ class IsolatedParser:
         """Call :func:`~syncd.checkpoint.safetensors_header.read_fields` in the child.
 
         Raises:
-            ShardFormatError: ``read_fields`` raises it, the header exceeds a limit, or it makes the
-                child fail.
+            ShardFormatError: ``read_fields`` raised this error; or the header exceeds a limit, or
+                makes the child fail.
             OSError: the child cannot be started, or does not answer; the file may be good.
         """
         return self._ask(
@@ -149,8 +149,8 @@ class IsolatedParser:
         """Call :func:`~syncd.checkpoint.torch_files.pieces.read_tensor` in the child.
 
         Raises:
-            ShardFormatError: ``read_tensor`` raises it, the pickle exceeds a limit, or it makes the
-                child fail.
+            ShardFormatError: ``read_tensor`` raised this error; or the pickle exceeds a limit, or
+                makes the child fail.
             OSError: the child cannot be started, or does not answer; the file may be good.
         """
         asked = wire.asked(name, data)
@@ -165,9 +165,9 @@ class IsolatedParser:
         """Call :func:`~syncd.checkpoint.dcp.dcp_metadata.read_metadata` in the child.
 
         Raises:
-            ShardFormatError: ``read_metadata`` raises it, the pickle exceeds a limit, or it makes
-                the child fail.
-            PlacementError, CoverageError, CheckpointError: ``read_metadata`` raises it.
+            ShardFormatError: ``read_metadata`` raised this error; or the pickle exceeds a limit, or
+                makes the child fail.
+            PlacementError, CoverageError, CheckpointError: ``read_metadata`` raised this error.
             OSError: the child cannot be started, or does not answer; the file may be good.
         """
         asked = wire.asked(prefix, data)
@@ -177,9 +177,9 @@ class IsolatedParser:
         """Call :func:`~syncd.checkpoint.dcp.hf_dcp.read_chunked_fields` in the child.
 
         Raises:
-            ShardFormatError: ``read_chunked_fields`` raises it, the header exceeds a limit, or it
-                makes the child fail.
-            PlacementError: ``read_chunked_fields`` raises it.
+            ShardFormatError: ``read_chunked_fields`` raised this error; or the header exceeds a
+                limit, or makes the child fail.
+            PlacementError: ``read_chunked_fields`` raised this error.
             OSError: the child cannot be started, or does not answer; the file may be good.
         """
         return self._ask(
@@ -239,11 +239,11 @@ class IsolatedParser:
             if tag == wire.FAILED:
                 self._raise_failure(content, where)
             if tag != wire.ROWS:
-                raise ValueError("is of no known kind")
+                raise ValueError("is of an unknown kind")
             size += len(content)
             self._answered += len(content)
             if size > limit:
-                raise ValueError(f"is longer than {limit} bytes, so longer than its input")
+                raise ValueError(f"has over {limit} bytes, and so is longer than its input")
             if self._answered > self._limits.answers:
                 raise ValueError(
                     f"makes the index of this save longer than {self._limits.answers // _MIB} MiB"
@@ -291,7 +291,7 @@ class IsolatedParser:
         if kind == wire.OUT_OF_MEMORY:
             raise _MemoryError
         if kind not in wire.ERRORS:
-            raise ValueError("is an error of no known kind")
+            raise ValueError("is an error of an unknown kind")
         separator = "" if message.startswith((" ", ":")) else ": "
         raise wire.ERRORS[kind](f"{where}{separator}{message}")
 

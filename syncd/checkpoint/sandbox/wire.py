@@ -107,7 +107,7 @@ def read_failure(content: bytes) -> tuple[str, str]:
     """The kind of the error, and its message, from the content of a ``FAILED`` frame.
 
     Raises:
-        ValueError: the content has not the form that :func:`failure` writes.
+        ValueError: the content does not have the form that :func:`failure` writes.
     """
     match _json(content):
         case [str(kind), str(message)]:
@@ -154,10 +154,10 @@ def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Piece
         known: the positions and shapes of earlier rows, so that equal objects are kept only once.
 
     Raises:
-        ValueError: the row has not the form that :func:`piece_row` writes.
+        ValueError: the row does not have the form that :func:`piece_row` writes.
     """
     if not isinstance(row, list) or not row or name_fault(row[0]) is not None:
-        raise ValueError("is no piece of a tensor")
+        raise ValueError("is not a piece of a tensor")
     name, *fields = row
     if len(fields) == 5:
         return name, _read_piece(fields, known)
@@ -171,7 +171,7 @@ def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Piece
                     for piece in pieces
                 ):
                     return name, Pieces(dtype, shape, pieces)
-    raise ValueError("is no piece of a tensor")
+    raise ValueError("is not a piece of a tensor")
 
 
 def read_bare(row: Row) -> Piece:
@@ -202,7 +202,7 @@ def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:
             shape = known.setdefault(shape, shape)
             position = None if where is None else _position(where, shape, known)
             return Piece(sys.intern(dtype), shape, sys.intern(key), offset, position)
-    raise ValueError("is no piece of a tensor")
+    raise ValueError("is not a piece of a tensor")
 
 
 def read_entry(row: Row) -> HeaderEntry:
@@ -213,7 +213,7 @@ def read_entry(row: Row) -> HeaderEntry:
     """
     entry = checked_entry(*row) if isinstance(row, list) and len(row) == 5 else None
     if entry is None:
-        raise ValueError("is no entry of a header")
+        raise ValueError("is not an entry of a header")
     return entry
 
 
@@ -226,7 +226,7 @@ def read_chunked(row: Row) -> tuple[HeaderEntry, Shape]:
     """The entry and its offsets in a row.
 
     Raises:
-        ValueError: the row has not the form that :func:`chunked_row` writes.
+        ValueError: the row does not have the form that :func:`chunked_row` writes.
     """
     if isinstance(row, list) and row:
         entry, offsets = read_entry(row[:-1]), shape_of(row[-1])
@@ -236,7 +236,7 @@ def read_chunked(row: Row) -> tuple[HeaderEntry, Shape]:
 
 
 def contents_rows(contents: StoredModel) -> Iterator[Row]:
-    """The model in a checkpoint, as rows: after the row of each tensor come those of its chunks."""
+    """The model in a checkpoint, as rows: the rows of a tensor's chunks follow the tensor's row."""
     yield [contents.is_model_only]
     for name, (dtype, shape, chunks) in contents.tensors.items():
         yield [name, dtype, shape]
@@ -247,7 +247,7 @@ def read_contents(rows: Iterable[Row]) -> StoredModel:
     """The model from all rows of an answer.
 
     Raises:
-        ValueError: the rows have not the form that :func:`contents_rows` writes.
+        ValueError: the rows do not have the form that :func:`contents_rows` writes.
     """
     found: dict[str, tuple[str, Shape, list[Chunk]]] = {}
     left = iter(rows)
@@ -294,14 +294,14 @@ def _position(row: Row, shape: Shape, known: dict[Hashable, Any]) -> Position:
             try:
                 position: Position | None = known.get(key)
             except TypeError:
-                raise ValueError("is no position") from None
+                raise ValueError("is not a position") from None
             if position is None:
                 sizes, begin = shape_of(whole), shape_of(offsets)
                 if sizes is None or begin is None:
-                    raise ValueError("is no position")
+                    raise ValueError("is not a position")
                 position = known[key] = Position(sizes, begin, mesh)
             # A part without elements may be of any such shape.
             dimensions = len(position.global_shape)
             if len(position.offsets) == dimensions and (dimensions == len(shape) or 0 in shape):
                 return position
-    raise ValueError("is no position")
+    raise ValueError("is not a position")

@@ -117,7 +117,7 @@ class ShardedTensorRef(_Sealed):
 
 
 def attributes(state: object) -> dict[Any, Any]:
-    """The attributes in a pickled state, which is a dict or a pair of dicts (or None)."""
+    """The attributes in a pickled state: a dict, or a pair whose elements are dicts or None."""
     if isinstance(state, dict):
         return state
     found: dict[Any, Any] = {}
@@ -138,7 +138,10 @@ class _StateDict(dict[Any, Any]):
 
 
 class _Call(_Sealed):
-    """A stand-in callable: an instance, because ``BUILD`` could change a function's defaults."""
+    """A stand-in for a callable.
+
+    It is an instance, because ``BUILD`` could change the defaults of a function.
+    """
 
     __slots__ = ()
     __call__: Callable[..., object]

@@ -263,9 +263,8 @@ class _Reader:
         if not isinstance(storage, StorageRef) or shape is None or stride is None:
             raise self._wrong(name, "is a tensor that cannot be read")
         if tensor.bits:
-            raise self._wrong(
-                name, "is a negated or conjugated view: save its resolve_neg() or resolve_conj()"
-            )
+            fault = "is a negated or conjugated view: save the result of resolve_neg()"
+            raise self._wrong(name, f"{fault} or resolve_conj()")
         dtype = self._dtype(name, tensor)
         if (shape, stride) not in self._contiguous:
             if len(shape) != len(stride) or not _contiguous(shape, stride):

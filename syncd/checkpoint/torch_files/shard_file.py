@@ -142,7 +142,7 @@ class ShardFile:
         return self._tensors
 
     def forget_tensors(self) -> None:
-        """Drop the tensors that :meth:`tensors` keeps. A later call of it reads them again."""
+        """Drop the tensors that were read. The next call of :meth:`tensors` reads them again."""
         self._tensors = None
 
     def _pickle(self) -> bytes:
