@@ -385,7 +385,7 @@ def _adapter_config(
 def _check_small_files(
     storage: Storage, actor: Path, save: SavedWeights, prefix: str, copied: tuple[VersionFile, ...]
 ) -> None:
-    """Check that a folder has all files of rank 0's receipt, and with the same content."""
+    """Check that a folder has all files that the receipts list, with the listed content."""
     found = {prefix + file.name: (file.size, file.digest) for file in copied}
     for name, file in save.vouched().items():
         if not name.startswith(prefix):

@@ -161,7 +161,7 @@ def _index(file: SafetensorsFile) -> ShardIndex:
 
 
 def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
-    """Refuse a file with names that engines cannot load, because it is published unchanged."""
+    """Refuse a file with tensor names that no engine can load, as files are published unchanged."""
     found = find_adapter(entry.name for entry in file.entries)
     if is_adapter and not file.entries:
         raise CheckpointError(
@@ -172,7 +172,7 @@ def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
         raise _of_another_method(file.path)
     if found is None or (is_adapter and found.name is None):
         return
-    what = "an adapter by the names that it has in the model" if is_adapter else "a PEFT model"
+    what = "an adapter with the tensor names of its model" if is_adapter else "a PEFT model"
     raise CheckpointError(
         f"{file.path} is {what}, which no engine loads: save the adapter into {LORA_ADAPTER}/ with "
         "PeftModel.save_pretrained"

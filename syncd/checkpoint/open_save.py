@@ -116,7 +116,7 @@ def open_save(
         limits: the limits for reading the files.
 
     Raises:
-        SaveNotReadyError: a file is gone, or differs from its receipt: look at the save again.
+        SaveNotReadyError: a file is gone, or differs from its receipt; call ``look_at_save`` again.
         ShardFormatError: a file cannot be read.
         CheckpointError: the adapter is a pickle, or the files of ``torch.distributed.checkpoint``
             cannot be merged.

@@ -40,7 +40,7 @@ def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
             return save
         return _look_at_path(storage, folder / REMOTE_PATH, step)
     except OSError as error:
-        return Unfinished(step, f"{folder} cannot be looked at now: {error}")
+        return Unfinished(step, f"{folder} cannot be read now: {error}")
 
 
 def write_remote(

@@ -197,11 +197,11 @@ def look_at_save(storage: Storage, actor: Path, step: int) -> Unfinished | Saved
             return Unfinished(step, f"{error.filename or actor} disappeared while it was read")
         # One unreadable folder (a link, a name too long, no permission) must not keep the daemon
         # from the others.
-        return Unfinished(step, f"{actor} cannot be looked at now: {error}")
+        return Unfinished(step, f"{actor} cannot be read now: {error}")
 
 
 def confirm_unchanged(storage: Storage, actor: Path, save: Unfinished | SavedWeights) -> None:
-    """Look at a save again, and open its files again by name.
+    """Examine a save again, and open its files again by name.
 
     Raises:
         SaveNotReadyError: the folder now holds another save, or the save is no longer whole.

@@ -298,7 +298,7 @@ def test_a_tensor_that_is_left_out_need_not_be_whole() -> None:
 
 def test_two_tensors_of_one_new_name_are_an_error_that_names_both() -> None:
     index: Index = {"one.a": local((2,)), "two.a": local((2,))}
-    with pytest.raises(CoverageError, match=r"one\.a and two\.a would both be a"):
+    with pytest.raises(CoverageError, match=r"one\.a and two\.a would both get the name a"):
         plan_merge(labelled([index]), max_file_size=100, rename=lambda name: name[-1:])
 
 

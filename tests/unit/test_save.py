@@ -396,7 +396,7 @@ def test_receipts_that_are_large_together_are_not_read_to_the_end(job: SmallJob)
     padding = {"padding": "x" * 900_000}
     receipts(job, *(receipt(rank=rank, world_size=30, **padding) for rank in range(30)))
     storage = RuledStorage()
-    assert "cannot be looked at now" in look(job, storage=storage).reason
+    assert "cannot be read now" in look(job, storage=storage).reason
     assert storage.count("open_read", job.layout.root) < 20
 
 
@@ -438,7 +438,7 @@ def test_what_is_no_file_is_not_opened(job: SmallJob, make: Callable[[Path], Non
     make(path)
     save = look(job)
     assert save.identity is None
-    assert "cannot be looked at now" in save.reason
+    assert "cannot be read now" in save.reason
 
 
 def count(job: SmallJob, tensors: int) -> int:

@@ -133,8 +133,8 @@ def plan_merge(
         renamed = rename(name)
         if renamed is not None and names.setdefault(renamed, name) != name:
             raise CoverageError(
-                f"{shown(names[renamed])} and {shown(name)} would both be {shown(renamed)} in the "
-                "merged file: save only one of them"
+                f"{shown(names[renamed])} and {shown(name)} would both get the name "
+                f"{shown(renamed)} in the merged file: save only one of these tensors"
             )
     if not names:
         raise CoverageError("the shards hold no tensors: save model.state_dict()")

@@ -127,7 +127,7 @@ class IsolatedParser:
             for row in rows:
                 name, piece = wire.read_piece(row, known)
                 if name in found:
-                    raise ValueError("has a name twice")
+                    raise ValueError("a name occurs twice")
                 found[name] = piece
             return found
 
@@ -239,19 +239,19 @@ class IsolatedParser:
             if tag == wire.FAILED:
                 self._raise_failure(content, where)
             if tag != wire.ROWS:
-                raise ValueError("is of an unknown kind")
+                raise ValueError("a frame is of an unknown kind")
             size += len(content)
             self._answered += len(content)
             if size > limit:
-                raise ValueError(f"has over {limit} bytes, and so is longer than its input")
+                raise ValueError(f"the answer has over {limit} bytes: more than its input")
             if self._answered > self._limits.answers:
                 raise ValueError(
-                    f"makes the index of this save longer than {self._limits.answers // _MIB} MiB"
+                    f"the index of this save is longer than {self._limits.answers // _MIB} MiB"
                 )
             rows = wire.read_rows(content)
             count += len(rows)
             if count > TENSOR_LIMIT:
-                raise ValueError(f"has more than {TENSOR_LIMIT} tensors")
+                raise ValueError(f"the answer has more than {TENSOR_LIMIT} tensors")
             yield from rows
 
     def _start(self, where: str) -> ChildProcess:
@@ -291,7 +291,7 @@ class IsolatedParser:
         if kind == wire.OUT_OF_MEMORY:
             raise _MemoryError
         if kind not in wire.ERRORS:
-            raise ValueError("is an error of an unknown kind")
+            raise ValueError("the answer is an error of an unknown kind")
         separator = "" if message.startswith((" ", ":")) else ": "
         raise wire.ERRORS[kind](f"{where}{separator}{message}")
 
@@ -315,5 +315,5 @@ class IsolatedParser:
 def _frame(child: ChildProcess) -> tuple[bytes, bytes]:
     tag, length = wire.FRAME.unpack(child.read(wire.FRAME.size))
     if length > wire.FRAME_LIMIT:
-        raise ValueError(f"has {length} bytes, over the limit")
+        raise ValueError(f"a frame has {length} bytes, over the limit")
     return tag, child.read(length)

@@ -58,7 +58,7 @@ class _Sealed:
     __slots__ = ()
 
     def __setstate__(self, state: object) -> NoReturn:
-        raise pickle.UnpicklingError("sets attributes of an object that has none")
+        raise pickle.UnpicklingError("it sets attributes of an object that has none")
 
 
 class DType(NamedTuple):
@@ -205,12 +205,12 @@ def _from_type(
         return ShardedTensorRef(args[1], args[2], state)
     if isinstance(function, _Call):  # a tensor with attributes, or a parameter
         return function(*args)
-    raise pickle.UnpicklingError("rebuilds a tensor of an unknown type")
+    raise pickle.UnpicklingError("it rebuilds a tensor of an unknown type")
 
 
 def _size(items: object = ()) -> tuple[object, ...]:
     if not isinstance(items, tuple | list):
-        raise pickle.UnpicklingError("has a torch.Size that is not a sequence")
+        raise pickle.UnpicklingError("it has a torch.Size that is not a sequence")
     return tuple(items)
 
 
@@ -333,7 +333,7 @@ class _Loading:
                 # Checked here, because the pattern would take twice as long.
                 if isinstance(kind, StorageType) and isinstance(key, str):
                     return StorageRef(key, kind.dtype, location, numel)
-        raise pickle.UnpicklingError("names a storage in an unknown format")
+        raise pickle.UnpicklingError("it names a storage in an unknown format")
 
 
 class _Fast(_Loading, pickle.Unpickler):

@@ -107,7 +107,7 @@ def read_directory(storage: Bytes, fd: int, size: int, path: Path) -> Directory:
     """
     tail = storage.pread_all(fd, _END.size, max(size - _END.size, 0))
     if len(tail) < _END.size or not tail.startswith(b"PK\5\6"):
-        raise _broken(path, "has no zip directory at its end")
+        raise _broken(path, "the file has no zip directory at its end")
     _, disk, first_disk, here, count, length, offset, comment = _END.unpack(tail)
     saturated: tuple[int, ...] = (disk, first_disk, here, count, length, offset)
     end = size - _END.size
@@ -119,7 +119,7 @@ def read_directory(storage: Bytes, fd: int, size: int, path: Path) -> Directory:
         _, _, at, _ = _LOCATOR.unpack(locator)
         record = storage.pread_all(fd, _END64.size, at) if at + _END64.size == end else b""
         if len(record) < _END64.size or not record.startswith(b"PK\6\6"):
-            raise _broken(path, "has a zip64 locator that points nowhere")
+            raise _broken(path, "the file has a zip64 locator that points nowhere")
         _, _, _, _, disk, first_disk, here, count, length, offset = _END64.unpack(record)
         limits = (_FULL16,) * 4 + (_FULL32,) * 2
         whole = (disk, first_disk, here, count, length, offset)
@@ -127,19 +127,20 @@ def read_directory(storage: Bytes, fd: int, size: int, path: Path) -> Directory:
             old not in (new, limit)
             for old, new, limit in zip(saturated, whole, limits, strict=True)
         ):
-            raise _broken(path, "has two zip directories that disagree")
+            raise _broken(path, "the file has two zip directories that disagree")
         end = at
     if disk or first_disk or here != count or comment:
-        raise _broken(path, "has a zip directory of another kind than torch writes")
+        raise _broken(path, "the file has a zip directory of another kind than torch writes")
     if length > DIRECTORY_LIMIT or count > RECORD_LIMIT:
         raise _broken(
-            path, f"has a zip directory of {length} bytes and {count} records, over the limits"
+            path,
+            f"the file has a zip directory of {length} bytes and {count} records, over the limits",
         )
     if offset + length != end:
-        raise _broken(path, "has a zip directory that does not end where it must")
+        raise _broken(path, "the file has a zip directory that does not end where it must")
     raw = storage.pread_all(fd, length, offset)
     if len(raw) != length:
-        raise _broken(path, "became shorter while it was read")
+        raise _broken(path, "the file became shorter while syncd read it")
     return Directory(raw, offset, count)
 
 
@@ -170,7 +171,7 @@ def read_records(
     """
     entries = _entries(directory, path)
     if not entries:
-        raise _broken(path, "has no records")
+        raise _broken(path, "the file has no records")
     prefix = entries[0].name.partition(b"/")[0] + b"/"
     entries.sort(key=attrgetter("header"))
     nexts = [entry.header for entry in entries[1:]] + [directory.offset]
@@ -232,14 +233,14 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
     at = 0
     for _ in range(directory.count):
         if at + _ENTRY.size > len(raw) or not raw.startswith(b"PK\1\2", at):
-            raise _broken(path, "has a zip directory with fewer records than it says")
+            raise _broken(path, "the file has a zip directory with fewer records than it says")
         (_, _, _, flags, method, _, _, crc32, packed, size, names, extras, comments, disk, _, _,
          header) = _ENTRY.unpack_from(raw, at)  # fmt: skip
         begin = at + _ENTRY.size
         name = raw[begin : begin + names]
         at = begin + names + extras + comments
         if at > len(raw):
-            raise _broken(path, "has a zip directory that ends inside a record")
+            raise _broken(path, "the file has a zip directory that ends inside a record")
         if _FULL32 in (size, packed, header):
             extra = raw[begin + names : begin + names + extras]
             size, packed, header = _zip64(extra, size, packed, header, path)
@@ -249,7 +250,7 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
             )
         entries.append(_Entry(name, header, size, crc32))
     if at != len(raw):
-        raise _broken(path, "has a zip directory with more records than it says")
+        raise _broken(path, "the file has a zip directory with more records than it says")
     return entries
 
 
@@ -269,7 +270,7 @@ def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tup
         if None not in values:
             whole, stored, begin = (value or 0 for value in values)
             return whole, stored, begin
-    raise _broken(path, "has a record over 4 GiB without its zip64 field")
+    raise _broken(path, "the file has a record over 4 GiB without its zip64 field")
 
 
 def _data_offset(window: bytes, at: int, entry: _Entry, path: Path) -> int:
