@@ -224,7 +224,7 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
         if len(found) != 2:
             raise CheckpointError(
                 f"{shown(lora)}{found.pop()} of the adapter {shown(adapter)!r} has no other half: "
-                "save all of the adapter's tensors"
+                "LoRA's A and B belong together; save all of the adapter's tensors"
             )
     return Adapter(
         adapter,

@@ -464,7 +464,7 @@ class FreeSpace:
         if free.inodes is not None and free.inodes < _FEW_INODES:
             raise NoRoomError(
                 f"only {free.inodes} more files can be made in {self._root} (its filesystem "
-                "is out of inodes): remove some"
+                "is out of inodes): remove some files"
             )
 
 
