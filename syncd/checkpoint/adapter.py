@@ -1,21 +1,24 @@
 """Recognizing a PEFT model's state dict, and naming its LoRA adapter's tensors in a file. Pure.
 
-PEFT puts an adapter's tensors beside those of the module that it wraps::
+PEFT adds an adapter's tensors to each module that it wraps::
 
-    base_model.model.layers.0.q_proj.base_layer.weight        the base model's, frozen
-    base_model.model.layers.0.q_proj.lora_A.default.weight    of the adapter "default"
+    base_model.model.layers.0.q_proj.base_layer.weight        frozen weight of the base model
+    base_model.model.layers.0.q_proj.lora_A.default.weight    LoRA weight of the adapter "default"
 
-and saves them without the adapter's name. The names alone tell whether a state dict is such a
-model's. A *half* is a tensor ``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module M and an
-adapter N (of an embedding, ``M.lora_embedding_A.N`` or ``…_B.N``). A state dict with a half is a
-PEFT model's if
+The files that PEFT saves leave out the adapter's name, here ``default``.
 
-- a module that has one has ``M.base_layer.…`` too, as all that PEFT wraps have; or
-- every tensor is below ``base_model.model.``, as in every PeftModel; or
-- every tensor is an adapter's: a ``lora_…``, or one that is trained and saved in whole.
+syncd recognizes the state dict of a PEFT model by its tensor names alone. A *half* is a tensor
+``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module M and an adapter N. An embedding's halves
+are called ``M.lora_embedding_A.N`` and ``M.lora_embedding_B.N``. A state dict with a half belongs
+to a PEFT model if
 
-A state dict that has only the names that PEFT writes into files is a PEFT model's too. Any other is
-a full model, even if one of its own tensors is called ``lora_A``.
+- a module M with a half also has ``M.base_layer.…``, as every module that PEFT wraps; or
+- every name begins with ``base_model.model.``, as in every PeftModel; or
+- every tensor belongs to an adapter: it is a ``lora_…``, or a tensor of ``modules_to_save`` or of
+  trained tokens.
+
+A state dict that has only names of PEFT's files also belongs to a PEFT model. Any other state dict
+is a full model, even if one of its own tensors is called ``lora_A``.
 """
 
 from __future__ import annotations
@@ -59,10 +62,11 @@ _ON_HUB: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
 def are_two_models(one: str, other: str) -> bool | None:
-    """True if names of base models are of two models.
+    """Compare two names of base models.
 
     Returns:
-        None if it is not known: two folders, for example on two hosts, may hold the same model.
+        True if the names are of two different models, False if they are of the same model. None if
+        that is unknown: for example, two folders on two hosts may hold the same model.
     """
     if one == other:
         return False
@@ -72,14 +76,15 @@ def are_two_models(one: str, other: str) -> bool | None:
 
 
 class AdapterConfig(pydantic.BaseModel):
-    """The part of ``adapter_config.json`` that matters here.
+    """The keys of ``adapter_config.json`` that syncd uses.
 
     Attributes:
-        peft_type: which method; PEFT loads nothing without it.
-        bias: which biases of the base model are trained, and saved with the adapter.
-        base_model_name_or_path: the model that it is an adapter of; None, or empty, if the trainer
-            made that model from a config.
-        revision: the revision of that model on its hub.
+        peft_type: PEFT's method, e.g. ``LORA``. PEFT loads no adapter without this key.
+        bias: the biases of the base model that are trained and saved with the adapter: ``none``,
+            ``all`` or ``lora_only``.
+        base_model_name_or_path: the base model. It is None or empty if the trainer made the base
+            model from a config.
+        revision: the revision of the base model on its hub.
     """
 
     model_config = pydantic.ConfigDict(frozen=True)
@@ -91,7 +96,7 @@ class AdapterConfig(pydantic.BaseModel):
 
     @property
     def base_model(self) -> AdaptedModel | None:
-        """For the manifest; None if the config names none."""
+        """The base model, for the manifest; None if the config names no base model."""
         if not self.base_model_name_or_path:
             return None
         return AdaptedModel(name=self.base_model_name_or_path, revision=self.revision)
@@ -101,14 +106,14 @@ def read_config(content: bytes, where: object) -> AdapterConfig:
     """Read ``adapter_config.json``.
 
     Raises:
-        CheckpointError: PEFT could not read it either.
+        CheckpointError: the file is not JSON, or lacks keys that PEFT needs.
     """
     try:
         return AdapterConfig.model_validate_json(content)
     except pydantic.ValidationError:
         raise CheckpointError(
-            f"{where} is not what PEFT writes: a JSON object with a peft_type, and names "
-            "that are text; write it with PeftConfig.save_pretrained"
+            f"{where} is not what PEFT writes: a JSON object with a peft_type, in which all names "
+            "are text; write the file with PeftConfig.save_pretrained"
         ) from None
 
 
@@ -117,11 +122,12 @@ class Adapter:
     """A LoRA adapter that was found in a state dict.
 
     Attributes:
-        name: PEFT's name for it, e.g. ``default``; None if the state dict has the names of PEFT's
-            files, which lack it.
-        modules: the modules that it adapts.
-        prefix: the beginning that its names lack: LoRA may be put into a bare model too.
-        others: the names of the other adapters.
+        name: the adapter's name, e.g. ``default``. None if the tensors have the names of PEFT's
+            files, which leave out the adapter's name.
+        modules: the names of the modules that the adapter changes.
+        prefix: :data:`PREFIX` if the tensors' names do not begin with it, because LoRA was put into
+            a model without a PeftModel around it; else empty.
+        others: the names of the other adapters in the state dict.
     """
 
     name: str | None
@@ -130,11 +136,11 @@ class Adapter:
     others: frozenset[str] = frozenset()
 
     def saved_name(self, name: str, bias: str = "none") -> str | None:
-        """PEFT's name of a model tensor in the adapter's file; None if it is not in the file.
+        """The name of a tensor in the adapter's file; None if the tensor is not in that file.
 
         Args:
-            name: in the state dict.
-            bias: as in ``adapter_config.json``.
+            name: the tensor's name in the state dict.
+            bias: the value of ``bias`` in ``adapter_config.json``.
         """
         if self.name is None:
             return name
@@ -144,7 +150,7 @@ class Adapter:
         return None
 
     def _lora(self, name: str) -> str | None:
-        """The saved name of an adapted module's ``lora_…``; None if it is another adapter's."""
+        """The saved name of an adapted module's ``lora_…``; None for another adapter's tensor."""
         for match in re.finditer(r"\.lora_[^.]+", name):
             if name[: match.start()] not in self.modules:
                 continue
@@ -163,7 +169,7 @@ class Adapter:
         return f"{module.removesuffix(f'.{self.name}')}.{parameter}"
 
     def _beside_lora(self, name: str) -> str | None:
-        """The saved name of a tensor of ``modules_to_save``, or of trained tokens."""
+        """The saved name of a tensor of ``modules_to_save`` or of trained tokens; else None."""
         module, found, parameter = name.partition(f".modules_to_save.{self.name}.")
         if found:
             return f"{module}.{parameter}"
@@ -171,7 +177,7 @@ class Adapter:
         return tokens if tokens.endswith(_TRAINED_TOKENS) and tokens != name else None
 
     def _bias(self, name: str, bias: str) -> str | None:
-        """The name of a bias of the base model, if the adapter trains it."""
+        """The name of a bias of the base model if the adapter trains this bias; else None."""
         if bias == "lora_only":
             return name if name.removesuffix(".base_layer.bias") in self.modules else None
         if bias != "all" or not name.endswith(".bias") or _NOT_BASE.search(name):
@@ -180,19 +186,20 @@ class Adapter:
 
 
 def is_peft_model(names: Iterable[str]) -> bool:
-    """True if every tensor is below the name that a PeftModel gives to the model that it wraps."""
+    """True if every name begins with :data:`PREFIX`, as all names in a PeftModel do."""
     names = list(names)
     return bool(names) and all(name.startswith(PREFIX) for name in names)
 
 
 def find_adapter(names: Iterable[str]) -> Adapter | None:
-    """The LoRA adapter of a state dict with these names; None if it is no PEFT model's.
+    """The LoRA adapter of a state dict with these names; None if no PEFT model has such names.
 
-    If there are several adapters it takes ``default``, which PEFT saves into the folder itself.
+    If there are several adapters, the result is ``default``, which PEFT saves into the folder
+    itself.
 
     Raises:
-        CheckpointError: several adapters and none is ``default``; a PeftModel inside another
-            module; or an adapter with half of a module's LoRA missing.
+        CheckpointError: there are several adapters, and none is called ``default``; the PeftModel
+            is inside another module; or one half of a module's LoRA is missing.
     """
     names = list(names)
     matches = [m for name in names if ".lora_" in name and (m := _HALF.fullmatch(name))]
@@ -209,15 +216,15 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
         return None
     if not is_wrapped and (inside := next((m for m in modules if f".{PREFIX}" in f".{m}"), None)):
         raise CheckpointError(
-            f"{shown(inside)} is of a PEFT model inside another module: save the state dict of the "
-            "PeftModel itself, or the adapter with PeftModel.save_pretrained"
+            f"{shown(inside)} belongs to a PEFT model inside another module: save the state dict "
+            "of the PeftModel itself, or save the adapter with PeftModel.save_pretrained"
         )
     adapter = _chosen(halves)
     for lora, found in halves[adapter].items():
         if len(found) != 2:
             raise CheckpointError(
                 f"{shown(lora)}{found.pop()} of the adapter {shown(adapter)!r} has no other half: "
-                "save all of the adapter's tensors"
+                "LoRA's A and B belong together; save all of the adapter's tensors"
             )
     return Adapter(
         adapter,
@@ -228,7 +235,7 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
 
 
 def _wrapped(names: Iterable[str]) -> set[str]:
-    """The modules that PEFT has wrapped; one may be inside another."""
+    """The modules that PEFT has wrapped; a wrapped module may be inside another wrapped module."""
     return {
         name[: match.start()] for name in names for match in re.finditer(re.escape(_WRAPPED), name)
     }
@@ -240,5 +247,5 @@ def _chosen(adapters: Mapping[str, object]) -> str:
     told = ", ".join(shown(name) for name in sorted(adapters)[:5])
     raise CheckpointError(
         f"the save holds {len(adapters)} adapters ({told}), and none of them is {DEFAULT!r}: save "
-        "one, with PeftModel.save_pretrained(selected_adapters=[…])"
+        "only one adapter, with PeftModel.save_pretrained(selected_adapters=[…])"
     )

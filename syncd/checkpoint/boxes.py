@@ -1,4 +1,4 @@
-"""Parts of a tensor as boxes of indices: the intersection of two, and its bytes. Pure."""
+"""Parts of a tensor as boxes of indices: intersections of boxes, and the bytes of a box. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Box(NamedTuple):
     """A part of a tensor.
 
     Attributes:
-        offsets: its first index of each dimension.
-        shape: its size along each dimension.
+        offsets: the part's first index along each dimension.
+        shape: the part's size along each dimension.
     """
 
     offsets: Shape
@@ -27,7 +27,7 @@ class Box(NamedTuple):
 
     @property
     def ends(self) -> Shape:
-        """The first index past its end, of each dimension."""
+        """The first index past the part's end, along each dimension."""
         return tuple(begin + count for begin, count in zip(*self, strict=True))
 
     @property
@@ -37,19 +37,19 @@ class Box(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Elements that follow each other: the first one's number, and how many."""
+    """A run of consecutive elements: the number of the first element, and the run's length."""
 
     first: int
     length: int
 
 
 def whole(shape: Shape) -> Box:
-    """All of a tensor."""
+    """The box of a whole tensor."""
     return Box((0,) * len(shape), shape)
 
 
 def holds(shape: Shape, box: Box) -> bool:
-    """True if a tensor of this shape has the part."""
+    """True if the box lies within a tensor of this shape."""
     return len(shape) == len(box.shape) and all(
         min(begin, count) >= 0 and begin + count <= size
         for begin, count, size in zip(*box, shape, strict=True)
@@ -68,7 +68,11 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, part: Box) -> list[Box]:
-    """The rest of a box without a part that lies in it: at most two boxes a dimension, disjoint."""
+    """Subtract a part from the box that it lies in.
+
+    Returns:
+        Disjoint boxes, at most two for each dimension.
+    """
     left = []
     offsets, shape = list(box.offsets), list(box.shape)
     for dim, (begin, size) in enumerate(zip(*part, strict=True)):
@@ -88,7 +92,7 @@ def strides(shape: Shape) -> Shape:
 
 
 def extent(within: Box, part: Box) -> Extent:
-    """From the first to the last element of a part, in the C order of the box that it lies in."""
+    """The extent from the first to the last element of a part, in the C order of the box."""
     steps = strides(within.shape)
     ahead = [begin - start for begin, start in zip(part.offsets, within.offsets, strict=True)]
     first = sum(count * step for count, step in zip(ahead, steps, strict=True))
@@ -97,9 +101,9 @@ def extent(within: Box, part: Box) -> Extent:
 
 
 def extents(within: Box, part: Box) -> Iterator[Extent]:
-    """The elements of a part, and no others, in the C order of the box that it lies in.
+    """The extents that hold the elements of a part and no others, in the C order of the box.
 
-    Each extent is as long as can be: it ends where elements follow that are not of the part.
+    Each extent is as long as possible: the element after it does not belong to the part.
     """
     if not part.size:
         return
@@ -116,13 +120,13 @@ def extents(within: Box, part: Box) -> Iterator[Extent]:
 
 
 def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[Box]:
-    """A part, cut so that each piece is worth reading by one read, in the order of their bytes.
+    """Cut a part into pieces to read one by one, in the order of their bytes.
 
     Args:
         within: the box whose elements are stored, in C order.
-        part: the wanted part of it; it has elements.
-        limit: the most elements of one read, at least 1.
-        near: up to this many elements are read at once even if most of them are not wanted.
+        part: the wanted part of that box, not empty.
+        limit: the largest number of elements of one read, at least 1.
+        near: up to this many elements are read at once, even if most of them are not wanted.
     """
     pending = [part]
     while pending:

@@ -1,6 +1,6 @@
-"""From a whole save to a complete folder with its manifest: a Hugging Face model, or an adapter.
+"""Building a complete folder with a manifest from a save: a Hugging Face model, or an adapter.
 
-:class:`FreeSpace` looks whether there is room for it, before it is begun.
+:class:`FreeSpace` checks beforehand that the disk has enough space.
 """
 
 from __future__ import annotations
@@ -66,28 +66,29 @@ def build_model_folder(
     work: Work,
     sequence: int | None = None,
 ) -> Manifest:
-    """Merge a save into an empty folder, durably, the manifest last.
+    """Merge a save into an empty folder. All files are synced, and the manifest is written last.
 
     A save of a full model becomes a Hugging Face model folder. A save with a LoRA adapter, in
-    ``lora_adapter/`` or among the shards' tensors, becomes a folder that PEFT and vLLM load: the
-    adapter in one file, its config, the tokenizer. It lacks the base model's config, because
-    without the base's weights the folder must not look like a model.
+    ``lora_adapter/`` or among the shards' tensors, becomes a folder that PEFT and vLLM load. That
+    folder holds the adapter in one file, its config, and the tokenizer. It lacks the base model's
+    config, because without the base model's weights the folder must not look like a model.
 
     Args:
         storage: the shared storage.
         actor: the ``actor/`` folder of the save.
-        save: as it was looked at last.
-        folder: an empty folder that nobody else looks at; the caller syncs the folder's own entry.
+        save: the latest result of ``look_at_save``.
+        folder: an empty folder that no other process reads. The caller syncs the folder's parent.
         options: the options of the merge.
-        work: its ``cancel`` is called between chunks, its clock makes the manifest's timings.
-        sequence: for the manifest; 0 for a bench's build. None: no explorer loads the folder.
+        work: its ``cancel`` is called between chunks, and its clock gives the manifest's timings.
+        sequence: the version's sequence, for the manifest; 0 for a bench's build. None if no
+            explorer loads the folder.
 
     Returns:
         The manifest, as written to ``manifest.json``.
 
     Raises:
-        SaveNotReadyError: the save is not whole, or changed meanwhile.
-        CheckpointError: it can never be merged as it is.
+        SaveNotReadyError: the save is not whole, or changed during the merge.
+        CheckpointError: this save can never be merged.
     """
     if isinstance(save, Unfinished):
         raise SaveNotReadyError(save.reason)
@@ -107,7 +108,7 @@ def build_model_folder(
                 if save.sync_dtype is not None:
                     log.warning(
                         "%s: its trainer has cast the weights to %s (SaveSettings.sync_dtype), and "
-                        "cast = %s (--dtype) rounds them again: set only one of the two",
+                        "cast = %s (--dtype) rounds them again: set only one of these two settings",
                         actor,
                         save.sync_dtype,
                         options.cast,
@@ -124,7 +125,7 @@ def build_model_folder(
                 if base_model is None:
                     log.warning(
                         "%s: %s has no base_model_name_or_path, so the version does not name the "
-                        "model that its adapter is for: load it only on the right one",
+                        "model that its adapter is for: load the adapter only on the right model",
                         actor,
                         ADAPTER_CONFIG,
                         extra=Event.ADAPTER_WITHOUT_BASE(path=actor),
@@ -212,10 +213,11 @@ def _names_on_hub(
     config: object,
     options: MergeOptions,
 ) -> NameMap | None:
-    """The name map of a full model, as its trainer saved it, or by the type of the model.
+    """The name map of a full model: the trainer's map, or else the map for the model's type.
 
     Raises:
-        CheckpointError: ``name_map.json`` is not a name map, or the wanted names are unknown.
+        CheckpointError: ``name_map.json`` is not a name map, or the options require the hub's
+            names but these names are unknown.
     """
     if contents.kind != "full":
         return None
@@ -225,24 +227,24 @@ def _names_on_hub(
             content = storage.read(folder / NAME_MAP, NAME_MAP_LIMIT)
             found: NameMap | None = NameMap.read(content, where)
         except RecordError as error:
-            raise CheckpointError(f"{error}: remove it, and save the step again") from error
+            raise CheckpointError(f"{error}: remove the file, and save the step again") from error
         except OSError as error:
             if not is_no_record(error):
                 raise
-            raise CheckpointError(f"{where} is far too long: remove it") from error
+            raise CheckpointError(f"{where} is too long: remove the file") from error
     else:
         found = map_by_type(config, contents.shapes())
     wanted = options.names == "hub" and not options.may_keep
     if found is not None and found.refused is not None and wanted:
         raise CheckpointError(
-            f"{actor} cannot get the names of the hub: {found.refused}. Keep the trainer's: "
-            "--names trainer"
+            f"{actor} cannot get the names of the hub: {found.refused}. Keep the trainer's names "
+            "with --names trainer"
         )
     return found
 
 
 def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
-    """The floating dtypes of tensors, the one with the most bytes first."""
+    """The floating-point dtypes of the tensors; the dtype with the most bytes comes first."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         if is_floating(tensor.dtype):
@@ -251,7 +253,7 @@ def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
 
 
 def _worth_checking(checked: Checked, sources: Sequence[Source]) -> Checked:
-    """The check that is possible: CRC-32s are checked even if only some ranks' files have them."""
+    """The check to make: CRC-32s are checked even if only some ranks' files have them."""
     if checked == "stillness" and any(source.has_crc for source in sources):
         return "crc32"
     return checked
@@ -268,7 +270,10 @@ def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
 
 @contextmanager
 def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
-    """Judge only a save at rest, because an unreadable file may still be being written."""
+    """Let a CheckpointError pass only if the save did not change meanwhile.
+
+    The trainer may still be writing a file that cannot be read.
+    """
     try:
         yield
     except CheckpointError:
@@ -286,7 +291,7 @@ def _one_file(
     digests: bool,
     work: Work,
 ) -> Merged:
-    """The trainer's own file: linked if our hook wrote it, else copied."""
+    """Publish the trainer's own file: link it if our hook wrote it, else copy it."""
     (name,) = save.weights
     target = folder / file.path.name
     # Our hook never writes in place, so linked files stay as they are.
@@ -295,7 +300,7 @@ def _one_file(
         # The name may have been replaced since the file was opened and checked.
         status = storage.status(target)
         if status is None or signature(status)[:2] != file.signature[:2]:
-            raise SaveNotReadyError(f"{actor / name} was replaced while it was linked")
+            raise SaveNotReadyError(f"{actor / name} was replaced while syncd linked it")
     merged = digest_safetensors(
         storage,
         file,
@@ -307,7 +312,7 @@ def _one_file(
     if save.receipts and digests and (told := file.told_content) is not None:
         found = content_digest(bytes.fromhex(tensor.digest or "") for tensor in merged.tensors)
         if found.hex() != told:
-            raise broken(str(actor / name), "its tensors are not those that its trainer wrote")
+            raise broken(str(actor / name), "its tensors differ from those that the trainer wrote")
     return merged
 
 
@@ -319,7 +324,7 @@ def _copy_small_files(
     kind: Kind,
     cancel: Callable[[], None],
 ) -> tuple[VersionFile, ...]:
-    """Copy config and tokenizer, durably; each must match its receipt, if it has one."""
+    """Copy and sync config and tokenizer; a file that a receipt lists must match the receipt."""
     copied: dict[str, tuple[VersionFile, ...]] = {}
     leave_out: set[str] = set()
     if kind == "adapter":
@@ -351,15 +356,15 @@ def _adapter_config(
     copied: Sequence[VersionFile],
     contents: SaveContents,
 ) -> AdapterConfig:
-    """The config of the adapter, as it was copied.
+    """Read the copied config of the adapter.
 
     Raises:
-        CheckpointError: there is none, or it is another adapter's.
+        CheckpointError: there is no config, or it belongs to another kind of adapter.
     """
     if all(file.name != ADAPTER_CONFIG for file in copied):
         raise CheckpointError(
             f"{actor} holds a LoRA adapter without its {ADAPTER_CONFIG}, the only file with the "
-            f"scaling of its weights: write it into {actor / LORA_ADAPTER} with "
+            f"scaling of the adapter's weights: write this file into {actor / LORA_ADAPTER} with "
             "PeftConfig.save_pretrained"
         )
     try:
@@ -372,7 +377,7 @@ def _adapter_config(
     if contents.adapter is not None and config.peft_type != "LORA":
         raise CheckpointError(
             f"the {ADAPTER_CONFIG} of {actor} is for a {shown(config.peft_type)} adapter, but "
-            "the shards hold a LORA one: save both from one model"
+            "the shards hold a LORA adapter: save the config and the shards from the same model"
         )
     return config
 
@@ -380,7 +385,7 @@ def _adapter_config(
 def _check_small_files(
     storage: Storage, actor: Path, save: SavedWeights, prefix: str, copied: tuple[VersionFile, ...]
 ) -> None:
-    """The files of a folder must be those that rank 0 vouched for; all of them must be there."""
+    """Check that a folder has all files that the receipts list, with the listed content."""
     found = {prefix + file.name: (file.size, file.digest) for file in copied}
     for name, file in save.vouched().items():
         if not name.startswith(prefix):
@@ -392,21 +397,21 @@ def _check_small_files(
         if found.get(name, (file.size, file.digest)) != (file.size, file.digest):
             raise SaveNotReadyError(
                 f"{actor / name} is not the file that the receipt of save {save.identity} lists: "
-                "it is being replaced, or was damaged"
+                "the file is being replaced, or was damaged"
             )
 
 
 class FreeSpace:
-    """Looks whether the filesystem of a job has room.
+    """Checks that the filesystem of a job has enough space for a version.
 
-    It remembers the size of a version that does not fit: finding it takes parsing the whole save,
-    and it is asked for again and again while the disk is full.
+    It remembers the size of a version that does not fit, because the daemon asks again and again
+    while the disk is full, and only parsing the whole save gives the size.
 
     Args:
         storage: the shared storage.
-        folder: where it is written.
+        folder: the folder that the version will be written to.
         root: the root of the job, for messages.
-        advice: the remedy if there is no room.
+        advice: the remedy in the error message.
     """
 
     def __init__(self, storage: Storage, folder: Path, root: Path, *, advice: str) -> None:
@@ -423,11 +428,15 @@ class FreeSpace:
         options: MergeOptions,
         cancel: Callable[[], None],
     ) -> None:
-        """Refuse a merge that has no room. A quota that the filesystem hides fails the merge later.
+        """Refuse a merge if its result does not fit on the disk.
+
+        If the filesystem does not report a quota, this check misses it, and the merge fails later.
 
         Raises:
-            NoRoomError: there is no room for this save's version.
-            SaveNotReadyError, CheckpointError, OSError: as of ``build_model_folder``.
+            NoRoomError: there is not enough space for this save's version.
+            SaveNotReadyError: the save changed, or is not whole.
+            CheckpointError: this save can never be merged.
+            OSError: storage failed.
         """
         needed = 0
         for name in save.weights:
@@ -455,7 +464,7 @@ class FreeSpace:
         if free.inodes is not None and free.inodes < _FEW_INODES:
             raise NoRoomError(
                 f"only {free.inodes} more files can be made in {self._root} (its filesystem "
-                "is out of inodes): remove some"
+                "is out of inodes): remove some files"
             )
 
 
@@ -466,12 +475,9 @@ def _weights_size(
     options: MergeOptions,
     cancel: Callable[[], None],
 ) -> int:
-    """The bytes of weights that are written for the version of a whole save.
+    """The bytes of weights that a merge of this save would write.
 
-    For a PEFT model only the adapter counts; linked files are not written.
-
-    Raises:
-        SaveNotReadyError, CheckpointError, OSError: as :func:`build_model_folder`.
+    For a PEFT model only the adapter counts; a linked file does not count.
     """
     with (
         _judged_at_rest(storage, actor, save),

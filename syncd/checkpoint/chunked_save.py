@@ -1,8 +1,8 @@
 """Opening the saves of ``torch.distributed.checkpoint``: files that hold chunks of tensors.
 
-Both kinds, ``.distcp`` files with their ``.metadata`` and Hugging Face's safetensors, become the
-input of a merge plan: the place of each tensor's parts in each file. The plan proves that the parts
-of every tensor cover it exactly once.
+There are two kinds: ``.distcp`` files with their ``.metadata``, and Hugging Face's safetensors.
+This module makes the input of a merge plan from either kind: the place of each tensor's parts in
+the files. The plan proves that the parts of each tensor cover the tensor exactly once.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _NO_MODEL: Final = ("optim.", "optimizer.", "optimizers.")
 
 @dataclass(frozen=True, slots=True)
 class ChunkedSave:
-    """The input of a merge: its plan is made from the indexes, its bytes come from the sources.
+    """The input of a merge.
 
     Attributes:
-        indexes: the indexes of each open file.
-        sources: the open files, in the same order.
+        indexes: the index of each open file, for the merge plan.
+        sources: the open files, which give the bytes; in the order of ``indexes``.
     """
 
     indexes: Sequence[ShardIndex]
@@ -51,15 +51,15 @@ class ChunkedSave:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The arguments that both kinds of save are opened with.
+    """The arguments for opening a save of either kind.
 
     Attributes:
         storage: reads the files.
-        actor: the folder.
-        files: the names of the save's files in it except ``.metadata``, in rank order.
-        parser: reads files that anyone may have written.
-        prefix: the beginning of the model's names; None to find out.
-        tensor_limit: the most chunks of all files together.
+        actor: the folder of the save.
+        files: the names of the save's files in ``actor`` except ``.metadata``, in rank order.
+        parser: reads untrusted files, in a child process.
+        prefix: the beginning of the names of the model's tensors. If None, syncd finds it.
+        tensor_limit: the largest number of chunks in all files together.
         cancel: called often; it raises to stop.
         stack: closes the files.
     """
@@ -76,13 +76,13 @@ class Opening:
 
 @uncollected()
 def open_dcp(given: Opening) -> ChunkedSave:
-    """Open a folder of ``.metadata`` and ``.distcp`` files, and look up all of the model's items.
+    """Open a folder of ``.metadata`` and ``.distcp`` files, and find all chunks of the model.
 
     Raises:
         ShardFormatError: a file cannot be read, or contradicts the metadata.
-        PlacementError, CoverageError: the metadata, or an item, cannot be merged.
-        CheckpointError: the model's tensors cannot be told from others.
-        OSError: as the storage says.
+        PlacementError, CoverageError: the metadata, or a chunk, cannot be merged.
+        CheckpointError: syncd cannot find out which tensors are the model's.
+        OSError: storage failed.
     """
     path = given.actor / DCP_METADATA
     contents = _read_metadata(given.storage, path, given.parser, given.prefix)
@@ -90,7 +90,7 @@ def open_dcp(given: Opening) -> ChunkedSave:
     _check_count(path, sum(map(len, chunks.values())), given)
     for name in sorted(chunks.keys() - set(given.files)):
         raise CoverageError(
-            f"{given.actor / name} is not there, and {DCP_METADATA} says that it holds "
+            f"{given.actor / name} is not there, and {DCP_METADATA} says that this file holds "
             f"'{shown(chunks[name][0][0])}': a rank's file is missing; save again"
         )
     # At least one, so that a model that has only empty tensors has a place in the plan.
@@ -117,10 +117,10 @@ def holds_model_only(
 ) -> bool:
     """True if a folder of ``torch.distributed.checkpoint`` certainly holds only a model.
 
-    False if in doubt, and if a file there cannot be read.
+    The result is False in case of doubt, for example if the metadata cannot be parsed.
 
     Raises:
-        OSError: as the storage says, or no child can be started: nothing is known.
+        OSError: storage failed, or no child process can be started.
     """
     try:
         with IsolatedParser(cancel=cancel) as parser:
@@ -138,7 +138,7 @@ def _read_metadata(
         if error.errno != errno.EFBIG:
             raise
         raise ShardFormatError(
-            f"{path} has over {_METADATA_MIB} MiB: save the model by itself, from fewer ranks"
+            f"{path} has over {_METADATA_MIB} MiB: save the model alone, from fewer ranks"
         ) from None
     return parser.read_metadata(data, str(path), prefix=prefix)
 
@@ -146,15 +146,16 @@ def _read_metadata(
 def open_hugging_face(given: Opening) -> ChunkedSave:
     """Open the files of ``HuggingFaceStorageWriter``.
 
-    They do not record the tensors' places in a state dict: without a prefix all names are the
-    model's.
+    These files do not record which part of a state dict a tensor comes from. Without a prefix,
+    every tensor therefore counts as the model's.
 
     Raises:
         ShardFormatError: a file is not a whole safetensors file, or lacks the places of its chunks.
-        PlacementError: a tensor is one of FSDP1's flat parameters.
-        CoverageError: files disagree about a tensor.
-        CheckpointError: no name begins with the prefix.
-        OSError: as the storage says.
+        PlacementError: a tensor is a flat parameter of FSDP1.
+        CoverageError: two files disagree about a tensor.
+        CheckpointError: no name begins with the prefix; or, without a prefix, a name shows that the
+            save holds more than a model.
+        OSError: storage failed.
     """
     prefix = given.prefix or ""
     found: dict[str, list[Chunked]] = {}
@@ -179,7 +180,7 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
             if given.prefix is None and entry.name.startswith(_NO_MODEL):
                 raise CheckpointError(
                     f"{file.path} also holds '{shown(entry.name)}', which is not a weight: save "
-                    "the model alone, or give the prefix of its names: --prefix (dcp_prefix)"
+                    "the model alone, or give the prefix of its names with --prefix (dcp_prefix)"
                 )
         sources.append(SourceFile(file.path, file.fd))
         _check_count(file.path, sum(map(len, found.values())), given)
@@ -219,9 +220,10 @@ def _indexes(
     parts: Sequence[Mapping[str, Sequence[Local]]],
     whole: Mapping[str, tuple[str, Shape]],
 ) -> list[ShardIndex]:
-    """The parts in each file. The first lists all names, in their order, even without parts there.
+    """The parts in each file.
 
-    So the plan keeps the order, and finds tensors that have no part in any file.
+    The first index lists the names of all tensors, in order, also those without a part in the first
+    file. So the plan keeps this order, and finds tensors that have no part in any file.
     """
     return [
         ShardIndex(

@@ -1,4 +1,4 @@
-"""The contents of a save: a full model, or a LoRA adapter alone or beside its base model."""
+"""The contents of a save: a full model, a LoRA adapter, or an adapter with its base model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class SaveContents:
     """The content of a save.
 
     Attributes:
-        kind: the kind of its version.
-        indexes: the indexes of the shards, or of the single file of weights.
-        adapter: selects and names the shards' tensors that are published; None for all.
+        kind: the kind of version that the save becomes.
+        indexes: the index of each shard, or of the single file of weights.
+        adapter: chooses the tensors to publish, and their names; None to publish all tensors.
     """
 
     kind: Kind
@@ -58,17 +58,19 @@ class SaveContents:
         hub: NameMap | None = None,
         cancel: Callable[[], None],
     ) -> MergePlan:
-        """The merge of the shards; an adapter becomes one file, because PEFT reads only one.
+        """Plan the merge of the shards.
+
+        An adapter becomes a single file, because PEFT reads only a single file.
 
         Args:
             options: the options of the merge.
-            bias: as in ``adapter_config.json``.
-            tied: as in ``config.json``: ``tie_word_embeddings``.
-            hub: the hub's names, for a full model that gets them instead of the trainer's.
+            bias: the value of ``bias`` in ``adapter_config.json``.
+            tied: the value of ``tie_word_embeddings`` in ``config.json``.
+            hub: the hub's names, if a full model gets these instead of the trainer's names.
             cancel: called often; it raises to stop.
 
         Raises:
-            CoverageError: as :func:`~syncd.checkpoint.merging.plan.plan_merge`.
+            CoverageError: the parts do not make whole tensors.
         """
         adapter = self.adapter
         if self.kind == "full":
@@ -90,7 +92,10 @@ class SaveContents:
         )
 
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
-        """The input of the plan; for an adapter beside its base model, only its records."""
+        """The sources for the plan.
+
+        If the shards hold an adapter with its base model, only the adapter's records are included.
+        """
         if opened.full is not None:
             return [SourceFile(opened.full.path, opened.full.fd)]
         if self.adapter is None:
@@ -111,7 +116,7 @@ class SaveContents:
 
 
 def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
-    """The records in which a shard has tensors of the adapter."""
+    """The names of a shard's records that hold tensors of the adapter."""
     return {
         local.record
         for name, value in index.tensors.items()
@@ -121,10 +126,10 @@ def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
 
 
 def look_inside(opened: OpenSave, cancel: Callable[[], None]) -> SaveContents:
-    """Read the tensors, and tell the kind of the save.
+    """Read the index of the tensors, and find out the kind of the save.
 
     Raises:
-        CheckpointError: it holds an adapter, and cannot be published as it is.
+        CheckpointError: the save has too many tensors, or holds an adapter that no engine can load.
     """
     if opened.full is not None:
         is_adapter = isinstance(opened.save, LoraAdapter)
@@ -147,7 +152,7 @@ def look_inside(opened: OpenSave, cancel: Callable[[], None]) -> SaveContents:
 
 
 def _index(file: SafetensorsFile) -> ShardIndex:
-    """A safetensors file as the shard of a world of one rank."""
+    """The index of a safetensors file, as if the file were the shard of the only rank."""
     tensors = {
         name: Local(dtype, shape, begin, end - begin, "", None)
         for name, dtype, shape, begin, end in file.entries
@@ -156,17 +161,18 @@ def _index(file: SafetensorsFile) -> ShardIndex:
 
 
 def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
-    """Refuse a file that engines could not read: it is published as it is, with its names."""
+    """Refuse a file with tensor names that no engine can load, as files are published unchanged."""
     found = find_adapter(entry.name for entry in file.entries)
     if is_adapter and not file.entries:
         raise CheckpointError(
-            f"{file.path} holds no tensors; perhaps they could not be gathered: save it again"
+            f"{file.path} holds no tensors: perhaps the trainer could not gather them; save the "
+            "step again"
         )
     if found is None and not is_adapter and is_peft_model(entry.name for entry in file.entries):
         raise _of_another_method(file.path)
     if found is None or (is_adapter and found.name is None):
         return
-    what = "an adapter by the names that it has in the model" if is_adapter else "a PEFT model"
+    what = "an adapter with the tensor names of its model" if is_adapter else "a PEFT model"
     raise CheckpointError(
         f"{file.path} is {what}, which no engine loads: save the adapter into {LORA_ADAPTER}/ with "
         "PeftModel.save_pretrained"
@@ -175,6 +181,7 @@ def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
 
 def _of_another_method(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path} holds a PEFT model of another method than LoRA, which no engine loads: save its "
-        f"merge_and_unload(), or the adapter into {LORA_ADAPTER}/ with PeftModel.save_pretrained"
+        f"{path} holds a PEFT model of another method than LoRA, which no engine loads: save the "
+        "result of its merge_and_unload(), or save the adapter into "
+        f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
     )

@@ -1,7 +1,7 @@
 """Full checkpoints as Hugging Face models: the merged weights of a step in its ``huggingface/``.
 
-syncd never reads these files again: not for a later merge of the step, and not to tell one save
-from another. ``manifest.json`` beside them names the save that they were made from, and lists them.
+syncd never reads these weights again, neither to merge the step nor to identify a save.
+``manifest.json`` in the same folder names the save that the weights were made from, and lists them.
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ class FoundCheckpoint:
     """A full checkpoint, and the work that it needs.
 
     Attributes:
-        step: the step whose folder it is in.
-        save: the save, as it was looked at.
-        has_weights: whether its weights are in ``huggingface/`` already.
-        why_not: the reason not to convert it: its trainer writes it, or it is an adapter.
+        step: the step of the checkpoint's folder.
+        save: the checkpoint's weights.
+        has_weights: True if ``huggingface/`` already holds the merged weights.
+        why_not: the reason not to convert the checkpoint: for example, its trainer is writing it,
+            or it is an adapter. Empty if there is no reason.
     """
 
     step: int
@@ -92,12 +93,12 @@ class FoundCheckpoint:
 def full_steps(job: Job) -> list[int]:
     """The steps that hold a full checkpoint, lowest first.
 
-    A step with our hook's receipts is one only if it has ``.full_checkpoint``. Another trainer's is
-    one also if ``actor/`` has a file of an optimizer, of extra state or of
-    ``torch.distributed.checkpoint``. A step that its trainer has retired is none.
+    A step with ``.full_checkpoint`` counts. A step without receipts also counts if its ``actor/``
+    has a file of an optimizer, of extra state or of ``torch.distributed.checkpoint``. A step that
+    its trainer has retired does not count.
 
     Raises:
-        JobUnavailableError: the folder is not there, or is no job.
+        JobUnavailableError: the job's folder is missing, or is not a job.
         OSError: storage does not answer.
     """
     if not job.storage.exists(job.layout.root):
@@ -105,8 +106,8 @@ def full_steps(job: Job) -> list[int]:
     if not holds_job(job):
         raise JobUnavailableError(
             f"{job.layout.root} is no job: it has no global_step_N folder, no pointer "
-            f"({STATE_POINTER} or {CHECKPOINT_POINTER}), and no {job.layout.state.name}; name the "
-            "trainer's checkpoint folder, or one global_step_N in it"
+            f"({STATE_POINTER} or {CHECKPOINT_POINTER}), and no {job.layout.state.name}; give the "
+            "trainer's checkpoint folder, or a global_step_N folder inside it"
         )
     return [step for step in step_folders(job) if _is_full(job, step)]
 
@@ -123,16 +124,17 @@ def holds_job(job: Job) -> bool:
 
 
 def look_at_step(job: Job, step: int) -> FoundCheckpoint:
-    """The checkpoint to convert in a step's folder.
+    """Find the checkpoint to convert in a step's folder.
 
     Raises:
-        InvalidSettingsError: the folder is not there, or holds no full checkpoint.
-        SaveNotReadyError: its weights are not whole, or only the ones cast for explorers are.
+        InvalidSettingsError: the folder is missing, or holds no full checkpoint.
+        SaveNotReadyError: the weights are not whole, or only the weights that were cast for
+            explorers are whole.
         OSError: storage does not answer.
     """
     actor = job.layout.actor(step)
     if not job.storage.exists(job.layout.step(step)):
-        raise InvalidSettingsError(f"there is no {job.layout.step(step)}")
+        raise InvalidSettingsError(f"there is no folder {job.layout.step(step)}")
     if not _is_full(job, step):
         raise InvalidSettingsError(
             f"{job.layout.step(step)} holds no full checkpoint: merge its shards into a folder "
@@ -140,7 +142,7 @@ def look_at_step(job: Job, step: int) -> FoundCheckpoint:
         )
     save = look_at_save(job.storage, actor, step)
     if job.storage.exists(job.layout.step(step) / SAVING):
-        return FoundCheckpoint(step, save, why_not="its trainer is writing it, or was cut off")
+        return FoundCheckpoint(step, save, why_not="the trainer is writing it, or was cut off")
     if save.identity is None:
         raise SaveNotReadyError(save.reason)
     if isinstance(save, LoraAdapter):
@@ -154,28 +156,28 @@ def look_at_step(job: Job, step: int) -> FoundCheckpoint:
 
 
 def lacks_config(storage: Storage, actor: Path) -> bool:
-    """True if a step's ``huggingface/`` has no ``config.json``: its trainer left none."""
+    """True if a step's ``huggingface/`` has no ``config.json``."""
     return not storage.exists(actor / HUGGINGFACE / MODEL_CONFIG)
 
 
 def take_model_files(storage: Storage, actor: Path, base: Path) -> list[str]:
     """Copy the base model's config, tokenizer and code into a step's ``huggingface/``.
 
-    It copies only the files directly in ``base``, following links, and no weights. Existing files
-    stay. ``config.json`` comes last: if the call is cut off before that, the next call finishes the
-    work.
+    The call copies the files directly in ``base``, but no weights. It follows links, and does not
+    replace existing files. It writes ``config.json`` last, so that the next call finishes the work
+    if this call is cut off.
 
     Args:
         storage: the shared storage.
         actor: the ``actor/`` folder of the step.
-        base: the base model's folder, anywhere.
+        base: the base model's folder, on any filesystem.
 
     Returns:
-        The names of the files that were copied.
+        The names of the copied files.
 
     Raises:
-        SaveNotReadyError: the step was taken away meanwhile.
-        OSError: storage refused.
+        SaveNotReadyError: the step was deleted meanwhile.
+        OSError: storage failed.
     """
     folder, source = actor / HUGGINGFACE, Storage()
     names = [
@@ -220,31 +222,31 @@ def convert_step(
 ) -> Manifest | None:
     """Merge a full checkpoint into its ``huggingface/`` folder.
 
-    The weights, in files as ``build_model_folder`` makes them, are renamed into it, after
-    ``manifest.json``; if there is an index, it comes last. If the call is cut off, there is a whole
-    model or none, and the next call does the work again. Nothing else in the step's folder is
-    changed.
+    ``build_model_folder`` makes the files in a temporary folder. Then this function renames
+    ``manifest.json`` into ``huggingface/``, after it the weights, and last the index, if there is
+    an index. If the call is cut off, ``huggingface/`` holds a whole model or none, and the next
+    call does the work again. The call changes nothing else in the step's folder.
 
-    Not promised: to notice a trainer that saves this step again at that very moment. Then
-    ``manifest.json`` names the earlier save, and the next call converts the new one.
+    The call may miss a trainer that saves this step again during the renames. In that case
+    ``manifest.json`` names the earlier save, and the next call converts the new save.
 
     Args:
         job: the job.
         found: the result of :func:`look_at_step`.
         options: the options of the merge.
-        progress: called with the bytes of tensors that are done, and those of all.
-        sleep: waits so many seconds.
-        clock: seconds, monotonic.
+        progress: called with the number of bytes of tensors that are done, and the total number.
+        sleep: waits for a number of seconds.
+        clock: gives the monotonic time in seconds.
 
     Returns:
-        The manifest; None if the shards turned out to hold a LoRA adapter.
+        The manifest; None if the shards hold a LoRA adapter.
 
     Raises:
-        NoRoomError: there is no room for it; nothing was begun.
-        JobUnavailableError: another process is converting it.
+        NoRoomError: there is not enough disk space. Nothing was changed.
+        JobUnavailableError: another process is converting the checkpoint.
         SaveNotReadyError: the save is not whole, or changed meanwhile.
-        CheckpointError: it cannot be merged.
-        OSError: storage refused.
+        CheckpointError: the save cannot be merged.
+        OSError: storage failed.
     """
     actor = job.layout.actor(found.step)
     room = actor / f"{_ROOM}{secrets.token_hex(6)}"
@@ -293,7 +295,7 @@ def _is_full(job: Job, step: int) -> bool:
 def _has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:
     """True if a ``huggingface/`` folder has the weights of a save.
 
-    A folder without a manifest is the trainer's own, and counts if it is whole.
+    If the folder has no manifest, the trainer wrote its weights. They count if they are whole.
     """
     try:
         manifest = read_manifest(storage, folder)
@@ -328,11 +330,11 @@ def _is_whole_model(storage: Storage, folder: Path) -> bool:
 
 
 def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest) -> None:
-    """Rename the weights into the folder; nobody finds files of two merges as one model.
+    """Rename the weights into the folder, so that no loader mixes the files of two merges.
 
-    First it removes the old weights, beginning with the file that a loader looks for first; the new
-    ones come in the opposite order. It also removes weights that no manifest lists, because without
-    an index engines load all files with such names.
+    First the old weights are removed, beginning with the file that a loader looks for first. Then
+    the new weights are renamed, and that file comes last. Weights that no manifest lists are also
+    removed, because without an index an engine loads all files with such names.
     """
     weights = [file.name for file in manifest.files if is_weights_name(file.name)]
     storage.make_folder(folder, below=folder.parent)
@@ -350,7 +352,7 @@ def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest
 
 
 def _listed(storage: Storage, folder: Path) -> set[str]:
-    """The weights that an earlier merge put there."""
+    """The names of the weights that an earlier merge wrote into the folder."""
     try:
         files = read_manifest(storage, folder).files
     except RecordError:
@@ -363,10 +365,10 @@ def _listed(storage: Storage, folder: Path) -> set[str]:
 
 
 def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> None:
-    """Remove the rooms of killed processes: rooms without a sign of life for long enough.
+    """Remove the temporary folders that no longer change, because their process was killed.
 
     Raises:
-        JobUnavailableError: a room shows a sign of life.
+        JobUnavailableError: a folder still changes, so another process is converting this step.
     """
     before = _rooms(storage, actor)
     if not before:
@@ -387,10 +389,10 @@ def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> Non
 
 
 def _make_room(storage: Storage, room: Path, step: Path) -> None:
-    """Make a room, and something in it: the daemon removes an empty room at once.
+    """Make the temporary folder with a file in it, because the daemon deletes an empty folder.
 
     Raises:
-        JobUnavailableError: another process made one at the same time.
+        JobUnavailableError: another process made such a folder at the same time.
     """
     for left in reversed(range(_ATTEMPTS)):
         storage.make_folder(room, below=step)
@@ -407,11 +409,13 @@ def _make_room(storage: Storage, room: Path, step: Path) -> None:
 
 
 def _busy(actor: Path) -> JobUnavailableError:
-    return JobUnavailableError(f"another process is converting {actor}: wait for its end")
+    return JobUnavailableError(
+        f"another process is converting {actor}: wait until that process has finished"
+    )
 
 
 def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int, int]]]:
-    """Each room, and facts about its files that change while a process works there."""
+    """Each temporary folder, with sizes and times of its files, which change during a merge."""
     found = {}
     for name in storage.names(actor):
         if not name.startswith(_ROOM):
@@ -427,7 +431,7 @@ def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int
 
 
 def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
-    """The status through an open: a network filesystem's client may remember one a minute old."""
+    """The status of a file. The file is opened, because network filesystems cache the status."""
     try:
         return storage.look_into(path, storage.fstat)
     except OSError as error:
@@ -437,7 +441,7 @@ def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
 
 
 def _refresh_all(storage: Storage, room: Path) -> None:
-    """Show that this process is at work: the daemon deletes rooms that do not change for long."""
+    """Touch the temporary folder, because the daemon deletes such folders if they do not change."""
     for path in (room, *(room / name for name in storage.names(room))):
         try:
             storage.refresh(path)
@@ -448,7 +452,7 @@ def _refresh_all(storage: Storage, room: Path) -> None:
 
 @contextmanager
 def _gone_means_changed(storage: Storage, folder: Path) -> Iterator[None]:
-    """Turn "not found" into an error that says that the step was taken away meanwhile."""
+    """Turn "not found" into an error that says that the folder was deleted meanwhile."""
     try:
         yield
     except OSError as error:

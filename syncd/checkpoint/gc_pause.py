@@ -1,4 +1,4 @@
-"""Pausing Python's garbage collector while many objects, and no cycles, are made."""
+"""Pausing Python's garbage collector while code makes many objects, but no cycles."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Make no collections meanwhile: they would take half of the time and find nothing.
+    """Turn the garbage collector off meanwhile: it would take half of the time, and find nothing.
 
-    All threads share one collector: if several pause it, the first to end may turn it on again for
-    the others, which only costs them time.
+    All threads share the collector. If several threads pause it, the first thread to finish may
+    turn it on again for the other threads, which makes them slower.
     """
     collecting = gc.isenabled()
     gc.disable()

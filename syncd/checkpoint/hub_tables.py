@@ -1,13 +1,16 @@
-"""Name maps for saves that have none: tables of transformers' names, by the type of the model.
+"""Name maps for saves without ``name_map.json``: tables of transformers' names, by model type.
 
-``hub_tables.json`` is made by ``python -m tests.hub_tables``, which asks transformers. A save of
-our hook has a map of its own model (``name_map.json``), and needs no table.
+``python -m tests.hub_tables`` writes ``hub_tables.json`` from the installed transformers. A save of
+our hook needs no table, because it has the map of its own model (``name_map.json``).
 
-A table has a rule for each trainer's name that differs on the hub, or for a beginning of names that
-ends with a dot; ``#`` stands for a number. If several rules fit, the longest counts. A rule is the
-beginning on the hub, or the pieces of a tensor, as :class:`~syncd.protocol.tensor_names.HubPiece`.
-But its ``rows`` is ``[i, n]``, the i-th of n equal shares, and its ``at`` is the part's number
-among those that are joined.
+A table has a rule for each trainer's name that differs on the hub. The key of a rule is a whole
+name, or a prefix of names that ends with a dot. In a key, ``#`` stands for a number. If several
+keys match a name, the longest key counts. The value of a rule is one of these:
+
+- the prefix on the hub, which replaces the key;
+- the pieces of a tensor, in the form of :class:`~syncd.protocol.tensor_names.HubPiece`. Here
+  ``rows`` is ``[i, n]``, which means the i-th of n equal parts. ``at`` is the number of the part
+  among the parts that are joined.
 """
 
 from __future__ import annotations
@@ -33,15 +36,15 @@ Rules = Mapping[str, str | list[dict[str, Any]]]
 
 
 def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
-    """The name map of a save by the content of its ``config.json``.
+    """The name map for a save, by the model type in its ``config.json``.
 
     Args:
-        config: the content.
+        config: the content of ``config.json``.
         tensors: the shapes of the save's tensors, by the trainer's names.
 
     Returns:
-        The map; it is ``refused`` if the table is for another model. None if there is no table for
-        its type: then syncd assumes that the names are the same.
+        The map. Its ``refused`` is set if the table of this type is for another model. None if the
+        type has no table: syncd assumes that such a model has the same names on the hub.
     """
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not has_table(model_type):
@@ -58,22 +61,25 @@ def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
             return names
     if not any(names or names.refused for names in maps.values()):
         return None
-    why = f"its config.json names {shown(str(named))}, and the table of {model_type} is of "
+    why = f"its config.json names {shown(str(named))}, but the table of {model_type} is for "
     return NameMap(NameMapRecord(refused=why + " or ".join(table)))
 
 
 def has_table(model_type: object) -> bool:
-    """True if there is a table for this type."""
+    """True if there is a table for this model type."""
     return isinstance(model_type, str) and model_type in _tables()
 
 
 def apply_rules(rules: Rules, tensors: Mapping[str, Shape], where: str) -> NameMap:
-    """The map that a table's rules make of tensors; it is ``refused`` if they do not fit.
+    """Apply a table's rules to tensors.
 
     Args:
         rules: the rules of the table.
-        tensors: the tensors' shapes.
+        tensors: the shape of each tensor, by the trainer's name.
         where: the table, for the message.
+
+    Returns:
+        The name map. Its ``refused`` is set if the rules do not fit the tensors.
     """
     try:
         return NameMap(_record(rules, tensors), where)
@@ -106,10 +112,10 @@ def _record(rules: Rules, tensors: Mapping[str, Shape]) -> NameMapRecord:
 
 
 def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
-    """The pieces of a tensor; none if it is the same on the hub.
+    """The pieces of a tensor; an empty list if the tensor is the same on the hub.
 
     Raises:
-        RecordError: it has too few dimensions to be cut.
+        RecordError: the tensor has too few dimensions for the rule.
     """
     numbers = _NUMBER.findall(name)
     general = _NUMBER.sub(_SLOT, name)
@@ -129,7 +135,9 @@ def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
             number, count = told["rows"]
             left = shape[1:] if "first" in told else shape
             if not left:
-                raise RecordError(f"{shown(name)} has {len(shape)} dimensions, and no rows to cut")
+                raise RecordError(
+                    f"{shown(name)} has {len(shape)} dimensions, so it has no rows to cut"
+                )
             size = left[0] // count
             piece["rows"] = (number * size, (number + 1) * size)
         pieces.append(piece)

@@ -1,7 +1,7 @@
-"""A full checkpoint's weights in the model's dtype, if its trainer has cast the published ones.
+"""A full checkpoint's weights in the model's dtype, if its trainer has cast the published weights.
 
-The full receipts name them (``master_world_size_W_rank_R.pt``). A folder that was copied without
-its receipts still has the files: then their names count.
+The full receipts name the files (``master_world_size_W_rank_R.pt``). If a folder was copied without
+its receipts, the names of the files count instead.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from syncd.storage.fsio import Storage
 
 
 def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedWeights:
-    """The same full checkpoint with the files for resuming, if the published weights were cast.
+    """Replace cast weights by the weights in the model's dtype.
 
-    It is the save itself if they were not, or if they are a LoRA model's: then nothing holds the
-    whole model in its own dtype.
+    Returns:
+        The same checkpoint, with the files to resume from as its weights. The result is ``save``
+        itself if its weights were not cast. The result is also ``save`` for a LoRA model, because
+        no file holds such a model as a whole in its own dtype.
 
     Raises:
-        SaveNotReadyError: the weights were cast, and those in the model's dtype are not whole, or
-            the full receipts that name them.
+        SaveNotReadyError: the weights were cast, but the weights in the model's dtype or the full
+            receipts are not whole.
         OSError: storage failed.
     """
     if not save.receipts:
@@ -43,8 +45,8 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
         names = storage.names(actor)
         if missing := next((name for name in masters if name not in names), None):
             raise SaveNotReadyError(
-                f"{actor} has no {missing}, but other ranks' weights in the model's dtype: the "
-                "others there are cast for explorers; copy it again, whole"
+                f"{actor} has no {missing}, but has other ranks' weights in the model's dtype; the "
+                "remaining weights there are cast for explorers: copy the whole folder again"
             )
         return Shards(save.step, save.identity, masters) if masters else save
     if save.sync_dtype is None:
@@ -59,7 +61,9 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
     for receipt in full:
         if receipt.save_id != save.identity:
             raise _without_receipts(
-                actor, f"one is of save {receipt.save_id}, and the weights are of {save.identity}"
+                actor,
+                f"a full receipt is of save {receipt.save_id}, but the weights are of save "
+                f"{save.identity}",
             )
     told = {file.name for one in full for file in one.files}
     weights = resumed_weights(told, len(full))
@@ -69,7 +73,9 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
 
 
 def resumed_weights(names: Container[str], world_size: int) -> tuple[str, ...]:
-    """The files to resume from, in rank order: of a rank that has cast its weights, the others.
+    """The files to resume from, in rank order.
+
+    If a rank has cast its weights, its file is the ``master_`` file in the model's dtype.
 
     Args:
         names: the names in the full receipts.
@@ -84,12 +90,14 @@ def resumed_weights(names: Container[str], world_size: int) -> tuple[str, ...]:
 
 
 def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[str, ...]:
-    """The names of all ranks' weights in the model's dtype, if a save without receipts has any.
+    """The names of all ranks' weights in the model's dtype, of a save without receipts.
 
-    All of them, although some may be missing.
+    Returns:
+        The name for every rank, even if some of these files are missing. Empty if the folder has no
+        such file.
 
     Raises:
-        SaveNotReadyError: nothing says which files belong together.
+        SaveNotReadyError: syncd cannot tell which files belong together.
         OSError: storage failed.
     """
     found = {parsed[0] for name in storage.names(actor) if (parsed := parse_master_name(name))}
@@ -100,7 +108,7 @@ def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[
         told = " and ".join(map(str, sorted(sizes)[:5]))
         raise SaveNotReadyError(
             f"{actor} has {master_name(max(found), 0)} beside weights of another save (world sizes "
-            f"{told}): remove the files of the older one"
+            f"{told}): remove the files of the older save"
         )
     (world_size,) = sizes
     return tuple(master_name(world_size, rank) for rank in range(world_size))
@@ -108,6 +116,6 @@ def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[
 
 def _without_receipts(actor: Path, why: str) -> SaveNotReadyError:
     return SaveNotReadyError(
-        f"{actor} holds weights that were cast for explorers, and its full receipts do not tell "
-        f"those in the model's dtype: {why}; copy it again with {actor / RECEIPTS}"
+        f"{actor} holds weights that were cast for explorers, and its full receipts do not name "
+        f"the weights in the model's dtype: {why}; copy the folder again, with {actor / RECEIPTS}"
     )

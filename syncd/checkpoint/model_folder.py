@@ -1,4 +1,4 @@
-"""The rest of a Hugging Face model folder: config, tokenizer, the index of several weight files."""
+"""The files of a Hugging Face model folder besides weights: config, tokenizer, index, name map."""
 
 from __future__ import annotations
 
@@ -52,25 +52,25 @@ def copy_model_files(
     leave_out: Container[str] = (),
     recursive: bool = True,
 ) -> tuple[VersionFile, ...]:
-    """Copy everything but weights from ``actor/huggingface/`` into a version's folder, durably.
+    """Copy all files but weights from ``actor/huggingface/`` into a version's folder, and sync.
 
-    It copies only regular files, and never follows links. Without such a folder there is nothing to
-    copy.
+    The function copies only regular files, and never follows links. If ``source_hf`` does not
+    exist, it copies nothing.
 
     Args:
-        storage: the storage to write to.
+        storage: the storage to read from and write to.
         source_hf: the trainer's folder.
         folder: the version's folder, which must exist.
         cancel: called often; it raises to stop.
-        leave_out: files that are not to be copied, by paths relative to the folder.
-        recursive: whether the folders inside it are copied too.
+        leave_out: the files not to copy, by paths relative to ``source_hf``.
+        recursive: True to copy the folders inside ``source_hf`` too.
 
     Returns:
-        The files, by paths relative to ``folder``, sorted.
+        The copied files, by paths relative to ``folder``, sorted.
 
     Raises:
-        CheckpointError: a file is over 1 GiB, or all are over 4 GiB; a manifest cannot hold a name;
-            ``source_hf`` is not a folder; or folders are over 64 deep.
+        CheckpointError: a file is over 1 GiB; all files together are over 4 GiB; a manifest cannot
+            hold a file's name; ``source_hf`` is not a folder; or folders are over 64 deep.
         OSError: storage failed, e.g. ``ENOSPC``; ``ENOENT`` if a file was deleted meanwhile.
     """
     copied = []
@@ -111,11 +111,11 @@ def read_model_config(storage: Storage, folder: Path, copied: Iterable[VersionFi
 
 
 def says_tied(config: object) -> bool:
-    """True if the content of a ``config.json`` says ``tie_word_embeddings``.
+    """True if the content of a ``config.json`` sets ``tie_word_embeddings``.
 
-    If the model holds a text model, the two must not disagree, because readers differ on which one
-    counts. A missing key says nothing, because the file leaves out the defaults of the model's
-    class.
+    If the config has a ``text_config``, the values in both must not differ, because some readers
+    use the outer value and some the inner value. A missing key is ignored, because a config file
+    leaves out the defaults of the model's class.
     """
     told = []
     while isinstance(config, dict):
@@ -126,17 +126,17 @@ def says_tied(config: object) -> bool:
 
 
 def changed_settings(storage: Storage, before: Path, after: Path) -> list[str]:
-    """The settings of ``config.json`` that differ between two versions, in words.
+    """The settings of ``config.json`` that differ between two versions, as text.
 
-    Formatting, the order of keys, and keys that do not concern the model do not count.
+    Formatting, the order of keys, and keys that do not concern the model are ignored.
 
     Args:
         storage: the shared storage.
         before: the folder of a version.
-        after: the folder of the next one.
+        after: the folder of the next version.
 
     Returns:
-        The first few, for example ``rope_scaling.factor (2.0 → 4.0)``; none if one of the two
+        The first few differences, for example ``rope_scaling.factor (2.0 → 4.0)``. Empty if a
         ``config.json`` is missing or unreadable.
     """
     try:
@@ -166,10 +166,10 @@ def _told(value: object) -> str:
 
 
 def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[VersionFile, ...]:
-    """Write ``model.safetensors.index.json``, durably, if there are several weight files.
+    """Write and sync ``model.safetensors.index.json`` if there are several weight files.
 
     Returns:
-        The file; nothing if one weight file needs no index.
+        The index file; empty for a single weight file, which needs no index.
     """
     if len(merged.files) == 1:
         return ()
@@ -187,13 +187,14 @@ def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[Version
 def write_name_map(
     storage: Storage, folder: Path, names: NameMap | None
 ) -> tuple[VersionFile, ...]:
-    """Write ``name_map.json``, durably, if the model's names differ and its trainer wrote none.
+    """Write and sync ``name_map.json`` if names differ on the hub, and the trainer wrote no map.
 
-    Explorers that load in place need it, with either set of names in the folder. If the hub's names
-    are unknown, it has the reason: servers that look for those must refuse the version.
+    Explorers that load in place need the map, whether the version has the trainer's names or the
+    hub's. If the hub's names are unknown, the map holds the reason, because servers that need the
+    hub's names must refuse the version.
 
     Returns:
-        The file, if it was written.
+        The file if it was written, else an empty tuple.
     """
     if names is None or not (names or names.refused) or storage.exists(folder / NAME_MAP):
         return ()
@@ -211,18 +212,18 @@ def _regular_files(
     *,
     recursive: bool,
 ) -> Iterator[PurePosixPath]:
-    """The regular files under a folder, except weights, relative to ``root``."""
+    """The paths of the regular files under a folder, except weights, relative to ``root``."""
     status = storage.status(root / below)
     if status is None:
         return
     if not below.parts and not stat.S_ISDIR(status.st_mode):
         raise CheckpointError(
             f"{root} is a {_kind(status)}, and not the folder of the model's config and tokenizer: "
-            "remove it, and save the step again"
+            f"remove this {_kind(status)}, and save the step again"
         )
     if len(below.parts) > _DEPTH_LIMIT:
         raise CheckpointError(
-            f"{root} has folders inside folders, over {_DEPTH_LIMIT} deep: remove them"
+            f"{root} has nested folders that are over {_DEPTH_LIMIT} deep: remove them"
         )
     for name, kind in storage.kinds(root / below).items():
         cancel()
@@ -239,7 +240,7 @@ def _regular_files(
 def _copy(
     storage: Storage, source: Path, target: Path, limit: int, cancel: Callable[[], None]
 ) -> tuple[int, str]:
-    """Copy a file of at most ``limit`` bytes; returns its size and its digest."""
+    """Copy a file of at most ``limit`` bytes; return its size and its digest."""
     hasher = xxhash.xxh3_128()
     size = 0
     reading = storage.open_read(source)
@@ -251,8 +252,8 @@ def _copy(
                 size += len(data)
                 if size > limit:
                     raise CheckpointError(
-                        f"{source} is over 1 GiB, or its folder over 4 GiB: remove all "
-                        "but the config and the tokenizer"
+                        f"{source} is over 1 GiB, or its folder is over 4 GiB: remove "
+                        "all files but the config and the tokenizer"
                     )
                 hasher.update(data)
                 storage.write_all(writing, data)
@@ -263,7 +264,7 @@ def _copy(
 
 
 def _kind(status: os.stat_result) -> str:
-    """The word for something that is not a folder."""
+    """The kind of a file that is not a folder, as a word for a message."""
     if stat.S_ISLNK(status.st_mode):
         return "link"
     return "file" if stat.S_ISREG(status.st_mode) else "pipe, socket or device"

@@ -1,8 +1,8 @@
-"""A model's tensors by two sets of names: the trainer's, and those that the hub and servers know.
+"""A model's tensors by two sets of names: the trainer's names, and the names on the hub.
 
-transformers 5 stacks the experts of a layer into one tensor; the checkpoints on the hub have one
-for each expert. For each trainer's tensor that differs, a name map lists the hub's tensors that
-hold its elements. It is declarative: nothing here knows any model. Pure.
+For example, transformers 5 stacks the experts of a layer into one tensor, but the checkpoints on
+the hub have a tensor for each expert. For each trainer's tensor that differs on the hub, a name map
+lists the hub's tensors that hold its elements. This module has no code for particular models. Pure.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ _SLOT: Final = "{}"
 
 @dataclass(frozen=True, slots=True)
 class HubPart:
-    """A part of a trainer's tensor that is a tensor of the hub's, or rows of one.
+    """A part of a trainer's tensor that is a tensor on the hub, or some rows of a hub's tensor.
 
     Attributes:
         name: the name of the tensor on the hub.
-        shape: this part's shape on the hub: the shape of the hub's tensor if ``at`` is None.
-        index: the part's index along dimension 0 of the trainer's tensor, a dimension that the part
-            lacks; None if the part keeps that dimension.
-        rows: begin and end along the trainer's tensor's first dimension after ``index``; None for
-            all rows.
-        transposed: whether its last two dimensions change places, after ``rows``.
-        at: its first row along dimension 0 of the hub's tensor; None if it is the whole tensor.
+        shape: the part's shape on the hub. If ``at`` is None, it is the shape of the hub's tensor.
+        index: the part's index along dimension 0 of the trainer's tensor; the part itself lacks
+            this dimension. None if the part keeps dimension 0.
+        rows: begin and end along the first dimension that is left after ``index``; None for all
+            rows.
+        transposed: True if the last two dimensions are swapped, after ``rows``.
+        at: the part's first row along dimension 0 of the hub's tensor; None if the part is the
+            whole tensor of the hub.
     """
 
     name: str
@@ -62,9 +63,9 @@ class TrainerPart:
 
     Attributes:
         name: the name of the trainer's tensor.
-        shape: the shape of the trainer's tensor; None for a tensor that the map does not list, and
-            that is the same in both.
-        index, rows, transposed, at: as in :class:`HubPart`.
+        shape: the shape of the trainer's tensor. None if the map does not list the tensor, because
+            it is the same on the hub.
+        index, rows, transposed, at: the same as in :class:`HubPart`.
     """
 
     name: str
@@ -78,34 +79,35 @@ class TrainerPart:
 class NameMap:
     """The tensors of one model, by the trainer's names and by the hub's.
 
-    A tensor that the map does not list has the same name and shape in both. A listed tensor, of
-    shape S, is made of pieces that have each of its elements once. For each piece, in this order:
+    A tensor that the map does not list has the same name and shape on the hub. The map divides a
+    listed tensor, of shape S, into pieces, so that each element is in exactly one piece. The fields
+    of a piece apply in this order:
 
-    1. ``first`` is a number: the piece is one tensor of the hub's for each index i of dimension 0,
-       with ``first + i`` in the place of ``{}`` in its name, and of shape S without dimension 0.
-       None: the piece is one tensor, and keeps all dimensions.
-    2. ``rows`` is ``(begin, end)``: the piece has only the rows from ``begin`` to before ``end``,
-       along the first dimension that is left. None: all rows.
-    3. ``transposed``: the last two dimensions that are left change places.
-    4. ``at`` is a number: the result is some rows of the hub's tensor, along the hub's dimension 0,
-       from ``at`` on. All parts with that name, of any trainer's tensors, follow each other and
-       fill it. None: the result is the whole tensor of the hub's.
+    1. ``first``: if it is a number, the piece is a tensor on the hub for each index i of dimension
+       0. The shape of each is S without dimension 0, and ``first + i`` replaces ``{}`` in the name.
+       If it is None, the piece is a single tensor, and keeps all dimensions.
+    2. ``rows``: if it is ``(begin, end)``, the piece has only the rows from ``begin`` to before
+       ``end``, along the first remaining dimension. If it is None, the piece has all rows.
+    3. ``transposed``: if it is True, the last two remaining dimensions are swapped.
+    4. ``at``: if it is a number, the result is a block of rows of the hub's tensor, which begins at
+       row ``at`` of dimension 0. All parts with this name on the hub, from any trainer's tensors,
+       must fill the hub's tensor without a gap. If it is None, the result is the whole tensor.
 
     For example ``experts.gate_up_proj`` [E, 2I, H] has the pieces ``experts.{}.gate_proj.weight``
-    (first 0, rows 0 to I) and ``experts.{}.up_proj.weight`` (first 0, rows I to 2I). In NumPy's
-    words the hub's tensor is ``t[index][begin:end]``, and ``.swapaxes(-1, -2)`` if ``transposed``.
+    (first 0, rows 0 to I) and ``experts.{}.up_proj.weight`` (first 0, rows I to 2I). In NumPy, the
+    hub's tensor is ``t[index][begin:end]``, and ``.swapaxes(-1, -2)`` if ``transposed``.
 
     Elements keep their dtype and their value. An empty map is the identity.
 
     Args:
         record: the content of ``name_map.json``.
-        where: its file, for messages.
+        where: the file of the map, for messages.
 
     Attributes:
-        refused: why there is no mapping; None if there is one.
+        refused: the reason why there is no mapping; None if there is a mapping.
 
     Raises:
-        RecordError: names are not unique or no tensor's, pieces do not tile a tensor, or there are
+        RecordError: a name is not unique or not valid, pieces do not tile a tensor, or there are
             more tensors than any model has.
     """
 
@@ -123,11 +125,11 @@ class NameMap:
                 characters += made * len(piece.name)
             if count > PART_LIMIT or characters > NAMES_LIMIT:
                 raise self._wrong(
-                    f"it makes more than {PART_LIMIT} tensors, or names of more than "
-                    f"{NAMES_LIMIT} characters"
+                    f"it makes more than {PART_LIMIT} tensors, or their names together have more "
+                    f"than {NAMES_LIMIT} characters"
                 )
         if record.refused is not None and record.tensors:
-            raise self._wrong("is refused, and lists tensors")
+            raise self._wrong("it has a reason in 'refused', but also lists tensors")
         joined: dict[str, list[tuple[int, Shape]]] = {}
         for name, tensor in record.tensors.items():
             for part in _parts(tensor):
@@ -142,15 +144,15 @@ class NameMap:
 
     @classmethod
     def read(cls, content: bytes, where: object) -> NameMap:
-        """Read a map that anyone may have written.
+        """Read and check an untrusted map.
 
         Args:
             content: the file's bytes, at most :data:`NAME_MAP_LIMIT`.
             where: the file, for the message.
 
         Raises:
-            RecordError: it is not a name map, or contradicts itself.
-            ProtocolMismatchError: it is of a newer protocol.
+            RecordError: the content is not a name map, or contradicts itself.
+            ProtocolMismatchError: the map is of a newer protocol.
         """
         return cls(parse(NameMapRecord, content, where), where)
 
@@ -163,7 +165,7 @@ class NameMap:
         return bool(self._record.tensors)
 
     def __eq__(self, other: object) -> bool:
-        """True if both map every tensor alike."""
+        """True if both maps have the same content."""
         return isinstance(other, NameMap) and self._record == other._record
 
     def __hash__(self) -> int:
@@ -175,30 +177,32 @@ class NameMap:
         return name in self._record.tensors
 
     def hub(self, name: str, shape: Shape) -> list[HubPart]:
-        """The parts of a trainer's tensor as the hub has them, in the order of the map.
+        """The hub's parts of a trainer's tensor, in the order of the map.
 
         Args:
             name: the name of the trainer's tensor.
-            shape: the shape of that whole tensor.
+            shape: the shape of the whole tensor.
 
         Raises:
-            CoverageError: the map is of a tensor of another shape.
+            CoverageError: the map lists this tensor with another shape.
         """
         tensor = self._record.tensors.get(name)
         if tensor is None:
             return [HubPart(name, shape)]
         if tensor.shape != shape:
             raise CoverageError(
-                f"{shown(name)} has shape {shape}, but {self._where} maps one of shape "
+                f"{shown(name)} has shape {shape}, but {self._where} says that its shape is "
                 f"{tensor.shape}: save the model and its name map together"
             )
         return list(_parts(tensor))
 
     def trainer(self, hub_name: str) -> list[TrainerPart]:
-        """The places of a hub's tensor in the trainer's tensors, in the order of its rows.
+        """The places of a hub's tensor in the trainer's tensors, in the order of the hub's rows.
 
-        There is one place, unless the hub's tensor is joined from several; none if only the trainer
-        has this name. A name that the map does not list is the same in both.
+        Returns:
+            One place, or several if the hub's tensor is joined from several parts. A name that the
+            map does not list gives the place with the same name. Empty if only the trainer's model
+            has this name.
         """
         found = self._of_hub.get(hub_name)
         if found is not None:
@@ -206,26 +210,26 @@ class NameMap:
         return [] if hub_name in self._record.tensors else [TrainerPart(hub_name)]
 
     def pieces(self, name: str) -> tuple[HubPiece, ...]:
-        """The pieces of a trainer's tensor, as the map has them; none if it is not listed."""
+        """The map's pieces of a trainer's tensor; empty if the map does not list the tensor."""
         tensor = self._record.tensors.get(name)
         return () if tensor is None else tensor.pieces
 
     def tensors(self) -> Mapping[str, Shape]:
-        """The trainer's tensors that differ on the hub, with their shapes."""
+        """The trainer's tensors that differ on the hub: their names and shapes."""
         return {name: tensor.shape for name, tensor in self._record.tensors.items()}
 
     def _check(self, name: str, tensor: MappedTensor) -> None:
-        """Prove that pieces tile a tensor."""
+        """Check that a tensor's pieces have each of its elements once."""
         fault = name_fault(name)
         if fault:
             raise self._wrong(f"{shown(name)} {fault}")
         shape, pieces = tensor.shape, tensor.pieces
         if len(shape) > DIMENSION_LIMIT or math.prod(shape) >= NUMBER_LIMIT:
-            raise self._wrong(f"{shown(name)} is of a shape that no tensor has")
+            raise self._wrong(f"{shown(name)} has a shape that is too large for a tensor")
         split = pieces[0].first is not None
         left = shape[1:] if split else shape
         if (split and not shape) or any((piece.first is not None) != split for piece in pieces):
-            raise self._wrong(f"{shown(name)} is split in one piece, and not in another")
+            raise self._wrong(f"{shown(name)} is split in some pieces, and not split in others")
         at = 0
         for piece in sorted(pieces, key=lambda piece: piece.rows or (0, 0)):
             fault = _fault(piece, left)
@@ -245,7 +249,7 @@ class NameMap:
                 raise self._wrong(f"{shown(hub_name)} {fault}")
             if len(parts) > 1 and any(part.at is None for part in parts):
                 raise self._wrong(
-                    f"{shown(parts[0].name)} and {shown(parts[1].name)} would both be "
+                    f"{shown(parts[0].name)} and {shown(parts[1].name)} would both get the name "
                     f"{shown(hub_name)}"
                 )
 
@@ -257,19 +261,19 @@ class NameMap:
             at += shape[0]
 
     def _wrong(self, fault: str) -> RecordError:
-        return RecordError(f"{self._where} is no name map: {fault}")
+        return RecordError(f"{self._where} is not a valid name map: {fault}")
 
 
 def _fault(piece: HubPiece, left: Shape) -> str | None:
-    """The fault of a piece whose tensors have the shape ``left`` before rows are cut."""
+    """The fault of a piece, or None; ``left`` is the shape of its tensors before ``rows``."""
     if piece.name.count(_SLOT) != (piece.first is not None):
-        return "has no place for a number, or a place too many"
+        return "has a wrong number of {} in its name"
     if piece.rows is not None and not left:
-        return "has rows of a number"
+        return "has rows, but no dimension"
     if piece.transposed and len(left) < 2:
-        return "is transposed, and has fewer than two dimensions"
+        return "is transposed, but has fewer than two dimensions"
     if piece.at is not None and not left:
-        return "is joined, and has no dimension"
+        return "is joined, but has no dimension"
     return None
 
 

@@ -1,4 +1,4 @@
-"""A save with its weights open: a merge reads everything through these descriptors."""
+"""A save with its files of weights open. A merge reads all bytes through these open files."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from syncd.storage.fsio import Storage
 
 @dataclass(slots=True)
 class OpenSave:
-    """A save whose weights are open; everything is read through these descriptors.
+    """A save with its files of weights open.
 
     Attributes:
         save: the save.
-        shards: the open shards, in rank order; none if the weights are something else.
-        chunked: the open files of a save of ``torch.distributed.checkpoint``.
-        full: the one file, open: a full state dict or an adapter.
-        parse: reads the shards' pickles; in a child process, if another trainer wrote them.
-        limits: what reading may take.
+        shards: the open shards, in rank order; empty if the weights are not shards.
+        chunked: the open files of a save of ``torch.distributed.checkpoint``; else None.
+        full: the single open file of a full state dict or an adapter; else None.
+        parse: reads the shards' pickles. If the save has no receipts, a child process does it.
+        limits: the limits for reading the files.
     """
 
     save: SavedWeights
@@ -55,24 +55,25 @@ class OpenSave:
 
     @property
     def sources(self) -> Sequence[Source]:
-        """The open files of several ranks, of any kind."""
+        """The open shards, or the open files of ``torch.distributed.checkpoint``."""
         return self.shards if self.chunked is None else self.chunked.sources
 
     @property
     def checked(self) -> Checked:
-        """The evidence that these bytes are the trainer's."""
+        """The evidence that the bytes are those that the trainer wrote."""
         if self.save.receipts:
             return "receipt"
         has_crc = bool(self.sources) and all(source.has_crc for source in self.sources)
         return "crc32" if has_crc else "stillness"
 
     def tensors(self, shard: ShardFile) -> Mapping[str, Local | Chunks]:
-        """The tensors of one of the shards; call it once for each.
+        """The tensors of one of the shards. Call this method once for each shard.
 
         Raises:
-            ShardFormatError: it cannot be read, or all shards together have too many.
+            ShardFormatError: the shard cannot be read, or all shards together have too many
+                tensors.
             PlacementError: a tensor's device mesh is of an unknown layout.
-            OSError: it cannot be read now.
+            OSError: storage failed.
         """
         found = shard.tensors(parse=self.parse)
         self._found += sum(
@@ -84,7 +85,7 @@ class OpenSave:
         return found
 
     def forget_tensors(self) -> None:
-        """Drop the index of tensors; the sources stay open."""
+        """Drop the index of tensors, to free memory; the files stay open."""
         for shard in self.shards:
             shard.forget_tensors()
         if self.chunked is not None:
@@ -101,29 +102,31 @@ def open_save(
     cancel: Callable[[], None] = lambda: None,
     limits: ParseLimits | None = None,
 ) -> Iterator[OpenSave]:
-    """Open all files of a whole save, and check each against its receipt.
+    """Open all files of a whole save, and check each file against its receipt.
 
-    A child process, which ends with the save, parses the files of a save without receipts.
+    If the save has no receipts, a child process parses the files. The child ends with the context.
 
     Args:
         storage: the shared storage.
         actor: the ``actor/`` folder of the save.
-        save: as it was looked at last.
-        prefix: the beginning of the model's names, in a save of ``torch.distributed.checkpoint``;
-            None to find out.
+        save: the latest result of ``look_at_save``.
+        prefix: the beginning of the names of the model's tensors in a save of
+            ``torch.distributed.checkpoint``. If None, syncd finds it.
         cancel: called often; it raises to stop.
-        limits: what reading may take.
+        limits: the limits for reading the files.
 
     Raises:
-        SaveNotReadyError: a file is gone, or is another one than its receipt says: look again.
-        ShardFormatError: a file is not one that can be read.
-        CheckpointError: the adapter is a pickle; or as :mod:`~syncd.checkpoint.chunked_save` says.
-        OSError: as the storage says, or no child can be started.
+        SaveNotReadyError: a file is gone, or differs from its receipt; call ``look_at_save`` again.
+        ShardFormatError: a file cannot be read.
+        CheckpointError: the adapter is a pickle, or the files of ``torch.distributed.checkpoint``
+            cannot be merged.
+        OSError: storage failed, or the child process cannot be started.
     """
     if isinstance(save, LoraAdapter) and save.weights == (PICKLED_ADAPTER,):
         raise CheckpointError(
-            f"{actor / PICKLED_ADAPTER} is a pickle, which is never loaded: save the adapter with "
-            "PeftModel.save_pretrained, which writes adapter_model.safetensors, and remove this one"
+            f"{actor / PICKLED_ADAPTER} is a pickle, which syncd never loads: save the adapter "
+            "with PeftModel.save_pretrained, which writes adapter_model.safetensors, and remove "
+            "the pickle"
         )
     vouched = save.vouched()
     limits = limits or ParseLimits()
@@ -181,11 +184,11 @@ def open_save(
 def _check_vouched(
     save: SavedWeights, told: ReceiptFile | None, path: Path, size: int, digest: str
 ) -> None:
-    """An open file must be the one that its receipt describes, if there is a receipt."""
+    """Check that an open file is the file that its receipt describes, if there is a receipt."""
     if told is not None and (told.size, told.digest) != (size, digest):
         raise SaveNotReadyError(
-            f"{path} is not the file that the receipt of save {save.identity} lists: it is being "
-            "replaced, or was damaged"
+            f"{path} is not the file that the receipt of save {save.identity} lists: the file is "
+            "being replaced, or was damaged"
         )
 
 

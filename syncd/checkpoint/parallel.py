@@ -1,4 +1,4 @@
-"""Several pieces of work at once, in threads, as one that can be cancelled."""
+"""Running several tasks at once in threads, so that they can be cancelled together."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LOOK: Final = 0.05
 
 
 def threads_here(most: int) -> int:
-    """The smaller of ``most`` and the number of this process's processors."""
+    """The smaller of ``most`` and the number of processors that this process may use."""
     return min(most, len(os.sched_getaffinity(0)))
 
 
 class _StoppedError(Exception):
-    """Raised in threads that must end because another one has failed."""
+    """Raised in threads that must end because another thread has failed."""
 
 
 def run_side_by_side(
@@ -30,19 +30,19 @@ def run_side_by_side(
 ) -> list[T]:
     """Run tasks, up to ``threads`` at once, and wait for all of them.
 
-    With one thread they run in the calling thread, one after the other.
+    If ``threads`` is 1, the tasks run in the calling thread, one after another.
 
     Args:
-        tasks: each gets a function that it must call often.
-        threads: how many at once.
-        look: called in this thread only, every 50 ms or more often; it raises to stop them all.
+        tasks: functions; each gets a check function that it must call often.
+        threads: the largest number of threads at a time.
+        look: called only in the calling thread, at least every 50 ms. It raises to stop all tasks.
 
     Returns:
-        Their results, in their order.
+        The results of the tasks, in the order of ``tasks``.
 
     Raises:
-        BaseException: the error of ``look``, or of the task that failed first. Then no task runs
-            any more.
+        BaseException: the error of ``look``, or of the task that failed first. No task runs any
+            more when this call raises.
     """
     if min(threads, len(tasks)) <= 1:
         return [task(look) for task in tasks]

@@ -1,8 +1,9 @@
-"""Placements: which part of a global tensor a rank's local tensor holds. Pure.
+"""Placements: the part of a global tensor that a rank's local tensor holds. Pure.
 
-A tensor is placed by its own recorded mesh coordinate, never by the order of files or the names of
-mesh dimensions. The rules are those of ``torch.distributed.tensor`` (``placement_types.py`` and
-``_dtensor_spec.py`` of torch 2.13): every local tensor is one box of the global one.
+The mesh coordinate that is recorded with a tensor gives the tensor's place. The order of files and
+the names of mesh dimensions do not matter. The rules are those of ``torch.distributed.tensor``
+(``placement_types.py`` and ``_dtensor_spec.py`` of torch 2.13): every local tensor is a single box
+of the global tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Split along tensor dimension ``dim``."""
+    """The mesh dimension splits the tensor along tensor dimension ``dim``."""
 
     dim: int
 
@@ -27,9 +28,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """Split along ``dim``, after mesh dimensions to its right made ``split_factor`` blocks of it.
+    """The mesh dimension splits the tensor along ``dim``, after other mesh dimensions.
 
-    FSDP2 writes it on top of tensor parallelism, which has cut first.
+    Before this cut, mesh dimensions to the right of this mesh dimension have cut ``dim`` into
+    ``split_factor`` blocks. FSDP2 records this placement on top of tensor parallelism, which cuts
+    first.
     """
 
     dim: int
@@ -41,7 +44,7 @@ class StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """The same on every rank of the mesh dimension."""
+    """The tensor is the same on every rank of the mesh dimension."""
 
     def __str__(self) -> str:
         return "Replicate()"
@@ -66,8 +69,8 @@ _TOLD_LIMIT: Final = 300
 _REPORT: Final = "report it, and keep the save"
 _UNKNOWN: Final = f"which this version of syncd does not know: {_REPORT}"
 _PARTIAL: Final = (
-    "of which each rank holds a summand and not a part: redistribute it to Replicate() or Shard() "
-    "before saving"
+    "and Partial means that each rank holds a summand, not a part: redistribute the tensor to "
+    "Replicate() or Shard() before saving"
 )
 
 
@@ -77,12 +80,14 @@ class Sharding:
 
     Attributes:
         global_shape: the shape of the whole tensor.
-        mesh_shape: ranks along each mesh dimension.
-        coordinate: this rank's place, one index a mesh dimension.
-        placements: one a mesh dimension.
-        order: the order in which mesh dimensions cut, if it is recorded separately (``shard_order``
-            of a ``DTensorSpec`` of torch 2.10 and later); None if the placements alone give it.
-        mesh: the mesh's identity among those of the same shape; None if that is unknown.
+        mesh_shape: the number of ranks along each mesh dimension.
+        coordinate: this rank's index in each mesh dimension.
+        placements: the placement for each mesh dimension.
+        order: the order in which mesh dimensions cut, if the save records this order
+            (``shard_order`` of a ``DTensorSpec`` of torch 2.10 and later). None if only the
+            placements give the order.
+        mesh: a number that identifies the mesh among meshes of the same shape; None if the mesh is
+            unknown.
     """
 
     global_shape: Shape
@@ -98,9 +103,10 @@ class Position(NamedTuple):
 
     Attributes:
         global_shape: the shape of the whole tensor.
-        offsets: the part's first index of each dimension.
-        mesh: the identity of its device mesh; None if there is none, or it is unknown. If two ranks
-            of one mesh have the same part, torch guarantees that they are equal.
+        offsets: the part's first index along each dimension.
+        mesh: a number that identifies the device mesh; None if there is no mesh, or if the mesh is
+            unknown. If two ranks of the same mesh have the same part, torch guarantees that their
+            bytes are equal.
     """
 
     global_shape: Shape
@@ -113,13 +119,13 @@ class Local:
     """A rank's own part of a tensor, as bytes of its shard file. Treat it as frozen.
 
     Attributes:
-        dtype: safetensors' name, e.g. ``BF16``.
-        local_shape: the shape of the part; its elements are C-contiguous in the file.
-        offset: where its first element is in the file, in bytes.
-        nbytes: the number of elements times their size; a record may be longer, because torch pads
-            it.
-        record: the name of the record that it lies in.
-        position: where it lies in the global tensor; None for a plain tensor.
+        dtype: safetensors' name of the dtype, e.g. ``BF16``.
+        local_shape: the shape of the part, whose elements are C-contiguous in the file.
+        offset: the offset of the part's first element in the file, in bytes.
+        nbytes: the number of elements times their size in bytes. The record may be longer, because
+            torch pads records.
+        record: the name of the record that holds the part.
+        position: the part's position in the global tensor; None for a plain tensor.
     """
 
     dtype: str
@@ -132,12 +138,12 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A rank's parts of a tensor, any number of them, for example of a ShardedTensor.
+    """All parts of a tensor that a rank holds, for example of a ShardedTensor.
 
     Attributes:
-        dtype: safetensors' name.
+        dtype: safetensors' name of the dtype.
         global_shape: the shape of the whole tensor.
-        locals: the parts, each with a position; none on a rank that holds nothing of it.
+        locals: the parts, each with a position; empty if the rank holds no part.
     """
 
     dtype: str
@@ -146,22 +152,23 @@ class Chunks:
 
 
 def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Position:
-    """The position of a DTensor's local tensor in the global one.
+    """The position of a DTensor's local tensor in the global tensor.
 
     Each mesh dimension that shards a tensor dimension cuts it by ``torch.chunk``'s rule: n rows
-    over r ranks are blocks of ceil(n / r), the last ones shorter or empty. If several mesh
-    dimensions cut the same tensor dimension, each later one cuts the block that the earlier ones
-    left: from left to right, unless ``_StridedShard`` or an explicit order says otherwise.
+    over r ranks give blocks of ceil(n / r) rows, of which the last blocks may be shorter or empty.
+    Several mesh dimensions may cut the same tensor dimension. In that case each mesh dimension cuts
+    the block that the cuts before it gave. The order of cuts is from left to right; only
+    ``_StridedShard`` or an explicit order changes it.
 
     Args:
         local_shape: the shape of the local tensor.
-        layout: its layout.
+        layout: the layout of the tensor, seen from this rank.
         tensor: the tensor's name, for the message.
-        file: its file, for the message.
+        file: the tensor's file, for the message.
 
     Raises:
-        PlacementError: a placement other than Shard, Replicate, or a ``_StridedShard`` that gives
-            an order of cuts; or a placement for a dimension that the tensor lacks.
+        PlacementError: a placement is not Shard or Replicate, nor a ``_StridedShard`` that gives an
+            order of cuts; or it is for a dimension that the tensor lacks.
         CoverageError: the local shape contradicts the placements.
     """
     cuts, fault = _cuts(layout)
@@ -180,21 +187,21 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
     # A tensor without elements may be of any such shape: FSDP2 leaves (0, 0) where (2, 0) belongs.
     if local_shape != tuple(sizes) and not (0 in local_shape and 0 in sizes):
         raise CoverageError(
-            f"{file}: {tensor} has local shape ({_told(*local_shape)}), but its placement in "
-            f"({_told(*layout.global_shape)}) makes it ({_told(*sizes)}): save again from ranks of "
-            "one job"
+            f"{file}: {tensor} has local shape ({_told(*local_shape)}), but by its placement in "
+            f"({_told(*layout.global_shape)}) that shape must be ({_told(*sizes)}): save again "
+            "from ranks of one job"
         )
     return Position(layout.global_shape, tuple(offsets), layout.mesh)
 
 
 def _told(*values: object) -> str:
-    """Values of a file as text, shortened for a message."""
+    """Values from a file as text, shortened for a message."""
     text = ", ".join(map(str, values))
     return text if len(text) <= _TOLD_LIMIT else f"{text[:_TOLD_LIMIT]}…"
 
 
 def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
-    """The mesh dimensions that cut each tensor dimension, in order; and the fault, if any."""
+    """The mesh dimensions that cut each tensor dimension, in order; and the fault, or ``""``."""
     found: dict[int, list[int]] = {}
     for mesh_dim in reversed(range(len(layout.placements))):
         match layout.placements[mesh_dim]:
@@ -209,7 +216,7 @@ def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
         if not 0 <= dim < len(layout.global_shape):
             return (
                 {},
-                f"and its shape ({_told(*layout.global_shape)}) no dimension {dim}: {_REPORT}",
+                f"but its shape ({_told(*layout.global_shape)}) has no dimension {dim}: {_REPORT}",
             )
         # The mesh dimensions that cut before this one are to its right, and make split_factor
         # blocks.
@@ -220,8 +227,8 @@ def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
             at += 1
         if blocks != factor:
             return {}, (
-                "whose split_factor fits no order in which the mesh dimensions could have cut it: "
-                "redistribute it to Shard() before saving, or report it and keep the save"
+                "and a split_factor that no order of cuts by the mesh dimensions gives: "
+                "redistribute the tensor to Shard() before saving, or report it and keep the save"
             )
         order.insert(at, mesh_dim)
     if layout.order is None:

@@ -1,4 +1,4 @@
-"""Saves without weights: one line with the weights' path, as Tinker-style trainers write it."""
+"""Saves without weights: a line with the path of the weights, as Tinker-style trainers write it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ _LONGEST: Final = 4096
 
 
 def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
-    """The save in a step's folder: its weights, or their path. No content of the folder raises.
+    """The save in a step's folder: its weights, or a line with their path.
+
+    No content of the folder makes this function raise an exception.
 
     Args:
         storage: the shared storage.
-        folder: the step's folder, by its present name.
+        folder: the step's folder, which may have been renamed.
         step: the step.
     """
     actor = folder / ACTOR
@@ -38,27 +40,27 @@ def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
             return save
         return _look_at_path(storage, folder / REMOTE_PATH, step)
     except OSError as error:
-        return Unfinished(step, f"{folder} cannot be looked at now: {error}")
+        return Unfinished(step, f"{folder} cannot be read now: {error}")
 
 
 def write_remote(
     storage: Storage, source: Path, save: Remote, folder: Path, *, sequence: int
 ) -> Manifest:
-    """Make a version of kind ``remote``: a folder with nothing but its manifest.
+    """Make a version of kind ``remote``: a folder that holds only a manifest.
 
     Args:
         storage: the shared storage.
         source: the step's folder.
-        save: as it was looked at last.
-        folder: an empty folder that nobody else looks at; the caller syncs the folder's own entry.
-        sequence: for the manifest.
+        save: the latest result of :func:`look_at_weights`.
+        folder: an empty folder that no other process reads. The caller syncs the folder's parent.
+        sequence: the version's sequence, for the manifest.
 
     Raises:
-        SaveNotReadyError: it is another save by now.
+        SaveNotReadyError: the folder now holds another save.
     """
     now = look_at_weights(storage, source, save.step)
     if not isinstance(now, Remote) or now.identity != save.identity:
-        raise SaveNotReadyError(f"{source / REMOTE_PATH} changed while it was published")
+        raise SaveNotReadyError(f"{source / REMOTE_PATH} changed while syncd published it")
     manifest = Manifest(
         sequence=sequence,
         step=save.step,
@@ -76,14 +78,14 @@ def write_remote(
 
 
 def _look_at_path(storage: Storage, path: Path, step: int) -> Unfinished | Remote:
-    """The remote save. Two writes of the same line are two saves: the weights may have changed."""
+    """The remote save. The same line written again is a new save, as the weights may be new."""
     try:
         content, (_, inode, size, mtime, _) = storage.read_with_signature(path, _LONGEST)
     except OSError as error:
         if is_gone(error):
             why = f"{path} is not there, and there are no weights in {path.parent / ACTOR}"
         elif is_no_record(error):
-            why = f"{path} is no file of at most {_LONGEST} bytes"
+            why = f"{path} is not a file of at most {_LONGEST} bytes"
         else:
             raise
         return Unfinished(step, why, awaits_path=True)

@@ -1,4 +1,4 @@
-"""Publishing a version again, under a new sequence: its files get a second name."""
+"""Publishing a version again under a new sequence, by hard links to the version's files."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def republish(
     *,
     cancel: Callable[[], None],
 ) -> None:
-    """Fill a folder with the files of a published version, durably, the manifest last.
+    """Fill a folder with the files of a published version, sync it, and write the manifest last.
 
-    They are linked, or copied if this storage has no hard links. Files of a
-    version never change, so either of the two versions may be deleted first.
+    The files are linked, or copied if this storage has no hard links. The files of a version never
+    change, so it does not matter which of the two versions is deleted first.
 
     Args:
         storage: the shared storage.
         source: the version's folder.
-        folder: an empty folder that nobody else looks at; the caller syncs the folder's own entry.
-        manifest: the manifest to write; it lists the files.
-        cancel: called between chunks; raises to stop.
+        folder: an empty folder that no other process reads. The caller syncs the folder's parent.
+        manifest: the manifest to write, which lists the files.
+        cancel: called between chunks; it raises to stop.
 
     Raises:
-        VerificationError: a file has not the size that the manifest says.
-        FileNotFoundError: a file is not there.
+        VerificationError: a file's size differs from the size in the manifest.
+        FileNotFoundError: a file is missing.
     """
     made = {folder}
     for file in manifest.files:
@@ -49,7 +49,9 @@ def republish(
             _copy(storage, source / file.name, target, cancel)
         status = storage.status(target)
         if status is None or status.st_size != file.size:
-            raise VerificationError(f"{source / file.name} is not {file.size} bytes: it is damaged")
+            raise VerificationError(
+                f"{source / file.name} is not {file.size} bytes: the file is damaged"
+            )
     storage.write_new(folder / MANIFEST, encode(manifest))
     for path in sorted(made, reverse=True):
         storage.sync_folder(path)

@@ -1,4 +1,4 @@
-"""An open safetensors file, whose header was read strictly."""
+"""Opening a safetensors file and checking its header strictly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ReadFields = Callable[[bytes, str], Sequence[HeaderEntry]]
 
 
 def file_digest(header: bytes, tensor_digests: Iterable[bytes]) -> str:
-    """The digest of a safetensors file: xxh3-128 of its header and its tensors' 16-byte digests."""
+    """The digest of a file: xxh3-128 of its header and the 16-byte digests of its tensors."""
     hasher = xxhash.xxh3_128(header)
     for digest in tensor_digests:
         hasher.update(digest)
@@ -39,23 +39,23 @@ def file_digest(header: bytes, tensor_digests: Iterable[bytes]) -> str:
 
 
 def content_digest(tensor_digests: Iterable[bytes]) -> bytes:
-    """The digest of a file's tensors: xxh3-128 of their 16-byte digests, in file order."""
+    """The digest of a file's tensors: xxh3-128 of the tensors' 16-byte digests, in file order."""
     return xxhash.xxh3_128_digest(b"".join(tensor_digests))
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """An open safetensors file whose header is right for its size.
+    """An open safetensors file whose header fits the size of the file.
 
-    Owns its descriptor; close it, or use it as a context manager.
+    The object owns its descriptor: close the object, or use it as a context manager.
 
     Attributes:
-        storage: what it is read through.
-        path: its name when it was opened.
+        storage: the storage that reads the file.
+        path: the path of the file when it was opened.
         fd: the descriptor.
         size: the size of the file, in bytes.
         signature: the signature of the file when it was opened.
-        header: the length and the JSON, as in the file.
+        header: the first bytes of the file: the header's length and its JSON.
         entries: the tensors in the order of their bytes.
     """
 
@@ -72,14 +72,13 @@ class SafetensorsFile:
         """Open a file and check its header.
 
         Args:
-            storage: what it is read through.
-            path: its name.
-            parse: reads the header; ``IsolatedParser`` for a file
-                that anyone may have written.
+            storage: the storage that reads the file.
+            path: the path of the file.
+            parse: reads the header: a method of ``IsolatedParser`` for an untrusted file.
 
         Raises:
-            ShardFormatError: it is not a whole safetensors file.
-            OSError: it cannot be opened or read.
+            ShardFormatError: the file is not a whole safetensors file.
+            OSError: the file cannot be opened or read.
         """
         fd = storage.open_read(path)
         try:
@@ -93,15 +92,15 @@ class SafetensorsFile:
 
     @property
     def header_digest(self) -> str:
-        """xxh3-128 of the header's bytes, as 32 hexadecimal digits: receipts bind it."""
+        """xxh3-128 of the header's bytes, as 32 hexadecimal digits, for receipts."""
         return xxhash.xxh3_128_hexdigest(self.header)
 
     @property
     def told_content(self) -> str | None:
-        """The :func:`content_digest` according to the header, in hexadecimal digits.
+        """The :func:`content_digest` that the header states, in hexadecimal digits; else None.
 
-        It is looked for only in the place where :func:`header_bytes` writes it, because a header
-        may be anyone's and is not parsed here.
+        Only the place where :func:`header_bytes` writes this digest is searched, because this
+        process does not parse untrusted headers.
         """
         told = _TOLD.match(self.header, 8)
         return told[1].decode() if told is not None else None
@@ -121,9 +120,9 @@ def _read_header(storage: Storage, fd: int, size: int, path: Path) -> bytes:
     length = int.from_bytes(storage.pread_all(fd, 8, 0), "little")
     if size < 8 or length > min(HEADER_LIMIT, size - 8):
         raise broken(
-            str(path), f"its header of {length} bytes is over the limit or outside the file"
+            str(path), f"its header of {length} bytes is over the limit, or reaches beyond the file"
         )
     header = storage.pread_all(fd, 8 + length, 0)
     if len(header) != 8 + length:
-        raise broken(str(path), "it became shorter while it was read")
+        raise broken(str(path), "the file became shorter while syncd read it")
     return header

@@ -1,8 +1,9 @@
 """The header of a safetensors file: building it, reading it strictly. Pure, and quick to import.
 
-Reading has two halves. :func:`read_fields` makes text into values. A few bytes may cost it much
-memory and time, so for another trainer's file it runs in a child process
-(:mod:`~syncd.checkpoint.sandbox.isolated`). :func:`arrange` compares the values with the file.
+Reading has two steps. First, :func:`read_fields` parses the JSON. A small malicious header can make
+this step take much memory and time, so for an untrusted file it runs in a child process
+(:mod:`~syncd.checkpoint.sandbox.isolated`). Second, :func:`arrange` compares the values with the
+file.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ PAGE: Final = 4096
 class HeaderEntry(NamedTuple):
     """A tensor of a safetensors file.
 
-    ``begin`` and ``end`` are byte offsets: in the data section when a header is built, in the whole
-    file when one was read.
+    ``begin`` and ``end`` are byte offsets. They count from the start of the data section in the
+    input of :func:`header_bytes` and in the result of :func:`read_fields`, and from the start of
+    the file in the result of :func:`arrange`.
     """
 
     name: str
@@ -51,15 +53,15 @@ def header_bytes(
 ) -> bytes:
     """The first bytes of a safetensors file: a length (8 bytes, little endian) and JSON.
 
-    Padded with spaces so that the data section starts at a page. Then its blocks can be shared with
-    the shards', and it can be read without the page cache.
+    The JSON is padded with spaces, so that the data section starts at a page. Therefore the file
+    can share blocks with the shards, and the data can be read without the page cache.
 
     Args:
         entries: the tensors.
-        metadata: facts about the file besides its format.
+        metadata: metadata of the file, besides the format.
 
     Raises:
-        ShardFormatError: it would be longer than the safetensors library reads.
+        ShardFormatError: the header would be longer than the safetensors library reads.
     """
     text = bytearray(8) + b"{" + _members({METADATA: {"format": "pt", **(metadata or {})}})
     count = 0
@@ -73,7 +75,7 @@ def header_bytes(
         count += len(part)
         if len(text) > HEADER_LIMIT:
             raise ShardFormatError(
-                f"the first {count} tensors of one file make a header of {len(text)} bytes, and "
+                f"the first {count} tensors of one file make a header of {len(text)} bytes, but "
                 f"safetensors reads at most {HEADER_LIMIT}: set a smaller max_shard_size"
             )
     text += b"}"
@@ -83,19 +85,19 @@ def header_bytes(
 
 
 def _members(entries: Mapping[str, object]) -> bytes:
-    """Entries of a JSON object, without its braces."""
+    """Entries of a JSON object, without the object's braces."""
     return json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()[1:-1]
 
 
 def read_fields(header: bytes, where: str) -> list[HeaderEntry]:
-    """The tensors that a header lists, by offsets in the data section.
+    """The tensors that a header lists, with byte offsets in the data section.
 
     Args:
-        header: the length and the JSON, as in the file.
+        header: the first bytes of the file: the header's length and its JSON.
         where: the file, for the message.
 
     Raises:
-        ShardFormatError: it is not a JSON object of tensors.
+        ShardFormatError: the header is not a JSON object of tensors.
     """
     try:
         fields = json.loads(header[8:].decode(), object_pairs_hook=_without_duplicates)
@@ -106,7 +108,7 @@ def read_fields(header: bytes, where: str) -> list[HeaderEntry]:
     metadata = fields.pop(METADATA, {})
     # The header is published unchanged, and other readers refuse metadata that is not text.
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise broken(where, "its metadata is not text by name")
+        raise broken(where, "its metadata has a value that is not text")
     if len(fields) > TENSOR_LIMIT:
         raise broken(where, f"it has {len(fields)} tensors, over the limit of {TENSOR_LIMIT}")
     return [_field(name, field, where) for name, field in fields.items()]
@@ -118,14 +120,14 @@ def _field(name: str, field: object, where: str) -> HeaderEntry:
             entry = checked_entry(name, dtype, shape, begin, end)
             if entry is not None:
                 return entry
-    what = name_fault(name) or "has an unknown dtype, or a length of another shape"
+    what = name_fault(name) or "has an unknown dtype, or a length that does not fit its shape"
     raise broken(where, f"the entry of '{shown(name)}' {what}")
 
 
 def checked_entry(
     name: object, dtype: object, shape: object, begin: object, end: object
 ) -> HeaderEntry | None:
-    """An entry with these values, or None if one has the wrong type."""
+    """An entry with these values; None if a value is not valid, or the length is wrong."""
     sizes = shape_of(shape)
     if (
         isinstance(name, str)
@@ -144,16 +146,16 @@ def checked_entry(
 def arrange(
     fields: Sequence[HeaderEntry], base: int, size: int, where: str
 ) -> tuple[HeaderEntry, ...]:
-    """The entries in the order of their bytes, with offsets in the file, which they must fill.
+    """Sort entries by their bytes, change their offsets to offsets in the file, and check them.
 
     Args:
-        fields: as :func:`read_fields` read them.
-        base: where the data section begins.
-        size: the size of the whole file.
+        fields: the result of :func:`read_fields`.
+        base: the offset of the data section in the file, in bytes.
+        size: the size of the whole file, in bytes.
         where: the file, for the message.
 
     Raises:
-        ShardFormatError: they leave a gap, overlap, or end elsewhere than the file.
+        ShardFormatError: the tensors leave a gap, overlap, or do not end at the end of the file.
     """
     entries = [field._replace(begin=base + field.begin, end=base + field.end) for field in fields]
     entries.sort(key=lambda entry: (entry.begin, entry.end))
@@ -163,17 +165,17 @@ def arrange(
             raise broken(where, f"the bytes of '{shown(entry.name)}' leave a gap or overlap")
         at = entry.end
     if at != size:
-        raise broken(where, f"it has {size} bytes, its header says {at}")
+        raise broken(where, f"the file has {size} bytes, but by its header it must have {at}")
     return tuple(entries)
 
 
 def broken(where: str, what: str) -> ShardFormatError:
     """The error for a file that is not a safetensors file."""
-    return ShardFormatError(f"{where} is not a whole safetensors file: {what}; save it again")
+    return ShardFormatError(f"{where} is not a whole safetensors file ({what}): save it again")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("it has a name twice")
+        raise ValueError("a name occurs twice")
     return found

@@ -1,8 +1,8 @@
-"""Looking at a trainer's save: its files, whether it is whole, and its identity.
+"""Examining a trainer's save: its files, its completeness, and its identity.
 
 There are two kinds of save. A save of ``trainer_hooks`` has receipts, and its identity is the
-save_id that all of them name. Another trainer's save has none: its identity is made of the names,
-sizes, inodes and times of its files (:func:`fingerprint`), and it must not change.
+save_id that all receipts name. Another trainer's save has no receipts. Its identity is a digest of
+the names, sizes, inodes and times of its files (:func:`fingerprint`), which must not change.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ RECEIPTS_LIMIT: Final = 16 * 1024 * 1024
 ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
 _MIXED: Final = (
     "holds model_world_size_*.pt shards and files of torch.distributed.checkpoint, and nothing "
-    "says which of them are of an older save: remove those"
+    "says which of them are of an older save: remove the older files"
 )
 #: The possible names of the files of weights, for messages.
 LOOKED_FOR: Final = (
@@ -72,8 +72,8 @@ class Unfinished:
 
     Attributes:
         step: the step of the folder.
-        reason: the missing part.
-        awaits_path: True if the folder has neither weights nor a line with their path.
+        reason: the reason why there is no whole save, for example the name of a missing file.
+        awaits_path: True if the folder has neither weights nor a line with the path of weights.
     """
 
     step: int
@@ -85,7 +85,10 @@ class Unfinished:
 
     @property
     def known_as(self) -> str | None:
-        """The key it is recorded under: all saves that wait for a remote path share one."""
+        """The key to record this state under; None for no record.
+
+        All folders that wait for a remote path share the same key.
+        """
         return "no-remote-path" if self.awaits_path else None
 
 
@@ -95,7 +98,7 @@ class _WholeSave:
 
     Attributes:
         step: the step of the folder.
-        identity: tells this save from every other save.
+        identity: a text that identifies this save; no other save has the same text.
         weights: the files that hold the weights, by name inside ``actor/``, in rank order.
         receipts: the receipts of all ranks, in rank order; empty for a foreign trainer's save.
     """
@@ -108,7 +111,7 @@ class _WholeSave:
 
     @property
     def known_as(self) -> str:
-        """The key it is recorded under."""
+        """The key to record the save under."""
         return self.identity
 
     def vouched(self) -> dict[str, ReceiptFile]:
@@ -117,12 +120,12 @@ class _WholeSave:
 
     @property
     def sync_dtype(self) -> str | None:
-        """The dtype that the trainer has cast the weights to; None if it has cast none."""
+        """The dtype that the trainer has cast the weights to; None if they were not cast."""
         return next((one.sync_dtype for one in self.receipts if one.sync_dtype), None)
 
     @property
     def nonfinite(self) -> NonFinite | None:
-        """The weights that hold NaN or Inf, as the receipts say; None if no rank has looked."""
+        """The weights with NaN or Inf, according to the receipts; None if that is unknown."""
         vouched = self.vouched()
         told = [vouched[name].nonfinite for name in self.weights if name in vouched]
         found = [one for one in told if one is not None]
@@ -138,7 +141,7 @@ class Shards(_WholeSave):
 
 @dataclass(frozen=True, slots=True)
 class FullStateDict(_WholeSave):
-    """One ``model.safetensors``, to be published as it is."""
+    """A single ``model.safetensors``, which is published unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +161,10 @@ class HuggingFaceParts(_WholeSave):
 
 @dataclass(frozen=True, slots=True)
 class Remote(_WholeSave):
-    """No weights, but a line with their path (:mod:`.remote`).
+    """A save without weights, but with a line that gives their path (:mod:`.remote`).
 
     Attributes:
-        path: that line.
+        path: the line.
     """
 
     path: str = ""
@@ -176,7 +179,10 @@ Save: TypeAlias = Unfinished | WholeSave
 
 
 def look_at_save(storage: Storage, actor: Path, step: int) -> Unfinished | SavedWeights:
-    """Look whether the save in an ``actor/`` folder is whole. No content of the folder raises."""
+    """Find out if the save in an ``actor/`` folder is whole.
+
+    No content of the folder makes this function raise an exception.
+    """
     try:
         names = storage.names(actor)
         if not names:
@@ -191,14 +197,14 @@ def look_at_save(storage: Storage, actor: Path, step: int) -> Unfinished | Saved
             return Unfinished(step, f"{error.filename or actor} disappeared while it was read")
         # One unreadable folder (a link, a name too long, no permission) must not keep the daemon
         # from the others.
-        return Unfinished(step, f"{actor} cannot be looked at now: {error}")
+        return Unfinished(step, f"{actor} cannot be read now: {error}")
 
 
 def confirm_unchanged(storage: Storage, actor: Path, save: Unfinished | SavedWeights) -> None:
-    """Look at a save again, by name and through fresh opens.
+    """Examine a save again, and open its files again by name.
 
     Raises:
-        SaveNotReadyError: it is another save by now, or not whole any more.
+        SaveNotReadyError: the folder now holds another save, or the save is no longer whole.
     """
     now = look_at_save(storage, actor, save.step)
     if now.identity != save.identity:
@@ -209,7 +215,7 @@ def confirm_unchanged(storage: Storage, actor: Path, save: Unfinished | SavedWei
 
 
 def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | SavedWeights:
-    """A save of our own hook: rank 0's receipt says how many others there must be."""
+    """A save of our own hook, in which rank 0's receipt gives the number of ranks."""
     try:
         first, left = read_receipt(storage, actor, receipt_name(0), RECEIPTS_LIMIT)
     except FileNotFoundError:
@@ -217,8 +223,8 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
     if first.world_size > RANK_LIMIT or not first.save_id.isprintable():
         return Unfinished(
             step,
-            f"{actor}: rank 0's receipt is of over {RANK_LIMIT} ranks, or has a save_id that is no "
-            "text: it is not one of trainer_hooks; save again",
+            f"{actor}: rank 0's receipt names over {RANK_LIMIT} ranks, or a save_id that is not "
+            "printable: trainer_hooks has not written this receipt; save again",
         )
     receipts = [first]
     for rank in range(1, first.world_size):
@@ -247,18 +253,19 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
     elif FULL_STATE_DICT in told:
         weights = (FULL_STATE_DICT,)
     else:
-        return Unfinished(
-            step, f"{actor}: the receipts of save {first.save_id} vouch for no weights"
-        )
+        return Unfinished(step, f"{actor}: the receipts of save {first.save_id} list no weights")
     return _whole(step, first.save_id, weights, tuple(receipts))
 
 
 def read_receipt(storage: Storage, actor: Path, name: str, left: int) -> tuple[Receipt, int]:
-    """A receipt of at most ``left`` bytes, and how many bytes are left for others.
+    """Read a receipt of at most ``left`` bytes.
+
+    Returns:
+        The receipt, and ``left`` minus its size: the bytes left for other receipts.
 
     Raises:
-        RecordError: it is damaged.
-        OSError: it cannot be read; FileNotFoundError if it is not there.
+        RecordError: the receipt is damaged.
+        OSError: the receipt cannot be read; FileNotFoundError if it does not exist.
     """
     path = actor / RECEIPTS / name
     content = storage.read(path, min(left, RECORD_LIMIT))
@@ -266,17 +273,17 @@ def read_receipt(storage: Storage, actor: Path, name: str, left: int) -> tuple[R
 
 
 def _adapter_of(names: Container[str]) -> str | None:
-    """The name of the adapter's weights, if it is among names inside ``actor/``."""
+    """The name of the adapter's weights if ``names`` has it, else None."""
     return next((name for name in (ADAPTER, PICKLED_ADAPTER) if name in names), None)
 
 
 def _foreign_save(
     storage: Storage, actor: Path, step: int, names: list[str]
 ) -> Unfinished | SavedWeights:
-    """A save of another trainer: all shards of one world size, or one file, or DCP's files.
+    """A save of another trainer: all shards of one world size, a single file, or DCP's files.
 
-    An adapter beside shards is published instead of them, but only when the shards are whole too,
-    because its trainer may be writing both.
+    If there is an adapter beside shards, the adapter is published instead of the shards. The shards
+    must be whole too, because the trainer may still be writing both.
     """
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for name in names:
@@ -321,7 +328,7 @@ def _foreign_save(
 def _whole(
     step: int, identity: str, weights: tuple[str, ...], receipts: tuple[Receipt, ...] = ()
 ) -> SavedWeights:
-    """The save with these files; their names tell its kind."""
+    """The save with these files; the name of the first file gives its kind."""
     kind: type[SavedWeights] = Shards
     if weights == (FULL_STATE_DICT,):
         kind = FullStateDict
@@ -337,8 +344,8 @@ def _whole(
 def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
     """The files of a ``torch.distributed.checkpoint`` folder, or the reason why it is incomplete.
 
-    No files if the folder has no trace of such a save. All ``.distcp`` files count, because only
-    the parsed metadata would tell which of them it names.
+    The result is empty if the folder has no files of such a save. All ``.distcp`` files count,
+    because the metadata, which names the needed files, is not parsed here.
     """
     files = sorted((name for name in names if name.endswith(DCP_SUFFIX)), key=distcp_order)
     if DCP_UNFINISHED in names:
@@ -347,7 +354,7 @@ def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
         return (DCP_METADATA, *files)
     if any(map(is_rank_metadata, names)):
         return (
-            f"has a metadata file of each rank, and no {DCP_METADATA} of all: save without "
+            f"has a metadata file for each rank, but no {DCP_METADATA} for all ranks: save without "
             "use_collectives=False"
         )
     if files:
@@ -356,10 +363,10 @@ def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
 
 
 def _parts(names: Sequence[str]) -> tuple[str, ...] | str:
-    """The files of a Hugging Face model, named ``…-N-of-M``; or why they are not complete.
+    """The files of a Hugging Face model, named ``…-N-of-M``; or the reason why one is missing.
 
-    The names of ranks' files do not give the number of ranks: a gap in them shows a missing file,
-    but missing last files do not show.
+    The names of the ranks' files do not give the number of ranks. So a missing rank is found only
+    if the folder has a file of a higher rank.
     """
     found = {name: parsed for name in names if (parsed := parse_part_name(name)) is not None}
     whole = {name: parsed for name, parsed in found.items() if parsed[0] is None}
@@ -369,14 +376,14 @@ def _parts(names: Sequence[str]) -> tuple[str, ...] | str:
     counts = {files for _, _, files in used.values()}
     if len(counts) > 1:
         told = " and ".join(map(str, sorted(counts)[:5]))
-        return f"holds model files of {told} in all: remove those of an older save"
+        return f"holds model files of sets of {told} files: remove the set of the older save"
     shards = {shard for shard, _, _ in used.values() if shard is not None}
     numbers = {number for _, number, _ in used.values()}
     (count,) = counts
     for wanted, there, what in ((count, numbers, "file"), (max(shards, default=0), shards, "rank")):
         missing = _missing_rank(wanted, {number - 1 for number in there})
         if missing is not None:
-            return f"has nothing of {what} {missing + 1} of {wanted} yet"
+            return f"has no data of {what} {missing + 1} of {wanted} yet"
     return tuple(sorted(used, key=lambda name: (used[name][0] or 0, used[name][1])))
 
 
@@ -385,18 +392,18 @@ def _missing_rank(world_size: int, found: set[int]) -> int | None:
 
 
 def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
-    """A missing shard, if no set of shards is complete."""
+    """A message that names a missing shard, for a folder in which no set of shards is complete."""
     size = max(ranks)
     missing = _missing_rank(size, ranks[size]) or 0
-    told = f"has no {shard_name(size, missing)} yet, of {size} ranks"
+    told = f"has no {shard_name(size, missing)} yet"
     if len(ranks) == 1:
         return told
     others = " and ".join(map(str, sorted(ranks)[:-1][:5]))
-    return f"{told}; shards of world size {others} are there too, and no set is whole: save again"
+    return f"{told}; it also has shards of world size {others}, and no set is whole: save again"
 
 
 def _told_world_size(storage: Storage, actor: Path) -> int | None:
-    """The world size in ``fsdp_config.json``; None if there is no usable one."""
+    """The world size in ``fsdp_config.json``; None if the file is missing or not usable."""
     try:
         content = storage.read(actor / FSDP_CONFIG)
         told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
@@ -406,12 +413,14 @@ def _told_world_size(storage: Storage, actor: Path) -> int | None:
 
 
 def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
-    """The identity of the save in a folder, through fresh opens of all its weights.
+    """The identity of the save in a folder.
+
+    All files of weights are opened, because a network filesystem may cache an old status.
 
     Args:
         storage: the shared storage.
         actor: the ``actor/`` folder.
-        weights: the names of the files in it that the save is made of.
+        weights: the names of the save's files in ``actor/``, without config and tokenizer.
 
     Raises:
         OSError: storage failed; FileNotFoundError if a file was deleted meanwhile.
@@ -441,7 +450,7 @@ def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
 
 
 def _model_files(storage: Storage, actor: Path) -> Iterator[str]:
-    """The files beside the weights: config, tokenizer, and those of an adapter."""
+    """The files beside the weights: config, tokenizer, and the files of an adapter."""
     for folder in (HUGGINGFACE, LORA_ADAPTER):
         names = storage.names(actor / folder)
         status = None if names else storage.status(actor / folder)
@@ -458,12 +467,12 @@ def _model_files(storage: Storage, actor: Path) -> Iterator[str]:
 def is_saved_over(identity: str, known: str) -> bool:
     """True if ``torch.distributed.checkpoint`` is saving into a folder again.
 
-    It overwrites the files in place, each rank in its own time, and replaces ``.metadata`` last:
-    until then the folder looks whole, but has files of both saves.
+    Each rank overwrites its files in place, and ``.metadata`` is replaced last. Until then the
+    folder looks whole, but has files of both saves.
 
     Args:
-        identity: the identity of the folder as it is now.
-        known: the identity of a save in it that was whole, and was published.
+        identity: the folder's identity now.
+        known: the identity of the whole save that was published from the folder.
     """
     now, before = (told.removeprefix(_DCP).split("-") for told in (identity, known))
     both = identity.startswith(_DCP) and known.startswith(_DCP)

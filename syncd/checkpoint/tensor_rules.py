@@ -1,7 +1,6 @@
 """The rules for a tensor's name, dtype and shape, in any file. Pure, and quick to import.
 
-Anyone may have written a file. Text that passes these rules is safe in any header, record or
-message.
+The rules are for untrusted files: text that passes them is safe in any header, record or message.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ NUMBER_LIMIT: Final = 2**63
 
 
 def cast_dtype(dtype: str, cast: Cast | None) -> str:
-    """The dtype after a cast, by safetensors' names; integers, bool and fp8 stay as they are."""
+    """The dtype after a cast, by safetensors' names. Integers, bool and fp8 are never cast."""
     return _CASTS[cast] if cast is not None and dtype in _FLOATING else dtype
 
 
 def is_floating(dtype: str) -> bool:
-    """True for a floating dtype of any width, by safetensors' name."""
+    """True if safetensors' name of a dtype is that of a floating-point dtype of any width."""
     return dtype.startswith(("F", "BF"))
 
 
 def shape_of(value: object) -> Shape | None:
-    """A sequence of sizes as a tuple, or None if it is not one that a tensor can have."""
+    """A sequence of sizes as a tuple; None if the value is not a possible shape of a tensor."""
     if not isinstance(value, tuple | list) or len(value) > DIMENSION_LIMIT:
         return None
     for size in value:  # all() would be slower, and this runs six times a tensor
@@ -69,12 +68,12 @@ def shape_of(value: object) -> Shape | None:
 
 
 def is_offset(value: object) -> TypeGuard[int]:
-    """True if a value is a number of bytes or elements that a file can have."""
+    """True if a value is a possible number of bytes or elements in a file."""
     return type(value) is int and 0 <= value < NUMBER_LIMIT
 
 
 def name_fault(name: object) -> str | None:
-    """The fault of a tensor's name, as the rest of a sentence; None if the name is valid."""
+    """The fault of a tensor's name, for the end of a sentence; None if the name is valid."""
     if not isinstance(name, str):
         return "is a key that is not text"
     if name.isascii() and name.isprintable() and len(name) <= NAME_LIMIT and name != METADATA:
@@ -93,7 +92,7 @@ def name_fault(name: object) -> str | None:
 
 
 def shown(value: object, limit: int = 200) -> str:
-    """Text from a file, made safe for a message; the type of a value that is not text."""
+    """Text from a file, made safe for a message; for a value that is not text, its type."""
     if not isinstance(value, str):
         return f"a {type(value).__name__}"
     cut = value[:limit] + ("…" if len(value) > limit else "")

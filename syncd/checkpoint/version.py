@@ -1,4 +1,4 @@
-"""Checking a version against its manifest."""
+"""Reading a version's manifest, and verifying and copying the version's files."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def read_manifest(storage: Storage, folder: Path) -> Manifest:
     """The manifest of a version's folder.
 
     Raises:
-        OSError: it is not there, or cannot be read.
-        RecordError: it is not a manifest.
+        OSError: the manifest is missing, or cannot be read.
+        RecordError: the file is not a manifest.
     """
     path = folder / MANIFEST
     return parse(Manifest, storage.read(path, LONG_RECORD_LIMIT), path)
@@ -49,22 +49,22 @@ def verify_version(
     cancel: Callable[[], None] = lambda: None,
     progress: Progress = unheard,
 ) -> None:
-    """Compare sizes, headers and, if the manifest has them, digests with the bytes on disk.
+    """Compare the files of a version with its manifest: sizes, headers, and digests if it has any.
 
-    A manifest that promises digests must have one for each file. The folder of a published version
-    must hold no weights besides those that its manifest lists.
+    A manifest whose ``digests`` is not ``off`` must have a digest for each file. The folder of a
+    published version must hold no weights besides those that the manifest lists.
 
     Args:
         storage: reads the files.
         folder: the folder of the version.
         manifest: the manifest of the version.
-        threads: how many files are read at a time, and no more than there are processors.
-        cancel: called often, in this thread; it raises to stop.
-        progress: called in this thread with the bytes that are done, and those of all.
+        threads: the number of files to read at a time, at most the number of processors.
+        cancel: called often, in the calling thread; it raises to stop.
+        progress: called in the calling thread with the bytes that are done and the total bytes.
 
     Raises:
-        VerificationError: a file is missing, not what the manifest says, or not in it.
-        OSError: storage failed while it was read, so the result is unknown.
+        VerificationError: a file is missing, differs from the manifest, or is not listed in it.
+        OSError: storage failed, so the result is unknown.
     """
     total = sum(file.size for file in manifest.files)
     done: dict[str, int] = {}  # each file is looked at by one thread
@@ -96,21 +96,21 @@ def copy_version(
 ) -> None:
     """Copy a version's files, except the manifest, and verify them in the same pass.
 
-    It reads each byte once. If both folders share a filesystem, it copies nothing: the files get a
-    second name, or share blocks.
+    Each byte is read once. If both folders are on the same filesystem, no bytes are copied: the
+    files are hard links, or share blocks.
 
     Args:
         storage: reads the files.
         folder: the folder of the version.
         manifest: the manifest of the version.
         to: the storage to write to.
-        target: an empty folder; the caller syncs the folder's own entry.
-        threads: how many files are copied at a time, and no more than there are processors.
-        cancel: called often, in this thread; it raises to stop.
+        target: an empty folder; the caller syncs its parent.
+        threads: the number of files to copy at a time, at most the number of processors.
+        cancel: called often, in the calling thread; it raises to stop.
 
     Raises:
-        VerificationError: a file is missing, not what the manifest says, or not in it; or the
-            target's folder is missing, which says nothing about the version.
+        VerificationError: a file is missing, differs from the manifest, or is not listed in it. Or
+            ``target`` is missing, although the version may be intact.
         OSError: one of the two storages failed.
     """
     for name in sorted({file.name for file in manifest.files if "/" in file.name}):
@@ -132,10 +132,11 @@ def each_file(
     threads: int,
     cancel: Callable[[], None],
 ) -> None:
-    """Do some work for each file of a version, several at a time.
+    """Do some work for each file of a version, several files at a time.
 
     Raises:
-        VerificationError: the manifest is damaged, or the folder has weights that are not in it.
+        VerificationError: the manifest is damaged, or the folder has weights that the manifest does
+            not list.
         BaseException: the error of the work, or of ``cancel``.
     """
     listed = {file.name for file in manifest.files}
@@ -151,7 +152,7 @@ def each_file(
         if manifest.digests != "off" and listed_file.digest is None:
             raise VerificationError(
                 f"the manifest of {folder} promises digests but has none for "
-                f"{shown(listed_file.name)}: it is damaged, or somebody has changed it"
+                f"{shown(listed_file.name)}: the manifest is damaged, or somebody has changed it"
             )
     _check_nothing_else(storage, folder, manifest, listed)
     run_side_by_side(
@@ -164,13 +165,13 @@ def each_file(
 def _check_nothing_else(
     storage: Storage, folder: Path, manifest: Manifest, listed: Container[str]
 ) -> None:
-    """Refuse weights beside those of the manifest: a server loads all that it finds in the folder.
+    """Refuse weights that the manifest does not list: a server loads all weights in the folder.
 
-    A folder that was never published (sequence 0) may be the trainer's own ``huggingface/``, with
-    files like ``training_args.bin``.
+    A folder that was never published (sequence 0) is not checked: it may be the trainer's own
+    ``huggingface/``, with files like ``training_args.bin``.
 
     Raises:
-        VerificationError: there are such weights.
+        VerificationError: the folder has such weights.
     """
     if manifest.sequence == 0:
         return
@@ -178,7 +179,7 @@ def _check_nothing_else(
         if name not in listed and is_weights_name(name):
             raise VerificationError(
                 f"{folder / printable(name)} is not in the version's manifest, and a server would "
-                "load it: remove it, and find out who put it there"
+                "load it: remove this file, and find out who put it there"
             )
 
 
@@ -191,10 +192,10 @@ def copy_file(
     told: Mapping[str, TensorEntry],
     cancel: Check,
 ) -> None:
-    """Copy one file of a version and verify it in the same pass, as :func:`copy_version` does.
+    """Copy one file of a version as :func:`copy_version` does, and verify it in the same pass.
 
     Raises:
-        VerificationError: it is missing, or not what the manifest says.
+        VerificationError: the file is missing, or differs from the manifest.
         OSError: one of the two storages failed.
     """
     path, copy = folder / file.name, target / file.name
@@ -210,7 +211,11 @@ class _Copy:
     path: Path
 
     def shares(self, fd: int, size: int) -> bool:
-        """True if the copy was made by sharing all blocks of an open file; else it is not there."""
+        """Try to make the copy by sharing all blocks of an open file.
+
+        Returns:
+            True if the copy was made; False if there is no copy.
+        """
         made = self.storage.create(self.path)
         with self.storage.closing(made):
             if self.storage.share_range(fd, made, size, 0, 0):

@@ -47,5 +47,5 @@ def test_a_gap_in_the_numbers_of_hugging_face_files_is_waited_for(
         shutil.copytree(saved / name, actor)
         for path in actor.glob("shard-00001-*"):
             path.unlink()
-        with pytest.raises(SaveNotReadyError, match="has nothing of rank 1 of 4 yet"):
+        with pytest.raises(SaveNotReadyError, match="has no data of rank 1 of 4 yet"):
             build(actor, tmp_path / f"{name}-out")

@@ -219,7 +219,9 @@ def test_half_of_an_adapter_is_an_error_that_names_it(missing: int) -> None:
 @pytest.mark.parametrize("outer", ["pretrained_model.", "module.", "_orig_mod."])
 def test_a_peft_model_inside_another_module_is_an_error_that_names_it(outer: str) -> None:
     names = ["v_head.weight", *(outer + name for name in wrapped(Q))]
-    with pytest.raises(CheckpointError, match=f"{outer}base_model.* is of a PEFT model inside"):
+    with pytest.raises(
+        CheckpointError, match=f"{outer}base_model.* belongs to a PEFT model inside"
+    ):
         find_adapter(names)
 
 

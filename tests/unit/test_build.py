@@ -309,7 +309,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "a config of another kind": (
         {SHARD: shard_of(*PEFT), TOLD: b'{"peft_type": "IA3"}'},
-        "is for a IA3 adapter, but the shards hold a LORA one",
+        "is for a IA3 adapter, but the shards hold a LORA adapter",
     ),
     "a pickle": ({"lora_adapter/adapter_model.bin": b"", TOLD: CONFIG}, "is a pickle"),
     "two adapters": (
@@ -324,7 +324,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
     "half an adapter": ({SHARD: shard_of(*PEFT[:3]), TOLD: CONFIG}, "has no other half"),
     "an adapter by other names": (
         {LORA: file_of(*PEFT[2:4]), TOLD: CONFIG},
-        "by the names that it has in the model",
+        "with the tensor names of its model",
     ),
     "an empty adapter": ({LORA: file_of(), TOLD: CONFIG}, "holds no tensors"),
     "VeRA": (

@@ -198,7 +198,7 @@ def test_a_child_that_is_killed_says_nothing_about_the_save() -> None:
         tiles = made.cast(reader(bytes(8 * TILE)), 2 * TILE, "F32", "BF16", cancel=nothing)
         next(tiles)
         os.kill(made._child.pid, signal.SIGKILL)
-        with pytest.raises(OSError, match="the process to cast it ended with SIGKILL"):
+        with pytest.raises(OSError, match="the process to cast this path ended with SIGKILL"):
             list(tiles)
 
 
@@ -208,7 +208,7 @@ def test_a_child_that_cannot_import_torch_is_no_fault_of_the_save(tmp_path: Path
     python.chmod(0o755)
     with (
         Caster("a save", python=str(python)) as made,
-        pytest.raises(OSError, match=r"ended with .*: see that 'python -c .import torch.' works"),
+        pytest.raises(OSError, match=r"ended with .*: check that 'python -c .import torch.' works"),
     ):
         list(made.cast(reader(bytes(4)), 1, "F32", "BF16", cancel=nothing))
 

@@ -114,7 +114,7 @@ LIES = {
     "twice": (zip_of([PKL, PKL]), "is there twice"),
     "in a second folder": (zip_of([PKL, Entry(b"b/data.pkl", b"}.")]), "in another folder"),
     "without a folder": (zip_of([Entry(b"data.pkl", b"}.")]), "in another folder"),
-    "not in UTF-8": (zip_of([PKL, Entry(b"a/\xff")]), "not named in UTF-8"),
+    "not in UTF-8": (zip_of([PKL, Entry(b"a/\xff")]), "is not UTF-8"),
     "locally another": (
         zip_of([Entry(b"a/data.pkl", b"}.", local_name=b"a/data.pk1")]),
         "header of another record",
@@ -177,7 +177,7 @@ def test_a_zip_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
 def test_millions_of_records_are_refused_before_one_is_read(tmp_path: Path) -> None:
     huge = end64(2_000_000, DIRECTORY_SIZE, DIRECTORY_AT, len(PLAIN) - 22)
     content = zip_of([PKL], count=0xFFFF, behind=huge)
-    refused(tmp_path, content, match="2000000 records, over limits")
+    refused(tmp_path, content, match="2000000 records, over the limits")
 
 
 def test_a_hundred_thousand_records_in_one_place_are_refused(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_a_head_of_another_class_is_refused_for_its_names_alone(tmp_path: Path) 
     # Servers that look for the hub's names must refuse the version.
     names = NameMap.read((tmp_path / "out" / NAME_MAP).read_bytes(), "it")
     assert NAME_MAP in {file.name for file in manifest.files}
-    assert "the table of qwen3_moe is of" in str(names.refused)
+    assert "the table of qwen3_moe is for" in str(names.refused)
 
 
 @pytest.mark.parametrize("shape", [(), (8,), (4, 7, 4)])

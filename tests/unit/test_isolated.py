@@ -486,8 +486,8 @@ def test_what_a_child_says_of_a_file_cannot_leave_its_line(tmp_path: Path) -> No
         ("os._exit(0)", "exit status 0"),
         ("os._exit(70)", "more memory"),
         ("os.kill(os.getpid(), signal.SIGABRT)", "SIGABRT"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "where memory is short"),
-        ("os.close(1); signal.pause()", "where memory is short"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "for lack of memory"),
+        ("os.close(1); signal.pause()", "for lack of memory"),
     ],
 )
 def test_a_child_that_ends_is_an_error_of_the_file(tmp_path: Path, then: str, match: str) -> None:

@@ -100,12 +100,15 @@ A = {"name": "a.{}", "first": 0}
         ({"t": tensor((2, 4), A, {**A, "rows": (3, 4)})}, "overlap or leave a gap"),
         ({"t": tensor((2, 4), {**A, "rows": (0, 4)}, {"name": "b", "rows": (0, 4)})}, "is split"),
         ({"t": tensor((), A)}, "is split"),
-        ({"t": tensor((2, 4), {"name": "a.{}"})}, "place too many"),
-        ({"t": tensor((2, 4), {"name": "a", "first": 0})}, "no place for a number"),
-        ({"t": tensor((2,), {**A, "rows": (0, 1)})}, "rows of a number"),
+        ({"t": tensor((2, 4), {"name": "a.{}"})}, "wrong number of"),
+        ({"t": tensor((2, 4), {"name": "a", "first": 0})}, "wrong number of"),
+        ({"t": tensor((2,), {**A, "rows": (0, 1)})}, "has rows, but no dimension"),
         ({"t": tensor((2, 4), {**A, "transposed": True})}, "fewer than two dimensions"),
         ({"t": tensor((2,), {**A, "at": 0})}, "no dimension"),
-        ({"t": tensor((2,), {"name": "u"}), "u": tensor((2,), {"name": "u"})}, "both be u"),
+        (
+            {"t": tensor((2,), {"name": "u"}), "u": tensor((2,), {"name": "u"})},
+            "both get the name u",
+        ),
         ({"t": tensor((2,), {"name": "q", "at": 1})}, "do not follow each other"),
         (
             {
@@ -117,9 +120,9 @@ A = {"name": "a.{}", "first": 0}
         ({"t": tensor((10**9, 1), A)}, "more than 250000 tensors"),
         (
             {"t": tensor((40_000,), {"name": "b" * 900 + "{}", "first": 0})},
-            "names of more than 33554432 characters",
+            "have more than 33554432 characters",
         ),
-        ({"t": tensor((2**62, 4), {"name": "a"})}, "no tensor has"),
+        ({"t": tensor((2**62, 4), {"name": "a"})}, "too large for a tensor"),
         ({"t": tensor((1,), {"name": "a\n"})}, "control characters"),
         ({"__metadata__": tensor((1,), {"name": "a"})}, "own metadata"),
     ],

@@ -117,14 +117,17 @@ def test_a_split_factor_that_no_order_has_is_named(factor: int) -> None:
     message = str(raised.value)
     assert "rank_1.pt: weight has placements" in message
     assert f"_StridedShard(dim=0, split_factor={factor}), Shard(0)" in message
-    assert "redistribute it to Shard() before saving" in message
+    assert "redistribute the tensor to Shard() before saving" in message
 
 
 @pytest.mark.parametrize(
     ("placements", "advice"),
     [
-        ((Replicate(), Other("Partial(reduce_op=sum)")), "redistribute it to Replicate()"),
-        ((Other("_MaskPartial(offset_shape=4)"), Shard(0)), "redistribute it to Replicate()"),
+        ((Replicate(), Other("Partial(reduce_op=sum)")), "redistribute the tensor to Replicate()"),
+        (
+            (Other("_MaskPartial(offset_shape=4)"), Shard(0)),
+            "redistribute the tensor to Replicate()",
+        ),
         ((Other("Ragged(dim=0)"), Shard(0)), "does not know: report it, and keep the save"),
         ((Shard(0), Shard(2)), "no dimension 2"),
         ((Replicate(), Shard(-1)), "no dimension -1"),

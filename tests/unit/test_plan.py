@@ -211,8 +211,8 @@ def test_plain_tensors_come_from_the_first_rank_and_are_compared_with_the_others
         (rows(0, 4), Chunks("F32", (8, 3), ()), r"\(8, 2\).*\(8, 3\)"),
         (rows(0, 4), Chunks("F16", (8, 2), ()), "F32.*F16"),
         (local((8, 2)), Chunks("F32", (8, 2), ()), "a plain.*a sharded"),
-        (local((8, 2)), None, "plain tensor in rank_0.pt, and missing in rank_1.pt: save the same"),
-        (None, local((8, 2)), "plain tensor in rank_1.pt, and missing in rank_0.pt: save the same"),
+        (local((8, 2)), None, "plain tensor in rank_0.pt, but missing in rank_1.pt: save the same"),
+        (None, local((8, 2)), "plain tensor in rank_1.pt, but missing in rank_0.pt: save the same"),
     ],
 )
 def test_ranks_that_disagree_are_named(
@@ -298,7 +298,7 @@ def test_a_tensor_that_is_left_out_need_not_be_whole() -> None:
 
 def test_two_tensors_of_one_new_name_are_an_error_that_names_both() -> None:
     index: Index = {"one.a": local((2,)), "two.a": local((2,))}
-    with pytest.raises(CoverageError, match=r"one\.a and two\.a would both be a"):
+    with pytest.raises(CoverageError, match=r"one\.a and two\.a would both get the name a"):
         plan_merge(labelled([index]), max_file_size=100, rename=lambda name: name[-1:])
 
 

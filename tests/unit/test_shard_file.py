@@ -140,7 +140,7 @@ def test_a_tensor_that_is_changed_as_it_is_read_is_named(
     plain = tensor()
     more = (Named("torch", "float32"),) if function.endswith("3") else ()
     made = Built(Named("torch._utils", function), (*plain.args, *more, bits))
-    with pytest.raises(ShardFormatError, match="'weight' is negated or conjugated"):
+    with pytest.raises(ShardFormatError, match="'weight' is a negated or conjugated"):
         read(tmp_path, shard({"weight": made}))
     kept = Built(Named("torch._utils", function), (*plain.args, *more))
     assert list(read(tmp_path, shard({"weight": kept}))) == ["weight"]
@@ -148,7 +148,7 @@ def test_a_tensor_that_is_changed_as_it_is_read_is_named(
 
 def test_a_negated_tensor_of_torch_is_named(tmp_path: Path) -> None:
     torch.save({"weight": torch._neg_view(torch.arange(1.0, 4.0))}, tmp_path / "saved.pt")
-    with pytest.raises(ShardFormatError, match="'weight' is negated"):
+    with pytest.raises(ShardFormatError, match="'weight' is a negated"):
         read(tmp_path, (tmp_path / "saved.pt").read_bytes())
 
 
@@ -183,7 +183,7 @@ def of_torch_2_4(*placements: str) -> Built:
 
 def test_two_cuts_of_a_torch_that_does_not_save_their_order_are_refused(tmp_path: Path) -> None:
     assert list(read(tmp_path, shard({"weight": of_torch_2_4("Replicate", "Shard")}))) == ["weight"]
-    with pytest.raises(PlacementError, match=r"torch before 2\.5 does not save their order"):
+    with pytest.raises(PlacementError, match=r"torch before 2\.5 does not save the order"):
         read(tmp_path, shard({"weight": of_torch_2_4("Shard", "Shard")}))
 
 
@@ -215,7 +215,7 @@ def test_a_global_that_is_not_allowed_is_refused_by_name(
 ) -> None:
     ran = tmp_path / "ran"
     call = Built(Named(module, name), (f"touch {ran}",))
-    with pytest.raises(ShardFormatError, match=rf"asks for {module}\.{name}, refused"):
+    with pytest.raises(ShardFormatError, match=rf"asks for {module}\.{name}, which is refused"):
         read(tmp_path, shard({"weight": call}))
     assert not ran.exists()
 
@@ -274,7 +274,7 @@ def test_zips_of_another_kind_are_refused(tmp_path: Path) -> None:
         "compressed": zipped({"a/data.pkl": bytes(99)}, zipfile.ZIP_DEFLATED),
         "encrypted": broken(whole, entry, 8, b"\1\0"),
         "torn": whole + b"\0",
-        "over limits": broken(whole, end, 8, struct.pack("<2H2L", 3, 3, 2**29, 0)),
+        "over the limits": broken(whole, end, 8, struct.pack("<2H2L", 3, 3, 2**29, 0)),
         "does not end where": broken(whole, end, 16, b"\0\0\0\0"),
         "more records than it says": broken(whole, end, 8, struct.pack("<2H", 2, 2)),
         "fewer records than it says": broken(whole, end, 8, struct.pack("<2H", 4, 4)),

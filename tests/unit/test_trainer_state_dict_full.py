@@ -112,7 +112,7 @@ def test_a_file_that_is_not_what_was_written_is_not_published(tmp_path: Path) ->
     content = bytearray(path.read_bytes())
     content[-2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ShardFormatError, match=r"model\.safetensors .* its trainer wrote"):
+    with pytest.raises(ShardFormatError, match=r"model\.safetensors .* the trainer wrote"):
         build(actor, tmp_path / "out")
 
 

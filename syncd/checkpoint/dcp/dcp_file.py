@@ -1,4 +1,4 @@
-"""An open ``.distcp`` file: ``torch.save`` zips one after the other, each of one tensor."""
+"""Reading a ``.distcp`` file: zips of ``torch.save``, one after another, each of one tensor."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _AFTER: Final = 3 * 1024
 
 
 class ReadTensor(Protocol):
-    """Makes a piece of the pickle of one tensor: in this process, or in a child."""
+    """Reads the piece in the pickle of one tensor, in this process or in a child."""
 
     def __call__(self, data: bytes, where: str, name: str, *, intact: bool) -> Piece:
-        """As :func:`syncd.checkpoint.torch_files.pieces.read_tensor`."""
+        """See :func:`syncd.checkpoint.torch_files.pieces.read_tensor`."""
 
 
 class DcpFile:
     """An open ``.distcp`` file whose items are looked up one by one.
 
-    It owns its descriptor, and reads everything through it; close it. It does not check the
-    tensors' bytes; the merge does.
+    The object owns its descriptor, and reads all bytes through it. The caller must close the
+    object. The bytes of the tensors are not checked here; the merge checks them.
 
     Attributes:
-        path: its name when it was opened.
+        path: the path of the file when it was opened.
         fd: the descriptor.
-        records: for each item that was looked up, the position of its tensor's bytes.
-        has_crc: False when the trainer switched CRC-32 off: every record's is 0.
+        records: for each item that was looked up, the record with its tensor's bytes.
+        has_crc: False if the trainer switched CRC-32 off, so that the CRC-32 of every record is 0.
     """
 
     def __init__(self, storage: Storage, path: Path, fd: int, size: int) -> None:
@@ -62,7 +62,7 @@ class DcpFile:
         """Open a file.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         fd = storage.open_read(path)
         try:
@@ -78,20 +78,20 @@ class DcpFile:
     def look_up(
         self, name: str, dtype: str, shape: Shape, chunk: Chunk, *, parse: ReadTensor
     ) -> Local:
-        """A chunk as bytes of this file.
+        """Find the bytes of a chunk in this file.
 
         Args:
-            name: the name of its tensor, for messages.
-            dtype: the dtype of its tensor, by safetensors' name.
+            name: the name of the chunk's tensor, for messages.
+            dtype: the dtype of the tensor, by safetensors' name.
             shape: the shape of the whole tensor.
-            chunk: its place according to the metadata.
+            chunk: the place of the chunk according to the metadata.
             parse: reads the pickle of an item.
 
         Raises:
-            ShardFormatError: it lies outside the file, is not a whole zip of torch.save, does not
-                match its CRC-32, is not contiguous, or asks for code.
-            CoverageError: it has another dtype or shape than the metadata says.
-            OSError: it cannot be read now.
+            ShardFormatError: the chunk's item lies outside the file, is not a whole zip of
+                torch.save, does not match its CRC-32, is not contiguous, or asks for code.
+            CoverageError: the item has another dtype or shape than the metadata says.
+            OSError: storage failed.
         """
         if chunk.at + chunk.length > self._size:
             raise self._broken(name, chunk, f"the file has only {self._size} bytes")
@@ -104,10 +104,10 @@ class DcpFile:
         intact = any(record.crc32 for record in records.values())
         order = records.get("byteorder")
         if order and window.pread_all(self.fd, min(order.size, 16), order.offset) != b"little":
-            raise self._broken(name, chunk, "it is not little-endian")
+            raise self._broken(name, chunk, "its bytes are not little-endian")
         pickled = records.get("data.pkl")
         if pickled is None or pickled.size > _PICKLE_LIMIT:
-            raise self._broken(name, chunk, "it has no data.pkl of a tensor")
+            raise self._broken(name, chunk, "its data.pkl is missing or too long")
         data = window.pread_all(self.fd, pickled.size, pickled.offset)
         if len(data) != pickled.size or (intact and crc32(data) != pickled.crc32):
             raise self._broken(name, chunk, "its data.pkl does not match its CRC-32")
@@ -115,7 +115,7 @@ class DcpFile:
         if (piece.dtype, piece.shape) != (dtype, chunk.shape):
             raise CoverageError(
                 f"{self.path}: the chunk of '{shown(name)}' at {chunk.offsets} is "
-                f"{piece.dtype} {piece.shape}, and .metadata says {dtype} {chunk.shape}: the file "
+                f"{piece.dtype} {piece.shape}, but .metadata says {dtype} {chunk.shape}: the file "
                 "belongs to another save; save again"
             )
         key = f"data/{piece.key}"
@@ -133,17 +133,18 @@ class DcpFile:
         at = f"bytes {chunk.at} to {chunk.at + chunk.length}"
         return ShardFormatError(
             f"{self.path}: the item of '{shown(name)}' at {at} cannot be read ({what}): the file "
-            "is torn, or of another save than .metadata; save again"
+            "is torn, or belongs to another save than .metadata; save again"
         )
 
 
 class OneByOne:
-    """Reads the pickles of items, equal ones only once.
+    """Reads the pickles of items, and reads equal pickles only once.
 
-    Chunks of one dtype and shape have equal pickles: 20,000 tensors have about a dozen.
+    Chunks of the same dtype and shape have equal pickles: 20,000 tensors have about a dozen
+    different pickles.
 
     Args:
-        parse: reads them.
+        parse: reads a pickle.
     """
 
     def __init__(self, parse: Callable[[bytes, str, str], Piece]) -> None:
@@ -151,7 +152,7 @@ class OneByOne:
         self._known: dict[bytes, Piece] = {}
 
     def __call__(self, data: bytes, where: str, name: str, *, intact: bool) -> Piece:
-        """As :func:`syncd.checkpoint.torch_files.pieces.read_tensor`."""
+        """See :func:`syncd.checkpoint.torch_files.pieces.read_tensor`."""
         del intact  # the same bytes are the same tensor, checked or not
         piece = self._known.get(data)
         if piece is None:
@@ -162,7 +163,7 @@ class OneByOne:
 
 
 class _Windows:
-    """The bytes of a file that were read last: beginnings and ends of items, some KB each."""
+    """A cache of the two latest reads from a file: beginnings and ends of items, a few KB each."""
 
     def __init__(self, storage: Storage, fd: int) -> None:
         self.storage = storage
@@ -170,7 +171,7 @@ class _Windows:
         self._windows: deque[tuple[int, bytes]] = deque(maxlen=2)
 
     def pread_all(self, count: int, offset: int) -> bytes:
-        """``count`` bytes from an offset; fewer only at the end of the file."""
+        """Read ``count`` bytes from an offset; fewer only at the end of the file."""
         for begin, data in self._windows:
             if begin <= offset and offset + count <= begin + len(data):
                 return data[offset - begin : offset - begin + count]
@@ -183,14 +184,14 @@ class _Windows:
 
 
 class _Item:
-    """An item as if it were a file by itself."""
+    """A view that shows an item as if it were a whole file."""
 
     def __init__(self, windows: _Windows, chunk: Chunk) -> None:
         self._windows = windows
         self._at, self._length = chunk.at, chunk.length
 
     def pread_all(self, fd: int, count: int, offset: int) -> bytes:
-        """``count`` bytes from an offset in the item; fewer only at its end."""
+        """Read ``count`` bytes from an offset in the item; fewer only at the end of the item."""
         del fd  # the windows have the file's
         count = min(count, self._length - offset)
         return self._windows.pread_all(count, self._at + offset) if count > 0 else b""

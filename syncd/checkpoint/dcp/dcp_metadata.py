@@ -1,14 +1,15 @@
-"""The ``.metadata`` of ``torch.distributed.checkpoint``: which bytes are which tensor. Pure.
+"""The ``.metadata`` of ``torch.distributed.checkpoint``: the place of each tensor's bytes. Pure.
 
-It is a pickle, and is read as inert records (``inert_pickle``). An *item* is the result of one
-``torch.save`` by DCP: a *chunk* of a tensor, at an offset in one of the ``.distcp`` files. The
-metadata is checked here as far as it can be without those files.
+The file is a pickle, and is read as inert records (``inert_pickle``). An *item* is the result of
+one ``torch.save`` by DCP. It holds a *chunk* of a tensor, and lies at an offset in one of the
+``.distcp`` files. This module checks the metadata as far as possible without those files.
 
 DCP flattens the state that it saves: ``{"model": model.state_dict(), "optim": …}`` becomes tensors
-``model.layers.0.weight`` and so on, and its metadata keeps the *path* of each: ``("model",
-"layers.0.weight")``. The last part is the key in the dict that held the tensor. The part before it
-is that dict's own place, here called the tensor's *parent*. A model's tensors come out of one flat
-``state_dict()``, so they have one parent in common; :func:`select_model` finds it.
+``model.layers.0.weight`` and so on. The metadata keeps the *path* of each tensor, for example
+``("model", "layers.0.weight")``. The last element of a path is the tensor's key in the dict that
+held it. The elements before it are the path of that dict, here called the tensor's *parent*. All
+tensors of a model come from the same flat ``state_dict()``, so they have the same parent;
+:func:`select_model` finds this parent.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _FILE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.distcp", re.ASCII
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor, as one item.
+    """A part of a tensor, which is stored as one item.
 
     Attributes:
-        offsets: the part's first index of each dimension of the tensor.
+        offsets: the part's first index along each dimension of the tensor.
         shape: the shape of the part.
-        file: the name of the file that it is in.
-        at: where the item begins in that file, in bytes.
+        file: the name of the item's file.
+        at: the offset of the item in its file, in bytes.
         length: the length of the item, in bytes.
     """
 
@@ -45,9 +46,9 @@ class Chunk(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor of the model: safetensors' name of its dtype, its whole shape, its chunks.
+    """A tensor of the model: safetensors' name of its dtype, its whole shape, and its chunks.
 
-    Chunks without elements are left out.
+    ``chunks`` leaves out chunks without elements.
     """
 
     dtype: str
@@ -59,8 +60,9 @@ class StoredModel(NamedTuple):
     """The model in a checkpoint.
 
     Attributes:
-        tensors: by their names in the model, in the order of the checkpoint.
-        is_model_only: True if the checkpoint has nothing else, such as an optimizer's state.
+        tensors: the tensors by their names in the model, in the order of the checkpoint.
+        is_model_only: True if the checkpoint holds only the model; False if it also holds, for
+            example, an optimizer's state.
     """
 
     tensors: Mapping[str, Stored]
@@ -72,7 +74,7 @@ _Place = tuple[str, int, int]
 
 
 def is_distcp(name: object) -> bool:
-    """True if this is the name of a ``.distcp`` file, and not a path to another folder."""
+    """True if this is the name of a ``.distcp`` file without any folder."""
     return isinstance(name, str) and _FILE.fullmatch(name) is not None
 
 
@@ -81,25 +83,26 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
 
     Args:
         data: the pickle.
-        where: the file, for the message, which begins with it.
-        prefix: the beginning of the model's names; None to find out
-            (:func:`select_model`).
-        intact: whether the memory that a damaged pickle takes is bounded anyway.
+        where: the file; the error message begins with it.
+        prefix: the beginning of the names of the model's tensors. If None,
+            :func:`select_model` finds it.
+        intact: True to use the fast unpickler, because something else limits the memory that a
+            damaged pickle takes.
 
     Raises:
-        ShardFormatError: the pickle is broken, asks for code, is not DCP's metadata, or lists items
-            that no checkpoint has: ones that overlap, lie in another folder or were transformed, or
-            that have a dtype or name that safetensors files lack.
-        PlacementError: a tensor is one of FSDP1's flat parameters.
+        ShardFormatError: the pickle is broken, asks for code, or is not DCP's metadata. Or it lists
+            an item that cannot be merged: the item overlaps another item, lies in another folder,
+            was transformed, or has a dtype or name that safetensors does not support.
+        PlacementError: a tensor is a flat parameter of FSDP1.
         CoverageError: a chunk is in no file.
-        CheckpointError: the model's tensors cannot be told from others.
+        CheckpointError: syncd cannot find out which tensors are the model's.
     """
     root = load_inert(data, where, intact=intact)
     said = root.state if isinstance(root, Inert) and type(root).__name__ == "Metadata" else {}
     stored, places = said.get("state_dict_metadata"), said.get("storage_data")
     if not isinstance(stored, dict) or not isinstance(places, dict):
         raise ShardFormatError(
-            f"{where} is no metadata of torch.distributed.checkpoint: save again with dcp.save"
+            f"{where} is not the metadata of torch.distributed.checkpoint: save again with dcp.save"
         )
     paths = said.get("planner_data")
     entries = {
@@ -110,18 +113,19 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
     selected = select_model(entries, prefix, where)
     for name in selected.others:
         raise ShardFormatError(
-            f"{where}: '{shown(name)}' is among the model's tensors but is no tensor: leave it out"
+            f"{where}: '{shown(name)}' is in the model's state dict but is not a tensor: do not "
+            "save it"
         )
     tensors: dict[str, Stored] = {}
     for name, own in selected.names.items():
         if check_name(own, where) in tensors:
-            raise ShardFormatError(f"{where}: '{shown(own)}' is there twice: save again")
+            raise ShardFormatError(f"{where}: '{shown(own)}' is listed twice: save again")
         tensors[own] = _stored(name, stored[name], items, where)
     return StoredModel(tensors, selected.is_all)
 
 
 def _path(name: object, paths: object) -> tuple[str, ...]:
-    """The path of a tensor in the saved state; the top level if the planner recorded none."""
+    """The path of a tensor in the saved state; its name alone if the planner recorded no path."""
     told = paths.get(name) if isinstance(paths, dict) else None
     if isinstance(told, tuple) and told and all(type(part) in {str, int} for part in told):
         path = tuple(map(str, told))
@@ -144,15 +148,15 @@ def _dimensions(name: object, value: object, where: str) -> int | None:
 
 
 def _items(places: dict[Any, Any], where: str) -> dict[tuple[str, Shape | None], _Place]:
-    """All items by the name of their tensor and their offsets in it."""
+    """All items, by the name of the tensor and the offsets in the tensor."""
     found: dict[tuple[str, Shape | None], _Place] = {}
     for index, place in places.items():
         if not isinstance(index, Inert) or not isinstance(place, Inert):
-            raise ShardFormatError(f"{where} lists items in an unknown way: save again")
+            raise ShardFormatError(f"{where} lists its items in an unknown form: save again")
         name, told = index.state.get("fqn"), index.state.get("offset")
         offsets = shape_of(told)
         if not isinstance(name, str) or (told is not None and offsets is None):
-            raise ShardFormatError(f"{where} lists an item of no tensor: save again")
+            raise ShardFormatError(f"{where} lists an item without a name or offsets: save again")
         if (name, offsets) in found:
             raise ShardFormatError(f"{where} lists an item of '{shown(name)}' twice: save again")
         found[name, offsets] = _place(name, place, where)
@@ -164,7 +168,7 @@ def _place(name: str, place: Inert, where: str) -> _Place:
     file, at, length = (place.state.get(key) for key in ("relative_path", "offset", "length"))
     if place.state.get("transform_descriptors"):
         raise ShardFormatError(
-            f"{where}: '{shown(name)}' was transformed as it was written (an extension, such as "
+            f"{where}: '{shown(name)}' was transformed as it was written (by an extension, such as "
             "compression): save without extensions"
         )
     if not is_distcp(file):
@@ -178,7 +182,7 @@ def _place(name: str, place: Inert, where: str) -> _Place:
 
 
 def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> None:
-    """Refuse items that overlap in a file; in another format, all items begin at 0."""
+    """Refuse items that overlap in a file. In FileSystemWriter's other format, all begin at 0."""
     before, end, other = "", 0, ""
     for file, at, length, name in sorted(places):
         if file == before and at < end:
@@ -209,7 +213,7 @@ def _stored(
         state = chunk.state if isinstance(chunk, Inert) else {}
         offsets, sizes = shape_of(state.get("offsets")), shape_of(state.get("sizes"))
         if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
-            raise ShardFormatError(f"{where}: '{shown(name)}' has a chunk of another tensor's kind")
+            raise ShardFormatError(f"{where}: '{shown(name)}' has a chunk with wrong dimensions")
         if 0 in sizes:
             continue
         place = items.get((name, offsets))
@@ -236,11 +240,11 @@ _TOLD: Final = 5
 
 
 class SavedName(NamedTuple):
-    """The thing that is saved under a name.
+    """An entry of the checkpoint.
 
     Attributes:
-        path: its path in the saved state.
-        dimensions: how many a tensor has; None for anything else.
+        path: the path of the entry in the saved state.
+        dimensions: the number of dimensions of a tensor; None if the entry is not a tensor.
     """
 
     path: Keys
@@ -253,8 +257,8 @@ class Selected(NamedTuple):
     Attributes:
         names: each tensor's name in the checkpoint → its name in the model, in the checkpoint's
             order.
-        others: entries of the model's dict that are not tensors, by their names in the checkpoint.
-        is_all: True if it has nothing except the model.
+        others: the entries of the model's dict that are not tensors, by names in the checkpoint.
+        is_all: True if the checkpoint holds only the model.
     """
 
     names: Mapping[str, str]
@@ -263,21 +267,23 @@ class Selected(NamedTuple):
 
 
 def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: str) -> Selected:
-    """Tell the model's tensors from all others.
+    """Find the tensors of the model among all entries of a checkpoint.
 
-    With a prefix, they are the tensors whose names begin with it; the prefix is cut off. An empty
-    prefix means the tensors at the top level. Without a prefix, they are the tensors of the one
-    parent that can be a model: optimizers, schedulers, data loaders and the like are recognized by
-    the names of their places, and an entry at the top level beside a dict of tensors must have
-    dimensions. If several parents remain, it is the one called ``model``.
+    - With a prefix, the model's tensors are those whose names begin with the prefix, which is cut
+      off.
+    - With an empty prefix, the model's tensors are those at the top level.
+    - With None, they are the tensors of the only parent that can be a model. Parents with names of
+      optimizers, schedulers, data loaders and the like do not count. The top level does not count
+      if it has only scalars beside a dict of tensors. If several parents remain, the parent called
+      ``model`` counts.
 
     Args:
-        entries: by name, in the order of the checkpoint.
-        prefix: as the user gave it; None to find out.
+        entries: the entries by name, in the order of the checkpoint.
+        prefix: the prefix that the user gave, or None.
         where: the file, for the message.
 
     Raises:
-        CheckpointError: there is no such tensor, or several dicts may be the model's.
+        CheckpointError: the model has no tensors, or several dicts may be the model's.
     """
     if prefix:
         chosen = [name for name in entries if name.startswith(prefix) and name != prefix]
@@ -298,7 +304,7 @@ def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: st
 
 
 def _own_name(entry: SavedName, parent: Keys) -> str:
-    """The name of an entry in the model's dict; empty if it is in another dict."""
+    """The name of an entry in the model's dict; empty if the entry is in another dict."""
     within = entry.path[len(parent) :]
     own = ".".join(within)
     if entry.path[: len(parent)] != parent or not within:
@@ -310,7 +316,7 @@ def _own_name(entry: SavedName, parent: Keys) -> str:
 
 
 def _is_extra(name: str) -> bool:
-    """True if it is a module's extra state, or inside such state."""
+    """True if the entry is a module's extra state, or inside such state."""
     return f"{EXTRA_STATE}." in f"{name}."
 
 
@@ -319,7 +325,7 @@ def _is_tensor(entry: SavedName) -> bool:
 
 
 def _parents(entries: Mapping[str, SavedName]) -> dict[Keys, bool]:
-    """The parents of tensors, and whether any of these has dimensions."""
+    """The parents of all tensors: True for a parent with a tensor that is not a scalar."""
     found: dict[Keys, bool] = {}
     for entry in entries.values():
         if entry.dimensions is not None:
@@ -329,7 +335,7 @@ def _parents(entries: Mapping[str, SavedName]) -> dict[Keys, bool]:
 
 
 def _parent(entries: Mapping[str, SavedName], where: str) -> Keys:
-    """The one dict that can be the model's."""
+    """The parent of the model's tensors: the only dict that can be the model's."""
     found = {
         parent: has_dimensions
         for parent, has_dimensions in _parents(entries).items()
@@ -344,8 +350,8 @@ def _parent(entries: Mapping[str, SavedName], where: str) -> Keys:
         return next(iter(found))
     if not found:
         raise CheckpointError(
-            f"{where} holds no tensors of a model: save model.state_dict(), or give their place "
-            f"with --prefix (dcp_prefix); {_told(entries)}"
+            f"{where} holds no tensors of a model: save model.state_dict(), or give the beginning "
+            f"of their names with --prefix (dcp_prefix); {_told(entries)}"
         )
     raise CheckpointError(
         f"{where} holds tensors in several places, and does not say which are the model's: give "
@@ -354,7 +360,7 @@ def _parent(entries: Mapping[str, SavedName], where: str) -> Keys:
 
 
 def _told(entries: Mapping[str, SavedName]) -> str:
-    """The prefixes of the names of some tensors, for a message."""
+    """The prefixes of some tensors' names, for a message."""
     places = dict.fromkeys(
         f"'{shown('.'.join((*parent, '')) if parent else '', 60)}'" for parent in _parents(entries)
     )

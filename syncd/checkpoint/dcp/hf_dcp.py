@@ -1,9 +1,9 @@
 """The files of ``HuggingFaceStorageWriter``: safetensors, with chunks of tensors. Pure.
 
-Each rank's file is a safetensors file whose tensors are that rank's parts of the whole ones. Its
-metadata gives, under ``DCP_SHARDING_INFO``, the offset of each part. No file gives the size of a
-whole tensor: it ends where its last part ends. Without that metadata, as in a plain Hugging Face
-folder, every tensor is whole.
+Each rank's file is a safetensors file that holds the rank's parts of the whole tensors. The
+metadata of the file gives the offsets of each part under ``DCP_SHARDING_INFO``. No file gives the
+size of a whole tensor: the tensor ends where its last part ends. If a file has no such metadata, as
+in a plain Hugging Face folder, every tensor is whole.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ Chunked = tuple[HeaderEntry, Shape]
 
 
 def read_chunked_fields(header: bytes, where: str) -> list[Chunked]:
-    """The tensors that a header lists, by offsets in the data section, and their places.
+    """The tensors that a header lists, each with its offsets in the whole tensor.
 
     Args:
-        header: the length and the JSON, as in the file.
+        header: the first bytes of the file: the header's length and its JSON.
         where: the file, for the message.
 
     Raises:
-        ShardFormatError: it is not a JSON object of tensors, or lacks the place of a tensor.
-        PlacementError: one is a flat parameter of FSDP1.
+        ShardFormatError: the header is not a JSON object of tensors, or lacks the offsets of a
+            tensor.
+        PlacementError: a tensor is a flat parameter of FSDP1.
     """
     entries = read_fields(header, where)
     told = json.loads(header[8:]).get(METADATA, {}).get(SHARDING)
@@ -56,7 +57,7 @@ def _sharding(told: str, where: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise broken(where, f"its {SHARDING} is no JSON object")
+        raise broken(where, f"its {SHARDING} is not a JSON object")
     return found
 
 
@@ -68,17 +69,17 @@ def _offsets(entry: HeaderEntry, told: Mapping[str, Any], where: str) -> Shape:
                 ends = (begin + size for begin, size in zip(found, entry.shape, strict=True))
                 if all(end < NUMBER_LIMIT for end in ends):
                     return found
-    raise broken(where, f"its {SHARDING} does not say the {_OFFSETS} of '{shown(entry.name)}'")
+    raise broken(where, f"its {SHARDING} does not give the {_OFFSETS} of '{shown(entry.name)}'")
 
 
 def whole_shapes(files: Mapping[str, Iterable[Chunked]]) -> dict[str, tuple[str, Shape]]:
-    """The dtype and the shape of each whole tensor, as far as the files have it.
+    """The dtype and the shape of each whole tensor, from the parts in all files.
 
     Args:
-        files: the tensors of each file, by its name in messages.
+        files: the tensors of each file, by the file's name in messages.
 
     Raises:
-        CoverageError: files disagree on the dtype of a tensor, or on how many dimensions it has.
+        CoverageError: two files disagree on the dtype of a tensor, or on its number of dimensions.
     """
     found: dict[str, tuple[str, Shape]] = {}
     first: dict[str, str] = {}
@@ -89,7 +90,8 @@ def whole_shapes(files: Mapping[str, Iterable[Chunked]]) -> dict[str, tuple[str,
             if (known_dtype, len(known)) != (dtype, len(end)):
                 raise CoverageError(
                     f"{shown(name)} is {known_dtype} of {len(known)} dimensions in {first[name]} "
-                    f"but {dtype} of {len(end)} in {label}: save again from ranks of one job"
+                    f"but {dtype} of {len(end)} dimensions in {label}: save again from ranks of "
+                    "one job"
                 )
             first.setdefault(name, label)
             found[name] = dtype, tuple(map(max, zip(known, end, strict=True)))

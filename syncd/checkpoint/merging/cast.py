@@ -1,8 +1,8 @@
-"""Casting tensors as torch does, in a child process that imports it.
+"""Casting tensors with torch, in a child process.
 
-This process never imports torch. Bytes are exchanged through memory that both have mapped. Each
-thread that casts has two slots there, so that one tile is read and another written while the child
-works on a third.
+This process never imports torch. It exchanges bytes with the child through shared memory. Each
+thread that casts has two slots in this memory, so that the thread can read or write one tile while
+the child casts the other tile.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Caster:
     """A child that casts, for :data:`THREADS` threads. Close it, or use it as a context manager.
 
     Args:
-        where: the save that it casts, for messages.
+        where: the save to cast, for messages.
         python: the interpreter.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the child cannot be started.
     """
 
     def __init__(self, where: str, *, python: str = sys.executable) -> None:
@@ -85,7 +85,7 @@ class Caster:
         self.close()
 
     def close(self) -> None:
-        """End the child."""
+        """Kill the child."""
         self._stack.close()
 
     def cast(
@@ -97,20 +97,20 @@ class Caster:
         *,
         cancel: Callable[[], None],
     ) -> Iterator[memoryview]:
-        """Cast elements as they are read.
+        """Read elements and cast them.
 
         Args:
             read: fills a buffer with the next elements.
-            count: how many there are in all.
-            given: their dtype, by safetensors' name.
-            wanted: their dtype after the cast.
+            count: the total number of elements.
+            given: the dtype of the elements, by safetensors' name.
+            wanted: the dtype after the cast, by safetensors' name.
             cancel: called every 50 ms while the child works; it raises to stop.
 
         Yields:
-            The cast elements, in order; each buffer is valid until the next one.
+            The cast elements, in order. Each buffer is valid until the next buffer is yielded.
 
         Raises:
-            OSError: the child has ended, or did not answer: nothing is known of the file.
+            OSError: the child has ended, or did not answer; the file may be good.
         """
         before, after = ITEMSIZE[given], ITEMSIZE[wanted]
         most = TILE // max(before, after)
@@ -146,7 +146,7 @@ class Caster:
                 raise self._failed() from None
 
     def _wait(self, slot: int, cancel: Callable[[], None]) -> None:
-        """Wait until a slot is answered; keep answers for other threads that come first."""
+        """Wait for the answer for a slot; keep earlier answers for the other threads."""
         with self._hearing:
             while slot not in self._answered:
                 answer = self._hear(cancel)
@@ -165,7 +165,7 @@ class Caster:
     def _failed(self) -> OSError:
         return OSError(
             errno.EAGAIN,
-            f"the process to cast it ended with {described(self._child.end())}: see that "
-            "'python -c \"import torch\"' works and that there is memory",
+            f"the process to cast this path ended with {described(self._child.end())}: check that "
+            "'python -c \"import torch\"' works, and that memory is free",
             self._where,
         )

@@ -1,8 +1,8 @@
-"""The child process that casts tensors: the one module here that imports torch.
+"""The child process that casts tensors: the only module of ``merging`` that imports torch.
 
-``Caster`` starts it. It maps memory that it shares with its parent, which tells it over its
-standard input which bytes there to cast. It gets only numbers, so that nothing in a file can do it
-harm.
+``Caster`` starts the child. Parent and child share mapped memory. The parent writes requests to the
+child's standard input; each request says which bytes of the shared memory to cast. The child gets
+only numbers, so nothing in a file can harm it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from syncd.checkpoint.tensor_rules import DTYPES
 
 
 def run() -> None:
-    """Be the child, with the shared memory's descriptor as argument: cast until the input ends."""
+    """Run the child: cast until its input ends. Its argument is the shared memory's descriptor."""
     # A signal to a whole service, or from a terminal, is for the parent to handle.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

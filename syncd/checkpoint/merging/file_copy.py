@@ -1,14 +1,14 @@
 """Writing one planned file: byte ranges of the shards, in order, and the digest of each tensor.
 
-There are three ways; each range takes the cheapest one that is right for it:
+There are three ways to write a range, and each range is written in the cheapest possible way:
 
-- If the filesystem can, blocks are *shared* (a reflink: XFS, btrfs, NFS 4.2): nothing is copied.
-  That takes ranges that begin at a page in both files, so our trainer hook and the merge begin
-  large tensors at pages. Blocks of a file that another trainer may still be writing are never
-  shared.
-- The kernel copies (``Storage.copy_range``), if a file server may do it and nothing is computed
-  from the bytes.
-- Bytes go through one buffer.
+- If the filesystem supports reflinks (XFS, btrfs, NFS 4.2), the output file *shares* blocks with
+  the shard, and nothing is copied. Such a range must begin at a page in both files, so our trainer
+  hook and the merge begin large tensors at pages. Blocks of a file that another trainer may still
+  be writing are never shared.
+- The kernel copies (``Storage.copy_range``), if a file server may do the copy and nothing is
+  computed from the bytes.
+- Otherwise the bytes are copied through a buffer.
 
 ``docs/performance.md`` has the measurements.
 """
@@ -45,17 +45,17 @@ _WORTH_A_CALL: Final = 512 * 1024
 
 
 class FileCopy:
-    """The buffer between the shards and one output file, and the work on the bytes in it.
+    """Copies bytes from the shards to one output file, through a buffer or in the kernel.
 
     Args:
         storage: the storage to write to.
         reader: the reader of the sources.
         sources: the open shards.
         options: the options of the merge.
-        checked: as :func:`~syncd.checkpoint.merging.merge.run_plan` has it.
-        caster: casts; needed if the plan says so.
+        checked: the argument of :func:`~syncd.checkpoint.merging.merge.run_plan`.
+        caster: casts tensors; it must not be None if the plan has a cast.
         cancel: called often; it raises to stop.
-        advanced: called with each number of bytes that are done.
+        advanced: called after each write with the number of bytes that were written.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class FileCopy:
         self._fd, self._at = -1, 0  # the output, and where the buffer goes in it
 
     def write(self, file: PlannedFile, fd: int) -> list[bytes]:
-        """Write the file; returns each tensor's 16-byte digest, or nothing when they are off."""
+        """Write the file; return each tensor's 16-byte digest, or ``[]`` if digests are off."""
         self._fd, self._at = fd, len(file.header)
         self._storage.pwrite_all(fd, file.header, 0)
         in_kernel = not self._computes and self._options.in_kernel(fd)
@@ -118,9 +118,9 @@ class FileCopy:
             self._gather(TensorStream(self._reader, (left,)), left.length, hasher)
 
     def _share(self, run: Run, hasher: xxhash.xxh3_128 | None) -> int:
-        """Share the first blocks of a run with the output; returns how many bytes they are.
+        """Share the first blocks of a run with the output; return the number of shared bytes.
 
-        The bytes are read only for their digest.
+        The bytes are read only if digests are on.
         """
         to = self._at + self._filled
         count = run.length // PAGE * PAGE
@@ -181,7 +181,7 @@ class FileCopy:
         length: int,
         hasher: xxhash.xxh3_128 | None,
     ) -> None:
-        """Copy so many bytes through the buffer."""
+        """Copy ``length`` bytes through the buffer."""
         left = length
         while left:
             view = self._view[self._filled : self._filled + left]
@@ -194,7 +194,7 @@ class FileCopy:
                 self._flush()
 
     def _cast(self, tensor: PlannedTensor, hasher: xxhash.xxh3_128 | None) -> None:
-        """Copy a tensor through the child that casts it; small ones through the buffer too."""
+        """Copy a tensor through the child that casts; small tiles also pass through the buffer."""
         assert self._caster is not None  # noqa: S101 - as run_plan asks for
         stream = self._compared(tensor)
         count = tensor.length // ITEMSIZE[tensor.dtype]
@@ -222,9 +222,9 @@ class FileCopy:
         first, other = source_at(tensor.parts, offset), source_at(copy.parts, offset)
         return CoverageError(
             f"{name} differs between ranks {first} and {other}, in {self._sources[first].path} and "
-            f"{self._sources[other].path}, which should both have the same of it: broadcast it "
-            "before saving, or give what is not the same on all ranks a name of its own, or a "
-            "device mesh with all of them"
+            f"{self._sources[other].path}, but must be the same in both: broadcast the tensor "
+            "before saving, or give tensors that differ between ranks different names, or a device "
+            "mesh with all of these ranks"
         )
 
     def _flush(self) -> None:
@@ -251,8 +251,8 @@ class FileCopy:
 class TensorStream:
     """Reads the bytes of parts in order, into buffers of any size.
 
-    It needs no more memory of its own than the largest buffer that it gets. A weave is read by
-    tiles: as many whole rows as fit, each source in one piece.
+    It needs at most as much memory of its own as the largest buffer that it fills. A weave is read
+    in tiles of as many whole rows as fit into the buffer, with one read for each source.
 
     Args:
         reader: the reader of the sources.
@@ -266,7 +266,7 @@ class TensorStream:
         self._done = 0  # bytes of it
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes; there are as many.
+        """Fill ``view`` with the next bytes. There must be enough bytes left.
 
         Raises:
             SaveNotReadyError: a source became shorter.
@@ -286,7 +286,7 @@ class TensorStream:
             view = view[count:]
 
     def _weave(self, weave: Weave, view: memoryview) -> int:
-        """Read the next rows that fit, or a part of a row that does not; returns how many bytes."""
+        """Read the next whole rows that fit, else a part of a row; return the number of bytes."""
         width = weave.length // weave.turns
         row, within = divmod(self._done, width)
         rows = 0 if within else min(len(view) // width, weave.turns - row)
@@ -309,13 +309,14 @@ class TensorStream:
 
 
 class ComparedStream:
-    """A stream of bytes, compared with copies that must be equal.
+    """A stream of bytes that is compared with copies, which must be equal.
 
     Args:
         stream: the stream to read.
-        copies: the same bytes.
-        differs: makes the error for a copy, by its number, that differs at an offset.
-        cancel: called for each copy: there can be thousands. It raises to stop.
+        copies: streams that must have the same bytes.
+        differs: makes the error from the number of the copy that differs, and the offset of the
+            difference in bytes.
+        cancel: called for each copy, because there can be thousands; it raises to stop.
     """
 
     def __init__(
@@ -332,10 +333,10 @@ class ComparedStream:
         self._done = 0
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes; there are as many.
+        """Fill ``view`` with the next bytes. There must be enough bytes left.
 
         Raises:
-            SyncdError: a copy differs; and as :meth:`TensorStream.read_into`.
+            SyncdError: a copy differs, or :meth:`TensorStream.read_into` fails.
         """
         self._stream.read_into(view)
         other = memoryview(bytearray(len(view)))
@@ -349,7 +350,10 @@ class ComparedStream:
 
 
 def _scatter(tile: memoryview, own: int, view: memoryview, begin: int, width: int) -> None:
-    """Put rows of ``own`` bytes each at ``begin`` into rows of ``width`` bytes each."""
+    """Copy the rows of ``tile``, of ``own`` bytes, to offset ``begin`` in the rows of ``view``.
+
+    A row of ``view`` has ``width`` bytes.
+    """
     unit = next(size for size in _FORMATS if not (own % size or begin % size or width % size))
     columns = own // unit
     if columns <= _FEW_COLUMNS:

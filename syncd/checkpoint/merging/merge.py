@@ -1,4 +1,4 @@
-"""Running a merge plan: write its files, several at a time, and check their sources."""
+"""Running a merge plan: writing its files, several at a time, and checking the source files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from syncd.storage.fsio import Storage
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The result of a merge: the files, the tensors in file order, and the bytes of all tensors."""
+    """The result of a merge: the files, the tensors in file order, and the tensors' total bytes."""
 
     files: tuple[VersionFile, ...]
     tensors: tuple[TensorEntry, ...]
@@ -47,19 +47,20 @@ def run_plan(
     work: Work,
     caster: Caster | None = None,
 ) -> Merged:
-    """Write the files of a plan, durably, into a folder that nobody else looks at.
+    """Write and sync the files of a plan, in a folder that no other process reads.
 
     Args:
         storage: the storage to write to.
-        plan: made from the indexes of ``sources``, in the same order.
+        plan: the plan, made from the indexes of ``sources`` in the order of ``sources``.
         sources: the open shards.
-        folder: the output folder; the caller syncs the folder's own entry.
-        options: the options of the merge; the plan was made with the same.
+        folder: the output folder. The caller syncs its parent.
+        options: the options of the merge, with which the plan was made.
         checked: ``crc32`` checks every record of every source that has a CRC-32, even records that
-            no output needs. ``receipt`` shares blocks with the sources, which nobody may write to
-            any more, because they are read for their digests later. ``stillness`` does neither.
+            no output needs. ``receipt`` shares blocks with the sources. No process may write to
+            such sources any more, because the digests are computed after the blocks are shared.
+            ``stillness`` does neither.
         work: its ``cancel`` is called often.
-        caster: casts; needed if the plan says so.
+        caster: casts tensors; it must not be None if ``plan.casts`` is True.
 
     Raises:
         SaveNotReadyError: a source became shorter.
@@ -115,7 +116,7 @@ def _written(
     digests: Sequence[bytes] | None,
     cancel: Check,
 ) -> _Written:
-    """A file's entry for the manifest, with the digests of its tensors unless they are off."""
+    """The manifest's entries of a file and its tensors; without digests if ``digests`` is None."""
     entries = []
     for number, tensor in enumerate(tensors):
         cancel()
@@ -133,7 +134,7 @@ def _written(
 
 
 class _Counted:
-    """The number of bytes that all threads have done; one thread reports it."""
+    """Counts the bytes that all threads have done. Only one thread reports the count."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self._lock = Lock()
@@ -159,19 +160,20 @@ def digest_safetensors(
     copy_to: Path | None = None,
     progress: Progress = unheard,
 ) -> Merged:
-    """Read a whole safetensors file once: describe it, and copy it, durably, if asked.
+    """Read a safetensors file once, to make its manifest entries and, if wanted, a copy.
 
     Args:
         storage: the storage to write to.
-        source: the open file; it keeps its name in the records.
-        digests: whether to compute the digests that a manifest carries.
+        source: the open file. The manifest entries have the name of this file.
+        digests: True to compute the digests for the manifest.
         cancel: called often; it raises to stop.
-        copy_to: the name of the copy; its folder's entry is the caller's to sync.
-        progress: called with the bytes done and the bytes in all.
+        copy_to: the path of the copy, which is synced; None for no copy. The caller syncs the
+            folder of the copy.
+        progress: called with the number of bytes that are done, and the total number.
 
     Raises:
-        SaveNotReadyError: the file became shorter while it was read.
-        OSError: as the storage says.
+        SaveNotReadyError: the file became shorter during the call.
+        OSError: storage failed.
     """
     if copy_to is None:
         found = _stream(storage, source, None, cancel, progress) if digests else []
@@ -196,7 +198,7 @@ def _stream(
     cancel: Callable[[], None],
     progress: Progress,
 ) -> list[bytes]:
-    """The digest of each tensor, and the bytes to ``target``."""
+    """Compute the digest of each tensor, and write the bytes to ``target``, if it is not None."""
     view = memoryview(bytearray(BUFFER))
     found = []
     for entry in source.entries:

@@ -1,4 +1,4 @@
-"""The settings of a merge, and its caller's callbacks."""
+"""The settings of a merge, and the callbacks of its caller."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Progress = Callable[[int, int], None]
 
 
 def unheard(done: int, total: int) -> None:
-    """Ignore the progress: nobody watches it."""
+    """Ignore the progress."""
 
 
 def may_copy_remotely(fd: int) -> bool:
-    """True if the kernel may hand a copy into this file on to a server (NFS 4.2, SMB).
+    """True if a file server may do the kernel's copies into this file (NFS 4.2, SMB).
 
-    Not on a block device, because there the kernel copies page by page.
+    False for a filesystem on a block device, where the kernel itself copies page by page.
     """
     return os.major(os.fstat(fd).st_dev) == 0
 
@@ -36,17 +36,18 @@ class MergeOptions:
     """The settings of a merge.
 
     Attributes:
-        max_file_size: the most bytes of tensors in one file.
-        digests: whether to compute the digests that a manifest carries.
-        cast: the dtype that floating tensors are cast to; None to keep theirs.
-        prefix: the beginning of the model's names, in a save of ``torch.distributed.checkpoint``;
-            None to find out.
-        names: the tensors' names: ``hub``, as on the hub, or ``trainer``, as they were saved.
-        may_keep: if the hub's names cannot be told: True keeps the trainer's, False is an error.
-        threads: how many files are written at a time, and no more than there are processors. Each
-            file has one thread, because several would wait for the file's lock.
-        in_kernel: whether the kernel copies into this open file, if nothing is computed from the
-            bytes.
+        max_file_size: the largest number of bytes of tensors in one file.
+        digests: True to compute the digests for the manifest.
+        cast: the dtype to cast floating-point tensors to; None to keep their dtypes.
+        prefix: the beginning of the names of the model's tensors in a save of
+            ``torch.distributed.checkpoint``. If None, syncd finds it.
+        names: ``hub`` for the tensors' names on the hub, ``trainer`` for the saved names.
+        may_keep: if ``names`` is ``hub`` and the hub's names are unknown: True to keep the
+            trainer's names, False to raise an error.
+        threads: the number of files to write at a time, at most the number of processors. Each file
+            has one thread, because several threads would wait for the file's lock.
+        in_kernel: returns True if the kernel should copy into this open file when nothing is
+            computed from the bytes.
     """
 
     max_file_size: int = sys.maxsize
@@ -65,9 +66,9 @@ class Work:
 
     Attributes:
         cancel: called between chunks; it raises to stop.
-        progress: called with the bytes of tensors that are done, and those of all, in the thread
-            that began the merge.
-        clock: seconds, monotonic, for timings.
+        progress: called in the thread that began the merge, with the number of bytes of tensors
+            that are done, and the total number.
+        clock: gives the monotonic time in seconds, for timings.
     """
 
     cancel: Callable[[], None]

@@ -1,4 +1,4 @@
-"""From the indexes of all shards to a plan of byte copies, proved to make whole tensors. Pure."""
+"""Making a plan of byte copies from the indexes of all shards, and proving it complete. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ShardIndex(NamedTuple):
     """The content of one rank's file.
 
     Attributes:
-        label: the file, for messages.
-        tensors: its tensors by name.
+        label: the name of the file, for messages.
+        tensors: the tensors in the file, by name.
     """
 
     label: str
@@ -30,12 +30,12 @@ class ShardIndex(NamedTuple):
 
 
 class Duplicate(NamedTuple):
-    """A tensor whose bytes must equal a planned tensor's.
+    """A tensor whose bytes must equal those of a planned tensor.
 
     Attributes:
-        tied: the name of the tensor that is left out for this one; None if it is the same tensor
-            in other ranks' files.
-        parts: its bytes.
+        tied: the name of a tensor that is left out because it is tied to the planned tensor. None
+            if this is the planned tensor itself in another rank's file.
+        parts: the bytes of the duplicate.
     """
 
     tied: str | None
@@ -47,13 +47,13 @@ class PlannedTensor:
     """A tensor of an output file.
 
     Attributes:
-        name: its name.
-        dtype: safetensors' name.
+        name: the tensor's name in the output.
+        dtype: safetensors' name of the dtype in the output.
         shape: the shape of the whole tensor.
-        length: in bytes.
-        source_dtype: the dtype of the parts; another one if it is to be cast.
-        parts: its parts, in order.
-        copies: the tensors with the same bytes.
+        length: the length in the output, in bytes.
+        source_dtype: the dtype of the parts. It differs from ``dtype`` if the tensor is to be cast.
+        parts: the parts of the tensor, in order.
+        copies: the tensors whose bytes must equal this tensor's bytes.
     """
 
     name: str
@@ -67,7 +67,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """An output file: name, header, bytes of data, and the tensors in the order of their bytes."""
+    """An output file: name, header, size of the data, and the tensors in the order of the data."""
 
     name: str
     header: bytes
@@ -102,28 +102,30 @@ def plan_merge(
     cast: Cast | None = None,
     cancel: Callable[[], None] = lambda: None,
 ) -> MergePlan:
-    """Plan how to make one model of all ranks' shards.
+    """Plan how to make one model from the shards of all ranks.
 
-    Files are filled in the order of the state dict (the first rank's, then tensors that only later
-    ranks have), so that a layer stays together. They get about the same size, so that they are
-    written in about the same time; a tensor over ``max_file_size`` has a file of its own. Inside a
-    file tensors of whole pages come first, so that each begins at a page; then wider dtypes come
-    first, so that every tensor is aligned to its dtype.
+    Files are filled in the order of the first rank's state dict, followed by tensors that only
+    later ranks have, so that a layer stays together. All files get about the same size, so that
+    writing takes about the same time for each. A tensor over ``max_file_size`` gets a file of its
+    own. Inside a file, tensors of whole pages come first, so that each of them begins at a page.
+    After them come the other tensors, wider dtypes first, so that every tensor is aligned to its
+    dtype.
 
     Args:
         shards: the :class:`ShardIndex` of each rank's file, in the order of the ranks.
-        max_file_size: how many bytes of tensors one output file may hold.
-        rename: a tensor's name in the output; None leaves it out.
+        max_file_size: the largest number of bytes of tensors in one output file.
+        rename: gives a tensor's name in the output; None to leave the tensor out.
         stem: the beginning of the names of the output files.
-        tied: whether the model's config says that the output embedding is the input embedding. Then
-            the output embedding is left out, as by Hugging Face's ``save_pretrained``.
-        hub: maps the names after ``rename`` to the output's names; None keeps them.
-        cast: the dtype for floating tensors.
+        tied: True if the model's config says that the output embedding is tied to the input
+            embedding. In that case the output embedding is left out, as by Hugging Face's
+            ``save_pretrained``.
+        hub: maps the names after ``rename`` to the names in the output; None to keep the names.
+        cast: the dtype to cast floating-point tensors to; None for no cast.
         cancel: called often; it raises to stop.
 
     Raises:
-        CoverageError: the pieces of a tensor overlap, leave a gap, or disagree; or there is no
-            tensor; or two would get one name; or ``hub`` is another model's.
+        CoverageError: the pieces of a tensor overlap, leave a gap, or disagree; there are no
+            tensors; two tensors would get the same name; or ``hub`` is the map of another model.
     """
     indexes = [ShardIndex(*shard) for shard in shards]
     names: dict[str, str] = {}
@@ -131,8 +133,8 @@ def plan_merge(
         renamed = rename(name)
         if renamed is not None and names.setdefault(renamed, name) != name:
             raise CoverageError(
-                f"{shown(names[renamed])} and {shown(name)} would both be {shown(renamed)} in the "
-                "merged file: save only one of them"
+                f"{shown(names[renamed])} and {shown(name)} would both get the name "
+                f"{shown(renamed)} in the merged file: save only one of these tensors"
             )
     if not names:
         raise CoverageError("the shards hold no tensors: save model.state_dict()")
@@ -189,7 +191,7 @@ def _file(name: str, group: list[PlannedTensor], cancel: Callable[[], None]) -> 
 def header_entries(
     tensors: Iterable[PlannedTensor], cancel: Callable[[], None] = lambda: None
 ) -> Iterator[HeaderEntry]:
-    """The entries of a file's header; its tensors follow each other."""
+    """The entries of a file's header; the tensors follow each other without gaps."""
     at = 0
     for tensor in tensors:
         cancel()
@@ -205,12 +207,12 @@ _EMBEDDINGS: Final = frozenset(
 
 
 def is_output_embedding(name: str) -> bool:
-    """True if a tensor may be tied to the input embedding."""
+    """True if a tensor has the name of an output embedding, which may be a tied tensor."""
     return _module(name) in _HEADS
 
 
 def _without_tied(tensors: list[PlannedTensor], cancel: Callable[[], None]) -> list[PlannedTensor]:
-    """Leave out output embeddings that are the input embedding, or must be equal to it."""
+    """Leave out output embeddings that are tied to an input embedding."""
     kept = {tensor.name: tensor for tensor in tensors}
     for head in tensors:
         cancel()
@@ -251,7 +253,7 @@ def _by_hub_names(
             pieces.sort(key=lambda one: one[0].at or 0)
             tensor = _joined(name, pieces, names)
         elif len(pieces) > 1:
-            raise CoverageError(f"several tensors would be {shown(name)} by the names of the hub")
+            raise CoverageError(f"several tensors would get the name {shown(name)} on the hub")
         planned.append(tensor)
     return planned
 
@@ -265,7 +267,7 @@ class _Stacked:
         self._parts = [(own, ends(own)) for own in parts]
 
     def tensor(self, part: HubPart) -> PlannedTensor:
-        """One of the hub's tensors."""
+        """The hub's tensor for a part."""
         tensor, itemsize = self._tensor, ITEMSIZE[self._tensor.source_dtype]
         if part == HubPart(tensor.name, tensor.shape):
             return tensor
@@ -297,14 +299,14 @@ class _Stacked:
 def _joined(
     name: str, pieces: Sequence[tuple[HubPart, PlannedTensor]], names: NameMap
 ) -> PlannedTensor:
-    """A tensor of the hub's that joins several of the trainer's, one after the other."""
+    """A tensor on the hub that joins several of the trainer's tensors, one after another."""
     tensors = [tensor for _, tensor in pieces]
     missing = {place.name for place in names.trainer(name)} - {name}
     dtypes = {tensor.dtype for tensor in tensors}
     if len(pieces) != len(names.trainer(name)) or len(dtypes) != 1:
         raise CoverageError(
             f"{shown(name)} of the hub is joined from {', '.join(map(shown, sorted(missing)))}, "
-            "which are not all there, or not of one dtype: save the whole model"
+            "but some of these are missing, or have different dtypes: save the whole model"
         )
     parts = [tensor.parts for tensor in tensors]
     copies = [
@@ -324,14 +326,14 @@ def _joined(
 
 
 def _begins_alike(name: str, other: str) -> int:
-    """The number of characters that two names have in common at the beginning."""
+    """The length of the common beginning of two names, in characters."""
     return sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False))
     )
 
 
 def _module(name: str) -> str:
-    """The last part of the name of the module whose ``weight`` this is."""
+    """The last part of the module's name, if ``name`` is a module's ``weight``; else empty."""
     module, _, parameter = name.rpartition(".")
     return module.rpartition(".")[2] if parameter == "weight" else ""
 
@@ -364,7 +366,7 @@ def _whole(
         there = {source for source, _ in found}
         missing = next(shard.label for source, shard in enumerate(shards) if source not in there)
         raise CoverageError(
-            f"{shown(name)} is a plain tensor in {shards[first].label}, and missing in {missing}: "
+            f"{shown(name)} is a plain tensor in {shards[first].label}, but missing in {missing}: "
             "save the same model on every rank, or gather it on one rank as model.safetensors"
         )
     if not length:
@@ -384,7 +386,7 @@ def _whole(
 
 
 def _block(source: int, local: Local) -> Block:
-    """A rank's part as a box of the tensor; a plain one is all of it."""
+    """A rank's part as a box of the tensor. The part of a plain tensor is the whole tensor."""
     run = Run(source, local.offset, local.nbytes)
     position = local.position
     if position is None:
@@ -393,7 +395,10 @@ def _block(source: int, local: Local) -> Block:
 
 
 def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
-    """The facts on which all ranks must agree: dtype, shape of the whole, whether it is plain."""
+    """Three facts on which all ranks must agree.
+
+    They are the dtype, the shape of the whole tensor, and True for a plain tensor.
+    """
     if isinstance(value, Chunks):
         return value.dtype, value.global_shape, False
     if value.position is None:
@@ -402,7 +407,7 @@ def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
 
 
 def _described(value: Local | Chunks) -> str:
-    """These facts in words."""
+    """The result of :func:`_agreed` in words."""
     dtype, shape, is_plain = _agreed(value)
     if is_plain:
         return f"a plain {dtype} tensor of shape {shape}"

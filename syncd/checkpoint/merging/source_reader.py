@@ -22,24 +22,24 @@ class Source(Protocol):
 
     @property
     def path(self) -> Path:
-        """For messages."""
+        """The path of the file, for messages."""
 
     @property
     def fd(self) -> int:
-        """Open for reading."""
+        """The descriptor, open for reading."""
 
     @property
     def has_crc(self) -> bool:
-        """True if the records' CRC-32 mean anything."""
+        """True if the CRC-32 of the records can be checked."""
 
     @property
     def records(self) -> Mapping[str, ZipRecord]:
-        """The zip's records by name."""
+        """The records of the zip, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A source of which only some records are read and checked, or which has no CRC-32."""
+    """A source without CRC-32, or with only the records that are to be read and checked."""
 
     path: Path
     fd: int
@@ -48,17 +48,18 @@ class SourceFile:
 
 
 class SourceReader:
-    """Reads the sources, and checks the CRC-32 of their records if asked.
+    """Reads the sources, and checks the CRC-32 of their records if ``checks`` has them.
 
-    The check of a record goes forward from its first byte. Bytes that the merge skips are read only
-    for the check; bytes that it reads again (tied weights) are not checked again. Readers in
-    several threads share the checks: the first that reads from a record checks it.
+    A record is checked from its first byte to its last. Bytes that the merge does not need are read
+    only for the check. Bytes that the merge reads again (tied weights) are not checked again.
+    Readers in several threads share the checks: the first reader that reads from a record also
+    checks this record.
 
     Args:
-        storage: reads them.
+        storage: the storage that reads the files.
         sources: the open shards.
-        checks: of the sources' records, made by :func:`record_checks`.
-        cancel: called between reads for the check alone; it raises to stop.
+        checks: the result of :func:`record_checks`.
+        cancel: called before each read that is only for the check; it raises to stop.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class SourceReader:
         self._scratch = memoryview(bytearray(_BUFFER if any(checks) else 0))
 
     def read_into(self, source: int, offset: int, part: memoryview) -> None:
-        """Fill ``part`` from a source, by its index; the bytes lie in one record.
+        """Fill ``part`` with bytes of a source, which is given by its index.
+
+        All these bytes must lie in the same record.
 
         Raises:
             SaveNotReadyError: the source became shorter.
-            ShardFormatError: the record is not its CRC-32.
+            ShardFormatError: the record does not match its CRC-32.
         """
         self._pread(source, offset, part)
         checks = self._checks[source]
@@ -91,18 +94,18 @@ class SourceReader:
                 checks.extend(number, offset, part)
 
     def finish(self) -> None:
-        """Check the bytes that were not read yet; call it when no other reader reads any more.
+        """Check the bytes that were not read yet. Call this method after all other readers.
 
         Raises:
             SaveNotReadyError: a source became shorter.
-            ShardFormatError: a record is not its CRC-32.
+            ShardFormatError: a record does not match its CRC-32.
         """
         for source, checks in enumerate(self._checks):
             for number in range(len(checks.starts) if checks is not None else 0):
                 self._check_up_to(source, number, None)
 
     def _check_up_to(self, source: int, number: int, offset: int | None) -> None:
-        """Check a record's bytes before ``offset``, or all of them, that were not checked yet."""
+        """Check the unchecked bytes of a record up to ``offset``, or, if None, up to its end."""
         checks = self._checks[source]
         assert checks is not None  # noqa: S101 - for the type checker
         end = checks.ends[number] if offset is None else offset
@@ -119,10 +122,10 @@ class SourceReader:
 
 
 class RecordChecks:
-    """The progress of the CRC-32 of each record of one source.
+    """The progress of the CRC-32 checks of one source's records.
 
     Attributes:
-        owners: the number of a record → the reader that checks it.
+        owners: the number of a record → the reader that checks this record.
     """
 
     def __init__(self, source: Source) -> None:
@@ -137,11 +140,17 @@ class RecordChecks:
         self.owners: dict[int, object] = {}
 
     def find(self, offset: int) -> int:
-        """The record that a byte of the file lies in."""
+        """The number of the record in which a byte of the file lies."""
         return bisect_right(self.starts, offset) - 1
 
     def extend(self, number: int, offset: int, part: memoryview) -> None:
-        """Take bytes that begin at most where those taken so far end; compare at the end."""
+        """Add bytes to the CRC-32 of a record; compare the CRC-32 when the record is complete.
+
+        The bytes begin at or before the first unchecked byte.
+
+        Raises:
+            ShardFormatError: the record does not match its CRC-32.
+        """
         fresh = part[self.at[number] - offset :]
         if not fresh:
             return
@@ -155,10 +164,10 @@ class RecordChecks:
 
 
 def record_checks(sources: Sequence[Source], *, check_crc: bool) -> list[RecordChecks | None]:
-    """The checks of each source; None if it has no CRC-32, or ``check_crc`` is False."""
+    """The checks of each source; None for a source that is not to be checked, or has no CRC-32."""
     return [RecordChecks(source) if check_crc and source.has_crc else None for source in sources]
 
 
 def shorter(path: Path) -> SaveNotReadyError:
-    """The error for a file that ended before its bytes did."""
-    return SaveNotReadyError(f"{path} became shorter while it was merged; look again")
+    """The error for a file that ends before the last byte that the merge needs."""
+    return SaveNotReadyError(f"{path} became shorter while syncd merged it: try again")

@@ -1,4 +1,4 @@
-"""Putting the blocks of a tensor in order, and proving that they are all of it. Pure."""
+"""Putting the blocks of a tensor in order, and proving that they make the whole tensor. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from syncd.protocol.errors import CoverageError
 
 
 class Run(NamedTuple):
-    """Bytes to copy: the source, the offset in it, and their number."""
+    """Bytes to copy: the index of the source, the offset in the source, and the length."""
 
     source: int
     offset: int
@@ -20,10 +20,10 @@ class Run(NamedTuple):
 
 
 class Weave(NamedTuple):
-    """Parts that take turns: first one of ``turns`` equal slices of each, then the next of each.
+    """Interleaved parts: the first slice of every part, then the second slice of every part, etc.
 
-    Tensors that are cut along another dimension than the first need this: each row of the whole is
-    made of one piece of every part.
+    Each part has ``turns`` slices of equal length. Tensors that are cut along a later dimension
+    than the first need this, because each row of the whole tensor has a piece of every part.
     """
 
     turns: int
@@ -31,17 +31,17 @@ class Weave(NamedTuple):
 
     @property
     def length(self) -> int:
-        """In bytes."""
+        """The length of all parts, in bytes."""
         return sum(part.length for part in self.parts)
 
 
 class Transposed(NamedTuple):
-    """Matrices whose rows become columns: one element of each row, then the next one of each.
+    """Transposed matrices: the first element of every row, then the second of every row, etc.
 
     Attributes:
-        rows, columns: the sizes of each matrix in ``parts``, where the matrices follow each other.
+        rows, columns: the size of each matrix in ``parts``, which holds one matrix after another.
         itemsize: the size of an element, in bytes.
-        parts: all elements, row by row.
+        parts: all elements of the matrices, row by row.
     """
 
     rows: int
@@ -51,11 +51,11 @@ class Transposed(NamedTuple):
 
     @property
     def length(self) -> int:
-        """In bytes."""
+        """The length of all parts, in bytes."""
         return sum(part.length for part in self.parts)
 
     def weaves(self) -> Iterator[Weave]:
-        """The same bytes as weaves of runs."""
+        """The same bytes in the form of weaves of runs."""
         stops = ends(self.parts)
         width = self.columns * self.itemsize
         for first in range(0, stops[-1] if stops else 0, self.rows * width):
@@ -72,7 +72,7 @@ Part = Run | Weave | Transposed
 
 
 def leaves(parts: Iterable[Part]) -> Iterator[Part]:
-    """The same bytes as runs, and as weaves of runs alone."""
+    """The bytes of these parts in the form of runs, and of weaves that hold only runs."""
     for part in parts:
         if isinstance(part, Transposed):
             yield from part.weaves()
@@ -84,12 +84,12 @@ def leaves(parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def _row(weave: Weave, index: int) -> list[Part]:
-    """One turn of a weave."""
+    """The slices of a weave's parts with this index."""
     return [_slices(inner, index, index + 1, weave.turns) for inner in weave.parts]
 
 
 def _slices(part: Part, begin: int, end: int, count: int) -> Part:
-    """Some of ``count`` equal slices of a part's elements."""
+    """Slices ``begin`` to before ``end`` of a part that is cut into ``count`` equal slices."""
     if isinstance(part, Run):
         length = part.length // count
         return Run(part.source, part.offset + begin * length, (end - begin) * length)
@@ -103,13 +103,13 @@ def ends(parts: Iterable[Part]) -> list[int]:
 
 
 def cut(parts: Sequence[Part], stops: Sequence[int], begin: int, end: int) -> Iterator[Run | Weave]:
-    """A range of the bytes of runs and weaves.
+    """Cut a range of bytes out of runs and weaves.
 
     Args:
-        parts: the parts.
-        stops: their :func:`ends`.
-        begin: the first byte.
-        end: the one after the last.
+        parts: the runs and weaves.
+        stops: the :func:`ends` of ``parts``.
+        begin: the first byte of the range.
+        end: the byte after the range.
     """
     number = bisect_right(stops, begin)
     while begin < end:
@@ -141,10 +141,10 @@ def _within(part: Part, begin: int, end: int) -> Iterator[Run | Weave]:
 
 
 def source_at(parts: Iterable[Part], offset: int) -> int:
-    """The source of one of these bytes.
+    """The index of the source from which the byte at ``offset`` of these parts comes.
 
     Raises:
-        IndexError: there is no such byte.
+        IndexError: the parts are shorter.
     """
     for part in leaves(parts):
         if offset >= part.length:
@@ -161,10 +161,10 @@ class Block(NamedTuple):
     """A box of a tensor.
 
     Attributes:
-        offsets: where it begins.
+        offsets: the box's first index along each dimension of the tensor.
         shape: the shape of the box.
-        run: its bytes.
-        mesh: as in :class:`~syncd.checkpoint.placement.Position`.
+        run: the bytes of the box.
+        mesh: the device mesh, as in :class:`~syncd.checkpoint.placement.Position`.
     """
 
     offsets: Shape
@@ -174,7 +174,7 @@ class Block(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """A tensor as bytes, in order, and the copies that must have the same bytes."""
+    """The bytes of a tensor, in order, and the copies that must have the same bytes."""
 
     parts: tuple[Part, ...]
     copies: tuple[tuple[Part, ...], ...]
@@ -190,20 +190,20 @@ def tile(
 ) -> Tiled:
     """Prove that blocks cover a tensor exactly once, and put their bytes in order.
 
-    Equal blocks are replicas, of which the first is used. On one mesh torch guarantees that
-    replicas are equal. On different or unknown meshes their bytes are compared, because experts of
-    different ranks can have one name.
+    Blocks with the same offsets and shape are replicas; the first replica is used. On the same
+    mesh, torch guarantees that replicas have the same bytes. The bytes of replicas on different or
+    unknown meshes are compared, because experts of different ranks can have the same name.
 
     Args:
-        name: the tensor's, for messages.
-        shape: the shape of the whole tensor, which has elements.
-        blocks: in any order, each with as many dimensions as the tensor.
+        name: the tensor's name, for messages.
+        shape: the shape of the whole tensor, which is not empty.
+        blocks: the blocks in any order, each with as many dimensions as the tensor.
         labels: the sources' names, for messages.
         cancel: called often; it raises to stop.
 
     Raises:
-        CoverageError: blocks that are not equal overlap; or they leave a gap, or reach beyond the
-            tensor.
+        CoverageError: two blocks that are not replicas overlap; or the blocks leave a gap, or reach
+            beyond the tensor.
     """
     filled = [block for block in blocks if block.run.length]
     rows = _rows(shape, filled)
@@ -224,10 +224,12 @@ def tile(
 
 
 def _rows(shape: Shape, blocks: Sequence[Block]) -> tuple[Run, ...] | None:
-    """The bytes of blocks of whole rows, each of which begins at the end of the one before.
+    """The bytes of blocks of whole rows, if each block begins at the end of the previous block.
 
-    Most tensors are cut like this, so this case has its own, cheaper proof. None if the blocks do
-    not follow one another, or do not cover all rows.
+    Most tensors are cut like this, so this case has its own, cheaper proof.
+
+    Returns:
+        None if the blocks do not follow one another, or do not cover all rows.
     """
     if not shape:
         return None
@@ -241,7 +243,7 @@ def _rows(shape: Shape, blocks: Sequence[Block]) -> tuple[Run, ...] | None:
 
 
 class _Tiling:
-    """One tensor's."""
+    """The proof for one tensor, and its messages."""
 
     def __init__(self, name: str, shape: Shape, labels: Sequence[str]) -> None:
         self._name = name
@@ -249,17 +251,17 @@ class _Tiling:
         self._labels = labels
 
     def parts(self, blocks: list[Block], dim: int, rows: int) -> tuple[Part, ...]:
-        """The bytes of blocks that are alike in all dimensions before ``dim``.
+        """The bytes, in order, of blocks with the same offsets and sizes before ``dim``.
 
         Args:
-            blocks: no two of them equal.
-            dim: the next dimension to look at.
-            rows: how many rows, of that dimension and all later ones, the blocks have in the
-                dimensions since the last one that was cut.
+            blocks: the blocks, no two of which have the same offsets and shape.
+            dim: the next dimension to examine.
+            rows: the product of the blocks' sizes in the dimensions before ``dim``, back to the
+                last dimension that was cut, including it.
         """
         if dim == len(self._shape):
             if not blocks:
-                raise self._gap("all of it is", "no rank has any")
+                raise self._gap("all of the tensor is", "no rank has a part")
             return (blocks[0].run,)
         bands: dict[tuple[int, int], list[Block]] = {}
         for block in blocks:
@@ -284,7 +286,7 @@ class _Tiling:
             raise self._gap(self._span(dim, at, size), f"after {before}")
         if at > size:
             raise self._wrong(
-                f"{self._span(dim, size, at)} in {before}, and the tensor has only {size}: save "
+                f"{self._span(dim, size, at)} in {before}, but the tensor has only {size}: save "
                 "again from ranks of one job"
             )
         return (Weave(rows, tuple(parts)),) if rows > 1 else tuple(parts)
@@ -295,7 +297,8 @@ class _Tiling:
 
     def _gap(self, span: str, where: str) -> CoverageError:
         return self._wrong(
-            f"{span} in no file ({where}): a rank's file is missing or of another job; save again"
+            f"{span} in no file ({where}): a rank's file is missing, or belongs to another job; "
+            "save again"
         )
 
     def _wrong(self, what: str) -> CoverageError:

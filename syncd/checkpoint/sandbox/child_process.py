@@ -1,7 +1,7 @@
 """A child process, with requests and answers over pipes, and waits that can be cancelled.
 
-A daemon with threads must not fork itself, so the child is a fresh interpreter that runs a module
-of this package. It ends when its standard input ends, and so when this process ends.
+A process with threads must not fork itself, so the child is a fresh interpreter that runs a module
+of ``syncd``. The child ends when its standard input ends, so it also ends when this process ends.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class EndedError(Exception):
 
 
 class ChildProcess:
-    """A running child. Close it.
+    """A running child process. The caller must close it.
 
     Args:
-        module: a module of ``syncd``, whose ``run()`` is called, with ``arguments`` from
-            ``sys.argv[2]`` on.
-        arguments: numbers.
+        module: a module of ``syncd``, whose ``run()`` the child calls.
+        arguments: numbers, which the child finds in ``sys.argv[2:]``.
         where: the file that the child works on, for messages.
-        task: a verb for its work with files, for messages.
+        task: a verb for the child's work on that file, for messages.
         flags: the interpreter's options.
         pass_fds: descriptors that the child inherits.
-        cancel: called every 50 ms while it works, unless a call brings its own; it raises to stop.
-        wall_seconds: how long one answer may take: a guard for a machine that hangs.
+        cancel: called every 50 ms while the child works; it raises to stop. The argument ``cancel``
+            of a method replaces it for that call.
+        wall_seconds: the longest time for an answer, in case the machine hangs.
         python: the interpreter.
-        clock: seconds, monotonic.
+        clock: gives the monotonic time in seconds.
 
     Raises:
-        OSError: it cannot be started: that says nothing about any file.
+        OSError: the child cannot be started; the file may be good.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class ChildProcess:
         except OSError as error:
             # A missing python must not be mistaken for a deleted save.
             code = errno.EAGAIN if error.errno in GONE else error.errno or errno.EAGAIN
-            raise OSError(code, f"cannot start a process to {task} it: {error}", where) from error
+            told = f"cannot start a process to {task} this path: {error}"
+            raise OSError(code, told, where) from error
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None  # noqa: S101, PT018 - for the type checker
         self._stdin, self._stdout = stdin, stdout
@@ -98,20 +99,20 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The child's process ID."""
         return self._process.pid
 
     def expect(self, where: str) -> None:
-        """Begin to wait for an answer about the file ``where``."""
+        """Start the time limit for an answer about the file ``where``."""
         self._where = where
         self._deadline = self._clock() + self._wall_seconds
 
     def write(self, data: bytes, *, cancel: Callable[[], None] | None = None) -> None:
-        """Give it bytes.
+        """Send bytes to the child.
 
         Raises:
-            EndedError: it has ended.
-            OSError: it did not take them in time.
+            EndedError: the child has ended.
+            OSError: the child did not read the bytes in time.
         """
         view = memoryview(data)
         while view:
@@ -123,11 +124,11 @@ class ChildProcess:
                 raise EndedError from None
 
     def read(self, count: int, *, cancel: Callable[[], None] | None = None) -> bytes:
-        """Take bytes from it.
+        """Receive ``count`` bytes from the child.
 
         Raises:
-            EndedError: it has ended.
-            OSError: it did not send them in time.
+            EndedError: the child has ended.
+            OSError: the child did not send the bytes in time.
         """
         parts: list[bytes] = []
         while count:
@@ -143,7 +144,7 @@ class ChildProcess:
         return b"".join(parts)
 
     def _wait(self, fd: int, event: int, cancel: Callable[[], None]) -> None:
-        """Wait until the child takes or gives a byte, or has ended."""
+        """Wait until the child reads or writes a byte, or has ended."""
         poll = select.poll()
         poll.register(fd, event)
         cancel()
@@ -152,25 +153,26 @@ class ChildProcess:
             if self._clock() > self._deadline:
                 raise OSError(
                     errno.ETIMEDOUT,
-                    f"the process to {self._task} it did nothing for {self._wall_seconds:.0f} s: "
-                    "this machine hangs, or the storage that python is installed on",
+                    f"the process to {self._task} this path did not answer for "
+                    f"{self._wall_seconds:.0f} s: this machine hangs, or the storage where python "
+                    "is installed",
                     self._where,
                 )
 
     def end(self) -> int:
-        """End it; returns its exit status."""
+        """Kill the child; return its exit status."""
         self._process.kill()  # it may only have closed its pipes
         return self._process.wait()
 
     def close(self) -> None:
-        """End it, and close its pipes."""
+        """Kill the child, and close the pipes."""
         self.end()
         for pipe in (self._stdin, self._stdout):
             pipe.close()
 
 
 def described(status: int) -> str:
-    """An exit status in words."""
+    """An exit status as text."""
     try:
         return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
     except ValueError:

@@ -1,8 +1,8 @@
-"""Reading untrusted files in a child process that cannot exhaust this one.
+"""Reading untrusted files in a child process, so that they cannot exhaust this process.
 
-A pickle of a few bytes can ask for all memory, or for endless time; so can JSON. The child
-(``parser_child``) is a fresh interpreter, because a daemon with threads must not fork itself, and
-lives as long as one save is open. It gets bytes and opens no file, so that storage that does not
+A pickle or a JSON text of a few bytes can ask for all memory, or for endless time. The child
+(``parser_child``) is a fresh interpreter, because a process with threads must not fork itself. The
+child lives as long as one save is open. It gets bytes and opens no file, so storage that does not
 answer is never mistaken for a bad file.
 """
 
@@ -37,17 +37,19 @@ _SLACK: Final = _MIB
 class ParseLimits:
     """The limits on reading one file's pickle or header, and on a save.
 
-    A pickle of 20,000 tensors has 8 MB, and takes 12 times as much memory while it is read.
+    A pickle of 20,000 tensors has 8 MB, and needs 12 times as much memory while it is read.
 
     Attributes:
-        memory: bytes.
-        memory_factor: additional bytes of memory for each byte that is read.
-        memory_most: the most bytes in all.
-        cpu_seconds: seconds of processor time.
-        wall_seconds: a guard for a child that does not run, on a machine that hangs.
-        tensors: the most tensors, and records, of all shards of a save together.
-        answers: the most bytes of all answers about one save. A tensor takes about 100 there, and
-            0.2 KB in this process until it is merged; 0.5 KB more if no other rank has its name.
+        memory: the memory that any request may take, in bytes.
+        memory_factor: the additional bytes of memory for each byte of the request.
+        memory_most: the limit for the sum of both, in bytes.
+        cpu_seconds: the limit of processor time for a request, in seconds.
+        wall_seconds: the limit of real time for an answer, in seconds. It guards against a machine
+            that hangs.
+        tensors: the largest number of tensors, and of records, in all shards of a save together.
+        answers: the limit for all answers about one save, in bytes. A tensor takes about 100 bytes
+            in an answer, and 0.2 KB in this process until it is merged. It takes 0.5 KB more if no
+            other rank has a tensor of this name.
     """
 
     memory: int = 256 * _MIB
@@ -64,16 +66,16 @@ class _MemoryError(EndedError):
 
 
 class IsolatedParser:
-    """Reads pickles and headers in one child process, which starts with the first request.
+    """Reads pickles and headers in a child process, which starts with the first request.
 
-    Use it as a context manager, or close it. A child that failed is ended, and the next
-    request starts another.
+    Use it as a context manager, or close it. A child that has failed is killed, and the next
+    request starts another child.
 
     Args:
         cancel: called every 50 ms while the child works; it raises to stop.
-        limits: for each file.
+        limits: the limits for each file, and for all answers.
         python: the interpreter.
-        clock: seconds, monotonic.
+        clock: gives the monotonic time in seconds.
     """
 
     def __init__(
@@ -99,23 +101,23 @@ class IsolatedParser:
 
     @property
     def pid(self) -> int | None:
-        """The child's, while there is one."""
+        """The child's process ID; None if there is no child."""
         return None if self._child is None else self._child.pid
 
     def close(self) -> None:
-        """End the child and wait for its end."""
+        """Kill the child, and wait until it has ended."""
         child, self._child = self._child, None
         if child is not None:
             child.close()
 
     def read_pieces(self, data: bytes, where: str, *, intact: bool) -> dict[str, Piece | Pieces]:
-        """As :func:`syncd.checkpoint.torch_files.pieces.read_pieces` does, within the limits.
+        """Call :func:`~syncd.checkpoint.torch_files.pieces.read_pieces` in the child.
 
         Raises:
-            ShardFormatError: also if it takes more than the limits, or makes the child fail.
-            PlacementError: as there.
-            CoverageError: as there.
-            OSError: the child cannot be started, or did not work: nothing is known of the file.
+            ShardFormatError: ``read_pieces`` raised this error; or the pickle exceeds a limit, or
+                makes the child fail.
+            PlacementError, CoverageError: ``read_pieces`` raised this error.
+            OSError: the child cannot be started, or does not answer; the file may be good.
         """
         del intact  # the limits protect from damaged pickles too
 
@@ -125,29 +127,31 @@ class IsolatedParser:
             for row in rows:
                 name, piece = wire.read_piece(row, known)
                 if name in found:
-                    raise ValueError("has a name twice")
+                    raise ValueError("a name occurs twice")
                 found[name] = piece
             return found
 
         return self._ask(wire.PICKLE, data, where, "data.pkl", read)
 
     def read_fields(self, header: bytes, where: str) -> list[HeaderEntry]:
-        """As :func:`syncd.checkpoint.safetensors_header.read_fields` does, within the limits.
+        """Call :func:`~syncd.checkpoint.safetensors_header.read_fields` in the child.
 
         Raises:
-            ShardFormatError: also if it takes more than the limits, or makes the child fail.
-            OSError: the child cannot be started, or did not work: nothing is known of the file.
+            ShardFormatError: ``read_fields`` raised this error; or the header exceeds a limit, or
+                makes the child fail.
+            OSError: the child cannot be started, or does not answer; the file may be good.
         """
         return self._ask(
             wire.HEADER, header, where, "header", lambda rows: list(map(wire.read_entry, rows))
         )
 
     def read_tensor(self, data: bytes, where: str, name: str) -> Piece:
-        """As :func:`syncd.checkpoint.torch_files.pieces.read_tensor` does, within the limits.
+        """Call :func:`~syncd.checkpoint.torch_files.pieces.read_tensor` in the child.
 
         Raises:
-            ShardFormatError: also if it takes more than the limits, or makes the child fail.
-            OSError: the child cannot be started, or did not work: nothing is known of the file.
+            ShardFormatError: ``read_tensor`` raised this error; or the pickle exceeds a limit, or
+                makes the child fail.
+            OSError: the child cannot be started, or does not answer; the file may be good.
         """
         asked = wire.asked(name, data)
         found = self._ask(
@@ -158,23 +162,25 @@ class IsolatedParser:
         return found[0]
 
     def read_metadata(self, data: bytes, where: str, *, prefix: str | None) -> StoredModel:
-        """As :func:`syncd.checkpoint.dcp.dcp_metadata.read_metadata` does, within the limits.
+        """Call :func:`~syncd.checkpoint.dcp.dcp_metadata.read_metadata` in the child.
 
         Raises:
-            ShardFormatError: also if it takes more than the limits, or makes the child fail.
-            PlacementError, CoverageError, CheckpointError: as there.
-            OSError: the child cannot be started, or did not work: nothing is known of the file.
+            ShardFormatError: ``read_metadata`` raised this error; or the pickle exceeds a limit, or
+                makes the child fail.
+            PlacementError, CoverageError, CheckpointError: ``read_metadata`` raised this error.
+            OSError: the child cannot be started, or does not answer; the file may be good.
         """
         asked = wire.asked(prefix, data)
         return self._ask(wire.METADATA, asked, where, "pickle", wire.read_contents)
 
     def read_chunked_fields(self, header: bytes, where: str) -> list[Chunked]:
-        """As :func:`syncd.checkpoint.dcp.hf_dcp.read_chunked_fields` does, within the limits.
+        """Call :func:`~syncd.checkpoint.dcp.hf_dcp.read_chunked_fields` in the child.
 
         Raises:
-            ShardFormatError: also if it takes more than the limits, or makes the child fail.
-            PlacementError: as there.
-            OSError: the child cannot be started, or did not work: nothing is known of the file.
+            ShardFormatError: ``read_chunked_fields`` raised this error; or the header exceeds a
+                limit, or makes the child fail.
+            PlacementError: ``read_chunked_fields`` raised this error.
+            OSError: the child cannot be started, or does not answer; the file may be good.
         """
         return self._ask(
             wire.CHUNKED_HEADER,
@@ -192,12 +198,14 @@ class IsolatedParser:
         what: str,
         read: Callable[[Iterator[wire.Row]], T],
     ) -> T:
-        """Give the child bytes, and ``read`` all rows of its answer; a ValueError ends the child.
+        """Send bytes to the child, and let ``read`` read the rows of the answer.
+
+        If ``read`` raises a ValueError, the child is killed.
 
         Raises:
-            ShardFormatError: the bytes are to blame for the child's failure.
-            PlacementError, CoverageError: as the child found.
-            OSError: the bytes are not to blame.
+            ShardFormatError: the bytes made the child fail, or the child reported this error.
+            PlacementError, CoverageError, CheckpointError: the child reported this error.
+            OSError: the child failed for a reason other than the bytes.
         """
         try:
             child = self._child or self._start(where)
@@ -216,12 +224,12 @@ class IsolatedParser:
             raise
         self.close()
         raise ShardFormatError(
-            f"{where}: its {what} {fault}; it is damaged, or was made to exhaust this machine: "
-            "save it again, or touch it, and syncd tries it again"
+            f"{where}: its {what} {fault}; the file is damaged, or was made to exhaust this "
+            "machine: save it again, or touch it, and syncd tries it again"
         )
 
     def _rows(self, child: ChildProcess, where: str, limit: int) -> Iterator[wire.Row]:
-        """The rows of an answer as they come; the answer has at most ``limit`` bytes."""
+        """Yield the rows of an answer when they arrive. The answer has at most ``limit`` bytes."""
         count = size = 0
         while True:
             self._cancel()
@@ -231,26 +239,26 @@ class IsolatedParser:
             if tag == wire.FAILED:
                 self._raise_failure(content, where)
             if tag != wire.ROWS:
-                raise ValueError("is of no known kind")
+                raise ValueError("a frame is of an unknown kind")
             size += len(content)
             self._answered += len(content)
             if size > limit:
-                raise ValueError(f"is longer than {limit} bytes, so longer than its input")
+                raise ValueError(f"the answer has over {limit} bytes: more than its input")
             if self._answered > self._limits.answers:
                 raise ValueError(
-                    f"makes the index of this save longer than {self._limits.answers // _MIB} MiB"
+                    f"the index of this save is longer than {self._limits.answers // _MIB} MiB"
                 )
             rows = wire.read_rows(content)
             count += len(rows)
             if count > TENSOR_LIMIT:
-                raise ValueError(f"has more than {TENSOR_LIMIT} tensors")
+                raise ValueError(f"the answer has more than {TENSOR_LIMIT} tensors")
             yield from rows
 
     def _start(self, where: str) -> ChildProcess:
-        """Start the child, and wait until it is confined.
+        """Start the child, and wait until its limits are set.
 
         Raises:
-            OSError: it cannot be started: that says nothing about any file.
+            OSError: the child cannot be started; the file may be good.
         """
         given = self._limits
         # Without ``site``, which may run code of other packages.
@@ -272,8 +280,8 @@ class IsolatedParser:
         if tag != wire.READY:
             raise OSError(
                 errno.EAGAIN,
-                f"the process to read it failed while it started ({described(child.end())}): check "
-                f"that '{self._python} -c \"import syncd\"' works and that there is memory",
+                f"the process to read this file failed at its start ({described(child.end())}): "
+                f"check that '{self._python} -c \"import syncd\"' works, and that memory is free",
                 where,
             )
         return child
@@ -283,12 +291,12 @@ class IsolatedParser:
         if kind == wire.OUT_OF_MEMORY:
             raise _MemoryError
         if kind not in wire.ERRORS:
-            raise ValueError("is an error of no known kind")
+            raise ValueError("the answer is an error of an unknown kind")
         separator = "" if message.startswith((" ", ":")) else ": "
         raise wire.ERRORS[kind](f"{where}{separator}{message}")
 
     def _fault(self, error: EndedError) -> str:
-        """The file's effect on the child, as the rest of a sentence."""
+        """The effect of the file on the child, for the end of a sentence."""
         limits = self._limits
         assert self._child is not None  # noqa: S101 - for the type checker
         status = self._child.end()
@@ -296,16 +304,16 @@ class IsolatedParser:
             return f"takes more than {limits.cpu_seconds} s of processor time to read"
         if status == EXIT_MEMORY or isinstance(error, _MemoryError):
             return (
-                f"takes more memory to read than {limits.memory // _MIB} MiB and "
+                f"takes more memory to read than {limits.memory // _MIB} MiB plus "
                 f"{limits.memory_factor} times its size"
             )
         if status == -signal.SIGKILL:
-            return "was being read when that process was killed, as where memory is short"
+            return "was being read when the child process was killed, perhaps for lack of memory"
         return f"made the process that reads it end with {described(status)}"
 
 
 def _frame(child: ChildProcess) -> tuple[bytes, bytes]:
     tag, length = wire.FRAME.unpack(child.read(wire.FRAME.size))
     if length > wire.FRAME_LIMIT:
-        raise ValueError(f"has {length} bytes, over the limit")
+        raise ValueError(f"a frame has {length} bytes, over the limit")
     return tag, child.read(length)

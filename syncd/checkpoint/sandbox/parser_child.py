@@ -1,8 +1,8 @@
 """The child process that reads untrusted pickles and JSON headers.
 
-:class:`~syncd.checkpoint.sandbox.isolated.IsolatedParser` starts it. It speaks ``wire`` over its
-standard input and output, and opens no file. If it exceeds its limits of memory or processor time,
-the kernel ends it, and not the daemon.
+:class:`~syncd.checkpoint.sandbox.isolated.IsolatedParser` starts the child. The child exchanges the
+messages of ``wire`` over its standard input and output, and opens no file. If it exceeds its limits
+of memory or processor time, it fails or the kernel kills it; the daemon goes on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PAGE: Final = resource.getpagesize()
 
 
 def run() -> None:
-    """Be the child: :func:`main` gets the arguments of the command line after the path."""
+    """Run the child: call :func:`main` with the command-line arguments after the path."""
     try:
         main(*map(int, sys.argv[2:]))
     except MemoryError:
@@ -60,10 +60,10 @@ def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) ->
     """Answer requests until standard input ends.
 
     Args:
-        memory: how many bytes a request may take.
-        memory_factor: additional bytes for each byte of the request.
-        memory_most: the most bytes in all.
-        cpu_seconds: how much processor time a request may take.
+        memory: the memory that any request may take, in bytes.
+        memory_factor: the additional bytes of memory for each byte of the request.
+        memory_most: the limit for the sum of both, in bytes.
+        cpu_seconds: the limit of processor time for a request, in seconds.
     """
     _confine()
     base = _address_space()
@@ -87,7 +87,10 @@ def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) ->
 
 
 def _confine() -> None:
-    """Drop rights that parsing does not need, and be the first to be killed if memory is short."""
+    """Drop rights that parsing does not need.
+
+    If memory is short, the kernel kills this process before others.
+    """
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
             score.write("1000")
@@ -104,7 +107,7 @@ def _confine() -> None:
 
 
 def _address_space() -> int:
-    """The number of bytes that this process has mapped before it has read anything."""
+    """The number of bytes that this process has mapped now, before the first request."""
     try:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[0]) * _PAGE
@@ -155,7 +158,7 @@ _ROWS: Final[dict[bytes, Callable[[bytes], Iterable[Row]]]] = {
 
 
 def _take(requests: io.FileIO, count: int) -> bytes:
-    """So many bytes, or none if the parent has gone."""
+    """Read ``count`` bytes; return no bytes if the parent has ended."""
     data = bytearray(count)
     view = memoryview(data)
     while view:

@@ -1,8 +1,9 @@
-"""The messages of a parsing child and its parent: requests as bytes, answers as JSON.
+"""The messages between a parsing child and its parent: requests as bytes, answers as JSON.
 
-A request is a kind, the number of bytes, and the bytes. An answer is frames: any number of ``ROWS``
-and one ``DONE``, or one ``FAILED``. A hostile file may have taken over the child, so the parent
-accepts only JSON of limited length from it, and checks every value.
+A request is a kind, the number of bytes, and the bytes. An answer is a sequence of frames: any
+number of ``ROWS`` frames, and at the end a ``DONE`` or a ``FAILED`` frame. A malicious file may
+have taken control of the child. Therefore the parent accepts only JSON of limited length, and
+checks every value.
 """
 
 from __future__ import annotations
@@ -65,19 +66,19 @@ Row = Any
 
 
 def asked(word: str | None, data: bytes) -> bytes:
-    """The bytes of a request with one additional word."""
+    """The content of a request that has a word before its bytes."""
     return json.dumps(word).encode() + b"\n" + data
 
 
 def read_asked(request: bytes) -> tuple[str | None, bytes]:
-    """The word and the bytes of such a request."""
+    """Split the result of :func:`asked` into the word and the bytes."""
     word, _, data = request.partition(b"\n")
     told: str | None = json.loads(word)
     return told, data
 
 
 def frames(rows: Iterable[Row]) -> Iterator[bytes]:
-    """The ``ROWS`` frames of an answer, each with a batch of rows, and ``DONE``."""
+    """The frames of an answer: ``ROWS`` frames, each with a batch of rows, and ``DONE``."""
     batch: list[str] = []
     size = 0
     for row in rows:
@@ -93,36 +94,36 @@ def frames(rows: Iterable[Row]) -> Iterator[bytes]:
 
 
 def frame(tag: bytes, content: bytes) -> bytes:
-    """One frame."""
+    """A frame as bytes: the tag, the length, and the content."""
     return FRAME.pack(tag, len(content)) + content
 
 
 def failure(kind: str, message: str) -> bytes:
-    """The ``FAILED`` frame."""
+    """The ``FAILED`` frame for an error."""
     return frame(FAILED, json.dumps([kind, shown(message, 2000)]).encode())
 
 
 def read_failure(content: bytes) -> tuple[str, str]:
-    """The kind of error and its message.
+    """The kind of the error, and its message, from the content of a ``FAILED`` frame.
 
     Raises:
-        ValueError: it is not in the form that :func:`failure` writes.
+        ValueError: the content does not have the form that :func:`failure` writes.
     """
     match _json(content):
         case [str(kind), str(message)]:
             return kind, shown(message, 2000)
-    raise ValueError("is no failure")
+    raise ValueError("the answer is an error without a message")
 
 
 def read_rows(content: bytes) -> list[Row]:
-    """The rows of a ``ROWS`` frame, each to be read by one of the functions below.
+    """The rows of a ``ROWS`` frame. The functions below read a row.
 
     Raises:
-        ValueError: they are no list.
+        ValueError: the content is not a JSON list.
     """
     rows = _json(content)
     if not isinstance(rows, list):
-        raise ValueError("is no list of rows")  # noqa: TRY004 - all that a child says is a value
+        raise ValueError("a frame is not a list")  # noqa: TRY004 - all that a child says is a value
     return rows
 
 
@@ -130,11 +131,11 @@ def _json(content: bytes) -> Row:
     try:
         return json.loads(content)
     except RecursionError:
-        raise ValueError("is nested too deep") from None
+        raise ValueError("the answer is nested too deep") from None
 
 
 def piece_row(name: str, piece: Piece | Pieces) -> Row:
-    """A named piece, or several, as JSON."""
+    """The piece or pieces of a named tensor, as a row."""
     if isinstance(piece, Piece):
         return [name, *_fields(piece)]
     return [name, piece.dtype, piece.shape, list(map(_fields, piece.pieces))]
@@ -146,17 +147,17 @@ def _fields(piece: Piece) -> list[Row]:
 
 
 def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Pieces]:
-    """The name and the piece, or pieces, of a row.
+    """The name and the piece or pieces in a row.
 
     Args:
         row: any JSON.
-        known: positions and shapes that were read before; equal ones are kept once.
+        known: the positions and shapes of earlier rows, so that equal objects are kept only once.
 
     Raises:
-        ValueError: it is not in the form that :func:`piece_row` writes.
+        ValueError: the row does not have the form that :func:`piece_row` writes.
     """
     if not isinstance(row, list) or not row or name_fault(row[0]) is not None:
-        raise ValueError("is no piece of a tensor")
+        raise ValueError("a row is not a piece of a tensor")
     name, *fields = row
     if len(fields) == 5:
         return name, _read_piece(fields, known)
@@ -170,20 +171,20 @@ def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Piece
                     for piece in pieces
                 ):
                     return name, Pieces(dtype, shape, pieces)
-    raise ValueError("is no piece of a tensor")
+    raise ValueError("a row is not a piece of a tensor")
 
 
 def read_bare(row: Row) -> Piece:
-    """The piece of a row that is a tensor by itself.
+    """The piece in a row that is a whole tensor without a name.
 
     Raises:
-        ValueError: it is not, or has a name or a place in another tensor.
+        ValueError: the row is not such a piece; for example, it has a name or a position.
     """
     if isinstance(row, list) and row[:1] == [""]:
         piece = _read_piece(row[1:], {})
         if piece.position is None:
             return piece
-    raise ValueError("is no tensor by itself")
+    raise ValueError("the answer is not a tensor without a name")
 
 
 def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:
@@ -201,41 +202,41 @@ def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:
             shape = known.setdefault(shape, shape)
             position = None if where is None else _position(where, shape, known)
             return Piece(sys.intern(dtype), shape, sys.intern(key), offset, position)
-    raise ValueError("is no piece of a tensor")
+    raise ValueError("a row is not a piece of a tensor")
 
 
 def read_entry(row: Row) -> HeaderEntry:
     """The header entry in a row of five values.
 
     Raises:
-        ValueError: the row is not one.
+        ValueError: the row is not a header entry.
     """
     entry = checked_entry(*row) if isinstance(row, list) and len(row) == 5 else None
     if entry is None:
-        raise ValueError("is no entry of a header")
+        raise ValueError("a row is not an entry of a header")
     return entry
 
 
 def chunked_row(entry: HeaderEntry, offsets: Shape) -> Row:
-    """An entry of a header, and where it lies in its tensor, as JSON."""
+    """An entry of a header and its offsets in the whole tensor, as a row."""
     return [*entry, offsets]
 
 
 def read_chunked(row: Row) -> tuple[HeaderEntry, Shape]:
-    """The entry of a row, and its offsets.
+    """The entry and its offsets in a row.
 
     Raises:
-        ValueError: it is not in the form that :func:`chunked_row` writes.
+        ValueError: the row does not have the form that :func:`chunked_row` writes.
     """
     if isinstance(row, list) and row:
         entry, offsets = read_entry(row[:-1]), shape_of(row[-1])
         if offsets is not None and len(offsets) == len(entry.shape):
             return entry, offsets
-    raise ValueError("is not a chunk of a header")
+    raise ValueError("a header entry has wrong offsets")
 
 
 def contents_rows(contents: StoredModel) -> Iterator[Row]:
-    """The model in a checkpoint, as JSON: each tensor before its chunks."""
+    """The model in a checkpoint, as rows: the rows of a tensor's chunks follow the tensor's row."""
     yield [contents.is_model_only]
     for name, (dtype, shape, chunks) in contents.tensors.items():
         yield [name, dtype, shape]
@@ -243,10 +244,10 @@ def contents_rows(contents: StoredModel) -> Iterator[Row]:
 
 
 def read_contents(rows: Iterable[Row]) -> StoredModel:
-    """The content of all rows of an answer.
+    """The model from all rows of an answer.
 
     Raises:
-        ValueError: they are not in the form that :func:`contents_rows` writes.
+        ValueError: the rows do not have the form that :func:`contents_rows` writes.
     """
     found: dict[str, tuple[str, Shape, list[Chunk]]] = {}
     left = iter(rows)
@@ -254,7 +255,7 @@ def read_contents(rows: Iterable[Row]) -> StoredModel:
         case [bool(is_model_only)]:
             pass
         case _:
-            raise ValueError("is no account of a checkpoint")
+            raise ValueError("the answer does not begin with the row of a checkpoint")
     name = ""
     for row in left:
         match row:
@@ -262,15 +263,15 @@ def read_contents(rows: Iterable[Row]) -> StoredModel:
                 shape = shape_of(sizes)
                 known = name_fault(name) is None and name not in found and dtype in ITEMSIZE
                 if shape is None or not known:
-                    raise ValueError("is no tensor of a checkpoint")
+                    raise ValueError("a tensor is not valid")
                 found[name] = dtype, shape, []
             case [begin, sizes, str(file), at, length] if name in found:
                 chunk = _chunk(begin, sizes, file, at, length)
                 if chunk is None or len(chunk.shape) != len(found[name][1]):
-                    raise ValueError("is no chunk of a checkpoint")
+                    raise ValueError("a chunk is not valid")
                 found[name][2].append(chunk)
             case _:
-                raise ValueError("is nothing of a checkpoint")
+                raise ValueError("a row is not a tensor or a chunk")
     tensors = {
         name: Stored(dtype, shape, tuple(chunks)) for name, (dtype, shape, chunks) in found.items()
     }
@@ -293,14 +294,14 @@ def _position(row: Row, shape: Shape, known: dict[Hashable, Any]) -> Position:
             try:
                 position: Position | None = known.get(key)
             except TypeError:
-                raise ValueError("is no position") from None
+                raise ValueError("a value is not a position") from None
             if position is None:
                 sizes, begin = shape_of(whole), shape_of(offsets)
                 if sizes is None or begin is None:
-                    raise ValueError("is no position")
+                    raise ValueError("a value is not a position")
                 position = known[key] = Position(sizes, begin, mesh)
             # A part without elements may be of any such shape.
             dimensions = len(position.global_shape)
             if len(position.offsets) == dimensions and (dimensions == len(shape) or 0 in shape):
                 return position
-    raise ValueError("is no position")
+    raise ValueError("a value is not a position")

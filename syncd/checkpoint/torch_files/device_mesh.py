@@ -1,6 +1,6 @@
 """The layout of a pickled ``DTensor``: its device mesh, placements and shard order. Pure.
 
-Meshes are read in torch 2.5's form and in the later ones that are known.
+Meshes are read in the form of torch 2.5, and in all known later forms.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Mesh(NamedTuple):
     """A device mesh, seen from one rank.
 
     Attributes:
-        shape: ranks along each dimension.
-        coordinate: this rank's place; None if it is not on the mesh.
-        ascends: for each dimension, whether the ranks along it are in ascending order.
-        identity: a digest of the set of its ranks; None if that is unknown.
+        shape: the number of ranks along each dimension.
+        coordinate: this rank's index in each dimension; None if this rank is not on the mesh.
+        ascends: for each dimension, True if the ranks along it are in ascending order.
+        identity: a digest of the set of ranks on the mesh; None if these ranks are unknown.
     """
 
     shape: Shape
@@ -36,7 +36,7 @@ class Mesh(NamedTuple):
 
 
 def read_mesh(mesh: Inert) -> Mesh | None:
-    """The mesh, or None if its layout is unknown."""
+    """The mesh of a pickled ``DeviceMesh``; None if its layout is unknown."""
     axes = _axes(mesh)
     if axes is None:
         return None
@@ -58,7 +58,7 @@ def read_mesh(mesh: Inert) -> Mesh | None:
 
 
 def _ranks(value: object) -> Shape:
-    """A sequence of any number of ranks; an empty one if there is none."""
+    """The value as a tuple of ranks; empty if it is not a sequence of ranks."""
     if not isinstance(value, tuple | list) or not all(map(is_offset, value)):
         return ()
     return tuple(value)
@@ -67,9 +67,10 @@ def _ranks(value: object) -> Shape:
 def _identity(
     ranks: Shape, own: object, axes: list[tuple[Shape, Shape]], at: Shape | None
 ) -> int | None:
-    """A digest of the ranks on the mesh.
+    """A digest of the ranks on the mesh; None if these ranks are unknown.
 
-    The mesh has all of ``ranks``; or, if ``ranks`` form several meshes, it is the one with ``own``.
+    The mesh has all of ``ranks``. If ``ranks`` form several meshes, the mesh is the one that has
+    the rank ``own``.
     """
     if at is None or math.prod(size for sizes, _ in axes for size in sizes) > len(ranks):
         return None
@@ -89,7 +90,7 @@ def _identity(
 
 
 def _axes(mesh: Inert) -> list[tuple[Shape, Shape]] | None:
-    """The sizes and strides by which each mesh dimension goes through the ranks."""
+    """The sizes and the strides, in the list of ranks, of each mesh dimension; None if unknown."""
     layout = mesh.state.get("_layout")
     if not isinstance(layout, Inert):
         ranks = mesh.state.get("mesh")
@@ -108,7 +109,7 @@ def _axes(mesh: Inert) -> list[tuple[Shape, Shape]] | None:
 
 
 def _layout(given: Mapping[Any, Any]) -> list[tuple[object, object]]:
-    """Sizes and strides of each dimension, as recorded; empty if they are unknown."""
+    """The recorded sizes and strides of each dimension; empty if they are unknown."""
     axes = given.get("axes")
     if isinstance(axes, tuple | list):  # torch 2.13: a separate layout for each dimension
         known = len(axes) <= DIMENSION_LIMIT and all(isinstance(axis, Inert) for axis in axes)
@@ -124,7 +125,7 @@ def _layout(given: Mapping[Any, Any]) -> list[tuple[object, object]]:
 
 
 def _flat(sizes: object) -> Shape | None:
-    """Nested sizes one after the other; None if something else is among them, or too many."""
+    """Nested sizes as a flat tuple; None if a value is not a size, or if there are too many."""
     pending = [sizes]
     flat: list[int] = []
     for _ in range(DIMENSION_LIMIT):  # a list that contains itself has no end
@@ -141,7 +142,7 @@ def _flat(sizes: object) -> Shape | None:
 
 
 def _ascends(ranks: Shape, sizes: Shape, strides: Shape) -> bool:
-    """True if every line of ranks along a mesh dimension ascends, as far as that is known."""
+    """True if every line of ranks along a mesh dimension ascends, or if the ranks are unknown."""
     if not strides or 0 in strides or math.prod(sizes) > len(ranks):
         return True
     steps = _steps(sizes, strides)
@@ -156,7 +157,7 @@ def _ascends(ranks: Shape, sizes: Shape, strides: Shape) -> bool:
 
 
 def _steps(sizes: Shape, strides: Shape) -> list[int]:
-    """The distance of each rank along a mesh dimension from the first; all 0 if unknown."""
+    """The distance of each rank along a mesh dimension from the first rank; all 0 if unknown."""
     strides = strides or (0,) * len(sizes)
     return [
         sum(index * stride for index, stride in zip(indices, strides, strict=True))
@@ -169,14 +170,14 @@ _UNREADABLE: Final[Order] = ((-1, ()),)
 
 
 class Spec(NamedTuple):
-    """The recorded layout of a DTensor, without the mesh; None for unreadable parts.
+    """The recorded layout of a DTensor, without the mesh. An unreadable attribute is None.
 
     Attributes:
         shape: the shape of the whole tensor.
-        told_shape: the same shape according to the spec's ``tensor_meta``, if it has one.
-        placed: its placements.
-        unordered: True if a torch release wrote them that does not record which of them cut first.
-        order: its ``shard_order``.
+        told_shape: the shape according to the spec's ``tensor_meta``; without it, ``shape``.
+        placed: the placements.
+        unordered: True if the torch release that wrote the placements does not record their order.
+        order: the ``shard_order``; None if there is none.
     """
 
     shape: Shape | None
@@ -203,37 +204,37 @@ def read_spec(tensor: DTensorRef, spec: Mapping[Any, Any]) -> Spec:
 
 
 def sharding(spec: Spec, mesh: Mesh | None, *, tensor: str, file: str) -> Sharding | Shape:
-    """The layout of a DTensor; its shape alone if this rank is not on its mesh.
+    """The layout of a DTensor; only its global shape if this rank is not on its mesh.
 
     Args:
-        spec: its recorded layout.
-        mesh: its mesh; None if the mesh's layout is unknown.
-        tensor: its name, for the message.
-        file: its file, for the message.
+        spec: the recorded layout of the tensor.
+        mesh: the mesh of the tensor; None if the mesh's layout is unknown.
+        tensor: the tensor's name, for the message.
+        file: the tensor's file, for the message.
 
     Raises:
-        ShardFormatError: its shape is missing.
+        ShardFormatError: the global shape is missing, or is recorded twice and differs.
         PlacementError: mesh and placements do not determine this rank's part.
     """
     if mesh is None or spec.placed is None or len(spec.placed) != len(mesh.shape):
         raise PlacementError(
             f"{file}: {tensor} is on a device mesh of another torch release, and this syncd does "
-            "not know its layout: report it, and keep the save"
+            "not know the layout of such a mesh: report it, and keep the save"
         )
     if spec.shape is None or spec.told_shape != spec.shape:
         raise ShardFormatError(f"{file}: '{tensor}' is a DTensor whose global shape cannot be read")
     for ascends, placed in zip(mesh.ascends, spec.placed, strict=True):
         if not ascends and placed != placement.Replicate():
             raise PlacementError(
-                f"{file}: {tensor} is sharded over a device mesh whose ranks do not ascend, and "
-                "torch itself is inconsistent about the part of each rank there: make the mesh "
-                "with init_device_mesh"
+                f"{file}: {tensor} is sharded over a device mesh whose ranks do not ascend, and on "
+                "such a mesh torch itself is inconsistent about the part of each rank: make the "
+                "mesh with init_device_mesh"
             )
     cut = [placed.dim for placed in spec.placed if isinstance(placed, placement.Shard)]
     if spec.unordered and len(cut) > len(set(cut)):
         raise PlacementError(
             f"{file}: {tensor} has one dimension that several mesh dimensions shard, and torch "
-            "before 2.5 does not save their order: save with a newer torch"
+            "before 2.5 does not save the order of these cuts: save with a newer torch"
         )
     if mesh.coordinate is None:
         return spec.shape
@@ -241,7 +242,7 @@ def sharding(spec: Spec, mesh: Mesh | None, *, tensor: str, file: str) -> Shardi
 
 
 def _placement(value: object) -> placement.Placement:
-    """An inert placement, by the name of the class that it stands for."""
+    """The placement that an inert record stands for."""
     if not isinstance(value, Inert):
         return placement.Other(shown(type(value).__name__))
     kind = type(value).__name__
@@ -271,7 +272,7 @@ def _is_number(value: object) -> TypeGuard[int]:
 
 
 def _order(spec: Mapping[Any, Any]) -> Order | None:
-    """A spec's ``shard_order``, if any; an unreadable one contradicts all placements."""
+    """A spec's ``shard_order``, or None. An unreadable order contradicts all placements."""
     told = spec.get("shard_order")
     if told is None:
         return None

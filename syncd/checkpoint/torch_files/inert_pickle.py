@@ -1,12 +1,12 @@
-"""An unpickler for state dicts that builds inert records: nothing of torch is imported or run.
+"""An unpickler for state dicts that builds inert records: it imports and runs nothing of torch.
 
-Every global that a pickle may name is in one table, :data:`ALLOWED`, and stands for a class or
-callable of syncd that only keeps its arguments; any other is refused by name. The objects that a
-pickle can reach refuse ``BUILD`` (``__setstate__``), so that one file cannot change how the next is
-read.
+The table :data:`ALLOWED` has every global that a pickle may name. Each of these globals stands for
+a class or callable of syncd that only keeps its arguments. Any other global is an error, which
+names the global. The objects that a pickle can reach refuse ``BUILD`` (``__setstate__``), so that a
+file cannot change the way in which later files are read.
 
-Not promised: a bound on the memory and the time of a hostile pickle. Other trainers' pickles are
-read in a child process (:mod:`~syncd.checkpoint.sandbox.isolated`).
+This module does not limit the memory or the time that a malicious pickle takes. Therefore other
+trainers' pickles are read in a child process (:mod:`~syncd.checkpoint.sandbox.isolated`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _STATELESS: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
 class Inert:
-    """A stand-in for an instance of a torch class: it keeps its arguments and its state.
+    """A stand-in for an instance of a torch class, which keeps its arguments and its state.
 
     Attributes:
-        args: the arguments that it was made with.
-        state: its attributes by name, as pickled.
+        args: the arguments of the constructor.
+        state: the pickled attributes, by name.
     """
 
     __slots__ = ("args", "state")
@@ -42,7 +42,7 @@ class Inert:
     state: Mapping[Any, Any]
 
     def __new__(cls, *args: object) -> Self:
-        """Keep the arguments, whatever they are."""
+        """Keep the arguments, which may be of any type."""
         self = object.__new__(cls)  # super() would be slower, and this runs five times a tensor
         self.args = args
         self.state = _STATELESS
@@ -53,12 +53,12 @@ class Inert:
 
 
 class _Sealed:
-    """Refuses ``BUILD``, so that its arguments stay."""
+    """The base of classes that refuse ``BUILD``, so that a pickle cannot change their objects."""
 
     __slots__ = ()
 
     def __setstate__(self, state: object) -> NoReturn:
-        raise pickle.UnpicklingError("sets attributes of an object that has none")
+        raise pickle.UnpicklingError("it sets attributes of an object that has none")
 
 
 class DType(NamedTuple):
@@ -68,14 +68,17 @@ class DType(NamedTuple):
 
 
 class StorageType(NamedTuple):
-    """A storage class by the dtype of its elements; None for an untyped one."""
+    """A storage class, by the dtype of its elements; None for an untyped storage."""
 
     dtype: str | None
 
 
 @dataclass(slots=True)  # frozen would bring a __setstate__ of its own
 class StorageRef(_Sealed):
-    """Bytes of a record: ``data/<key>``, the dtype (None: untyped), and how many elements."""
+    """A storage: the bytes of the record ``data/<key>``.
+
+    ``dtype`` is None for an untyped storage, and ``numel`` is the number of elements.
+    """
 
     key: str
     dtype: str | None
@@ -85,7 +88,7 @@ class StorageRef(_Sealed):
 
 @dataclass(slots=True)
 class TensorRef(_Sealed):
-    """A strided tensor over a storage, as pickled and not yet checked. Offsets are in elements."""
+    """A strided tensor over a storage, as pickled, not yet checked. The offset is in elements."""
 
     storage: object
     dtype: str | None
@@ -106,7 +109,7 @@ class DTensorRef(_Sealed):
 
 @dataclass(slots=True)
 class ShardedTensorRef(_Sealed):
-    """A ShardedTensor: its dtype and global shape, and its state, which begins with its chunks."""
+    """A ShardedTensor: its dtype, its global shape, and its state, which begins with the chunks."""
 
     dtype: object
     shape: object
@@ -114,7 +117,7 @@ class ShardedTensorRef(_Sealed):
 
 
 def attributes(state: object) -> dict[Any, Any]:
-    """The attributes that a pickled state sets: a dict, or a pair of dicts or Nones."""
+    """The attributes in a pickled state: a dict, or a pair whose elements are dicts or None."""
     if isinstance(state, dict):
         return state
     found: dict[Any, Any] = {}
@@ -126,23 +129,26 @@ def attributes(state: object) -> dict[Any, Any]:
 
 
 class _StateDict(dict[Any, Any]):
-    """``OrderedDict``; its ``_metadata`` arrives as state and is of no use here."""
+    """A stand-in for ``OrderedDict``; it ignores its state, which holds only ``_metadata``."""
 
     __slots__ = ()
 
     def __setstate__(self, state: object) -> None:
-        """Ignore it."""
+        """Ignore the state."""
 
 
 class _Call(_Sealed):
-    """A stand-in callable. It is an instance, because ``BUILD`` could set a function's defaults."""
+    """A stand-in for a callable.
+
+    It is an instance, because ``BUILD`` could change the defaults of a function.
+    """
 
     __slots__ = ()
     __call__: Callable[..., object]
 
 
 def _call(function: Callable[..., object]) -> _Call:
-    """An instance of a class made for it, so that a call goes directly to the function."""
+    """A stand-in with a class of its own, so that Python calls the function directly."""
     members = {"__slots__": (), "__call__": staticmethod(function)}
     made = type(function.__name__, (_Call,), members)()
     assert isinstance(made, _Call)  # noqa: S101 - for the type checker
@@ -154,7 +160,7 @@ def _inert(name: str, *, unordered: bool = False) -> type[Inert]:
 
 
 class _Fields(Inert):
-    """A stand-in for a class whose state is a tuple: it keeps the values by their places."""
+    """A stand-in for a class whose state is a tuple; ``state`` has the values by their index."""
 
     __slots__ = ()
 
@@ -163,13 +169,13 @@ class _Fields(Inert):
 
 
 class DTensor(Inert):
-    """``torch.distributed.tensor.DTensor``, as a type."""
+    """A stand-in for the type ``torch.distributed.tensor.DTensor``."""
 
     __slots__ = ()
 
 
 class ShardedTensor(Inert):
-    """``ShardedTensor``, as a type."""
+    """A stand-in for the type ``ShardedTensor``."""
 
     __slots__ = ()
 
@@ -199,12 +205,12 @@ def _from_type(
         return ShardedTensorRef(args[1], args[2], state)
     if isinstance(function, _Call):  # a tensor with attributes, or a parameter
         return function(*args)
-    raise pickle.UnpicklingError("rebuilds a tensor of an unknown type")
+    raise pickle.UnpicklingError("it rebuilds a tensor of an unknown type")
 
 
 def _size(items: object = ()) -> tuple[object, ...]:
     if not isinstance(items, tuple | list):
-        raise pickle.UnpicklingError("has a torch.Size that is not a sequence")
+        raise pickle.UnpicklingError("it has a torch.Size that is not a sequence")
     return tuple(items)
 
 
@@ -316,8 +322,8 @@ class _Loading:
         found = ALLOWED.get((module, name))
         if found is None:
             raise ShardFormatError(
-                f"{self.where} asks for {shown(module)}.{shown(name)}, refused, nothing was run: "
-                "save a plain state dict of tensors"
+                f"{self.where} asks for {shown(module)}.{shown(name)}, which is refused; nothing "
+                "was run: save a plain state dict of tensors"
             )
         return found
 
@@ -327,40 +333,41 @@ class _Loading:
                 # Checked here, because the pattern would take twice as long.
                 if isinstance(kind, StorageType) and isinstance(key, str):
                     return StorageRef(key, kind.dtype, location, numel)
-        raise pickle.UnpicklingError("names a storage in an unknown format")
+        raise pickle.UnpicklingError("it names a storage in an unknown format")
 
 
 class _Fast(_Loading, pickle.Unpickler):
-    """In C. Its memo is an array: a damaged index makes it touch gigabytes."""
+    """The unpickler in C. Its memo is an array, so a damaged index may make it take gigabytes."""
 
 
 class _Frugal(_Loading, pickle._Unpickler):  # noqa: SLF001 - the only one without that array
-    """In Python, ten times slower. Its memo is a dict."""
+    """The unpickler in Python, which is ten times slower. Its memo is a dict."""
 
 
 class _Peekable(io.BytesIO):
-    """Bytes in which an unpickler can look ahead; without that it has half the speed.
+    """Bytes with ``peek``, without which an unpickler has half the speed.
 
-    Not ``BufferedReader``, which takes all the memory that a length in a damaged pickle asks for.
+    ``BufferedReader`` is not used, because it takes all the memory that a length in a damaged
+    pickle asks for.
     """
 
     def peek(self, count: int) -> bytes:
-        """Up to so many of the next bytes, which stay the next."""
+        """Up to ``count`` of the next bytes, without moving past them."""
         at = self.tell()
         return self.getvalue()[at : at + count]
 
 
 def load_inert(data: bytes, where: str, *, intact: bool) -> object:
-    """The content of a pickle, with inert records for everything but plain Python values.
+    """The content of a pickle, with inert records for all objects but plain Python values.
 
     Args:
         data: the pickle.
         where: the file, for the message.
-        intact: whether a CRC-32 says that these are the bytes that were pickled.
+        intact: True if a CRC-32 proves that these are the bytes that were pickled.
 
     Raises:
-        ShardFormatError: it is broken, takes more memory than there is, or names a global that is
-            not in the table.
+        ShardFormatError: the pickle is broken, takes more memory than there is, or names a global
+            that is not in the table.
     """
     try:
         unpickler = (_Fast if intact else _Frugal)(_Peekable(data))
@@ -382,10 +389,10 @@ def load_state_dict(data: bytes, where: str, *, intact: bool) -> dict[Any, Any]:
     Args:
         data: the pickle.
         where: the file, for the message.
-        intact: whether a CRC-32 says that these are the bytes that were pickled.
+        intact: True if a CRC-32 proves that these are the bytes that were pickled.
 
     Raises:
-        ShardFormatError: as :func:`load_inert`; or it is not a dict.
+        ShardFormatError: :func:`load_inert` fails, or the content is not a dict.
     """
     found = load_inert(data, where, intact=intact)
     if not isinstance(found, dict):

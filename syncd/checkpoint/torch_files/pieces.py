@@ -1,8 +1,8 @@
-"""From the bytes of a ``data.pkl`` to the pieces of tensors that it names. Pure.
+"""Reading the pieces of tensors that a ``data.pkl`` lists. Pure.
 
-This module checks a pickle as far as possible without the file around it;
-:mod:`~syncd.checkpoint.torch_files.shard_file` finds each piece in that file, and checks that it
-lies inside.
+This module checks a pickle as far as possible without the rest of the shard file.
+:mod:`~syncd.checkpoint.torch_files.shard_file` finds the bytes of each piece in the shard file, and
+checks that they lie inside the file.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Piece(NamedTuple):
     """A rank's own part of a tensor, as its pickle describes it.
 
     Attributes:
-        dtype: safetensors' name, e.g. ``BF16``.
-        shape: the shape of the part; its elements are C-contiguous.
-        key: the key of its storage, which is the record ``data/<key>``.
-        offset: the offset of its first element in the storage, in elements.
-        position: where it lies in the global tensor; None for a plain tensor.
+        dtype: safetensors' name of the dtype, e.g. ``BF16``.
+        shape: the shape of the part, whose elements are C-contiguous.
+        key: the key of the part's storage, which is the record ``data/<key>``.
+        offset: the offset of the part's first element in the storage, in elements.
+        position: the part's position in the global tensor; None for a plain tensor.
     """
 
     dtype: str
@@ -59,12 +59,12 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The parts of a tensor that a rank holds, if there may be several.
+    """The parts of a tensor that a rank holds, if a rank can hold several parts or none.
 
     Attributes:
-        dtype: safetensors' name.
+        dtype: safetensors' name of the dtype.
         shape: the shape of the whole tensor.
-        pieces: its parts, each with a position.
+        pieces: the parts, each with a position.
     """
 
     dtype: str
@@ -81,16 +81,16 @@ def read_pieces(
 
     Args:
         data: the pickle.
-        where: the file, for the message, which begins with it.
-        intact: whether a CRC-32 says that these are the bytes that were pickled.
-        plain: receives plain values (:func:`is_plain`), by name, as an optimizer's state has them.
-            Without it they are errors, as in a model's state.
+        where: the file; the error message begins with it.
+        intact: True if a CRC-32 proves that these are the bytes that were pickled.
+        plain: receives the plain values (:func:`is_plain`) by name, for example of an optimizer's
+            state. If it is None, a plain value is an error, as in a model's state.
 
     Raises:
-        ShardFormatError: the pickle is broken, asks for code, or has a value that is no tensor, not
-            contiguous, or of a dtype, shape or name that safetensors files lack.
-        PlacementError: a tensor's device mesh is of an unknown layout, or it has a placement that
-            is not merged.
+        ShardFormatError: the pickle is broken or asks for code. Or a value is not a tensor, is not
+            contiguous, or has a dtype, shape or name that safetensors does not support.
+        PlacementError: a tensor has a device mesh of unknown layout, or a placement that syncd does
+            not merge.
         CoverageError: a local shape contradicts its placements.
     """
     state = load_state_dict(data, where, intact=intact)
@@ -118,26 +118,27 @@ def read_tensor(data: bytes, where: str, name: str, *, intact: bool) -> Piece:
 
     Args:
         data: the pickle.
-        where: the file, for the message, which begins with it.
+        where: the file; the error message begins with it.
         name: the name of the tensor, for the message.
-        intact: whether a CRC-32 says that these are the bytes that were pickled.
+        intact: True if a CRC-32 proves that these are the bytes that were pickled.
 
     Raises:
-        ShardFormatError: as :func:`read_pieces`, or it is something else.
+        ShardFormatError: the pickle is broken, asks for code, or does not hold a single tensor; or
+            the tensor is not contiguous, or has a dtype that safetensors does not support.
     """
     return _Reader(where).bare(name, load_inert(data, where, intact=intact))
 
 
 def check_name(name: object, where: str) -> str:
-    """A tensor's name, if it is one that can be merged.
+    """Return a tensor's name if a tensor of this name can be merged.
 
     Args:
         name: the name in the file.
-        where: the file, for the message, which begins with it.
+        where: the file; the error message begins with it.
 
     Raises:
-        ShardFormatError: safetensors files cannot have it as a name.
-        PlacementError: it is FSDP1's name for a flat parameter.
+        ShardFormatError: safetensors does not support this name.
+        PlacementError: this is FSDP1's name for a flat parameter.
     """
     fault = name_fault(name)
     if not isinstance(name, str) or fault is not None:
@@ -156,14 +157,14 @@ def _wrong(where: str, name: object, what: str) -> ShardFormatError:
 
 
 def is_plain(value: object) -> bool:
-    """True if a value is None, a bool, a number or text, or a list or tuple of such."""
+    """True for None, a bool, a number or text, and for a list or tuple of such values."""
     if type(value) in {list, tuple}:
         return all(type(item) in _PLAIN for item in value)  # type: ignore[attr-defined]  # seen above
     return type(value) in _PLAIN
 
 
 class _Reader:
-    """Makes pieces of one file's inert records."""
+    """Makes pieces from the inert records of one file."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -176,7 +177,7 @@ class _Reader:
         self._meshes: dict[int, Mesh | None] = {}
 
     def piece(self, name: object, value: object) -> Piece | Pieces:
-        """The parsed form of one entry of the state dict."""
+        """The piece or pieces of one entry of the state dict."""
         name = check_name(name, self._where)
         match value:
             case DTensorRef():
@@ -185,10 +186,10 @@ class _Reader:
                 return Piece(*self._part(name, value), None)
             case ShardedTensorRef():
                 return self._sharded(name, value)
-        raise self._wrong(name, f"is a {type(value).__name__}, not a tensor: leave it out")
+        raise self._wrong(name, f"is a {type(value).__name__}, not a tensor: do not save it")
 
     def bare(self, name: str, value: object) -> Piece:
-        """The parsed form of a tensor by itself."""
+        """The piece of a tensor that is not in a state dict."""
         if not isinstance(value, TensorRef):
             raise self._wrong(name, f"is a {type(value).__name__}, not a tensor")
         return Piece(*self._part(name, value), None)
@@ -218,7 +219,7 @@ class _Reader:
         return Piece(dtype, shape, key, offset, position)
 
     def _sharded(self, name: str, tensor: ShardedTensorRef) -> Pieces:
-        """The chunks of a ShardedTensor, which records their offsets itself (``ShardMetadata``)."""
+        """The chunks of a ShardedTensor, whose ``ShardMetadata`` records their offsets."""
         shape = shape_of(tensor.shape)
         chunks = tensor.state[0] if isinstance(tensor.state, tuple) and tensor.state else None
         if not isinstance(tensor.dtype, DType) or shape is None or not isinstance(chunks, list):
@@ -232,8 +233,8 @@ class _Reader:
             told = chunk.state.get("metadata") if isinstance(chunk, Inert) else None
             if not isinstance(local, TensorRef) or not isinstance(told, Inert):
                 raise PlacementError(
-                    f"{self._where}: {shown(name)} is a ShardedTensor of something else than "
-                    "tensors (FSDP1 on top of another sharding), which is not merged: build FSDP "
+                    f"{self._where}: {shown(name)} is a ShardedTensor whose chunks are not tensors "
+                    "(FSDP1 on top of another sharding), which syncd does not merge: build FSDP "
                     "with a device_mesh, or use fully_shard"
                 )
             part = self._part(name, local)
@@ -250,19 +251,20 @@ class _Reader:
         return Pieces(dtype, shape, tuple(pieces))
 
     def _dtype(self, name: str, tensor: TensorRef | DType) -> str:
-        """The name of a dtype in safetensors files."""
+        """Safetensors' name of a dtype."""
         dtype = tensor.name if isinstance(tensor, DType) else tensor.dtype
         if dtype not in DTYPES:
             raise self._wrong(name, f"has dtype {dtype}, which syncd does not merge")
         return DTYPES[dtype][0]
 
     def _part(self, name: str, tensor: TensorRef) -> tuple[str, Shape, str, int]:
-        """The dtype, shape, key and offset of a tensor: its piece without the position."""
+        """The dtype, shape, key and offset of a tensor's piece."""
         storage, shape, stride = tensor.storage, shape_of(tensor.shape), shape_of(tensor.stride)
         if not isinstance(storage, StorageRef) or shape is None or stride is None:
             raise self._wrong(name, "is a tensor that cannot be read")
         if tensor.bits:
-            raise self._wrong(name, "is negated or conjugated as it is read: save resolve_neg()")
+            fault = "is a negated or conjugated view: save the result of resolve_neg()"
+            raise self._wrong(name, f"{fault} or resolve_conj()")
         dtype = self._dtype(name, tensor)
         if (shape, stride) not in self._contiguous:
             if len(shape) != len(stride) or not _contiguous(shape, stride):
@@ -271,7 +273,7 @@ class _Reader:
             self._contiguous.add((shape, stride))
         key, offset = storage.key, tensor.offset
         if not (key.isascii() and key.isprintable()) or len(key) > _KEY_LIMIT:
-            raise self._wrong(name, f"is in a storage of an impossible name, {shown(key)!r}")
+            raise self._wrong(name, f"is in a storage with an impossible name, {shown(key)!r}")
         if not is_offset(offset):
             raise self._wrong(name, f"lies outside its record data/{key}")
         return dtype, shape, key, offset
@@ -284,7 +286,7 @@ class _Reader:
 
 
 def _contiguous(shape: Shape, stride: Shape) -> bool:
-    """True if elements follow each other in C order, ignoring strides of dimensions of size 1."""
+    """True if the elements lie in C order without gaps; ignores strides of size-1 dimensions."""
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size > 1 and step != expected:

@@ -1,4 +1,4 @@
-"""An open ``torch.save`` shard: which bytes of the file are which tensor. It runs no code in it."""
+"""Reading a ``torch.save`` shard: the place of each tensor's bytes. No code in the file runs."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from syncd.storage.fsio import Signature, Storage, signature
 
 
 class ReadPieces(Protocol):
-    """Makes pieces of a pickle: in this process, or in a child."""
+    """Reads the pieces in a pickle, in this process or in a child."""
 
     def __call__(self, data: bytes, where: str, *, intact: bool) -> dict[str, Piece | Pieces]:
-        """As ``read_pieces``; the caller may change the dict."""
+        """See ``read_pieces``. The caller may change the returned dict."""
 
 
 class ShardFile:
-    """A shard file, open, with a valid zip directory.
+    """An open shard file with a valid zip directory.
 
-    It owns its descriptor; close it, or use it as a context manager. It reads everything through
-    that descriptor, so a rename or a removal of the name changes nothing. It does not check the
-    tensors' bytes; the merge does.
+    The object owns its descriptor: close the object, or use it as a context manager. It reads all
+    bytes through this descriptor, so renaming or deleting the file has no effect. The bytes of the
+    tensors are not checked here; the merge checks them.
 
     Attributes:
-        path: its name when it was opened.
+        path: the path of the file when it was opened.
         fd: the descriptor.
         size: the size of the file, in bytes.
         signature: the signature of the file when it was opened.
         directory_digest: xxh3-128 of the raw central directory, 32 hexadecimal digits.
         records: the zip's records by name, without torch's leading folder.
-        has_crc: False when the trainer switched CRC-32 off: every record's is 0.
+        has_crc: False if the trainer switched CRC-32 off, so that the CRC-32 of every record is 0.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class ShardFile:
     def open(
         cls, storage: Storage, path: Path, *, cancel: Callable[[], None] = lambda: None
     ) -> Self:
-        """Open a shard and read its zip directory; not yet its pickle.
+        """Open a shard and read its zip directory, but not its pickle.
 
         Args:
-            storage: reads it.
-            path: its name.
+            storage: the storage that reads the file.
+            path: the path of the file.
             cancel: called often; it raises to stop.
 
         Raises:
-            ShardFormatError: it is not a whole file of torch.save, or has another byte order.
-            OSError: it cannot be opened or read.
+            ShardFormatError: the file is not a whole file of torch.save, or is not little-endian.
+            OSError: the file cannot be opened or read.
         """
         fd = storage.open_read(path)
         try:
@@ -100,7 +100,9 @@ class ShardFile:
         if order is None:
             return
         if self._storage.pread_all(self.fd, min(order.size, 16), order.offset) != b"little":
-            raise ShardFormatError(f"{self.path} is not little-endian: save it on such a machine")
+            raise ShardFormatError(
+                f"{self.path} is not little-endian: save it on a little-endian machine"
+            )
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -113,21 +115,20 @@ class ShardFile:
         self.close()
 
     def tensors(self, *, parse: ReadPieces = read_pieces) -> Mapping[str, Local | Chunks]:
-        """The tensors of the state dict by name, in its order; read once and kept.
+        """The tensors by name, in the order of the state dict. They are read once, and kept.
 
         Keys that end with ``_extra_state`` are left out.
 
         Args:
-            parse: reads the pickle; use an ``IsolatedParser``'s for a file that anyone may have
-                written.
+            parse: reads the pickle. For an untrusted file, pass a method of ``IsolatedParser``.
 
         Raises:
-            ShardFormatError: the pickle is broken, does not match its CRC-32, asks for code, or has
-                a value that is not a tensor, is not contiguous, has a dtype that safetensors lacks,
-                or lies outside its record.
+            ShardFormatError: the pickle is broken, does not match its CRC-32, or asks for code. Or
+                a value is not a tensor, is not contiguous, has a dtype that safetensors lacks, or
+                lies outside its record.
             PlacementError: a tensor has a device mesh or a placement that syncd does not merge.
             CoverageError: a local shape contradicts its placements.
-            OSError: it cannot be read now.
+            OSError: storage failed.
         """
         if self._tensors is None:
             with uncollected():
@@ -141,14 +142,14 @@ class ShardFile:
         return self._tensors
 
     def forget_tensors(self) -> None:
-        """Drop the tensors that :meth:`tensors` keeps; its next call reads them again."""
+        """Drop the tensors that were read. The next call of :meth:`tensors` reads them again."""
         self._tensors = None
 
     def _pickle(self) -> bytes:
         record = self.records.get("data.pkl")
         if record is None or record.size > PICKLE_LIMIT:
             raise ShardFormatError(
-                f"{self.path} has no data.pkl, or one over 256 MiB: save it again"
+                f"{self.path} has no data.pkl, or its data.pkl is over 256 MiB: save it again"
             )
         data = self._storage.pread_all(self.fd, record.size, record.offset)
         if len(data) != record.size or (self.has_crc and crc32(data) != record.crc32):
@@ -165,7 +166,7 @@ class ShardFile:
         return Chunks(piece.dtype, piece.shape, parts)
 
     def _local(self, name: str, piece: Piece) -> Local:
-        """A piece as bytes of this file."""
+        """Find the bytes of a piece in this file."""
         dtype, shape, storage, offset, position = piece
         key = sys.intern(f"data/{storage}")
         record = self.records.get(key)

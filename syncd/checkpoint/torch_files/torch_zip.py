@@ -1,8 +1,8 @@
 """A strict reader of the zip files that ``torch.save`` writes.
 
-It is stricter than a general zip reader on purpose: an uncompressed, single-volume zip without a
-comment, which ends with the file, all records under one folder, none overlapping another. Anything
-that torch does not write is an error, so that a torn file is never taken for a whole one.
+It is stricter than a general zip reader on purpose. The zip must be uncompressed, in one volume,
+without a comment, and end where the file ends. All its records must be in the same folder, and must
+not overlap. Anything that torch does not write is an error, so a torn file never counts as whole.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _FULL32: Final = 0xFFFFFFFF
 
 
 class Bytes(Protocol):
-    """Reads a zip: storage, or a view that shows a part of a file as if it were a whole file."""
+    """Reads a zip: the storage, or a view that shows a part of a file like a whole file."""
 
     def pread_all(self, fd: int, count: int, offset: int) -> bytes:
-        """``count`` bytes from an offset; fewer only at the end."""
+        """Read ``count`` bytes from an offset; fewer only at the end."""
 
 
 class ZipRecord(NamedTuple):
-    """One record of the zip: the offset, number and CRC-32 of its bytes."""
+    """A record of the zip: the offset of its bytes, their number, and their CRC-32."""
 
     offset: int
     size: int
@@ -56,7 +56,7 @@ class ZipRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """A zip's central directory: its raw bytes, where it begins, and how many entries it has."""
+    """A zip's central directory: its raw bytes, its offset, and the number of its entries."""
 
     raw: bytes
     offset: int
@@ -64,7 +64,7 @@ class Directory:
 
     @property
     def digest(self) -> str:
-        """xxh3-128 of the raw bytes, as 32 hexadecimal digits: receipts bind it."""
+        """xxh3-128 of the raw bytes, as 32 hexadecimal digits, for receipts."""
         return xxhash.xxh3_128_hexdigest(self.raw)
 
 
@@ -77,19 +77,19 @@ class _Entry(NamedTuple):
 
 def _broken(path: Path, what: str) -> ShardFormatError:
     return ShardFormatError(
-        f"{path}: {what}; it is torn or not a torch.save file: save it again with torch.save"
+        f"{path}: {what}; the file is torn, or not a torch.save file: save it again with torch.save"
     )
 
 
 def central_directory_digest(storage: Storage, path: Path) -> tuple[int, str]:
     """The size in bytes of a ``torch.save`` file, and the digest of its central directory.
 
-    The trainer's receipt has both. The directory holds the CRC-32 of every record, so the digest
-    binds the content without reading it again.
+    The trainer's receipt has the size and the digest. The directory holds the CRC-32 of every
+    record, so its digest stands for the whole content, which need not be read again.
 
     Raises:
-        ShardFormatError: the file is not a whole zip of torch's kind.
-        OSError: it cannot be opened or read.
+        ShardFormatError: the file is not a whole zip as torch writes it.
+        OSError: the file cannot be opened or read.
     """
     fd = storage.open_read(path)
     try:
@@ -103,11 +103,11 @@ def read_directory(storage: Bytes, fd: int, size: int, path: Path) -> Directory:
     """Find and read the central directory of a file of ``size`` bytes.
 
     Raises:
-        ShardFormatError: it is not there, not where it must be, or larger than 256 MiB.
+        ShardFormatError: the directory is missing, in the wrong place, or larger than 256 MiB.
     """
     tail = storage.pread_all(fd, _END.size, max(size - _END.size, 0))
     if len(tail) < _END.size or not tail.startswith(b"PK\5\6"):
-        raise _broken(path, "has no zip directory at its end")
+        raise _broken(path, "the file has no zip directory at its end")
     _, disk, first_disk, here, count, length, offset, comment = _END.unpack(tail)
     saturated: tuple[int, ...] = (disk, first_disk, here, count, length, offset)
     end = size - _END.size
@@ -119,7 +119,7 @@ def read_directory(storage: Bytes, fd: int, size: int, path: Path) -> Directory:
         _, _, at, _ = _LOCATOR.unpack(locator)
         record = storage.pread_all(fd, _END64.size, at) if at + _END64.size == end else b""
         if len(record) < _END64.size or not record.startswith(b"PK\6\6"):
-            raise _broken(path, "has a zip64 locator that points nowhere")
+            raise _broken(path, "the file has a zip64 locator that points nowhere")
         _, _, _, _, disk, first_disk, here, count, length, offset = _END64.unpack(record)
         limits = (_FULL16,) * 4 + (_FULL32,) * 2
         whole = (disk, first_disk, here, count, length, offset)
@@ -127,19 +127,20 @@ def read_directory(storage: Bytes, fd: int, size: int, path: Path) -> Directory:
             old not in (new, limit)
             for old, new, limit in zip(saturated, whole, limits, strict=True)
         ):
-            raise _broken(path, "has two zip directories that disagree")
+            raise _broken(path, "the file has two zip directories that disagree")
         end = at
     if disk or first_disk or here != count or comment:
-        raise _broken(path, "has a zip directory of another kind than torch writes")
+        raise _broken(path, "the file has a zip directory of another kind than torch writes")
     if length > DIRECTORY_LIMIT or count > RECORD_LIMIT:
         raise _broken(
-            path, f"has a zip directory of {length} bytes and {count} records, over limits"
+            path,
+            f"the file has a zip directory of {length} bytes and {count} records, over the limits",
         )
     if offset + length != end:
-        raise _broken(path, "has a zip directory that does not end where it must")
+        raise _broken(path, "the file has a zip directory that does not end where it must")
     raw = storage.pread_all(fd, length, offset)
     if len(raw) != length:
-        raise _broken(path, "became shorter while it was read")
+        raise _broken(path, "the file became shorter while syncd read it")
     return Directory(raw, offset, count)
 
 
@@ -152,25 +153,25 @@ def read_records(
     *,
     cancel: Callable[[], None] = lambda: None,
 ) -> dict[str, ZipRecord]:
-    """All records by name, without the folder that torch puts them all under.
+    """All records by name, without the folder that all names begin with.
 
-    It reads the local header of each record, because only the header tells where the record's bytes
-    begin.
+    The local header of each record is read too, because only this header gives the offset of the
+    record's bytes.
 
     Args:
         storage: reads the file.
-        fd: the open file.
-        directory: its central directory.
-        path: its name, for the message.
+        fd: the descriptor of the open file.
+        directory: the central directory of the file.
+        path: the path of the file, for the message.
         cancel: called often; it raises to stop.
 
     Raises:
-        ShardFormatError: a record is compressed, encrypted, named twice, outside the file, under
-            another folder, or overlaps another.
+        ShardFormatError: a record is compressed or encrypted, occurs twice, lies outside the file,
+            is in another folder, or overlaps another record.
     """
     entries = _entries(directory, path)
     if not entries:
-        raise _broken(path, "has no records")
+        raise _broken(path, "the file has no records")
     prefix = entries[0].name.partition(b"/")[0] + b"/"
     entries.sort(key=attrgetter("header"))
     nexts = [entry.header for entry in entries[1:]] + [directory.offset]
@@ -192,15 +193,15 @@ def read_records(
             # All ranks have the same names, which are kept once.
             name = sys.intern(entry.name.removeprefix(prefix).decode())
         except UnicodeDecodeError:
-            raise _broken(path, f"{_shown(entry)} is not named in UTF-8") from None
+            raise _broken(path, f"the name of {_shown(entry)} is not UTF-8") from None
         if not entry.name.startswith(prefix) or name in records:
-            raise _broken(path, f"{_shown(entry)} is there twice or in another folder")
+            raise _broken(path, f"{_shown(entry)} is there twice, or is in another folder")
         records[name] = ZipRecord(offset, entry.size, entry.crc32)
     return records
 
 
 def _near(entries: Sequence[_Entry], nexts: Sequence[int], number: int) -> int:
-    """The end of the last local header that is near the ones before and fits in the window."""
+    """The end of the last local header that is near the previous headers and fits in the window."""
     begin = entries[number].header
     end = begin + _LOCAL.size + len(entries[number].name)
     for at in range(number + 1, len(entries)):
@@ -219,7 +220,7 @@ def _check_disjoint(entries: Sequence[_Entry], nexts: Sequence[int], path: Path)
 
 
 def _overlaps(path: Path, entry: _Entry) -> ShardFormatError:
-    return _broken(path, f"{_shown(entry)} overlaps another or lies outside the file")
+    return _broken(path, f"{_shown(entry)} overlaps another record, or lies outside the file")
 
 
 def _shown(entry: _Entry) -> str:
@@ -232,14 +233,14 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
     at = 0
     for _ in range(directory.count):
         if at + _ENTRY.size > len(raw) or not raw.startswith(b"PK\1\2", at):
-            raise _broken(path, "has a zip directory with fewer records than it says")
+            raise _broken(path, "the file has a zip directory with fewer records than it says")
         (_, _, _, flags, method, _, _, crc32, packed, size, names, extras, comments, disk, _, _,
          header) = _ENTRY.unpack_from(raw, at)  # fmt: skip
         begin = at + _ENTRY.size
         name = raw[begin : begin + names]
         at = begin + names + extras + comments
         if at > len(raw):
-            raise _broken(path, "has a zip directory that ends inside a record")
+            raise _broken(path, "the file has a zip directory that ends inside a record")
         if _FULL32 in (size, packed, header):
             extra = raw[begin + names : begin + names + extras]
             size, packed, header = _zip64(extra, size, packed, header, path)
@@ -249,12 +250,12 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
             )
         entries.append(_Entry(name, header, size, crc32))
     if at != len(raw):
-        raise _broken(path, "has a zip directory with more records than it says")
+        raise _broken(path, "the file has a zip directory with more records than it says")
     return entries
 
 
 def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tuple[int, int, int]:
-    """The 64-bit values of the fields (of the three) that do not fit in 32 bits."""
+    """The three values, with 64-bit values from the extra field if 32 bits are too few."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
@@ -269,11 +270,11 @@ def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tup
         if None not in values:
             whole, stored, begin = (value or 0 for value in values)
             return whole, stored, begin
-    raise _broken(path, "has a record over 4 GiB without its zip64 field")
+    raise _broken(path, "the file has a record over 4 GiB without its zip64 field")
 
 
 def _data_offset(window: bytes, at: int, entry: _Entry, path: Path) -> int:
-    """The offset of a record's bytes: behind its local header, which torch pads to 64 bytes."""
+    """The offset of a record's bytes, which follow its local header and torch's padding."""
     if len(window) < at + _LOCAL.size + len(entry.name) or not window.startswith(b"PK\3\4", at):
         raise _broken(path, f"{_shown(entry)} has no local header")
     _, _, flags, method, _, _, _, packed, size, names, extras = _LOCAL.unpack_from(window, at)
@@ -287,5 +288,5 @@ def _data_offset(window: bytes, at: int, entry: _Entry, path: Path) -> int:
         or flags & _ENCRYPTED
         or sizes_differ
     ):
-        raise _broken(path, f"{_shown(entry)} has a local header of another record")
+        raise _broken(path, f"{_shown(entry)} has the local header of another record")
     return entry.header + _LOCAL.size + int(names) + int(extras)
