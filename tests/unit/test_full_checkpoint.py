@@ -497,7 +497,7 @@ class Scaled(Net):
 
 def test_a_model_with_names_that_torch_cannot_load_is_refused_by_name(root: Path) -> None:
     write_full(root, 1, Net())
-    with pytest.raises(CheckpointError, match=r"no parameter or buffer of it .*'scale'"):
+    with pytest.raises(CheckpointError, match=r"no parameter or buffer of the model .*'scale'"):
         load_checkpoint(root, Scaled())
 
 
@@ -509,10 +509,10 @@ def _with(model: nn.Module, name: str, value: torch.Tensor) -> nn.Module:
 @pytest.mark.parametrize(
     ("saved", "wanted", "what"),
     [
-        ("AdamW", "SGD", "which SGD has not"),
+        ("AdamW", "SGD", "which SGD does not have"),
         ("SGD", "SGD with momentum", ""),
         ("AdamW", "amsgrad", "max_exp_avg_sq' is in none of the files"),
-        ("amsgrad", "AdamW", "max_exp_avg_sq'.*which AdamW has not"),
+        ("amsgrad", "AdamW", "max_exp_avg_sq'.*which AdamW does not have"),
         ("two groups", "AdamW", "other options than"),
     ],
 )

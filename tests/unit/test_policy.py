@@ -120,7 +120,7 @@ def test_only_nccl_changes_to_checkpoint_and_with_a_warning(
     assert found.method is (SyncMethod.CHECKPOINT if changed else method)
     assert found.sync_interval == 7
     assert (warning is not None) is changed
-    for word, holds in (("LoRA", lora), ("Tinker", tinker), ("absent", alone)):
+    for word, holds in (("LoRA", lora), ("Tinker", tinker), ("without a trainer", alone)):
         assert (word in (warning or "")) is (changed and holds)
 
 

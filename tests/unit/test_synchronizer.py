@@ -113,7 +113,7 @@ def test_both_sides_begin_stopped_and_are_counted_as_they_say(job: SmallJob) -> 
         assert a.trainer_requires_weight_sync() is None
         with pytest.raises(InvalidTransitionError):
             a.set_explorer_status(RUNNING, RUNNING)
-        with pytest.raises(InvalidTransitionError, match="it is running"):
+        with pytest.raises(InvalidTransitionError, match="the present status is running"):
             a.set_explorer_status(RUNNING, REQUIRE_SYNC)
 
 
@@ -257,7 +257,7 @@ def test_a_wait_that_begins_in_another_ends_in_its_own_time(members: Members) ->
     explorer = members.explorer()
     waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
     members.wait_for_status(REQUIRE_SYNC)
-    with pytest.raises(WaitTimeoutError, match="behind another wait"):
+    with pytest.raises(WaitTimeoutError, match="while another wait of the same participant"):
         explorer.set_model_state_dict_with_step_num(3, timeout=0.1)
     assert not waiting.done()
     explorer.close()

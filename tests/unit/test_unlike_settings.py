@@ -94,7 +94,7 @@ def test_a_sync_that_waits_by_the_defaults_says_it_at_once_and_at_its_end(
         assert said(caplog) == []
         with pytest.raises(WaitTimeoutError, match="differ: the trainer's interval is 4 for the t"):
             explorer._sync.wait_new_model_state_dict(None, timeout=0.2)
-        with pytest.raises(WaitTimeoutError, match="unlike"):
+        with pytest.raises(WaitTimeoutError, match="SyncSettings of trainer and explorer differ"):
             explorer._sync.wait_new_model_state_dict(None, timeout=0.01)
         assert len(said(caplog)) == 1
 

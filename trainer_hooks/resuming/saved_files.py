@@ -211,7 +211,7 @@ class SavedFiles:
         told = self._vouched.get(path.name)
         if told is None:
             raise CheckpointError(
-                f"{path} is in none of the receipts of its save, so the save lacks it: {ADVICE}"
+                f"{path} is in none of the receipts of its save: it was saved without this file; {ADVICE}"
             )
         return told
 
