@@ -36,7 +36,7 @@ class Engine(Protocol):
 
     @property
     def is_local(self) -> bool:
-        """Whether the engine reads folders of versions on this host only; if not, staging is off."""
+        """Whether the engine reads versions on this host only. If not, staging is off."""
 
     def attach(self) -> None:
         """Repair the state that a killed hook left, for example resume a paused server.
@@ -140,7 +140,7 @@ class MayStartLater(Protocol):
     """The additional method of an :class:`Engine` whose ``attach`` may wait for minutes."""
 
     def on_waiting(self, told: Callable[[str], object]) -> None:
-        """Let ``attach`` call ``told`` with the reason for its wait, at once and then repeatedly."""
+        """Let ``attach`` call ``told`` with the reason for its wait: at once, then repeatedly."""
 
 
 @runtime_checkable

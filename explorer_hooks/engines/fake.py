@@ -197,7 +197,7 @@ class FakeEngine:
             self._tensors = tensor_specs(version.manifest)
 
     def reset_cache(self) -> None:
-        """Record the call, because there is no cache."""
+        """Record the call. There is no cache to reset."""
         self._enter("reset_cache")
 
     def resume(self) -> None:
@@ -210,7 +210,7 @@ class FakeEngine:
         return self.served is not None and self.served.sequence == version.sequence
 
     def close(self) -> None:
-        """Record the call, because there are no resources to release."""
+        """Record the call. There are no resources to release."""
         self._enter("close")
 
     def _enter(self, what: str, version: LeasedVersion | None = None) -> None:
