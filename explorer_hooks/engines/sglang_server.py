@@ -186,11 +186,11 @@ class SGLangServer(ServerEngine):
         told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
         answer = told if isinstance(told, dict) else {}
         if "error" in answer or not ("text" in answer or "output_ids" in answer):
-            raise ServerRefusedError(f"it generates no token: {told}", answer=told)
+            raise ServerRefusedError(f"the server generates no token: {told}", answer=told)
         meta = answer.get("meta_info")
         said = meta.get("weight_version") if isinstance(meta, dict) else None
         if said not in {None, name}:
-            raise ServerRefusedError(f"it generates with {said}, not with {name}")
+            raise ServerRefusedError(f"the server generates with {said}, not with {name}")
 
     def _told(self) -> dict[str, Any]:
         told = self._server.ask(self._info)

@@ -170,7 +170,8 @@ class TorchModule(InProcessEngine):
         Raises:
             EngineMismatchError: the version does not fit. The module is unchanged.
             VerificationError, ShardFormatError, OSError: the version cannot be read. The module is
-                unchanged; but with ``direct`` it may be torn, and a note of the error says so.
+                unchanged; with ``direct`` it may have parts of two versions, and a note of the
+                error says so.
         """
         targets = self._targets(version)
         if self._prepared != _reading(version, targets) or not self._holds_base(targets):
@@ -228,7 +229,8 @@ class TorchModule(InProcessEngine):
 
         Raises:
             BroadcastError: the transfer failed, or its tensors do not fit. The module is unchanged.
-            EngineBrokenError: the transfer failed half-way with ``direct``, and the module is torn.
+            EngineBrokenError: with ``direct``, the transfer failed half-way. The module may have
+                parts of two versions.
         """
         self._forget()
         device = self._receives_on(rendezvous.backend)
