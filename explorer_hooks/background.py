@@ -39,8 +39,8 @@ def follow(
 ) -> None:
     """Pull again and again, until cancelled.
 
-    If a version is refused, the next pull waits for a newer version. A failure that may pass is
-    retried: storage or ``on_remote`` fails, the job is unavailable, or the engine is broken.
+    If a version is refused, the next pull waits for a newer version. After an error of storage or
+    of ``on_remote``, or if the job is unavailable or the engine broken, it waits and pulls again.
 
     Args:
         pull: waits for a newer version, and loads it.
@@ -52,7 +52,7 @@ def follow(
             in vain.
 
     Raises:
-        Exception: ``pull`` raised any other error.
+        Exception: ``pull`` raised another error.
     """
     poll = min(poll, _LONGEST_PAUSE)
     seconds = poll
@@ -106,7 +106,7 @@ class Follower:
 
     @property
     def is_on(self) -> bool:
-        """Whether a thread follows the job, or has died and its death is still to be reported."""
+        """True while a thread follows the job, and after its death until the death is reported."""
         return self._thread is not None
 
     def start(self, pull: Callable[[Cancellation], object]) -> None:
@@ -134,7 +134,7 @@ class Follower:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Tell the thread to end, without a wait. Any thread or signal handler may call this."""
+        """Ask the thread to end, and return at once. Any thread or signal handler may call this."""
         self._cancel.cancel()
 
     def stop(self) -> None:
@@ -161,7 +161,9 @@ class Follower:
         ) from error
 
     def check_off(self) -> None:
-        """Check that no background thread follows the job: the caller would wait for it forever.
+        """Check that no background thread follows the job.
+
+        If a thread follows the job, the caller would wait forever for its turn to pull.
 
         Raises:
             NotFollowingError: the background thread has died.
@@ -217,11 +219,13 @@ class Follower:
         try:
             work()
         except BaseException as error:  # raised by the thread that calls next
-            log.error("nothing follows the job any more", exc_info=True)
+            log.error("the thread died, so nothing follows the job any more", exc_info=True)
             if self._thread is not threading.current_thread():
                 return  # its own callback stopped it; another thread may follow by now
             self._error = error
-            self._serving.follows_no_more(f"nothing follows the job any more: {error!r}")
+            self._serving.follows_no_more(
+                f"the thread died, so nothing follows the job any more: {error!r}"
+            )
 
 
 def _is_other(version: Version | None, than: Version | None) -> bool:

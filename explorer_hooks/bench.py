@@ -55,7 +55,7 @@ def full_checkpoints(job_dir: str | Path) -> list[int]:
     """List the steps of all full checkpoints in ascending order, except one that is being saved.
 
     A step is a full checkpoint if its folder has ``.full_checkpoint``. Some trainers do not write
-    that file: then it is a full checkpoint if its folder has the state of an optimizer.
+    that file. Their step is a full checkpoint if its folder has the state of an optimizer.
     """
     job = Job.at(Path(job_dir).absolute())
     return [step for step in step_folders(job) if _is_full(job, step)]
@@ -64,10 +64,11 @@ def full_checkpoints(job_dir: str | Path) -> list[int]:
 def every_full_checkpoint(
     hook: ExplorerHook, job_dir: str | Path, *, after: int = -1, timeout: float | None = None
 ) -> Iterator[Version]:
-    """Load one full checkpoint after the other, each when you ask for the next item.
+    """Load the full checkpoints one by one, in the order of their steps.
 
-    The steps are listed once, at the beginning. At the end the engine still serves the last
-    checkpoint. Use :func:`latest` to load the newest version again.
+    Each load happens when you ask for the next item. The steps are listed once, at the beginning.
+    At the end the engine still serves the last checkpoint. Use :func:`latest` to load the newest
+    version again.
 
     Args:
         hook: the hook of the job.

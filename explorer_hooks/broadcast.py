@@ -76,7 +76,7 @@ class Arriving(Generic[T]):
 
     Args:
         group: the weight group of the transfer.
-        header, meta, image: the announcement of the transfer, its tensors and their layout.
+        header, meta, image: the transfer's announcement, its tensors, and their layout in memory.
         prepared: the result of the receiver's ``prepare``.
 
     Attributes:
@@ -245,8 +245,8 @@ class WeightReceiver:
         """Yield all tensors, in host memory, once every receiver has confirmed the last byte.
 
         The first ``next()`` takes as long as the transfer. A later ``next()`` cannot fail. The
-        iterator and its tensors share one block of host memory, as large as the model. The block is
-        freed when none of them is left.
+        tensors share one block of host memory, as large as the model. The block is freed when the
+        iterator and all its tensors are gone.
 
         Args:
             fits: called with the names, dtypes and shapes, before the first byte of a tensor is

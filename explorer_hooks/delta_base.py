@@ -1,4 +1,4 @@
-"""Find the copy on this host from which deltas make a version, and wait for a delta."""
+"""Find a copy on this host that deltas turn into a newer version, and wait for a delta."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DeltaBase:
 
     Attributes:
         copy: the hold on the copy.
-        version: the copy as a version.
+        version: the copy's folder and manifest.
         chain: the deltas in order, each with its folder.
     """
 
@@ -114,7 +114,7 @@ class DeltaBases:
             cancel: called often; raises an error to stop.
 
         Raises:
-            NoDeltaError: no copy and deltas lead to the version. The message has the reason.
+            NoDeltaError: no copy and deltas make the version. The message has the reason.
             RecordError: a record of the job cannot be used.
             OSError: the storage of the job or of the copies failed.
         """
@@ -153,7 +153,7 @@ class DeltaBases:
                 try:
                     self._known[name] = WholeVersion(folder, read_manifest(self._storage, folder))
                 except (RecordError, OSError) as error:
-                    log.debug("%s is no base of a delta: %s", folder, error)
+                    log.debug("%s cannot be the base of a delta: %s", folder, error)
         self._known = {name: one for name, one in self._known.items() if name in names}
         # A step that was only evaluated is no version, and no base of a delta.
         return {n: one for n, one in self._known.items() if delta_end(one.manifest) is not None}
@@ -187,7 +187,7 @@ def _wait(
     """If the daemon is making a delta from a copy here to a version, wait until it has ended.
 
     Returns:
-        The reason why there is no delta, to use if there is still no delta after the wait.
+        The reason to report if there is still no delta after the wait.
     """
     which = f"the delta to version {sequence}"
     latest = job.read(Latest, job.layout.latest, OF_OTHERS)
@@ -259,7 +259,7 @@ def _end_of(told: DeltaProgress | None, sequence: int) -> str:
 
 
 def _refreshed(job: Job, folder: Path) -> bool:
-    """Refresh a client's cached names of a folder; return False if the folder does not exist."""
+    """Refresh this client's cached names of a folder; return False if it does not exist."""
     try:
         job.storage.refresh(folder)
     except OSError as error:

@@ -77,7 +77,7 @@ class ExplorerBroadcasts:
             self.fits = not isinstance(error.__cause__, EngineMismatchError)
             raise
         if group != rendezvous.group_name:
-            log.info("%s is in weight group %s", self._sync.name, rendezvous.group_name)
+            log.info("%s has joined weight group %s", self._sync.name, rendezvous.group_name)
         self.group = rendezvous.group_name
 
     def close(self) -> None:

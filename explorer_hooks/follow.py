@@ -65,7 +65,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     "--engine",
     "server",
     type=click.Choice(list(_SERVERS)),
-    help="The kind of server at --url. The server is told over HTTP to load each version.",
+    help="The kind of server at --url. syncd lets the server load each version.",
 )
 @click.option(
     "--url",
@@ -133,12 +133,13 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--broadcast",
     is_flag=True,
-    help="Take broadcasts from a trainer with method nccl. Start the --engine for them too.",
+    help="Take broadcasts from a trainer with method nccl. The --engine must be started "
+    "for broadcasts, too.",
 )
 @click.option(
     "--broadcast-timeout",
     type=options.SecondsRange(min=0, min_open=True),
-    help="How long to wait until a broadcast begins, and until it arrives. Give the trainer's "
+    help="How long to wait until a broadcast begins, and until it arrives. Use the trainer's "
     "value.  "
     f"[default: {SyncSettings().broadcast_timeout:g}]",
 )
@@ -177,18 +178,18 @@ def command(
 ) -> None:
     """Follow JOB for a server that runs already, by --engine, --command or --link.
 
-    syncd verifies each version and copies it to this host (--stage). Then it does one of these:
+    syncd verifies each version and copies it to this host (--stage). Then syncd does one of these:
 
-    --engine, at --url: it pauses the server, and lets the server load the version and generate a
+    --engine, at --url: syncd pauses the server, and lets the server load the version and generate a
     token. Only then does the version count as served. If the server was restarted, syncd lets it
     load the version again. The server's key is read from SYNCD_API_KEY, and the key of SGLang's
     --admin-api-key from SYNCD_ADMIN_API_KEY.
 
-    --command: it runs the command with SYNCD_FOLDER, SYNCD_STEP, SYNCD_SEQUENCE and SYNCD_KIND set.
+    --command: syncd runs the command with SYNCD_FOLDER, SYNCD_STEP, SYNCD_SEQUENCE and SYNCD_KIND.
     If the command fails, the version is refused, and the command runs again with the previous
     version.
 
-    --link: it points the link to the version's folder.
+    --link: syncd points the link to the version's folder.
 
     SIGTERM or Ctrl-C ends syncd follow, after a running command has ended.
     """
@@ -282,8 +283,8 @@ def _engine(
 class _Ended:
     """A context in which SIGTERM and SIGINT end the process with status 0.
 
-    They also end a wait for the explorer's name, or for a server that does not answer. Once there
-    is a hook, a signal only ends the hook's waits.
+    A signal also ends a wait for the explorer's name, or for a server that does not answer. Once
+    there is a hook, a signal only ends the hook's waits.
     """
 
     def __init__(self) -> None:

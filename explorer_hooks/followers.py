@@ -32,8 +32,8 @@ class Followers:
     """Explorers that follow one job, each with its own thread and server.
 
     If an explorer fails, the other explorers go on. The error is logged, and the explorer's hook is
-    opened again after ``again`` seconds, until :meth:`end` is called. If the settings, the name or
-    the job prevent each explorer from being opened, all explorers end.
+    opened again after ``again`` seconds, until :meth:`end` is called. If no explorer can be
+    opened because of its settings, its name or the job, all explorers end.
 
     Args:
         opens: explorer's name → the function that opens the explorer's hook.

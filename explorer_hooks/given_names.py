@@ -62,7 +62,7 @@ class NamedPiece(NamedTuple):
 
     @property
     def _more(self) -> int:
-        """The number of dimensions that ``own`` has more than ``other``; may be negative."""
+        """The number of dimensions of ``own`` minus the number of dimensions of ``other``."""
         return len(self.own_box.shape) - len(self.other_box.shape)
 
 
@@ -97,7 +97,7 @@ class GivenNames:
 
     @property
     def of_trainer(self) -> GivenNames:
-        """The same name map, for tensors that have the trainer's names."""
+        """GivenNames with the same name map, for tensors with the trainer's names."""
         return GivenNames(self._map, "trainer")
 
     def pieces_of(self, tensor: NamedShape) -> list[NamedPiece]:
@@ -153,7 +153,7 @@ SAME_NAMES: Final = GivenNames(NameMap(NameMapRecord()), "trainer")
 
 
 def names_of(version: LeasedVersion) -> GivenNames:
-    """The names of a version.
+    """Read the names of a version's tensors, with the version's name map.
 
     Raises:
         VerificationError: the version's name map is damaged.
@@ -192,7 +192,7 @@ def _in_hub(part: HubPart) -> Box:
 
 
 def _around(boxes: Iterable[Box]) -> Shape:
-    """The shape of the tensor that boxes tile."""
+    """The shape of the smallest tensor that contains all boxes."""
     return tuple(map(max, zip(*(box.ends for box in boxes), strict=True)))
 
 

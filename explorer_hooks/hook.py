@@ -207,7 +207,7 @@ class ExplorerHook:
             return reader.get_weight(name)
 
     def state_dict_iterator(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and tensor of each weight of the served version, in host memory.
+        """Yield the name and content of each tensor of the served version, in host memory.
 
         The version stays leased from the first tensor to the last, even if the engine loads another
         version meanwhile.
@@ -311,10 +311,10 @@ class ExplorerHook:
     def after_step(self, step: int) -> Version | None:
         """Sync after a step of rollouts, if a sync is due by the settings.
 
-        The hook waits until newer weights are there, the trainer reports that it has nothing newer,
-        or the trainer stops. If the trainer stops while a daemon runs, the hook waits until the
-        last save is published or refused. An explorer without weights first waits until there is a
-        version or a trainer.
+        The hook waits until newer weights are available, the trainer reports that it has nothing
+        newer, or the trainer stops. If the trainer stops while a daemon runs, the hook waits until
+        the last save is published or refused. An explorer without weights first waits until there
+        is a version or a trainer.
 
         If a version is refused or cannot be read, the hook logs and reports the error, and the
         engine keeps its weights. If the engine has lost its weights, for example because its server
@@ -322,7 +322,7 @@ class ExplorerHook:
         :meth:`start` does all of this.
 
         Args:
-            step: the last step that was begun, counted from 1.
+            step: the number of the last step that was begun; the first step is 1.
 
         Returns:
             The version that the engine serves now; None if it serves none yet.
@@ -370,7 +370,7 @@ class ExplorerHook:
         self._follower.start(lambda cancel: self._puller.newest(None, asks=asks, cancel=cancel))
 
     def stop(self) -> None:
-        """End the background thread, after a load in progress. Do nothing if there is no thread."""
+        """End the background thread, if there is one, and wait for a load in progress."""
         self._follower.stop()
 
     def wait_until_served(
@@ -442,7 +442,7 @@ class ExplorerHook:
             raise refused.error from refused.error.__cause__
 
     def _waits(self, step: int) -> bool:
-        """Whether to wait for a sync that is due; with broadcasts the trainer may decide this."""
+        """Whether to wait for a sync that is due; with broadcasts this depends on the trainer."""
         if self._fast_path is None:
             return True
         try:
@@ -467,7 +467,7 @@ def _check_arguments(engine: object, staging: object) -> None:
         kind = getattr(engine, "__name__", type(engine).__name__)
         raise InvalidSettingsError(
             f"engine is {kind}, which is not an engine ({why}): give TorchModule(model) for a "
-            "model of this process, or another engine of docs/engines.md"
+            "model in this process, or another engine of docs/engines.md"
         )
     if staging is not None and not isinstance(staging, Staging):
         raise InvalidSettingsError(

@@ -113,7 +113,7 @@ class Pipeline:
 
     @property
     def floor(self) -> Version | None:
-        """The served version, or a newer refused one: the next version must be newer than it."""
+        """The served version, or a newer refused version. The next version must be newer."""
         served = self.version
         if self._refused is None or (served and served.sequence > self._refused[0].sequence):
             return served
@@ -133,7 +133,7 @@ class Pipeline:
 
     @contextmanager
     def hold_again(self) -> Iterator[LeasedVersion]:
-        """Yield a second lease on the served version. It stays valid when the engine changes.
+        """Yield a second lease on the served version; it stays valid when the engine changes.
 
         Raises:
             InvalidSettingsError: no version is served yet.
@@ -206,7 +206,7 @@ class Pipeline:
                 group=self._fast_path.group if self._fast_path else None,
             )
         except OSError as error:
-            log.warning("%s cannot report: %s", self._sync.name, error)
+            log.warning("%s cannot write its report: %s", self._sync.name, error)
 
     # -- the next version: one thread at a time --------------------------------------------------
 

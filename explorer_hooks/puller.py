@@ -38,7 +38,7 @@ class Puller:
     Args:
         sync: this explorer.
         pipeline: loads versions.
-        fast_path: takes part in broadcasts; None if the engine does not.
+        fast_path: takes part in broadcasts; None if the engine takes no broadcasts.
         cancel: ends all present and future waits.
         poll: seconds between two checks.
     """
@@ -111,7 +111,7 @@ class Puller:
         """Load newer weights if they are published already.
 
         Raises:
-            WaitTimeoutError: nothing newer is there.
+            WaitTimeoutError: nothing newer is published.
         """
         with self._turn(time.monotonic(), self._cancel):
             self._restore()

@@ -1,4 +1,4 @@
-"""Follow a job without torch: wait, lease, verify. Each of these steps is a call of its own."""
+"""Follow a job without torch: wait, lease, verify. You can call each step alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reader:
     """Lets one explorer read the versions of a job.
 
     Promised: a version returned by :meth:`next_version` is complete, newer than the given version,
-    and stays until it is released. Not promised: every version. A reader only gets the newest one.
+    and stays until it is released. A reader does not get every version, only the newest.
 
     Args:
         job_dir: the job directory.
@@ -168,7 +168,7 @@ class Reader:
             nothing_new: the number of waits that have ended without a newer version.
             refused: the newer version that the explorer refuses, and the reason.
             hub_names: whether the explorer takes versions whose tensors have the hub's names. In a
-                new job, versions have the trainer's names if any explorer does not take the hub's.
+                new job, versions have the trainer's names unless all explorers take the hub's.
         """
         now = time.time()
         if self._loads is None:

@@ -25,7 +25,7 @@ OnRemote = Callable[[str, LeasedVersion], object]
 
 
 class RefusedError(Exception):
-    """Raised when a version was refused; the engine still serves the previous one.
+    """Raised when a version was refused. The engine still serves its previous version.
 
     Attributes:
         error: the reason.

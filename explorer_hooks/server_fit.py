@@ -36,7 +36,7 @@ _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def check_names(version: LeasedVersion, whose: str) -> None:
-    """Refuse a version if its tensors do not have the hub's names, which a server looks for.
+    """Refuse a version without the hub's names, because the server looks for these names.
 
     Raises:
         EngineMismatchError: the tensors have the trainer's names, and the hub's names differ from

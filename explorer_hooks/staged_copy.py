@@ -41,7 +41,7 @@ class StagedCopy:
     @staticmethod
     @contextmanager
     def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
-        """Yield whether no process holds a copy, and prevent holds while the context is open."""
+        """Yield True if no process holds a copy; no process can hold it inside the context."""
         try:
             fd = storage.open_read(folder / MANIFEST)
         except OSError as error:

@@ -1,7 +1,7 @@
 """Copies of versions on this host, made while the engine still serves.
 
-All explorers on this host share the copies. In the folder that the user names, for example on NVMe
-or in ``/dev/shm``::
+All explorers on this host share the copies. The user names a folder, for example on NVMe or in
+``/dev/shm``. Its content is::
 
     syncd-UID-BOOT/           the copies of one user, since the last boot of this host
       .copier                 the process that copies or cleans up has an exclusive lock on it
@@ -68,7 +68,7 @@ class Fetched:
     Attributes:
         full_bytes: the bytes read from the version's own files.
         delta_bytes: the bytes read from deltas; None if no delta was used.
-        no_delta: the reason why no delta was used; None if one was used, or none could apply.
+        no_delta: the reason why no delta was used; None if a delta was used or not possible.
     """
 
     full_bytes: int = 0
@@ -77,7 +77,7 @@ class Fetched:
 
 
 class Staging:
-    """The stage folder of this host, for one explorer.
+    """Gives one explorer access to the stage folder of this host.
 
     Promised: :meth:`stage` returns a copy that is whole and verified. The copy stays until it is
     released. One process copies a version, and the other processes wait for the copy. Copies that
@@ -167,12 +167,12 @@ class Staging:
         try:
             is_there = copy is not None and self._storage.exists(copy.folder)
         except OSError as error:
-            log.debug("cannot tell whether %s is there: %s", copy.folder if copy else None, error)
+            log.debug("cannot tell whether %s exists: %s", copy.folder if copy else None, error)
             return None
         return copy.sequence if copy is not None and is_there else None
 
     def hold_again(self, copy: LeasedVersion) -> LeasedVersion:
-        """Hold a version for a second time that :meth:`stage` returned and that is still held.
+        """Hold a version of :meth:`stage` for a second time, while the first hold lasts.
 
         Raises:
             FileNotFoundError: the copy was removed although it was held.

@@ -46,7 +46,9 @@ class Span(NamedTuple):
 
 
 class _OtherNames(NamedTuple):
-    """The other names of a version's tensors: the hub's, or the trainer's if it has the hub's.
+    """The other names of a version's tensors.
+
+    These are the hub's names if the version has the trainer's names, or else the trainer's names.
 
     Attributes:
         pieces: other name → the parts of the version's tensors that make up that tensor.
@@ -59,7 +61,7 @@ class _OtherNames(NamedTuple):
 
     @classmethod
     def of_version(cls, version: LeasedVersion) -> _OtherNames:
-        """Make the other names of a version's tensors from the version's name map.
+        """Find the other names of a version's tensors by the version's name map.
 
         Raises:
             VerificationError: the name map is damaged.
@@ -88,8 +90,8 @@ class WeightsReader:
     contiguous, and stay valid after the reader is closed. You can request a tensor by the trainer's
     name or by the hub's name: the reader joins or cuts the version's tensors if necessary.
 
-    Not promised: that the bytes match the manifest's digests, which ``version.verify()`` checks;
-    and thread safety.
+    Not promised: thread safety, and that the bytes match the manifest's digests. Only
+    ``version.verify()`` checks the digests.
 
     Args:
         version: a version of kind ``full`` or ``adapter``, leased until the reader is closed.

@@ -45,7 +45,9 @@ class Engine(Protocol):
         """
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare the version's names, shapes and dtypes with the served model; change nothing.
+        """Compare the version's names, shapes and dtypes with the served model's.
+
+        This must not change the served model.
 
         Raises:
             EngineMismatchError: the version does not fit the served model, or the engine cannot

@@ -1,8 +1,8 @@
 """Find the elements in which two versions differ, and write only these elements into tensors.
 
 Both versions are on this host, whole and verified, so they are compared element by element. The
-positions in a delta are not used, because they cannot be checked: if a delta left an element out,
-that element would stay wrong in the module. No digest is checked in a module.
+positions in a delta are not used, because they cannot be checked: no digest is computed of a
+module. If a delta left an element out, that element would stay wrong in the module.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _check_alike(before: TensorEntry | None, now: TensorEntry, base: LeasedVersi
 
 
 class _Room:
-    """Counts the bytes that changes may still take, over several threads."""
+    """Counts the bytes that all threads may still use for changes."""
 
     def __init__(self, size: int) -> None:
         self._left = size

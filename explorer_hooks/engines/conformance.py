@@ -127,7 +127,7 @@ def serves_the_bits_of_what_was_loaded(subject: Subject, folder: Path) -> None:
 
 
 def follows_the_order_of_a_hook(subject: Subject, folder: Path) -> None:
-    """Only load changes the served weights, and no other call does."""
+    """Of a hook's calls, only load changes the served weights."""
     engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
     engine.attach()
     engine.load(first)
@@ -177,7 +177,7 @@ def resume_and_close_can_be_called_at_any_time(subject: Subject, folder: Path) -
 
 
 def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
-    """Check refuses missing, extra and different tensors, and kinds that the engine lacks."""
+    """The engine's check refuses wrong tensors, and kinds that the engine does not support."""
     engine, first = subject.make(), subject.version(folder, 1)
     engine.load(first)
     for number, (what, wrong) in enumerate(_misfits(subject), 2):
@@ -368,7 +368,7 @@ class TensorBytes(NamedTuple):
     """A tensor, as bytes.
 
     Attributes:
-        dtype: the name in safetensors.
+        dtype: the dtype's name in safetensors.
         shape: the tensor's shape.
         content: the tensor's bytes, C-contiguous.
     """

@@ -75,7 +75,7 @@ class Hang:
 
 
 class FakeEngine:
-    """Serves the digest of a version's content instead of a model.
+    """Serves a digest of the version's weights instead of a model.
 
     Args:
         kinds: the kinds of versions that the engine can load.

@@ -172,7 +172,7 @@ class HttpServer:
         """Wait until the server lists its routes. A server needs some time to start.
 
         Args:
-            timeout: seconds.
+            timeout: the limit of the wait in seconds.
             told: called with the reason for the wait: after the first failed attempt, then every
                 30 s.
             cancel: called after each failed attempt; raises an error to stop.
@@ -235,7 +235,7 @@ class HttpServer:
 
 
 def place(url: str) -> tuple[str, int, str]:
-    """The host, port and path of a server's address, equal for two spellings of one address.
+    """Split an address into host, port and path, equal for all spellings of one address.
 
     All names of this host's loopback interface count as one host. The scheme does not count.
 

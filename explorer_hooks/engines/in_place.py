@@ -27,7 +27,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class HostStage:
-    """Host memory between a version and the targets: new content is read or received into it first.
+    """Host memory that gets the new content first, before it is copied into the targets.
 
     The first use allocates the memory. Later uses that need no more bytes allocate nothing. The
     memory is pinned if the targets are on another device than the CPU.

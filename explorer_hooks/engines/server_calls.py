@@ -44,7 +44,7 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _can_label(self) -> bool:
-        """Whether the server can report and set labels for each kind of weights."""
+        """Whether the server can report and set labels of full models and adapters."""
 
     @abstractmethod
     def _may_be_paused(self) -> bool:

@@ -41,12 +41,12 @@ class ServerEngine(ServerCalls):
 
     Promised: a version that does not fit is never loaded. After each load the server must generate
     one token before the version counts as served; otherwise an error is raised. If the server's
-    weights are unknown, or its caches are of other weights, an error is raised and the server stays
-    paused. If a load fails, the previous version is loaded again.
+    weights are unknown, or its caches hold results of other weights, an error is raised and the
+    server stays paused. If a load fails, the previous version is loaded again.
     Not promised: that the server serves while no hook runs, or that nothing else changes its
     weights. A second hook on the server is noticed only during a load of that hook, or after it.
 
-    The server gets a label for each version, :func:`label`, which it shows beside generated text.
+    The server shows the :func:`label` of the loaded version beside generated text.
 
     Args:
         url: the address of one server, not of a load balancer.
@@ -285,7 +285,7 @@ class ServerEngine(ServerCalls):
             self._uncached = None
 
     def resume(self) -> None:
-        """Serve again; after a load, generate a token.
+        """Serve again. After a load, also generate a token.
 
         Raises:
             ServerUnreachableError: the server does not answer.
@@ -296,8 +296,8 @@ class ServerEngine(ServerCalls):
             raise EngineBrokenError(f"{self._whose} stays paused: {self._torn}")
         if self._uncached is not None:
             raise EngineBrokenError(
-                f"{self._whose} stays paused: it has {self._uncached}, but its caches are of the "
-                "previous weights"
+                f"{self._whose} stays paused: it has {self._uncached}, but its caches hold results "
+                "of the previous weights"
             )
         self._must(self._resume)
         if self._proof is not None:

@@ -120,7 +120,7 @@ class SGLangServer(ServerEngine):
             self._pause_flushed(mode)
 
     def _pause_flushed(self, mode: str) -> None:
-        """Pause with empty caches. Between attempts, serve, so that blocking requests can finish.
+        """Pause with empty caches. Serve between two attempts, so that blocking requests can end.
 
         Raises:
             ServerBusyError: no attempt could flush the caches. The server is paused.

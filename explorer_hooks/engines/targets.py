@@ -48,8 +48,8 @@ class Target(NamedTuple):
     Attributes:
         name: the name in the version.
         dtype: the dtype in the version.
-        tensor: this rank's own part of the module's tensor, on any device, without a copy. A change
-            of it changes the module.
+        tensor: a view of this rank's own part of the module's tensor, on any device. A write into
+            it changes the module.
         box: the position of that part in the whole tensor.
     """
 
@@ -156,8 +156,8 @@ def find_targets(
     """Find the target of each tensor of a version.
 
     Each tensor of the module must be in the version; for tied tensors, one name is enough. If the
-    version's names differ from the module's names, ``names`` maps between them: one side's tensor
-    may then be several pieces of the other side's tensors.
+    version's names differ from the module's names, ``names`` maps between them. Then a tensor of
+    the module may consist of parts of several tensors of the version, or the reverse.
 
     Args:
         entries: the tensors of the version; their content is not read.
@@ -222,7 +222,7 @@ def find_targets(
 def _fillings(
     entry: DescribedTensor, tensors: Mapping[str, Tensor], rename: Rename, names: GivenNames
 ) -> Iterator[tuple[str, _Filling]]:
-    """Yield the name of each tensor of the module that a tensor of the version fills, or a part."""
+    """Yield the tensors of the module, by name, that a version's tensor fills wholly or in part."""
     name = rename(entry.name)
     others = [(rename(piece.other), piece) for piece in names.pieces_of(entry)]
     if any(other in tensors for other, _ in others) and (
@@ -261,7 +261,7 @@ def _told(name: str, renamed: str) -> str:
 
 
 def _memory(tensor: Tensor) -> object:
-    """A key that is equal for tensors that share memory, because they are tied."""
+    """A key that is equal for tied tensors, which share memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - to_local records gradients
     if not _has_memory(local) or not local.numel():
         return id(tensor)
@@ -280,7 +280,7 @@ def _has_memory(tensor: Tensor) -> bool:
 def _target(
     entry: DescribedTensor, value: Tensor, piece: NamedPiece | None, *, cast: bool, whose: str
 ) -> Sequence[Target] | str:
-    """The target, or an empty tuple if this rank has no part; a reason if it cannot be filled."""
+    """Return the targets (none if this rank has no part), or the reason why there cannot be any."""
     shape = tuple(value.shape)
     if shape != entry.shape if piece is None else not holds(shape, piece.other_box):
         return f"is {list(entry.shape)}, {whose} has {list(shape)}"

@@ -60,9 +60,9 @@ class TorchModule(InProcessEngine):
     every device. Work launched later sees the new weights, and work launched earlier has seen only
     the old weights.
 
-    Not promised: that a forward in another thread sees one version only. To get this, give a
-    ``lock`` that the thread holds. Nor that ranks that share a model change it at the same moment:
-    let them pull between two batches.
+    Not promised: that a forward in another thread sees one version only, except if the thread holds
+    the ``lock``. Also not promised: that ranks that share a model change it at the same moment. So
+    let all ranks pull between two batches.
 
     ``in_place`` selects how the bytes are copied:
 
@@ -306,7 +306,7 @@ class TorchModule(InProcessEngine):
         self._prepared = self._changes = self._filled = None
 
     def _lock_to_look(self) -> AbstractContextManager[Any]:
-        """The lock if the module uses FSDP2, where ``state_dict`` frees a forward's parameters."""
+        """The lock with FSDP2, whose ``state_dict`` frees parameters that a forward needs."""
         return self._lock if gathers(self._module) else nullcontext()
 
     @contextmanager

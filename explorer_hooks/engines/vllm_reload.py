@@ -1,4 +1,4 @@
-"""Reload a model inside vLLM's workers: correctly on a CPU, and with an end after a failure."""
+"""Reload a model inside vLLM's workers, correctly on a CPU, and clean up after a failure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reload_whole(
 
 
 def _end_reload(model: Any, vllm_config: Any) -> None:
-    """End a failed reload, or else vLLM 0.32 counts its loaded parts for the next reload."""
+    """End a failed reload. Otherwise vLLM 0.32 counts its loaded layers for the next reload."""
     try:
         # Importable only in vLLM's own environment.
         config = importlib.import_module("vllm.config")
@@ -69,7 +69,7 @@ def _reload_packed(reload_weights: Callable[[], object], model: Any, vllm_config
         method.moe_kernel = None  # vLLM then packs them as it did when it started
     reload_weights()
     if any(method.moe_kernel is None for method in experts):
-        raise RuntimeError("vLLM has not packed all experts again: restart it")
+        raise RuntimeError("vLLM has not packed all experts again: restart vLLM")
     sharing: dict[int, list[Any]] = {}
     for module in modules:
         if hasattr(module, "cpu_linear"):

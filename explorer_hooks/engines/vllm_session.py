@@ -111,7 +111,7 @@ class TransferSession:
         self._ask(_FINISH, {"weight_version": name})
 
     def _open(self) -> tuple[str, str] | None:
-        """Start an update. If a killed hook has left an update open, use that update.
+        """Start an update. If a killed hook has left an update open, continue that update.
 
         Returns:
             The label of the weights that all workers have, and the digest of their tensors. None if

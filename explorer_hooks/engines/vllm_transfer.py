@@ -53,8 +53,8 @@ class FolderTransfer:
     """Loads the weights of a folder into one worker's model.
 
     First, every worker compares the folder's files with its manifest: their sizes and headers, and
-    that there are no other weight files. Only if this succeeds on all workers, they change their
-    models. The whole load is one call, so a client that dies between two calls leaves no half load.
+    that there are no other weight files. The workers change their models only if this succeeds on
+    all workers. The whole load is one call, so a client that dies cannot leave a half load.
 
     If any worker fails, only the last worker raises the error. The reason: vLLM stops reading
     answers at the first error, and takes the unread answers for answers to the next call. A client
@@ -221,7 +221,7 @@ class FolderTransfer:
         return not wrong
 
     def _gather(self, mine: str | None) -> list[str | None]:
-        """Gather the text of each worker on all workers."""
+        """Exchange a text between all workers; return the texts of all workers."""
         group = _all_workers()
         said: list[str | None] = [None] * group.world_size
         torch.distributed.all_gather_object(said, mine, group=group.cpu_group)
