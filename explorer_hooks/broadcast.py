@@ -278,8 +278,8 @@ class WeightReceiver:
         tensor, only that part is kept.
 
         Args:
-            stage: host memory, which gets a new layout. After an error it is closed, because bytes
-                may still arrive in it.
+            stage: host memory, which gets a new layout. After an error the stage is closed, because
+                bytes may still arrive in its memory.
             fit: returns the targets of the announced tensors, or raises an error.
 
         Returns:

@@ -110,7 +110,7 @@ class DeltaBases:
             names: the names of the copies.
             patience: seconds to wait for a delta.
             why_no_room: returns the reason why the version does not fit on the disk beside the
-                named copy, or None if it fits. If it does not fit, there is no wait for a delta.
+                named copy, or None if it fits. If the version does not fit, there is no wait.
             cancel: called often; raises an error to stop.
 
         Raises:

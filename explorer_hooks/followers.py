@@ -68,7 +68,7 @@ class Followers:
 
         Raises:
             JobUnavailableError, InvalidSettingsError: no explorer could be opened, because
-                :class:`ExplorerHook` raised one of these errors for each of them.
+                :class:`ExplorerHook` raised one of these errors for each explorer.
             Exception: ``served`` raised this error.
         """
         threads = [

@@ -156,8 +156,8 @@ class ExplorerHook:
         """The folder that the engine's version was read from; None before the first pull.
 
         The folder stays until the next version is loaded. With a stage folder, it is the folder of
-        the copy. After a broadcast, it is still the folder of the version that was leased before
-        the broadcast, until a version with the broadcast's weights is published and leased.
+        the copy. After a broadcast, it is still the folder of the version that was leased before.
+        It changes once a version with the broadcast's weights is published and leased.
         """
         held = self._pipeline.held
         return held.folder if held else None
@@ -282,8 +282,8 @@ class ExplorerHook:
         LATEST and the other explorers do not change, and a trainer may run meanwhile. If the step
         is published already, the hook leases its version. Otherwise the daemon builds the step for
         this explorer. The daemon deletes the build once the next step or version is loaded, or the
-        hook is closed. The next :meth:`pull` loads the newest version, if the engine does not serve
-        the newest version already.
+        hook is closed. The next :meth:`pull` loads the newest version again, except if the
+        engine serves it already.
 
         Args:
             step: the step of the save.

@@ -123,8 +123,8 @@ class Pipeline:
     def joins(self) -> bool:
         """Whether the engine takes part in broadcasts now.
 
-        It takes no part before its first version, because after a failed broadcast it needs a
-        version to fall back to. Nor does it take part while a step is evaluated.
+        The engine takes no part before its first version, because after a failed broadcast it needs
+        a version to fall back to. Nor does it take part while a step is evaluated.
         """
         fast_path = self._fast_path
         if fast_path is None or not fast_path.fits or self._benches:
@@ -156,8 +156,8 @@ class Pipeline:
     ) -> Version | None:
         """Wait until ``until`` returns True or the time is up; return the version served then.
 
-        ``until`` is called ten times a second. The reason: a signal handler must take no lock, so
-        it cannot notify this wait when it changes the result of ``until``.
+        ``until`` is called ten times a second. The reason: a signal handler that changes the
+        result must take no lock, so the handler cannot notify this wait.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:

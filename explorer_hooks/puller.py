@@ -30,8 +30,8 @@ class Puller:
     """Waits for newer weights, and lets the pipeline load them.
 
     If a version cannot be leased, because it is retired or not visible yet, the wait starts again.
-    If the engine is broken, the methods first load its previous version again. :meth:`newest` does
-    so only if there is no newer version, or if loading a newer version did not repair the engine.
+    The methods first load the previous version of a broken engine again. But :meth:`newest` does so
+    only if there is no newer version, or if loading a newer version did not repair the engine.
     Each method can also raise CancelledError, and the errors of
     :meth:`~explorer_hooks.pipeline.Pipeline.take`.
 
@@ -178,7 +178,7 @@ class Puller:
         return newest
 
     def _wait_until_told(self, timeout: float) -> Version | Offer | None:
-        """Wait for newer weights; None if the trainer has stopped, or has nothing newer."""
+        """Wait for newer weights; return None if the trainer has stopped, or has nothing newer."""
         floor = self._pipeline.floor
         if self._fast_path is None:
             newest = self._sync.wait_new_model_state_dict(

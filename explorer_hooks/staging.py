@@ -434,7 +434,7 @@ class Staging:
                 self._discard(self.folder / name)
 
     def _is_held(self, room: Path) -> bool:
-        """Whether any copy in a folder is held, perhaps by another host that mounts the folder."""
+        """Whether any copy in a folder is held, perhaps by a process on another host."""
         for name, kind in self._storage.kinds(room).items():
             if kind is Kind.FOLDER:
                 with StagedCopy.unheld(self._storage, room / name) as is_free:

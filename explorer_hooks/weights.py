@@ -52,8 +52,8 @@ class _OtherNames(NamedTuple):
 
     Attributes:
         pieces: other name → the parts of the version's tensors that make up that tensor.
-        of: name of a version's tensor → the other names that replace it. If one other name joins
-            several tensors of the version, it is listed only for the first of them.
+        of: name of a version's tensor → the other names of its parts. A tensor under another name
+            can join several tensors of the version. Its name is listed only for the first of them.
     """
 
     pieces: Mapping[str, Sequence[NamedPiece]]

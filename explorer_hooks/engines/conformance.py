@@ -379,7 +379,7 @@ class TensorBytes(NamedTuple):
 
 
 class NoLease:
-    """Takes the place of a lease, because nothing deletes these versions."""
+    """A lease that does nothing, because nothing deletes these versions."""
 
     def release(self) -> None:
         """Do nothing."""

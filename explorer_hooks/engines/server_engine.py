@@ -227,7 +227,7 @@ class ServerEngine(ServerCalls):
         self._must(self._pause)
 
     def load(self, version: LeasedVersion) -> None:
-        """Let the server load the version's folder. If that fails, let it load the previous one.
+        """Let the server load the version's folder; after a failure, the previous folder again.
 
         The load counts as finished only after :meth:`reset_cache`.
 
@@ -305,7 +305,7 @@ class ServerEngine(ServerCalls):
             self._proof = None
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether the server reports this version, or weights that it received after it.
+        """Whether the server reports this version, or weights of a later broadcast.
 
         A restarted server reports neither. If a server cannot report its weights, the result is
         True if the server answers.
@@ -373,8 +373,9 @@ class ServerEngine(ServerCalls):
     def _take_received(self, name: str, load: Callable[[], None]) -> None:
         """Let the server load a full model that its workers have received, under a label.
 
-        If that fails, its weights are unknown, and it stays paused until a version is loaded. The
-        old weights are not loaded again, because there may be no folder with them any more.
+        If that fails, the server's weights are unknown, and the server stays paused until a version
+        is loaded. The old weights are not loaded again, because a folder with them may not exist
+        any more.
 
         Raises:
             EngineBrokenError: the server did not load it.

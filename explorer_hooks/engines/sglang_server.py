@@ -34,9 +34,9 @@ class SGLangServer(ServerEngine):
 
     New requests wait during a load. The mode decides what happens to running requests. With
     ``retract`` they go back to the queue, and continue with the new weights after their prefixes
-    are computed again. With ``abort`` they are returned unfinished. If an adapter is loaded or is
-    to be loaded, ``retract`` works like ``abort``. SGLang's mode ``in_place`` is not supported,
-    because it would keep prefixes of the old weights.
+    are computed again. With ``abort`` they are returned unfinished. If the server has an
+    adapter or will get one, ``retract`` works like ``abort``. SGLang's mode ``in_place`` is not
+    supported, because it would keep prefixes of the old weights.
 
     A paused server compiles no grammars, and refuses to flush its caches while a request waits for
     a grammar. So the caches are flushed before the load, too. If the server refuses that flush, it

@@ -81,9 +81,9 @@ class TorchModule(InProcessEngine):
     previous version is read once more, so let the hook stage versions on this host.
 
     The whole version is loaded nevertheless if more than about a tenth of the elements differ, if
-    the version has other tensors, or if the module was changed by anything but a load: a broadcast,
-    an error, or an in-place operation of torch. Writes that torch does not count are not noticed,
-    for example writes to ``.data`` or by a kernel of your own.
+    the version has other tensors, or if anything but a load has changed the module. Examples of
+    such a change are a broadcast, an error, and an in-place operation of torch. A write that torch
+    does not count is not noticed, for example a write to ``.data`` or by a kernel of your own.
 
     Args:
         module: the module. The names, shapes and dtypes in its ``state_dict()`` must be exactly

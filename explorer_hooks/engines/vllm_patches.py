@@ -44,8 +44,8 @@ class Worker:
     def why_full(self) -> str | None:
         """The reason why this worker must load all elements; None if changed elements suffice.
 
-        vLLM 0.32 can load changed elements only if it keeps each weight as it is in the checkpoint.
-        Only the floating dtype may differ.
+        vLLM 0.32 can load changed elements only into weights that are stored as in the checkpoint.
+        Only the floating dtype of a weight may differ.
         """
         config = self.vllm_config
         for is_so, why in (

@@ -56,11 +56,13 @@ class VLLMServer(ServerEngine):
     """Loads versions into a vLLM server.
 
     New requests wait during a load. The mode decides what happens to running requests. With
-    ``keep`` they are held, and continue with the new weights after their prefixes are computed
-    again. With ``wait`` they are finished with the old weights before the load. With ``abort`` they
-    are returned unfinished. If an adapter is loaded or is to be loaded, ``keep`` works like
-    ``wait``. If a hook was killed during a load, no request is finished: held requests are kept, or
-    aborted if they may need an adapter. See
+    ``keep`` the requests are held, and continue with the new weights after their prefixes are
+    computed again. With ``wait`` they are finished with the old weights before the load. With
+    ``abort`` they are returned unfinished. If the server has an adapter or will get one, ``keep``
+    works like ``wait``.
+
+    If a hook was killed during a load, the next hook does not let requests finish. It keeps held
+    requests, or aborts them if they may need an adapter. See
     :class:`~explorer_hooks.engines.server_engine.ServerEngine` for the promises and the other
     arguments.
 
@@ -107,8 +109,8 @@ class VLLMServer(ServerEngine):
         """The number of the server's ranks in a weight group; 0 if it cannot take broadcasts.
 
         Before :meth:`attach` it is 0. The first use after :meth:`attach` asks the server, which
-        needs seconds to answer, because it examines its host. The first use also cleans up after a
-        killed hook: the workers leave a weight group, and release received weights.
+        needs seconds to answer, because the server examines its host. The first use also cleans up
+        after a killed hook: the workers leave a weight group, and release received weights.
         """
         if self._world is None:
             try:

@@ -40,8 +40,8 @@ class FolderUpdate:
     Attributes:
         folder: a model folder that every worker sees under this path. It must stay during the load.
         label: the name of the folder's weights.
-        deltas: the folders of the deltas from the version that the workers have to the new version,
-            in order, to load only the changed elements; empty to load all elements.
+        deltas: the folders of the deltas from the workers' version to the new version, in order.
+            If there are any, only the changed elements are loaded.
     """
 
     folder: str
@@ -52,9 +52,9 @@ class FolderUpdate:
 class FolderTransfer:
     """Loads the weights of a folder into one worker's model.
 
-    First, every worker compares the folder's files with its manifest: their sizes and headers, and
-    that there are no other weight files. The workers change their models only if this succeeds on
-    all workers. The whole load is one call, so a client that dies cannot leave a half load.
+    First, every worker compares the folder with its manifest: the sizes and headers of the files,
+    and the list of weight files. The workers change their models only if all comparisons succeed.
+    The whole load is one call, so a client that dies cannot leave a half load.
 
     If any worker fails, only the last worker raises the error. The reason: vLLM stops reading
     answers at the first error, and takes the unread answers for answers to the next call. A client
