@@ -383,7 +383,7 @@ class CommandEngine(InProcessEngine):
                 f"{version.step}, in {version.folder}"
             )
         if self._learns and version.kind == "full":
-            self._fits = Fits(version.manifest, whose="the version that the command took before")
+            self._fits = Fits(version.manifest, whose="the last version that the command accepted")
 
 
 class LinkEngine(InProcessEngine):

@@ -241,7 +241,7 @@ class ServerEngine(ServerCalls):
             self._model_is_torn = False  # it was restarted since
         if version.kind == "adapter" and self._model_is_torn:
             raise EngineBrokenError(f"load a full model into {self._whose}, or restart it: {torn}")
-        self._torn = f"it has not taken version {version.sequence}"
+        self._torn = f"it has not loaded version {version.sequence}"
         loading = f"{LOADING}-{version.kind}"
         self._must(lambda: self._set_label(f"{loading}-{label(version)}"))
         self._model_is_torn |= version.kind == "full"
@@ -380,14 +380,14 @@ class ServerEngine(ServerCalls):
         Raises:
             EngineBrokenError: the server did not load it.
         """
-        self._torn = f"it has not taken {name}"
+        self._torn = f"it has not loaded {name}"
         self._model_is_torn = True
         self._loaded, self._received = {}, None
         try:
             self._set_label(f"{LOADING}-full-{name}")
             load()
         except ServerError as error:
-            raise EngineBrokenError(f"{self._whose} did not take {name}: {error}") from error
+            raise EngineBrokenError(f"{self._whose} did not load {name}: {error}") from error
         self._uncached = self._received = name
         self._torn = None
         self._model_is_torn = False
@@ -403,7 +403,7 @@ class ServerEngine(ServerCalls):
         try:
             self._load_folder(version.kind, folder, name)
         except (ServerRefusedError, OSError) as again:
-            self._torn = f"it took neither version {version.sequence} nor {folder} again: {again}"
+            self._torn = f"it loaded neither version {version.sequence} nor {folder} again: {again}"
             log.error("%s: %s", self._whose, self._torn)
             return False
         return True

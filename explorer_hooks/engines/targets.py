@@ -200,7 +200,7 @@ def find_targets(
         value = tensors[name]
         parts = [part for part in fillings if part is not None]
         if parts and sum(part.size for part in parts) < value.numel():
-            wrong.append(f"{names.shown(name)} is not whole in the version")
+            wrong.append(f"{names.shown(name)} is incomplete in the version")
         for part, (entry, piece) in fillings.items():
             target = _target(entry, value, piece, cast=cast, whose=whose)
             if isinstance(target, str):
@@ -283,10 +283,10 @@ def _target(
     """Return the targets (none if this rank has no part), or the reason why there cannot be any."""
     shape = tuple(value.shape)
     if shape != entry.shape if piece is None else not holds(shape, piece.other_box):
-        return f"is {list(entry.shape)}, {whose} has {list(shape)}"
+        return f"is {list(entry.shape)}, but {whose} has {list(shape)}"
     dtype = DTYPES.get(entry.dtype)
     if dtype != value.dtype and not (cast and _casts(dtype, value.dtype)):
-        return f"is {entry.dtype}, {whose} has {value.dtype}"
+        return f"is {entry.dtype}, but {whose} has {value.dtype}"
     assert isinstance(dtype, torch.dtype)  # noqa: S101 - for the type checker
     box: Box | None = whole(shape)
     local = value

@@ -51,7 +51,7 @@ class Worker:
         for is_so, why in (
             (config.quant_config is not None, "its weights are quantized"),
             (config.lora_config is not None, "it was started with --enable-lora"),
-            (getattr(config.model_config, "enable_sleep_mode", False), "it may have slept"),
+            (getattr(config.model_config, "enable_sleep_mode", False), "its sleep mode is enabled"),
             (getattr(config.model_config, "is_moe", False), "it has experts"),
             (any(_is_packed(module) for module in self.model.modules()), "its weights are packed"),
         ):

@@ -282,7 +282,7 @@ def _left_by_reload(version: LeasedVersion) -> str | None:
         return "its output layer is tied to the embedding"
     said = [each.get("tie_word_embeddings") for each in parts]
     if True in said or False not in said:
-        return f"its output layer is, or may be (see its {MODEL_CONFIG}), tied to the embedding"
+        return f"its output layer may be tied to the embedding (see its {MODEL_CONFIG})"
     return None
 
 

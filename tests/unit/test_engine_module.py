@@ -85,7 +85,7 @@ def test_a_cast_is_made_only_where_it_is_asked_for(net: Net, tmp_path: Path) -> 
         "one.weight": TensorBytes("F32", (4, 3), bits(torch.randn(4, 3))),
     }
     version = made(tmp_path, tensors)
-    with pytest.raises(EngineMismatchError, match=r"one\.weight is F32, the module has"):
+    with pytest.raises(EngineMismatchError, match=r"one\.weight is F32, but the module has"):
         TorchModule(net).check(version)
     for in_place in ("staged", "direct"):
         net.one.weight.data.zero_()

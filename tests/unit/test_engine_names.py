@@ -110,7 +110,7 @@ def test_a_version_that_lacks_a_piece_is_refused_and_nothing_changes(
 def test_what_does_not_fit_is_refused_with_both_names(tmp_path: Path) -> None:
     truth = state()
     truth["experts.gate_up_proj"] = truth["experts.gate_up_proj"][:2]
-    both = r"experts\.2\.gate\.weight \(here experts\.gate_up_proj\) is .*, the module has"
+    both = r"experts\.2\.gate\.weight \(here experts\.gate_up_proj\) is .*, but the module has"
     with pytest.raises(EngineMismatchError, match=both):
         TorchModule(Named(truth)).check(made(tmp_path, "hub", 1))
     del truth["experts.down_proj"]
