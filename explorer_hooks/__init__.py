@@ -1,6 +1,7 @@
 """The explorer's side: ``ExplorerHook`` keeps an engine on the newest weights.
 
-Only ``TorchModule`` and ``TransformersModel`` need torch. Each name here is loaded when it is used.
+Only ``TorchModule`` and ``TransformersModel`` need torch. Each class is imported when it is first
+used.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _NEED_TORCH = frozenset({"TorchModule", "TransformersModel"})
 
 
 def __getattr__(name: str) -> object:
-    """Import the names that need torch only when they are used."""
+    """Import a class when it is first used."""
     import importlib  # noqa: PLC0415 # only on this path
 
     if name in _HOMES:

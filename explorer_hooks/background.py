@@ -1,4 +1,4 @@
-"""Following a job in the background: pull repeatedly until told to stop."""
+"""Follow a job in the background: pull again and again, until cancelled."""
 
 from __future__ import annotations
 
@@ -37,20 +37,22 @@ def follow(
     poll: float,
     is_away: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Pull until cancelled.
+    """Pull again and again, until cancelled.
 
-    A refused version ends nothing: the next pull waits for a newer one. A failure that may pass
-    ends nothing either: storage or ``on_remote`` fails, the job is away, the engine is broken.
+    If a version is refused, the next pull waits for a newer version. After an error of storage or
+    of ``on_remote``, or if the job is unavailable or the engine broken, it waits and pulls again.
 
     Args:
-        pull: waits for a newer version, and takes it.
-        pause: waits for this many seconds; returns whether it was cancelled meanwhile.
-        poll: seconds until the first new try; they double with each failure, up to 4.
-        is_away: returns whether the engine does not answer at all; asked after a failure. While the
-            engine is away nothing is pulled, because a pull may read a whole version for nothing.
+        pull: waits for a newer version, and loads it.
+        pause: waits for the given number of seconds; returns whether the wait was cancelled.
+        poll: seconds to wait after the first failure. The wait doubles with each further failure,
+            up to 4 seconds.
+        is_away: returns whether the engine does not answer at all; called after a failure. While
+            the engine does not answer, nothing is pulled, because a pull could read a whole version
+            in vain.
 
     Raises:
-        Exception: anything else that a pull raises.
+        Exception: ``pull`` raised another error.
     """
     poll = min(poll, _LONGEST_PAUSE)
     seconds = poll
@@ -82,12 +84,13 @@ def _await(is_away: Callable[[], bool], pause: Callable[[float], bool]) -> bool:
 
 
 class Follower:
-    """At most one following thread; its death is reported once.
+    """Runs at most one thread that follows the job, and reports the death of that thread once.
 
     Args:
         name: the explorer's name.
-        serving: the state that the thread's pulls change; told when a thread starts and dies.
-        poll, is_away: as of :func:`follow`.
+        serving: the pipeline that the thread's pulls use. It is notified when a thread starts or
+            dies.
+        poll, is_away: see :func:`follow`.
     """
 
     def __init__(
@@ -103,14 +106,14 @@ class Follower:
 
     @property
     def is_on(self) -> bool:
-        """Whether a thread follows, or has died without its death being reported yet."""
+        """True while a thread follows the job, and after its death until the death is reported."""
         return self._thread is not None
 
     def start(self, pull: Callable[[Cancellation], object]) -> None:
-        """Follow in a separate thread; does nothing if a thread is following.
+        """Start a thread that follows the job; do nothing if a thread does so already.
 
         Args:
-            pull: as of :func:`follow`; ends when it is cancelled.
+            pull: see :func:`follow`; it also ends when the given Cancellation is cancelled.
         """
         if self._thread is not None and self._thread.is_alive():
             return
@@ -131,11 +134,11 @@ class Follower:
         self._thread.start()
 
     def cancel(self) -> None:
-        """End the following thread without waiting; from any thread, or a signal handler."""
+        """Ask the thread to end, and return at once. Any thread or signal handler may call this."""
         self._cancel.cancel()
 
     def stop(self) -> None:
-        """End the following thread, and wait for it. Safe to call without one."""
+        """End the thread, and wait until it has ended. Do nothing if there is no thread."""
         self.cancel()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
@@ -143,26 +146,28 @@ class Follower:
         self._error = None
 
     def check(self) -> None:
-        """Raise if the following thread has died; do nothing while it lives, or before it starts.
+        """Check that the background thread has not died.
 
         Raises:
-            NotFollowingError: it has died; raised once.
+            NotFollowingError: the thread has died. This error is raised once for each death.
         """
         error = self._error
         if error is None:
             return
         self.stop()  # the old thread may be about to report its death: never over a new thread
         raise NotFollowingError(
-            f"the background thread of {self._name} has ended, and its engine stays at "
-            f"{self._serving.version or 'its initial weights'}: {error!r}; start() again, or pull"
+            f"the background thread of {self._name} has ended, and the engine stays at "
+            f"{self._serving.version or 'its initial weights'}: {error!r}; call start() or pull()"
         ) from error
 
     def check_off(self) -> None:
-        """Check that no thread follows; a following thread would block the caller's turn forever.
+        """Check that no background thread follows the job.
+
+        If a thread follows the job, the caller would wait forever for its turn to pull.
 
         Raises:
-            NotFollowingError: the following thread has died.
-            InvalidSettingsError: a thread follows.
+            NotFollowingError: the background thread has died.
+            InvalidSettingsError: a background thread follows the job.
         """
         self.check()
         if self.is_on:
@@ -182,9 +187,9 @@ class Follower:
             cancel: ends the wait.
 
         Raises:
-            InvalidSettingsError: the engine serves none, and no thread follows to load one.
-            WaitTimeoutError: it serves none in time.
-            NotFollowingError: the following thread has died.
+            InvalidSettingsError: the engine serves no such version, and no thread follows the job.
+            WaitTimeoutError: the engine did not serve such a version in time.
+            NotFollowingError: the background thread has died.
             CancelledError: the wait was cancelled.
         """
         found = self._serving.wait(
@@ -214,15 +219,17 @@ class Follower:
         try:
             work()
         except BaseException as error:  # raised by the thread that calls next
-            log.error("nothing follows the job any more", exc_info=True)
+            log.error("the thread died, so nothing follows the job any more", exc_info=True)
             if self._thread is not threading.current_thread():
                 return  # its own callback stopped it; another thread may follow by now
             self._error = error
-            self._serving.follows_no_more(f"nothing follows the job any more: {error!r}")
+            self._serving.follows_no_more(
+                f"the thread died, so nothing follows the job any more: {error!r}"
+            )
 
 
 def _is_other(version: Version | None, than: Version | None) -> bool:
-    """Whether the served version came after another one; after a broadcast only steps differ."""
+    """Whether a version is newer than another. After a broadcast only their steps differ."""
     return version is not None and (
         than is None or (version != than and version.sequence >= than.sequence)
     )

@@ -1,8 +1,8 @@
-"""Evaluation of saved weights: the newest version, one step, or every full checkpoint in order.
+"""Evaluate saved weights: the newest version, one step, or every full checkpoint in order.
 
-Like the bench and serve modes of Trinity-RFT's explorer. A trainer and other explorers may work
-meanwhile: only the explorer that asks for a step loads it, and the others stay where they are. A
-daemon must run, because it builds the steps that are not published.
+These functions resemble the bench and serve modes of Trinity-RFT's explorer. A trainer and other
+explorers may run meanwhile, because only the explorer that asks for a step loads that step. A
+daemon must run, because the daemon builds the steps that are not published.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ __all__ = ["every_full_checkpoint", "full_checkpoints", "latest", "serve", "step
 
 
 def latest(hook: ExplorerHook, timeout: float | None = None) -> Version:
-    """Load the newest version; wait only if there is none yet.
+    """Load the newest version; wait only if no version is published yet.
 
     Args:
         hook: the hook of the job.
         timeout: seconds to wait for the first version; None to wait without a limit.
 
     Raises:
-        WaitTimeoutError, or as :meth:`ExplorerHook.pull`.
+        WaitTimeoutError: no version was published in time.
+        Exception: for the other errors see :meth:`ExplorerHook.pull`.
     """
     try:
         return hook.pull(0)
@@ -42,19 +43,19 @@ def step(hook: ExplorerHook, number: int, timeout: float | None = None) -> Versi
     Args:
         hook: the hook of the job.
         number: the step.
-        timeout: seconds until it must be built; ``sync_timeout`` by default.
+        timeout: seconds until the step must be built; ``sync_timeout`` by default.
 
     Raises:
-        Exception: as :meth:`ExplorerHook.load_step`.
+        Exception: for the errors see :meth:`ExplorerHook.load_step`.
     """
     return hook.load_step(number, timeout)
 
 
 def full_checkpoints(job_dir: str | Path) -> list[int]:
-    """The steps of all full checkpoints, in order, without one that is being saved.
+    """List the steps of all full checkpoints in ascending order, except one that is being saved.
 
-    A step counts if it has ``.full_checkpoint``; for trainers that write no such file, if it has
-    the state of an optimizer.
+    A step is a full checkpoint if its folder has ``.full_checkpoint``. Some trainers do not write
+    that file. Their step is a full checkpoint if its folder has the state of an optimizer.
     """
     job = Job.at(Path(job_dir).absolute())
     return [step for step in step_folders(job) if _is_full(job, step)]
@@ -63,19 +64,20 @@ def full_checkpoints(job_dir: str | Path) -> list[int]:
 def every_full_checkpoint(
     hook: ExplorerHook, job_dir: str | Path, *, after: int = -1, timeout: float | None = None
 ) -> Iterator[Version]:
-    """Load one full checkpoint after the other; each is served until you ask for the next one.
+    """Load the full checkpoints one by one, in the order of their steps.
 
-    The steps are listed once, at the beginning. In the end the engine serves the last one,
-    until :func:`latest` loads the newest version again.
+    Each load happens when you ask for the next item. The steps are listed once, at the beginning.
+    At the end the engine still serves the last checkpoint. Use :func:`latest` to load the newest
+    version again.
 
     Args:
         hook: the hook of the job.
-        job_dir: the same job.
-        after: only steps above this one, to continue an earlier evaluation.
+        job_dir: the directory of the hook's job.
+        after: load only steps above this number, for example to continue an earlier evaluation.
         timeout: seconds until a step must be built; ``sync_timeout`` by default.
 
     Raises:
-        Exception: as :meth:`ExplorerHook.load_step`.
+        Exception: for the errors see :meth:`ExplorerHook.load_step`.
     """
     for number in full_checkpoints(job_dir):
         if number > after:
@@ -85,15 +87,15 @@ def every_full_checkpoint(
 def serve(
     hook: ExplorerHook, served: Callable[[Version], object], *, interval: float = 10.0
 ) -> None:
-    """Follow the job, and report each version served, until the hook is cancelled or closed.
+    """Follow the job, and report each served version, until the hook is cancelled or closed.
 
     Args:
         hook: the hook of the job.
         served: called with each version.
-        interval: seconds between two checks whether the following thread has died.
+        interval: seconds between two checks whether the hook's background thread has died.
 
     Raises:
-        NotFollowingError: the following thread has died.
+        NotFollowingError: the background thread has died.
     """
     told: Version | None = None
     try:

@@ -1,4 +1,4 @@
-"""Receiving weights by broadcast: the handshake, the buckets, and filling an engine's tensors."""
+"""Receive weights by broadcast: the handshake, the buckets, and filling an engine's tensors."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ T = TypeVar("T")
 def greet(
     group: WeightGroup, known: WeightMeta | None, prepare: Callable[[WeightMeta, Image], T]
 ) -> Arriving[T]:
-    """Learn the transfer's content and prepare for it. When this returns, all members have done so.
+    """Do the handshake of a transfer. When this returns, all members are prepared for the transfer.
 
     Args:
         group: the weight group in which a transfer begins.
-        known: the meta of an earlier transfer; the same meta is not sent again.
-        prepare: prepares for the announced tensors. If it raises, nothing is sent.
+        known: the meta of an earlier transfer. If the meta has not changed, it is not sent again.
+        prepare: prepares for the announced tensors. If ``prepare`` raises, no tensor is sent.
 
     Raises:
         BroadcastError: a member cannot take the transfer, or the group has failed.
@@ -64,7 +64,7 @@ def greet(
 
 
 class _Receiving(NamedTuple):
-    """A bucket that arrives, and its memory."""
+    """A bucket that is being received, and its memory."""
 
     bucket: Bucket
     memory: Tensor
@@ -72,15 +72,15 @@ class _Receiving(NamedTuple):
 
 
 class Arriving(Generic[T]):
-    """One transfer, from the end of its handshake on.
+    """A transfer whose handshake is complete.
 
     Args:
-        group: the weight group that sends it.
-        header, meta, image: its announcement, its tensors and their layout.
+        group: the weight group of the transfer.
+        header, meta, image: the transfer's announcement, its tensors, and their layout in memory.
         prepared: the result of the receiver's ``prepare``.
 
     Attributes:
-        fault: the reason to refuse the transfer although it arrives; None if there is none.
+        fault: the reason to refuse the transfer although it arrives; None to accept the transfer.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Arriving(Generic[T]):
         self._digests: list[bytes] = []
 
     def fill_image(self, content: Tensor) -> None:
-        """Receive the whole transfer into one block of host memory, laid out as the image."""
+        """Receive the whole transfer into one block of host memory, in the layout of the image."""
         if self._group.device.type == "cpu":
             for _ in self._buckets(content):
                 pass
@@ -107,7 +107,7 @@ class Arriving(Generic[T]):
             wait_for_copies({self._group.device})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each whole tensor once it has arrived, on the group's device; valid until the next."""
+        """Yield each whole tensor on the group's device; valid until the next one is yielded."""
         large = None
         for bucket, arrived in self._buckets():
             for piece in bucket.pieces:
@@ -127,24 +127,25 @@ class Arriving(Generic[T]):
                 yield spec.name, as_tensor(none, spec)
 
     def end(self) -> None:
-        """Confirm that the last byte has arrived, and wait until all members have confirmed it.
+        """Confirm that the last byte has arrived, and wait until all members have confirmed this.
 
         Raises:
-            BroadcastError: the last byte did not arrive at every member.
+            BroadcastError: a member did not receive the last byte, or refused the transfer.
         """
         if self.header.has_digests:
             told = _told(self._group, DIGEST * len(self._digests))
             if told != b"".join(self._digests):
-                self.fault = "its digests differ from those that the trainer sent"
+                self.fault = "their digests differ from the digests that the trainer sent"
         if self.fault is not None:
             raise _refused(self._group, f"refusing the received weights: {self.fault}")
         _go_on_if_all(self._group)
 
     def _buckets(self, into: Tensor | None = None) -> Iterator[tuple[Bucket, Tensor]]:
-        """Each bucket once it has arrived. Without ``into`` it is valid until the next one.
+        """Yield each bucket once it has arrived.
 
         Args:
-            into: memory of the whole image, on the group's device.
+            into: memory for the whole image, on the group's device. Without ``into``, a bucket's
+                memory is valid only until the next bucket is yielded.
         """
         buckets = self.image.buckets
         most = max((bucket.size for bucket in buckets), default=0)
@@ -173,7 +174,7 @@ class Arriving(Generic[T]):
 
 
 def _refused(group: WeightGroup, why: str) -> BroadcastError:
-    """Tell the other members that this one has failed; return the error to raise."""
+    """Tell the other members that this member has failed; return the error to raise."""
     refused = BroadcastError(why)
     try:
         group.agree(ok=False)
@@ -183,7 +184,7 @@ def _refused(group: WeightGroup, why: str) -> BroadcastError:
 
 
 def _go_on_if_all(group: WeightGroup) -> None:
-    """Tell the other members that this one is ready; return only if all are."""
+    """Tell the other members that this member is ready; return only if all members are ready."""
     if not group.agree(ok=True):
         raise BroadcastError(
             "another member of the weight group refuses the transfer: see its log for the reason"
@@ -191,49 +192,49 @@ def _go_on_if_all(group: WeightGroup) -> None:
 
 
 def _told(group: WeightGroup, size: int) -> bytes:
-    """A tensor of ``size`` bytes, which rank 0 sends."""
+    """Receive ``size`` bytes from rank 0."""
     content = torch.empty(size, dtype=torch.uint8, device=group.device)
     group.broadcast(content).wait()
     return bytes(bytes_of(content.cpu()))
 
 
 def _decoded(told: bytes | None, header: Header) -> WeightMeta:
-    """The meta that a header announced.
+    """Decode the meta that a header announced.
 
     Raises:
-        BroadcastError: the meta is damaged; or only this member lacks it.
-        EngineMismatchError: it names a dtype that this torch lacks.
+        BroadcastError: the meta is damaged, or it was not sent.
+        EngineMismatchError: the meta names a dtype that the installed torch lacks.
     """
     if told is None:
         raise BroadcastError("the meta of the transfer was not sent")
     meta = WeightMeta.decode(told)
     if meta.digest != header.digest:
-        raise BroadcastError("the meta of the transfer differs from the announced one")
+        raise BroadcastError("the meta of the transfer differs from the announced meta")
     for spec in meta.tensors:
         torch_dtype(spec.dtype)
     return meta
 
 
 def as_tensor(flat: Tensor, spec: WeightSpec) -> Tensor:
-    """A tensor over these bytes; no copy."""
+    """View bytes as a tensor, without a copy."""
     return flat.view(torch_dtype(spec.dtype)).view(spec.shape)
 
 
 class WeightReceiver:
-    """Receives transfers, one a call. All other members of the group take part in each call.
+    """Receives one transfer with each call. All members of the group take part in each transfer.
 
     Promised: before the first byte of a tensor is sent, every receiver has accepted the names,
-    dtypes and shapes. A transfer counts only if every member has confirmed its last byte. After an
-    error the group cannot be used any more: leave it.
+    dtypes and shapes. A transfer is complete only if every member has confirmed the last byte.
+    After an error, leave the group, because it cannot be used any more.
 
     Not promised: thread safety.
 
     Args:
-        group: the weight group, opened as this process's rank.
-        known: the meta of an earlier transfer, which is sent again only if it has changed.
+        group: the weight group, in which this process has its rank already.
+        known: the meta of an earlier transfer. If the meta has not changed, it is not sent again.
 
     Attributes:
-        meta: the meta of the last transfer that was begun, or ``known``.
+        meta: the meta of the most recently begun transfer; ``known`` before the first transfer.
     """
 
     def __init__(self, group: WeightGroup, *, known: WeightMeta | None = None) -> None:
@@ -241,20 +242,21 @@ class WeightReceiver:
         self._group = group
 
     def receive(self, fits: Callable[[WeightMeta], object]) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, in host memory, once every receiver has confirmed the last byte.
+        """Yield all tensors, in host memory, once every receiver has confirmed the last byte.
 
-        The first ``next()`` takes as long as the transfer; later ones cannot fail. As much host
-        memory as the model has is held while the iterator or one of its tensors lives.
+        The first ``next()`` takes as long as the transfer. A later ``next()`` cannot fail. The
+        tensors share one block of host memory, as large as the model. The block is freed when the
+        iterator and all its tensors are gone.
 
         Args:
-            fits: gets the names, dtypes and shapes before the first byte of a tensor is sent;
-                raises if they cannot be loaded.
+            fits: called with the names, dtypes and shapes, before the first byte of a tensor is
+                sent. It raises an error if such tensors cannot be loaded.
 
         Yields:
-            Name and whole tensor, contiguous, on the CPU: views of one block of memory.
+            Name and whole tensor, contiguous, on the CPU: a view of the block.
 
         Raises:
-            BroadcastError: a receiver did not get the transfer, or refused it; nothing was
+            BroadcastError: a receiver did not get the transfer, or refused it. No tensor was
                 yielded.
         """
 
@@ -270,19 +272,22 @@ class WeightReceiver:
             yield spec.name, as_tensor(memory.content[offset:][: spec.nbytes], spec)
 
     def receive_into(self, stage: HostStage, fit: Callable[[WeightMeta], Fit]) -> list[Target]:
-        """Receive the targets' new content into host memory that is kept; they are not changed.
+        """Receive the new content of the engine's targets into a stage, without changing them.
 
-        If a target is a part of a tensor, only that part is kept.
+        It returns once every receiver has confirmed the last byte. If a target is a part of a
+        tensor, only that part is kept.
 
         Args:
-            stage: laid out anew. It is closed on an error, because bytes may still arrive in it.
-            fit: returns the targets of the tensors, or raises.
+            stage: host memory, which gets a new layout. After an error the stage is closed, because
+                bytes may still arrive in its memory.
+            fit: returns the targets of the announced tensors, or raises an error.
 
         Returns:
-            The targets, for ``stage.copy``, once every receiver has confirmed the last byte.
+            The targets, for ``stage.copy``.
 
         Raises:
-            BroadcastError: as of :meth:`receive`; also if tensors differ that share one target.
+            BroadcastError: see :meth:`receive`; also raised if two tensors that share one target
+                differ.
         """
 
         def prepare(meta: WeightMeta, _: Image) -> tuple[Fit, Tensor]:
@@ -305,17 +310,17 @@ class WeightReceiver:
     def fill(
         self, fit: Callable[[WeightMeta], Fit], changing: AbstractContextManager[object]
     ) -> None:
-        """Fill the targets in place, tensor by tensor as they arrive.
+        """Fill the engine's targets in place, with each tensor as it arrives.
 
         When it returns, the copies to all devices are complete.
 
         Args:
-            fit: as of :meth:`receive_into`.
-            changing: entered before the first change, and exited after the last.
+            fit: see :meth:`receive_into`.
+            changing: entered before the first target changes, and exited after the last change.
 
         Raises:
-            BroadcastError: as of :meth:`receive`; nothing was changed.
-            EngineBrokenError: the transfer failed half-way: the targets have parts of it.
+            BroadcastError: see :meth:`receive`. No target was changed.
+            EngineBrokenError: the transfer failed half-way, and some targets may have new content.
         """
         arriving = self._greet(lambda meta, _: fit(meta))
         found = arriving.prepared
@@ -337,7 +342,7 @@ class WeightReceiver:
 
 @torch.no_grad()
 def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -> None:
-    """Copy to each target its part of the tensors; complete on every device.
+    """Copy to each target its part of the tensors, and wait until all devices have the copies.
 
     Args:
         arriving: the transfer.
@@ -359,12 +364,12 @@ def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -
 
 
 def _is_image(targets: Sequence[Target], arriving: Arriving[T]) -> bool:
-    """Whether the targets, laid out one after the other, have the layout of the image."""
+    """Whether the targets are the image's tensors, whole and in the same order."""
     return [(target.name, target.box) for target in targets] == [
         (spec.name, whole_box(spec.shape)) for spec in arriving.meta.tensors
     ]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of any tensor; a copy only if it is not contiguous."""
+    """View a tensor as bytes; copy it only if it is not contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

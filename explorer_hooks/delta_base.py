@@ -1,4 +1,4 @@
-"""Copies on this host from which deltas can make a version, and the wait for a delta."""
+"""Find a copy on this host that deltas turn into a newer version, and wait for a delta."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _SILENCE: Final = 10 * DELTA_SIGN
 
 @dataclass(frozen=True, slots=True)
 class DeltaBase:
-    """A held copy on this host, and the deltas that make a newer version from it.
+    """A held copy on this host, and the deltas that make a newer version from this copy.
 
     Attributes:
         copy: the hold on the copy.
-        version: the copy as a version.
+        version: the copy's folder and manifest.
         chain: the deltas in order, each with its folder.
     """
 
@@ -62,8 +62,8 @@ class DeltaBase:
 
         Raises:
             NoDeltaError: the deltas do not make this version from this copy.
-            VerificationError: the target's own folder is not what its manifest says.
-            OSError: one of the two storages failed.
+            VerificationError: the target's own folder does not match its manifest.
+            OSError: the storage of the job or of the copies failed.
         """
         # NumPy is imported once there is a delta to apply.
         from syncd.deltas.applying import Link, apply_chain  # noqa: PLC0415
@@ -80,7 +80,7 @@ class DeltaBase:
 
 
 class DeltaBases:
-    """The copies in one folder of this host, as bases of deltas.
+    """Finds a base for deltas among the copies in one folder of this host.
 
     Args:
         storage: the storage of the copies.
@@ -103,20 +103,20 @@ class DeltaBases:
     ) -> DeltaBase:
         """Hold the copy from which the fewest bytes of deltas lead to a version.
 
-        If the daemon is making a delta from a copy on this host, it waits for that delta.
+        If the daemon is still making a delta from a copy on this host, this method waits for it.
 
         Args:
             target: the held version, of kind ``full``.
             names: the names of the copies.
-            patience: how long to wait for a delta, in seconds.
-            why_no_room: the reason why the version does not fit beside the named copy; None if it
-                does. For a copy that must make room, it does not wait.
-            cancel: called often; it raises to stop.
+            patience: seconds to wait for a delta.
+            why_no_room: returns the reason why the version does not fit on the disk beside the
+                named copy, or None if it fits. If the version does not fit, there is no wait.
+            cancel: called often; raises an error to stop.
 
         Raises:
-            NoDeltaError: there is none; the message has the reason.
+            NoDeltaError: no copy and deltas make the version. The message has the reason.
             RecordError: a record of the job cannot be used.
-            OSError: one of the two storages failed.
+            OSError: the storage of the job or of the copies failed.
         """
         why = why_not_here()
         content = content_of(target.manifest)
@@ -139,21 +139,21 @@ class DeltaBases:
         size = sum(delta.bytes for _, delta in links)
         whole = sum(file.size for file in target.manifest.files)
         if size > _MOST * whole:
-            raise NoDeltaError(f"its deltas have {size} bytes, and the whole version {whole}")
+            raise NoDeltaError(f"its deltas have {size} bytes, and the whole version has {whole}")
         copy = hold(self._storage, self._room / name)
         if copy is None:
             raise NoDeltaError(f"{self._room / name} was removed")
         return DeltaBase(copy, here[name], tuple(links))
 
     def _look(self, names: Collection[str]) -> dict[str, WholeVersion]:
-        """The copies that can be a base, by name; each manifest is read once, for none changes."""
+        """The copies that can be a base, by name. Manifests never change, so each is read once."""
         for name in names:
             if name not in self._known:
                 folder = self._room / name
                 try:
                     self._known[name] = WholeVersion(folder, read_manifest(self._storage, folder))
                 except (RecordError, OSError) as error:
-                    log.debug("%s is no base of a delta: %s", folder, error)
+                    log.debug("%s cannot be the base of a delta: %s", folder, error)
         self._known = {name: one for name, one in self._known.items() if name in names}
         # A step that was only evaluated is no version, and no base of a delta.
         return {n: one for n, one in self._known.items() if delta_end(one.manifest) is not None}
@@ -162,7 +162,7 @@ class DeltaBases:
 def _chain(
     job: Job, here: Mapping[str, WholeVersion], content: str
 ) -> tuple[str, list[tuple[Path, Delta]]] | None:
-    """The copy with the fewest bytes of deltas to a content, with these deltas."""
+    """Find the copy with the fewest bytes of deltas to ``content``; return its name and deltas."""
     folders = {delta: folder for folder, delta in _deltas(job)}
     found = []
     for name, version in here.items():
@@ -184,10 +184,10 @@ def _wait(
     why_no_room: Callable[[str], str | None],
     cancel: Callable[[], None],
 ) -> str:
-    """If a delta from a copy here to a version is being made, wait until that work has ended.
+    """If the daemon is making a delta from a copy here to a version, wait until it has ended.
 
     Returns:
-        The reason why there is no delta, if there is none.
+        The reason to report if there is still no delta after the wait.
     """
     which = f"the delta to version {sequence}"
     latest = job.read(Latest, job.layout.latest, OF_OTHERS)
@@ -204,12 +204,12 @@ def _wait(
         return f"{leads_from}, which is not on this host"
     no_room = [why for name in bases if (why := why_no_room(name)) is not None]
     if len(no_room) == len(bases):
-        return f"{leads_from}, whose copy here must make room: {no_room[0]}"
+        return f"{leads_from}, whose copy here must be removed to make room: {no_room[0]}"
     return _watch(job, sequence, patience, cancel)
 
 
 def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None]) -> str:
-    """Wait until a delta is made, or as long as it is worth it; the reason if it is not there."""
+    """Wait for a delta while that saves time; return the reason why there may still be none."""
     which = f"the delta to version {sequence}"
     begun = alive = time.monotonic()
     first: tuple[float, int] | None = None
@@ -237,7 +237,7 @@ def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None])
 
 
 def _progress(job: Job, sequence: int) -> DeltaProgress | None:
-    """The progress of the delta to LATEST's version; None if its daemon ended."""
+    """Read the progress of the delta to LATEST's version; None if there is no record of it."""
     for is_asked in (False, True):
         if is_asked:
             # It is written before LATEST names the version: this client's cache may be older.
@@ -250,30 +250,30 @@ def _progress(job: Job, sequence: int) -> DeltaProgress | None:
 
 def _end_of(told: DeltaProgress | None, sequence: int) -> str:
     if told is None:
-        return "is not being made: the daemon that began it has ended, or has begun none"
+        return "is not being made: the daemon has ended, or has not begun a delta"
     if told.sequence != sequence:
-        return f"was given up: the daemon makes the one to version {told.sequence}"
+        return f"was given up: the daemon is making the delta to version {told.sequence}"
     if told.state == "made":
-        return "was made, but does not lead from a copy on this host"
+        return "was made, but starts from a version that is not on this host"
     return f"was not made: {told.why}"
 
 
 def _refreshed(job: Job, folder: Path) -> bool:
-    """Ask the server for the names in a folder, if this client may; False if it is not there."""
+    """Refresh this client's cached names of a folder; return False if it does not exist."""
     try:
         job.storage.refresh(folder)
     except OSError as error:
-        log.debug("cannot ask the server for %s: %s", folder, error)
+        log.debug("cannot refresh the cached names of %s: %s", folder, error)
         return not is_gone(error)
     return True
 
 
 def delta_folders(target: LeasedVersion, base: str) -> list[Path]:
-    """The deltas that lead to a version from weights with a digest, in order; empty if none do.
+    """List the folders of the deltas from a base to a version, in order; empty if there are none.
 
     Args:
-        target: held; of kind ``full``.
-        base: the digest of all tensors (:func:`~syncd.deltas.ends.content_of`).
+        target: the held version, of kind ``full``.
+        base: the digest of all tensors of the base (:func:`~syncd.deltas.ends.content_of`).
 
     Raises:
         OSError: storage failed.
@@ -293,7 +293,7 @@ def _job_of(target: LeasedVersion) -> Job:
 
 
 def _deltas(job: Job) -> Iterator[tuple[Path, Delta]]:
-    """The job's deltas that can be read; each may be deleted at any time."""
+    """The readable deltas of a job. The daemon can delete each of them at any time."""
     if not _refreshed(job, job.layout.deltas):
         _refreshed(job, job.layout.root)  # before the first delta there is no such folder
     for name in job.storage.names(job.layout.deltas):

@@ -1,4 +1,4 @@
-"""One explorer of ``syncd demo``: serves the newest weights until those of the last step arrive."""
+"""One explorer of ``syncd demo``: serves the newest weights until it serves the last step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from syncd.cli.demo_model import TinyTransformer
 
 
 def main() -> None:
-    """Follow the job, and print a summary of the final weights."""
+    """Follow the job, save the final weights, and print a summary."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--name", required=True)

@@ -1,4 +1,4 @@
-"""An explorer's part in broadcasts (method ``nccl``): joining the group, and the transfers."""
+"""An explorer's part in broadcasts (method ``nccl``): join the group, and receive transfers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Transfer:
     """Weights that are about to arrive.
 
     Attributes:
-        save_id: the save that they belong to.
-        take: lets the engine take them, all or nothing; it raises as
-            :meth:`~explorer_hooks.engines.base.WeightTaker.receive` does.
+        save_id: the save that the weights belong to.
+        take: lets the engine receive all of the weights, or none. For its errors see
+            :meth:`~explorer_hooks.engines.base.WeightTaker.receive`.
     """
 
     save_id: SaveId
@@ -38,9 +38,9 @@ class ExplorerBroadcasts:
         engine: takes the weights.
 
     Attributes:
-        fits: whether the engine takes part. False after tensors did not fit, until the engine has
-            loaded a version.
-        group: the weight group that all the engine's workers have open; None if they have none.
+        fits: whether the engine takes part. It is False after the tensors of a transfer did not fit
+            the engine, until the engine has loaded a version.
+        group: the weight group that all workers of the engine are in; None if there is none.
     """
 
     def __init__(self, sync: ExplorerSynchronizer, engine: WeightTaker) -> None:
@@ -52,14 +52,14 @@ class ExplorerBroadcasts:
 
     @property
     def workers(self) -> int:
-        """How many ranks of the weight group the engine has."""
+        """The number of ranks that the engine needs in the weight group."""
         return self._engine.workers
 
     def meet(self, cancel: Cancellation) -> Transfer:
-        """Learn the meeting place for the offer that was agreed on last.
+        """Get the address of the weight group for the last agreed offer.
 
         Raises:
-            BroadcastError: the trainer did not name it within the ``broadcast_timeout``.
+            BroadcastError: the trainer did not name the address within the ``broadcast_timeout``.
             CancelledError: the wait was cancelled.
             OSError: storage failed.
         """
@@ -77,7 +77,7 @@ class ExplorerBroadcasts:
             self.fits = not isinstance(error.__cause__, EngineMismatchError)
             raise
         if group != rendezvous.group_name:
-            log.info("%s is in weight group %s", self._sync.name, rendezvous.group_name)
+            log.info("%s has joined weight group %s", self._sync.name, rendezvous.group_name)
         self.group = rendezvous.group_name
 
     def close(self) -> None:

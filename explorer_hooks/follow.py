@@ -1,7 +1,7 @@
-"""``syncd follow``: an explorer beside a server, as a separate process. Never imports torch.
+"""``syncd follow``: an explorer beside a server, as a separate process. It never imports torch.
 
-It gives versions to an inference server, to a command, or to the readers of a link. syncd itself
-knows nothing of the hooks: its command line finds this one by an entry point.
+The explorer passes versions to an inference server, to a command, or to the readers of a link. The
+package ``syncd`` does not import this package: it finds the command by an entry point.
 """
 
 from __future__ import annotations
@@ -52,25 +52,27 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.argument("job", type=_FOLDER)
 @click.option("--name", required=True, help="The explorer's name, unique in the job.")
 @click.option(
-    "--command", "run", help="The shell command to run for each version; exit with 0 to accept it."
+    "--command",
+    "run",
+    help="The shell command to run for each version. It exits with 0 to accept the version.",
 )
 @click.option(
     "--link",
     type=click.Path(path_type=Path),
-    help="The symbolic link to point to each version's folder.",
+    help="The symbolic link to point to the folder of each new version.",
 )
 @click.option(
     "--engine",
     "server",
     type=click.Choice(list(_SERVERS)),
-    help="The kind of server at --url, which loads each version over HTTP.",
+    help="The kind of server at --url. syncd lets the server load each version.",
 )
 @click.option(
     "--url",
     "urls",
     multiple=True,
-    help="The address of the server, e.g. http://127.0.0.1:8000. Repeat it for several servers of "
-    "this host, which become the explorers NAME-0, NAME-1 and so on.",
+    help="The address of the server, e.g. http://127.0.0.1:8000. Repeat --url for several servers "
+    "of this host. They become the explorers NAME-0, NAME-1 and so on.",
 )
 @click.option(
     "--start-timeout",
@@ -82,26 +84,31 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--cacert",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The certificate (PEM) of the authority that signed the server's, for an https --url.",
+    help="The certificate (PEM) of the authority that signed the server's certificate.",
 )
 @click.option(
     "--in-flight",
     metavar="MODE",
-    help="How to treat running requests during a load. With vllm: keep, wait, abort; with "
-    "sglang: retract, abort.  [default: the first]",
+    help="How to treat running requests during a load. With vllm: keep, wait or abort. With "
+    "sglang: retract or abort.  [default: keep for vllm, retract for sglang]",
 )
 @click.option(
     "--sparse",
     is_flag=True,
-    help="Load only the elements that changed, if deltas lead to a version; with vllm and syncd's "
-    "weight transfer.",
+    help="Load only the elements that changed, if there are deltas to the version. Needs --engine "
+    "vllm and a server with syncd's weight transfer.",
 )
 @click.option(
-    "--lora-name", default="syncd", show_default=True, help="The model name to load adapters under."
+    "--lora-name",
+    default="syncd",
+    show_default=True,
+    help="The model name under which adapters are loaded.",
 )
 @click.option("--spans-hosts", is_flag=True, help="The server also reads weights on other hosts.")
 @click.option(
-    "--stage", type=_FOLDER, help="Copy each version into this folder of this host first."
+    "--stage",
+    type=_FOLDER,
+    help="Copy each version into this folder of this host before the load.",
 )
 @click.option(
     "--budget",
@@ -111,14 +118,14 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--base",
     type=_FOLDER,
-    help="The model folder that the server was started with; refuse versions that do not fit it.",
+    help="The model folder that the server was started with. Versions that do not fit are refused.",
 )
 @click.option(
     "--timeout",
     type=options.SecondsRange(min=0, min_open=True),
     default=600.0,
     show_default=True,
-    help="How long the command, or the server's load, may take.",
+    help="How long the command, or a load by the server, may take.",
 )
 @click.option(
     "--ask", is_flag=True, help="Request syncs from a trainer with style explorer_driven."
@@ -126,12 +133,14 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--broadcast",
     is_flag=True,
-    help="Take broadcasts from a trainer with method nccl; start the --engine for them.",
+    help="Take broadcasts from a trainer with method nccl. The --engine must be started "
+    "for broadcasts, too.",
 )
 @click.option(
     "--broadcast-timeout",
     type=options.SecondsRange(min=0, min_open=True),
-    help="How long a broadcast may take to begin, and to arrive; give the trainer's value.  "
+    help="How long to wait until a broadcast begins, and until it arrives. Use the trainer's "
+    "value.  "
     f"[default: {SyncSettings().broadcast_timeout:g}]",
 )
 @click.option(
@@ -141,7 +150,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     "--json",
     "as_json",
     is_flag=True,
-    help="Print one JSON object a line on stdout for each version.",
+    help="Print one line with a JSON object to stdout for each version.",
 )
 def command(
     job: Path,
@@ -167,22 +176,22 @@ def command(
     memory_dir: Path | None,
     as_json: bool,
 ) -> None:
-    """Follow JOB for a server that runs already: by --engine, --command, or --link.
+    """Follow JOB for a server that runs already, by --engine, --command or --link.
 
-    syncd verifies each version and copies it to this host (--stage). Then it does one of these:
+    syncd verifies each version and copies it to this host (--stage). Then syncd does one of these:
 
-    --engine, at --url: it pauses the server, has it load the version and generate a token, and only
-    then counts the version as served. If the server was restarted, it loads its version again. The
-    server's key is read from SYNCD_API_KEY, and the key of SGLang's --admin-api-key from
-    SYNCD_ADMIN_API_KEY.
+    --engine, at --url: syncd pauses the server, and lets the server load the version and generate a
+    token. Only then does the version count as served. If the server was restarted, syncd lets it
+    load the version again. The server's key is read from SYNCD_API_KEY, and the key of SGLang's
+    --admin-api-key from SYNCD_ADMIN_API_KEY.
 
-    --command: it runs the command with SYNCD_FOLDER, SYNCD_STEP, SYNCD_SEQUENCE and SYNCD_KIND set.
-    If the command fails, the version is refused, and the command runs again with the version
-    before.
+    --command: syncd runs the command with SYNCD_FOLDER, SYNCD_STEP, SYNCD_SEQUENCE and SYNCD_KIND.
+    If the command fails, the version is refused, and the command runs again with the previous
+    version.
 
-    --link: it points the link to the version's folder.
+    --link: syncd points the link to the version's folder.
 
-    Ends at SIGTERM or Ctrl-C, after a running command has ended.
+    SIGTERM or Ctrl-C ends syncd follow, after a running command has ended.
     """
     for is_wrong, why in (
         ([run, link, server].count(None) != 2, "Give exactly one of --engine, --command, --link."),
@@ -258,7 +267,7 @@ def command(
 def _engine(
     run: str | None, link: Path | None, timeout: float, fits: Fits | None, staging: Staging | None
 ) -> Engine:
-    """Make the engine that versions are loaded into."""
+    """Make the engine for --command or --link."""
     if run is not None:
         return CommandEngine(run, timeout=timeout, fits=fits)
     if link is None:
@@ -272,17 +281,17 @@ def _engine(
 
 
 class _Ended:
-    """SIGTERM and SIGINT end the process with status 0 while this is open.
+    """A context in which SIGTERM and SIGINT end the process with status 0.
 
-    Like Ctrl-C they end the wait for a name, or for a server that does not answer. Once there is a
-    hook, they only end its waits.
+    A signal also ends a wait for the explorer's name, or for a server that does not answer. Once
+    there is a hook, a signal only ends the hook's waits.
     """
 
     def __init__(self) -> None:
         self._cancel: Callable[[], None] | None = None
 
     def by(self, cancel: Callable[[], None]) -> None:
-        """From now on let signals only call this."""
+        """From now on, let a signal only call ``cancel``."""
         self._cancel = cancel
 
     def __enter__(self) -> Self:
@@ -311,7 +320,7 @@ def _print_json(name: str, version: Version) -> None:
 
 
 class CommandEngine(InProcessEngine):
-    """Runs a command for each version; exit status 0 means that it accepted the version.
+    """Runs a command for each version. Exit status 0 means that the command accepted the version.
 
     A shell runs the command. Its environment has ``SYNCD_FOLDER``, ``SYNCD_STEP``,
     ``SYNCD_SEQUENCE``, ``SYNCD_KIND`` and, for kind ``remote``, ``SYNCD_REMOTE_PATH``.
@@ -319,7 +328,8 @@ class CommandEngine(InProcessEngine):
     Args:
         command: the shell command.
         timeout: seconds until the command and all processes that it started are killed.
-        fits: the model to compare versions with; None to compare each version with the one before.
+        fits: the model to compare versions with; None to compare each version with the last one
+            that the command accepted.
     """
 
     kinds: frozenset[str] = frozenset({"full", "adapter", "remote"})
@@ -332,15 +342,15 @@ class CommandEngine(InProcessEngine):
         self._learns = fits is None
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare a full model with the base model, or with the last one that it accepted."""
+        """Compare a full model with the base model, or with the last accepted full model."""
         if self._fits is not None:
             self._fits.check(version)
 
     def load(self, version: LeasedVersion) -> None:
-        """Run the command, and wait for its end.
+        """Run the command, and wait until it ends.
 
         Raises:
-            CommandFailedError: it ended with another status than 0, or too late.
+            CommandFailedError: the command ended with a status other than 0, or ran too long.
         """
         told = {
             "SYNCD_FOLDER": str(version.folder),
@@ -373,7 +383,7 @@ class CommandEngine(InProcessEngine):
                 f"{version.step}, in {version.folder}"
             )
         if self._learns and version.kind == "full":
-            self._fits = Fits(version.manifest, whose="what the command took before")
+            self._fits = Fits(version.manifest, whose="the last version that the command accepted")
 
 
 class LinkEngine(InProcessEngine):
@@ -381,10 +391,10 @@ class LinkEngine(InProcessEngine):
 
     Args:
         path: the link. An existing link is replaced; any other file is refused.
-        fits: the model to compare versions with first; None to compare nothing.
+        fits: the model to compare versions with; None to compare nothing.
 
     Raises:
-        InvalidSettingsError: something other than a link is there, or the parent folder is missing.
+        InvalidSettingsError: ``path`` exists and is not a link, or its parent folder is missing.
     """
 
     kinds: frozenset[str] = frozenset({"full", "adapter"})
@@ -415,7 +425,7 @@ class LinkEngine(InProcessEngine):
             self._fits.check(version)
 
     def load(self, version: LeasedVersion) -> None:
-        """Move the link.
+        """Point the link to the version's folder.
 
         Raises:
             OSError: storage failed; the link is unchanged.

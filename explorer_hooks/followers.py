@@ -1,4 +1,4 @@
-"""Followers of several servers of one host, side by side in one process. Needs no torch."""
+"""Follow one job for several servers of this host, in one process. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ Opens = Callable[[Callable[[], None]], ExplorerHook]
 class Followers:
     """Explorers that follow one job, each with its own thread and server.
 
-    An explorer that fails, because of its server, its name or the job, does not affect the others:
-    the error is logged, and the explorer is opened again after ``again`` seconds, until
-    :meth:`end`. If no explorer can be opened because of its settings, its name or the job, all of
-    them end.
+    If an explorer fails, the other explorers go on. The error is logged, and the explorer's hook is
+    opened again after ``again`` seconds, until :meth:`end` is called. If no explorer can be
+    opened because of its settings, its name or the job, all explorers end.
 
     Args:
-        opens: explorer's name → the function that opens its hook.
-        served: called from any thread with the name and each version that its server serves. If it
-            raises, all explorers end.
-        again: seconds between two attempts.
+        opens: explorer's name → the function that opens the explorer's hook.
+        served: called with an explorer's name and each version that its server serves, in the
+            thread of that explorer. If ``served`` raises, all explorers end.
+        again: seconds between two attempts to open an explorer.
     """
 
     def __init__(
@@ -59,18 +58,18 @@ class Followers:
         self._refused: dict[str, Exception] = {}  # until the explorer could be opened
 
     def end(self) -> None:
-        """Make :meth:`run` end soon. A signal handler of its thread may call this."""
+        """Make :meth:`run` return soon. A signal handler may call this method."""
         self._ended.set()
         for hook in list(self._hooks.values()):
             hook.cancel()
 
     def run(self) -> None:
-        """Follow until :meth:`end`.
+        """Follow until :meth:`end` is called.
 
         Raises:
-            JobUnavailableError, InvalidSettingsError: as :class:`ExplorerHook`, and for each of
-                them one of the two.
-            Exception: the error of ``served``.
+            JobUnavailableError, InvalidSettingsError: no explorer could be opened, because
+                :class:`ExplorerHook` raised one of these errors for each explorer.
+            Exception: ``served`` raised this error.
         """
         threads = [
             threading.Thread(target=self._follow, args=[name], name=f"syncd-{name}")
@@ -114,7 +113,7 @@ class Followers:
         except Exception as error:
             # Not an error of this server: stdout may be closed.
             self._fail(error)
-            raise CancelledError("the versions served cannot be reported") from error
+            raise CancelledError("cannot report the served versions") from error
 
     def _fail(self, error: Exception) -> None:
         self._errors.append(error)
@@ -122,4 +121,4 @@ class Followers:
 
     def _check(self) -> None:
         if self._ended.is_set():
-            raise CancelledError("the follower was told to end")
+            raise CancelledError("following the job was cancelled")

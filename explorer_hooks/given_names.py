@@ -1,7 +1,8 @@
-"""The names of a version: tensors under the hub's names as parts of those under the trainer's.
+"""Map between a version's tensors under the trainer's names and under the hub's names.
 
-A version's :class:`~syncd.checkpoint.name_map.NameMap` has the names of its model on the hub. This
-module applies it to parts of tensors and to views; it reads and copies nothing.
+The trainer's module and the hub can name tensors differently, and split or join them differently. A
+version's :class:`~syncd.checkpoint.name_map.NameMap` maps the trainer's names to the hub's. This
+module applies the map to parts of tensors and to views. It reads and copies no data.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ if TYPE_CHECKING:
 
 
 class NamedPiece(NamedTuple):
-    """A part of a version's tensor, and the same part in a tensor with the other kind of names.
+    """A part of a version's tensor, and the same part under the tensor's other name.
 
     Attributes:
-        own: the version's tensor.
+        own: the name of the version's tensor.
         own_box: the part of that tensor.
-        other: the tensor that the version lacks: the trainer's, if the version has the hub's names,
-            else the hub's.
-        other_box: the same part in ``other``. In a trainer's stack it has one more dimension, of
-            size 1.
-        swaps: whether the last two dimensions change places.
+        other: the tensor's name in the other set: the trainer's name if the version has the hub's
+            names, or else the hub's name.
+        other_box: the same part in ``other``. If ``other`` is a trainer's stack of tensors, the box
+            has one more dimension, of size 1.
+        swaps: whether the last two dimensions are swapped.
     """
 
     own: str
@@ -44,7 +45,7 @@ class NamedPiece(NamedTuple):
     swaps: bool
 
     def to_own(self, part: Box) -> Box:
-        """A part of the other tensor, inside this piece, as a part of the version's tensor."""
+        """Convert a part of ``other``, inside this piece, to a part of ``own``."""
         offsets = tuple(a - b for a, b in zip(part.offsets, self.other_box.offsets, strict=True))
         shape, more = part.shape, self._more
         if self.swaps:
@@ -55,13 +56,13 @@ class NamedPiece(NamedTuple):
         return Box(tuple(a + b for a, b in zip(offsets, self.own_box.offsets, strict=True)), shape)
 
     def seen_from_own(self, part: Tensor) -> Tensor:
-        """A view of a part of the other tensor, transposed as in :meth:`to_own`."""
+        """View a part of ``other`` with the order and number of dimensions of ``own``."""
         turned = part.transpose(-1, -2) if self.swaps else part
         return turned[(0,) * -self._more] if self._more < 0 else turned[(None,) * self._more]
 
     @property
     def _more(self) -> int:
-        """How many more dimensions the version's tensor has."""
+        """The number of dimensions of ``own`` minus the number of dimensions of ``other``."""
         return len(self.own_box.shape) - len(self.other_box.shape)
 
 
@@ -70,23 +71,23 @@ class NamedShape(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The tensor's name."""
 
     @property
     def shape(self) -> Shape:
-        """Its shape."""
+        """The tensor's shape."""
 
 
 class GivenNames:
-    """The names of a version's tensors, and their names in the other set.
+    """The names of a version's tensors in the trainer's module and on the hub.
 
     Args:
         name_map: maps the trainer's names to the hub's.
-        given: the set that the tensors have.
+        given: whether the version's tensors have the ``trainer`` names or the ``hub`` names.
 
     Attributes:
-        given: the same.
-        unknown: why the hub's names are unknown; None if they are known.
+        given: the argument ``given``.
+        unknown: the reason why the hub's names are unknown; None if they are known.
     """
 
     def __init__(self, name_map: NameMap, given: Names) -> None:
@@ -96,11 +97,11 @@ class GivenNames:
 
     @property
     def of_trainer(self) -> GivenNames:
-        """The same for tensors that have the trainer's names."""
+        """GivenNames with the same name map, for tensors with the trainer's names."""
         return GivenNames(self._map, "trainer")
 
     def pieces_of(self, tensor: NamedShape) -> list[NamedPiece]:
-        """The pieces of a version's tensor; empty if its other name is the same."""
+        """The pieces of a version's tensor; empty if both names of the tensor are the same."""
         name, shape = tensor.name, tensor.shape
         if self.given == "trainer":
             return [_piece(name, shape, part) for part in self._hub(name, shape)]
@@ -110,7 +111,7 @@ class GivenNames:
         return pieces if fits else []
 
     def by_hub(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """Tensors under either kind of names, renamed to the hub's."""
+        """Rename tensors to the hub's names. Tensors that have the hub's names keep them."""
         found: dict[str, TensorSpec] = {}
         joined: set[str] = set()
         for name, spec in tensors.items():
@@ -129,7 +130,7 @@ class GivenNames:
         return found
 
     def shown(self, name: str) -> str:
-        """A name for messages, with its other name if there is one."""
+        """Format a name for messages, with the tensor's other name if there is one."""
         if (shape := self._map.tensors().get(name)) is not None:
             first, *others = dict.fromkeys(part.name for part in self._map.hub(name, shape))
             return f"{shown(name)} (on the hub {shown(first)}{', …' if others else ''})"
@@ -139,7 +140,7 @@ class GivenNames:
         return shown(name)
 
     def _hub(self, name: str, shape: Shape) -> list[HubPart]:
-        """The parts of a trainer's tensor on the hub; empty if it is the same there."""
+        """The parts of a trainer's tensor on the hub; empty if the hub has the same tensor."""
         if name not in self._map:
             return []
         try:
@@ -152,22 +153,22 @@ SAME_NAMES: Final = GivenNames(NameMap(NameMapRecord()), "trainer")
 
 
 def names_of(version: LeasedVersion) -> GivenNames:
-    """The names of a version.
+    """Read the names of a version's tensors, with the version's name map.
 
     Raises:
-        VerificationError: its map of names is damaged.
-        OSError: it cannot be read.
+        VerificationError: the version's name map is damaged.
+        OSError: the name map cannot be read.
     """
     return GivenNames(version.name_map(), version.manifest.names)
 
 
 def _piece(name: str, shape: Shape, part: HubPart) -> NamedPiece:
-    """The piece of a trainer's tensor, in a version with the trainer's names."""
+    """Make a piece of a trainer's tensor, for a version with the trainer's names."""
     return NamedPiece(name, _in_trainer(shape, part), part.name, _in_hub(part), part.transposed)
 
 
 def _place(hub: str, place: TrainerPart) -> NamedPiece:
-    """The piece of a hub's tensor, in a version with the hub's names."""
+    """Make a piece of a hub's tensor, for a version with the hub's names."""
     assert place.shape is not None  # noqa: S101 # the caller's
     box = _in_trainer(place.shape, place)
     shape = box.shape if place.index is None else box.shape[1:]
@@ -191,7 +192,7 @@ def _in_hub(part: HubPart) -> Box:
 
 
 def _around(boxes: Iterable[Box]) -> Shape:
-    """The shape of the tensor that boxes tile."""
+    """The shape of the smallest tensor that contains all boxes."""
     return tuple(map(max, zip(*(box.ends for box in boxes), strict=True)))
 
 

@@ -47,35 +47,37 @@ class ExplorerHook:
     Promised:
 
     - The engine loads only versions that were verified and that fit it.
-    - Its version never goes back, except by :meth:`load_step`.
-    - The version that it serves stays on disk until the next one is applied, so the engine may
-      restart from that folder.
+    - The engine's version never goes back, except by :meth:`load_step`.
+    - The version that the engine serves stays on disk until the next version is loaded. So the
+      engine can be restarted from that folder.
     - A version that cannot be used is refused and reported.
-    - No other live explorer has the name.
+    - No other live explorer has the same name.
 
-    Not promised: that every version is served, because the hook always takes the newest one.
+    Not promised: that every version is served. The hook always loads the newest version.
 
     Args:
         job_dir: the job directory.
         name: this explorer's name, unique in the job.
         engine: the engine to load versions into.
-        settings: who syncs when. With method ``nccl`` an engine that supports broadcasts takes
-            them, and loads versions if they fail. Any other engine follows the versions.
-        staging: copies versions to this host first, while the engine still serves.
+        settings: decide when to sync. With method ``nccl``, an engine that supports broadcasts
+            receives them, and loads versions from files if broadcasts fail. Any other engine always
+            loads versions from files.
+        staging: copies each version to this host before the load, while the engine still serves.
         memory_dir: the second job directory, which holds the versions (method ``memory``).
-        before_load: called with the version before it is loaded, so that you can finish running
-            requests. Before a broadcast, whose weights have no version yet, it gets the newest
-            version that is held.
-        on_remote: called with the path of each version of kind ``remote``, and the version. Without
-            it such versions are refused, unless the engine takes them. If it raises an
-            EngineMismatchError the version is refused; after any other error it is tried again.
-        poll: the most seconds between two looks, if the filesystem sends no events.
+        before_load: called with each version before the version is loaded, so that you can finish
+            running requests. The weights of a broadcast have no version yet, so before a broadcast
+            ``before_load`` gets the newest version that this explorer has leased.
+        on_remote: called with the path of each version of kind ``remote``, and with the version.
+            Without ``on_remote``, such a version is refused if the engine does not support it. If
+            ``on_remote`` raises EngineMismatchError, the version is refused. After any other error
+            the hook tries the version again.
+        poll: the most seconds between two checks for news, if the filesystem sends no events.
         storage: the seam for tests.
 
     Raises:
-        NameTakenError: a live explorer has the name; finding out may take a lease time.
+        NameTakenError: a live explorer has the same name. It can take a lease time to find out.
         JobUnavailableError: the job directory is missing or cannot be written.
-        NoRoomError: its disk is full.
+        NoRoomError: the disk of the job directory is full.
         InvalidSettingsError: the name cannot be part of a file name, or an argument has a wrong
             type, for example a model without an engine around it.
     """
@@ -120,7 +122,7 @@ class ExplorerHook:
                     self._fast_path = ExplorerBroadcasts(self._sync, engine)
                 else:
                     log.warning(
-                        "%s: its engine takes no broadcasts; loading versions from the files", name
+                        "%s: the engine takes no broadcasts; loading versions from files", name
                     )
             self._pipeline = Pipeline(
                 self._sync,
@@ -151,32 +153,33 @@ class ExplorerHook:
 
     @property
     def folder(self) -> Path | None:
-        """The folder that the engine's version was read from; it stays until the next is applied.
+        """The folder that the engine's version was read from; None before the first pull.
 
-        With a stage folder it is the copy's folder. After a broadcast it is the folder of the
-        newest version that was published by then, or of the broadcast's own weights.
+        The folder stays until the next version is loaded. With a stage folder, it is the folder of
+        the copy. After a broadcast, it is still the folder of the version that was leased before.
+        It changes once a version with the broadcast's weights is published and leased.
         """
         held = self._pipeline.held
         return held.folder if held else None
 
     @property
     def last(self) -> Reload | None:
-        """Duration and pause of the last load, in seconds; None before the first."""
+        """Durations of the last load or broadcast, in seconds; None before the first load."""
         return self._pipeline.last
 
     @property
     def fault(self) -> str | None:
-        """The reason why this explorer is faulty; None while all is well."""
+        """The reason why this explorer is faulty; None if it is not."""
         return self._pipeline.fault
 
     @property
     def synchronizer(self) -> ExplorerSynchronizer:
-        """The participant that this hook is registered as.
+        """The synchronizer that registers this explorer as a participant of the job.
 
-        Use it for saved states (``save_state``, ``load_state``), and to see which participants are
-        there and which wait (``modules``, ``get_trainer_status``, ``trainer_requires_weight_sync``,
-        ``get_explorer_status_counts``). The hook itself waits for weights, reports, and sets the
-        status.
+        Use it to save and load states (``save_state``, ``load_state``), and to see which
+        participants are registered and which of them wait (``modules``, ``get_trainer_status``,
+        ``trainer_requires_weight_sync``, ``get_explorer_status_counts``). The hook itself waits for
+        weights, writes the reports, and sets the status.
         """
         return self._sync
 
@@ -191,10 +194,10 @@ class ExplorerHook:
         return self.fault is None and self._sync.may_produce()
 
     def get_weight(self, name: str) -> Tensor:
-        """One tensor of the version that is served, from its folder, in host memory.
+        """Read one tensor of the served version from the version's folder into host memory.
 
         Raises:
-            InvalidSettingsError: nothing is served yet, or there is no such tensor.
+            InvalidSettingsError: no version is served yet, or the version has no such tensor.
         """
         require_torch("ExplorerHook.get_weight")
         # Import torch only if tensors are wanted.
@@ -204,12 +207,13 @@ class ExplorerHook:
             return reader.get_weight(name)
 
     def state_dict_iterator(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the version that is served now, one at a time, in host memory.
+        """Yield the name and content of each tensor of the served version, in host memory.
 
-        The version is held from the first tensor to the last, even if the engine changes meanwhile.
+        The version stays leased from the first tensor to the last, even if the engine loads another
+        version meanwhile.
 
         Raises:
-            InvalidSettingsError: nothing is served yet.
+            InvalidSettingsError: no version is served yet.
         """
         require_torch("ExplorerHook.state_dict_iterator")
         from explorer_hooks.weights import WeightsReader  # noqa: PLC0415 # as above
@@ -222,28 +226,28 @@ class ExplorerHook:
     def pull(self, timeout: float | None = None) -> Version:
         """Wait for a newer version than the engine has, and load it.
 
-        It asks for a sync meanwhile, and again each time the trainer says that it has nothing
-        newer.
+        The hook requests a sync while it waits. It repeats the request each time the trainer
+        reports that the trainer has nothing newer.
 
         Args:
-            timeout: seconds to wait for one; 0 to take only a version that is there now, without
-                asking for a sync; None to wait without a limit.
+            timeout: seconds to wait; None to wait without a limit. With 0, the hook loads a newer
+                version only if one is published already, and requests no sync.
 
         Returns:
             The version that the engine serves now.
 
         Raises:
-            WaitTimeoutError: no newer version came in time, or another thread was pulling all the
-                time; the engine is as it was.
+            WaitTimeoutError: no newer version was published in time, or another thread was pulling
+                all the time. The engine is unchanged.
             VerificationError, EngineMismatchError, or an error of the engine: the version was
-                refused; the engine is as it was. The next pull waits for a later one.
-            OSError, or an error of ``on_remote``: storage or the callback failed; the engine is as
-                it was, and the next pull tries again.
+                refused. The engine is unchanged, and the next pull waits for a later version.
+            OSError, or an error of ``on_remote``: storage or the callback failed. The engine is
+                unchanged, and the next pull tries the version again.
             EngineBrokenError: the weights that the engine serves are unknown. The next pull loads a
-                newer version, or else tries to load the previous one again.
-            CancelledError: the hook was closed by another thread.
+                newer version, or, if there is none, tries to load the previous version again.
+            CancelledError: the hook was cancelled or closed.
             NotFollowingError: the background thread has died.
-            InvalidSettingsError: a thread follows in the background.
+            InvalidSettingsError: a background thread follows the job (:meth:`start`).
         """
         self._follower.check_off()
         try:
@@ -252,74 +256,82 @@ class ExplorerHook:
             raise refused.error from refused.error.__cause__
 
     def pull_step(self, step: int, timeout: float | None = None) -> Version:
-        """Have a saved step published as the newest version, and load it.
+        """Let the daemon publish a saved step as the newest version, and load that version.
 
-        Every explorer of the job then loads the step, so no trainer and no other explorer may work.
-        Use :meth:`load_step` to change this explorer alone.
+        Every explorer of the job would load the step too, so call this method only while no trainer
+        and no other explorer runs. Use :meth:`load_step` to change this explorer alone.
 
         Args:
-            step: the step.
-            timeout: seconds until it must be published; the settings' ``sync_timeout`` by default.
+            step: the step of the save.
+            timeout: seconds until the step must be published; the settings' ``sync_timeout`` by
+                default.
 
         Raises:
-            SaveNotReadyError: the step has no folder; the message says which steps have.
+            SaveNotReadyError: the step has no folder. The message lists the steps that have one.
             SaveFailedError: the daemon has refused the save.
-            InvalidSettingsError: a trainer or another explorer works, or a thread follows in the
-                background.
-            WaitTimeoutError, or as :meth:`pull`.
+            InvalidSettingsError: a trainer or another explorer runs, or a background thread follows
+                the job.
+            WaitTimeoutError: the step was not published in time.
+            Exception: for the other errors see :meth:`pull`.
         """
         return self._step(self._puller.step, step, timeout)
 
     def load_step(self, step: int, timeout: float | None = None) -> Version:
         """Load a saved step into this engine only, to evaluate it.
 
-        LATEST and the other explorers stay as they are; a trainer may work. A step that is
-        published already is leased. Otherwise the daemon builds it for this explorer, and deletes
-        the build once the next step or version is loaded, or the hook is closed. The next
-        :meth:`pull` takes the newest version again, if the engine does not serve it.
+        LATEST and the other explorers do not change, and a trainer may run meanwhile. If the step
+        is published already, the hook leases its version. Otherwise the daemon builds the step for
+        this explorer. The daemon deletes the build once the next step or version is loaded, or the
+        hook is closed. The next :meth:`pull` loads the newest version again, except if the
+        engine serves it already.
 
         Args:
-            step: the step.
-            timeout: seconds until it must be built; the settings' ``sync_timeout`` by default.
+            step: the step of the save.
+            timeout: seconds until the step must be built; the settings' ``sync_timeout`` by
+                default.
 
         Returns:
-            The version that the engine serves now; its sequence is 0 if the step is no published
+            The version that the engine serves now. Its sequence is 0 if the step is not a published
             version.
 
         Raises:
-            SaveNotReadyError: the step is not on disk; the message lists those that are.
-            SaveFailedError: the daemon cannot build it; the message has the reason.
-            JobUnavailableError: the daemon is of a release that builds no steps.
-            InvalidSettingsError: a thread follows in the background.
-            WaitTimeoutError, or as :meth:`pull`.
+            SaveNotReadyError: the step is not on disk. The message lists the steps that are.
+            SaveFailedError: the daemon cannot build the step. The message has the reason.
+            JobUnavailableError: the daemon's release of syncd cannot build steps.
+            InvalidSettingsError: a background thread follows the job.
+            WaitTimeoutError: the step was not built in time.
+            Exception: for the other errors see :meth:`pull`.
         """
         return self._step(self._puller.step_alone, step, timeout)
 
     def sync_is_due(self, step: int) -> bool:
-        """Whether :meth:`after_step` will sync: finish running requests before you call it."""
+        """Whether :meth:`after_step` will sync. If it will, finish running requests first."""
         return explorer_sync_is_due(self._settings, step)
 
     def after_step(self, step: int) -> Version | None:
-        """Sync after a step of rollouts, if it is due by the settings.
+        """Sync after a step of rollouts, if a sync is due by the settings.
 
-        It waits until the trainer has something newer, says that it has nothing newer, or stops. If
-        the trainer stops and a daemon works, it waits until the last save is published or refused.
-        An explorer without weights first waits for a version, or for a trainer to come. A version
-        that is refused, or cannot be read now, is in the log and the report, and the engine keeps
-        its weights. An engine that lost its weights (a restarted server) first gets them back.
-        Under ``fully_async`` :meth:`start` does all of it.
+        The hook waits until newer weights are available, the trainer reports that it has nothing
+        newer, or the trainer stops. If the trainer stops while a daemon runs, the hook waits until
+        the last save is published or refused. An explorer without weights first waits until there
+        is a version or a trainer.
+
+        If a version is refused or cannot be read, the hook logs and reports the error, and the
+        engine keeps its weights. If the engine has lost its weights, for example because its server
+        was restarted, the hook first loads them again. With style ``fully_async``, the thread of
+        :meth:`start` does all of this.
 
         Args:
-            step: the last step that was begun, counted from 1.
+            step: the number of the last step that was begun; the first step is 1.
 
         Returns:
-            The version that the engine serves now; None before the first.
+            The version that the engine serves now; None if it serves none yet.
 
         Raises:
-            WaitTimeoutError: none of these events came within ``sync_timeout``.
-            EngineBrokenError, CancelledError, NotFollowingError: as :meth:`pull`.
-            InvalidSettingsError: ``fully_async``, and :meth:`start` was not called; or the step is
-                not a whole number.
+            WaitTimeoutError: none of these events happened within ``sync_timeout``.
+            EngineBrokenError, CancelledError, NotFollowingError: see :meth:`pull`.
+            InvalidSettingsError: the style is ``fully_async`` and :meth:`start` was not called, or
+                ``step`` is not a whole number.
         """
         check_step(step)
         self._follower.check()
@@ -345,53 +357,55 @@ class ExplorerHook:
     # -- in the background -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Follow the job in a background thread, which takes each newest version as it comes.
+        """Start a background thread, which loads the newest version whenever it is published.
 
-        Only ``explorer_driven`` asks for syncs. See :func:`~explorer_hooks.background.follow` for
-        the errors that the thread survives. If it dies, the next call of :meth:`pull`,
-        :meth:`after_step`, :meth:`may_produce` or :meth:`wait_until_served` raises, once.
-        Does nothing if a thread follows already.
+        The thread requests syncs only with style ``explorer_driven``. See
+        :func:`~explorer_hooks.background.follow` for the errors that the thread survives. If the
+        thread dies, the next call of :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or
+        :meth:`wait_until_served` raises NotFollowingError, once. If a thread follows the job
+        already, this method does nothing.
         """
         self._cancel.check()
         asks = self._settings.style is SyncStyle.EXPLORER_DRIVEN
         self._follower.start(lambda cancel: self._puller.newest(None, asks=asks, cancel=cancel))
 
     def stop(self) -> None:
-        """End the thread, and wait for a load in progress. Safe to call without one."""
+        """End the background thread, if there is one, and wait for a load in progress."""
         self._follower.stop()
 
     def wait_until_served(
         self, timeout: float | None = None, *, newer_than: Version | None = None
     ) -> Version:
-        """Wait until the engine serves a version, while a thread follows the job.
+        """Wait until the engine serves a version, while the background thread follows the job.
 
         Args:
             timeout: seconds; None to wait without a limit.
             newer_than: wait for a version newer than this one.
 
         Raises:
-            InvalidSettingsError: the engine serves none, and :meth:`start` was not called.
-            WaitTimeoutError: it serves none in time.
+            InvalidSettingsError: the engine serves no such version, and :meth:`start` was not
+                called.
+            WaitTimeoutError: the engine did not serve such a version in time.
             NotFollowingError: the background thread has died.
-            CancelledError: the hook was cancelled, or closed.
+            CancelledError: the hook was cancelled or closed.
         """
         return self._follower.wait_until_served(timeout, newer_than, self._cancel)
 
     # -- the end -----------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """End all pulls, present and future; from any thread, or a signal handler."""
+        """End all present and future pulls. Any thread or signal handler may call this."""
         self._cancel.cancel()
         self._follower.cancel()
 
     def close(self) -> None:
         """End pulls in other threads, release the version, and report that this explorer stopped.
 
-        Safe to call twice, and in a fork, where it does nothing. Stop every reader of the version's
-        folder before.
+        Before you call this method, stop every reader of the version's folder. You can call it
+        twice. In a forked process it does nothing.
 
         Raises:
-            Exception: an error of the engine; everything else is closed nevertheless.
+            Exception: the engine could not be closed. Everything else is closed nevertheless.
         """
         if self._closed or not self._sync.is_ours:
             return
@@ -428,7 +442,7 @@ class ExplorerHook:
             raise refused.error from refused.error.__cause__
 
     def _waits(self, step: int) -> bool:
-        """Whether to wait for a sync that is due: for broadcasts the trainer may decide."""
+        """Whether to wait for a sync that is due; with broadcasts this depends on the trainer."""
         if self._fast_path is None:
             return True
         try:
@@ -444,7 +458,7 @@ def _check_arguments(engine: object, staging: object) -> None:
     """Check the arguments before the name is claimed.
 
     Raises:
-        InvalidSettingsError: one is wrong; the message says what to give.
+        InvalidSettingsError: an argument is wrong. The message says what to give instead.
     """
     missing = [name for name in vars(Engine) if name[0] != "_" and not hasattr(engine, name)]
     is_class = isinstance(engine, type)
@@ -453,7 +467,7 @@ def _check_arguments(engine: object, staging: object) -> None:
         kind = getattr(engine, "__name__", type(engine).__name__)
         raise InvalidSettingsError(
             f"engine is {kind}, which is not an engine ({why}): give TorchModule(model) for a "
-            "model of this process, or another engine of docs/engines.md"
+            "model in this process, or another engine of docs/engines.md"
         )
     if staging is not None and not isinstance(staging, Staging):
         raise InvalidSettingsError(

@@ -1,6 +1,6 @@
-"""``Pipeline``: the version that an engine serves, and the steps to the next one.
+"""``Pipeline``: knows the version that an engine serves, and loads the next version.
 
-The steps are: lease, verify, stage, apply, report.
+The steps to the next version are: lease, verify, stage, apply, report.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ _STILL: Final = 2.0
 
 
 class Pipeline:
-    """The version that an engine serves, and the steps to the next one.
+    """Knows the version that an engine serves, and loads the next version.
 
-    Any thread may read the served version; one thread at a time brings the next version.
+    Any thread may read the served version. Only one thread at a time may load the next version.
 
     Args:
-        sync: this explorer, registered: it leases versions, and reports.
+        sync: this explorer, registered; it leases versions and writes reports.
         engine: the engine to load into.
-        staging: copies versions to this host first; off if the engine reads on other hosts too.
-        before_load: called with the version before it is loaded.
-        on_remote: takes versions of kind ``remote`` in place of the engine.
-        fast_path: the engine's part in broadcasts; None if it takes none.
+        staging: copies each version to this host first; not used if the engine also reads on other
+            hosts.
+        before_load: called with each version before the version is loaded.
+        on_remote: takes versions of kind ``remote`` instead of the engine.
+        fast_path: the engine's part in broadcasts; None if the engine takes no broadcasts.
 
     Attributes:
-        held: the version that the engine serves, leased; None before the first. If the engine has
-            newer weights by a broadcast: the newest version up to those weights.
-        last: the measurements of the last load or transfer.
+        held: the leased version that the engine serves; None before the first load. If the engine
+            has newer weights by a broadcast, this is the newest version up to these weights.
+        last: the measurements of the last load or broadcast.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Pipeline:
 
     @property
     def fault(self) -> str | None:
-        """The reason why the explorer is faulty; None while all is well."""
+        """The reason why the explorer is faulty; None if it is not."""
         return self._broken or self._abandoned
 
     @property
@@ -106,13 +107,13 @@ class Pipeline:
 
     @property
     def serves_of_files(self) -> LeasedVersion | None:
-        """The held version, if the engine is known to serve exactly this and no broadcast."""
+        """The held version; None if the engine is broken, or has the weights of a broadcast."""
         with self._changed:
             return None if self._received or self._broken is not None else self.held
 
     @property
     def floor(self) -> Version | None:
-        """The served version, or the newer one that was refused: the next one must be above it."""
+        """The served version, or a newer refused version. The next version must be newer."""
         served = self.version
         if self._refused is None or (served and served.sequence > self._refused[0].sequence):
             return served
@@ -122,8 +123,8 @@ class Pipeline:
     def joins(self) -> bool:
         """Whether the engine takes part in broadcasts now.
 
-        Not before the first version, because an engine that a broadcast breaks must have a version
-        to fall back to. Nor while a step is evaluated.
+        The engine takes no part before its first version, because after a failed broadcast it needs
+        a version to fall back to. Nor does it take part while a step is evaluated.
         """
         fast_path = self._fast_path
         if fast_path is None or not fast_path.fits or self._benches:
@@ -132,10 +133,10 @@ class Pipeline:
 
     @contextmanager
     def hold_again(self) -> Iterator[LeasedVersion]:
-        """A second lease on the version served now, independent of later versions.
+        """Yield a second lease on the served version; it stays valid when the engine changes.
 
         Raises:
-            InvalidSettingsError: nothing is served yet.
+            InvalidSettingsError: no version is served yet.
         """
         with self._changed:  # so that it is not released meanwhile
             held = self.held
@@ -153,10 +154,10 @@ class Pipeline:
     def wait(
         self, until: Callable[[Version | None], bool], timeout: float | None
     ) -> Version | None:
-        """Wait until ``until`` holds or the time is up; return the version that is served then.
+        """Wait until ``until`` returns True or the time is up; return the version served then.
 
-        ``until`` is called ten times a second, because a signal handler may change its result
-        without notice: a handler on the waiting thread must take no lock.
+        ``until`` is called ten times a second. The reason: a signal handler that changes the
+        result must take no lock, so the handler cannot notify this wait.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -165,7 +166,7 @@ class Pipeline:
             return self.version
 
     def ends_bench(self) -> None:
-        """Note that serving the held version no longer counts as an evaluation."""
+        """Stop counting the held version as an evaluation, if it is a published version."""
         held = self.held
         if self._benches and held is not None and held.sequence:
             self._benches = False
@@ -178,17 +179,17 @@ class Pipeline:
             self.report()
 
     def follows_no_more(self, why: str) -> None:
-        """Note that the following thread has died."""
+        """Note that the background thread has died."""
         with self._changed:
             self._abandoned = why
             self._changed.notify_all()
         self.report()
 
     def report(self) -> None:
-        """Write this explorer's report; if that fails, the engine goes on serving.
+        """Write this explorer's report. If storage fails, log the error and go on.
 
         Raises:
-            NameTakenError: another explorer took the name when this one counted as dead.
+            NameTakenError: another explorer took the name while this explorer counted as dead.
         """
         version = self.version
         benches = self._benches and version is not None
@@ -205,17 +206,17 @@ class Pipeline:
                 group=self._fast_path.group if self._fast_path else None,
             )
         except OSError as error:
-            log.warning("%s cannot report: %s", self._sync.name, error)
+            log.warning("%s cannot write its report: %s", self._sync.name, error)
 
     # -- the next version: one thread at a time --------------------------------------------------
 
     def receive(self, transfer: Transfer) -> None:
-        """Let the engine take the weights of a transfer, and report them.
+        """Let the engine receive the weights of a broadcast, and report them.
 
         Raises:
-            BroadcastError: the transfer failed; the engine is as it was.
+            BroadcastError: the broadcast failed. The engine is unchanged.
             EngineBrokenError: the weights that the engine serves are unknown.
-            Exception: an error of a callback.
+            Exception: ``before_load`` raised this error.
         """
         held = self.held
         assert held is not None  # noqa: S101 - else it would not have joined
@@ -255,18 +256,18 @@ class Pipeline:
 
         Args:
             version: the version.
-            cancel: ends the work before the engine is touched.
+            cancel: ends the work, up to the moment when the engine begins to load.
             exactly: whether to load the version even if the engine has later weights.
 
         Returns:
-            False if a broadcast has given the engine these weights already, or later ones of the
-            same run: then the version is held and reported, and nothing is loaded.
+            False if the engine already has these weights, or later weights of the same run, from a
+            broadcast. In this case the version is leased and reported, and nothing is loaded.
 
         Raises:
-            VersionGoneError: it was retired, or is not visible yet.
-            RefusedError: it cannot be used; the engine is as it was.
+            VersionGoneError: the version was retired, or is not visible yet.
+            RefusedError: the version cannot be used. The engine is unchanged.
             EngineBrokenError: the weights that the engine serves are unknown.
-            Exception: storage, the engine or a callback failed, which may pass.
+            Exception: storage, the engine or a callback failed. The next try may succeed.
         """
         try:
             leased = self._sync.hold(version)
@@ -287,16 +288,15 @@ class Pipeline:
         """Verify, stage, apply and report a leased step, to evaluate it.
 
         Raises:
-            RefusedError, EngineBrokenError, Exception: as :meth:`take`; the step is released then.
+            RefusedError, EngineBrokenError, Exception: see :meth:`take`. The step was released.
         """
         self._take(leased, cancel, benches=True)
 
     def _take(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
         """Load a leased version into the engine; release the version if that fails.
 
-        The order of accesses of a pull, with :meth:`take`: LATEST was read, the lease
-        ``leases/VERSION/EXPLORER.SESSION``, an empty file, was created, then ``manifest.json`` was
-        read.
+        By this time a pull has read LATEST, created the lease ``leases/VERSION/EXPLORER.SESSION``
+        (an empty file), and then read ``manifest.json``.
         """
         using = [leased]  # to release if the load fails
         blames = True
@@ -375,7 +375,7 @@ class Pipeline:
         """If the engine is broken, load its version again.
 
         Raises:
-            EngineBrokenError: it is still broken.
+            EngineBrokenError: the engine is still broken.
         """
         held = self.held
         if self._broken is None or held is None:
@@ -386,7 +386,7 @@ class Pipeline:
                 self._is_verified = True
             except (VerificationError, OSError) as error:
                 raise EngineBrokenError(
-                    f"{self._broken}; nor can it be given version {held.sequence}: {error}"
+                    f"{self._broken}; version {held.sequence} cannot be loaded again: {error}"
                 ) from error
         self._reloader.restore(held)
         log.info("the engine serves version %d again", held.sequence)
@@ -398,7 +398,7 @@ class Pipeline:
         """Every few seconds, check whether the engine still has its version.
 
         Raises:
-            EngineBrokenError: it has not; :meth:`restore` loads it again.
+            EngineBrokenError: the engine has lost its version; :meth:`restore` loads it again.
         """
         now = time.monotonic()
         held = self.held
@@ -437,10 +437,10 @@ class Pipeline:
             raise
 
     def _has_received(self, version: LeasedVersion) -> bool:
-        """Whether the engine has a version's weights, or later ones, by a broadcast.
+        """Whether a broadcast has given the engine a version's weights, or later weights.
 
-        Weights of the current trainer run are later than those of any run before it. A version that
-        someone rolled back to is never skipped, because the engine must go back to it.
+        Weights of the current trainer run are later than weights of an earlier run. A version that
+        a user rolled back to is never skipped, because the engine must load it.
         """
         saved = SaveId.parse(version.manifest.save_id)
         received = self._received
@@ -451,7 +451,7 @@ class Pipeline:
         return not saved.is_newer_than(received)
 
     def _adopt(self, version: LeasedVersion) -> None:
-        """Lease a version whose weights the engine has already; nothing is loaded."""
+        """Hold a version whose weights the engine has already, without a load."""
         with self._changed:
             before, self.held = self.held, version
             self._is_verified = False

@@ -1,4 +1,4 @@
-"""Waiting for newer weights, as files or by broadcast, and taking them: one thread at a time."""
+"""Wait for newer weights, from files or by broadcast, and load them: one thread at a time."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ log = logging.getLogger(__name__)
 
 
 class Puller:
-    """Waits for newer weights, and lets the pipeline take them.
+    """Waits for newer weights, and lets the pipeline load them.
 
-    If a version is retired, or not visible yet, when it is to be leased, the wait starts again. A
-    broken engine first gets its previous weights back. :meth:`newest` does so only if nothing newer
-    is there, or loading the newer version did not repair the engine. All methods raise as
-    :meth:`~explorer_hooks.pipeline.Pipeline.take` does, and CancelledError.
+    If a version cannot be leased, because it is retired or not visible yet, the wait starts again.
+    The methods first load the previous version of a broken engine again. But :meth:`newest` does so
+    only if there is no newer version, or if loading a newer version did not repair the engine.
+    Each method can also raise CancelledError, and the errors of
+    :meth:`~explorer_hooks.pipeline.Pipeline.take`.
 
     Args:
         sync: this explorer.
-        pipeline: takes versions.
-        fast_path: takes part in broadcasts; None if the engine does not.
-        cancel: ends all waits, present and future.
-        poll: seconds between two looks.
+        pipeline: loads versions.
+        fast_path: takes part in broadcasts; None if the engine takes no broadcasts.
+        cancel: ends all present and future waits.
+        poll: seconds between two checks.
     """
 
     def __init__(
@@ -60,15 +61,15 @@ class Puller:
         self.lock = threading.RLock()
 
     def newest(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version:
-        """Wait for a newer version, regardless of the trainer's state, and take it.
+        """Wait for a newer version, regardless of the trainer's state, and load it.
 
         Args:
             timeout: seconds; None to wait without a limit.
-            asks: whether to ask for a sync meanwhile.
+            asks: whether to request a sync during the wait.
             cancel: ends the wait.
 
         Raises:
-            WaitTimeoutError: nothing newer in time.
+            WaitTimeoutError: nothing newer was published in time.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._turn(deadline, cancel):
@@ -88,10 +89,10 @@ class Puller:
                     raise
 
     def sync(self, timeout: float) -> None:
-        """Wait until the trainer has something newer, and take it, or says that it has not.
+        """Wait for newer weights and load them, or wait until the trainer says that it has none.
 
         Raises:
-            WaitTimeoutError: neither in time.
+            WaitTimeoutError: neither happened in time.
         """
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):
@@ -107,21 +108,21 @@ class Puller:
                     self._look_again(error, deadline, self._cancel)
 
     def what_is_there(self) -> None:
-        """Take newer weights if they are there now.
+        """Load newer weights if they are published already.
 
         Raises:
-            WaitTimeoutError: nothing newer is there.
+            WaitTimeoutError: nothing newer is published.
         """
         with self._turn(time.monotonic(), self._cancel):
             self._restore()
             self.newest(0, asks=False, cancel=self._cancel)
 
     def step(self, step: int, timeout: float) -> Version:
-        """Have a step published, and take its version.
+        """Let the daemon publish a step, and load the new version.
 
         Raises:
-            WaitTimeoutError: it was not published in time.
-            SyncdError: as ``set_model_state_dict_with_step_num``.
+            WaitTimeoutError: the step was not published in time.
+            SyncdError: for the other errors see ``set_model_state_dict_with_step_num``.
         """
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):
@@ -140,11 +141,11 @@ class Puller:
                     self._look_again(error, deadline, self._cancel)
 
     def step_alone(self, step: int, timeout: float) -> Version:
-        """Hold a step, without changing the other explorers, and take it.
+        """Lease a step and load it, without changing the other explorers.
 
         Raises:
-            WaitTimeoutError: it could not be held in time.
-            SyncdError: as ``hold_step``.
+            WaitTimeoutError: the step could not be leased in time.
+            SyncdError: for the other errors see ``hold_step``.
         """
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):
@@ -159,7 +160,7 @@ class Puller:
     # -- waiting ----------------------------------------------------------------------
 
     def _wait(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version | Offer:
-        """Wait for a newer version, or a transfer, regardless of the trainer's state."""
+        """Wait for a newer version or a broadcast, regardless of the trainer's state."""
         floor = self._pipeline.floor
         if self._fast_path is None or timeout == 0:
             return self._sync.wait_for_newer(
@@ -177,7 +178,7 @@ class Puller:
         return newest
 
     def _wait_until_told(self, timeout: float) -> Version | Offer | None:
-        """Wait for either; None if the trainer has stopped, or says that nothing comes."""
+        """Wait for newer weights; return None if the trainer has stopped, or has nothing newer."""
         floor = self._pipeline.floor
         if self._fast_path is None:
             newest = self._sync.wait_new_model_state_dict(
@@ -196,7 +197,7 @@ class Puller:
         return self._pipeline.joins
 
     def _take(self, newest: Version | Offer, cancel: Cancellation) -> bool:
-        """Take the weights that came; whether the engine has other weights now."""
+        """Load a version or receive a broadcast; return whether the weights changed."""
         if isinstance(newest, Version):
             return self._pipeline.take(newest, cancel)
         assert self._fast_path is not None  # noqa: S101 - nobody else joins
@@ -214,7 +215,7 @@ class Puller:
 
     @contextmanager
     def _turn(self, deadline: float, cancel: Cancellation) -> Iterator[None]:
-        """Be the only thread that pulls.
+        """A context in which no other thread pulls.
 
         Raises:
             WaitTimeoutError: another thread pulled all the time.
@@ -230,12 +231,13 @@ class Puller:
             self.lock.release()
 
     def _restore(self) -> None:
-        """Give a broken engine its previous weights again; go on if something newer is there.
+        """Load the previous version into a broken engine again.
 
-        An engine that lost its weights, for example a restarted server, counts as broken.
+        An engine that lost its weights, for example a restarted server, counts as broken. If the
+        engine is still broken but a newer version is published, the caller can load that version.
 
         Raises:
-            EngineBrokenError: it is still broken, and nothing newer is there.
+            EngineBrokenError: the engine is still broken, and no newer version is published.
         """
         if not self._pipeline.is_broken:
             try:

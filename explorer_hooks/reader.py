@@ -1,4 +1,4 @@
-"""Following a job without torch: wait, lease, verify. Each step can be called alone."""
+"""Follow a job without torch: wait, lease, verify. You can call each step alone."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 
 
 class Reader:
-    """One explorer's view of a job.
+    """Lets one explorer read the versions of a job.
 
-    Promised: a version returned by :meth:`next_version` is complete, newer than the given one, and
-    stays until it is released. Not promised: every version. A reader only ever gets the newest.
+    Promised: a version returned by :meth:`next_version` is complete, newer than the given version,
+    and stays until it is released. A reader does not get every version, only the newest.
 
     Args:
         job_dir: the job directory.
         name: this explorer's name, unique in the job: 1 to 64 letters, digits, ``_`` or ``-``.
-        poll: seconds between two looks at LATEST if the filesystem sends no events.
+        poll: seconds between two reads of LATEST if the filesystem sends no events.
         storage: the seam for tests.
-        clock: seconds, monotonic.
+        clock: returns seconds, monotonic.
 
     Raises:
         JobUnavailableError: the job directory is missing or cannot be written.
-        NoRoomError: its disk is full.
+        NoRoomError: the disk of the job directory is full.
         InvalidSettingsError: the name cannot be part of a file name.
     """
 
@@ -75,14 +75,14 @@ class Reader:
 
     @property
     def session_id(self) -> str:
-        """This process's heartbeat in the job, which its leases name."""
+        """The id of this process's session in the job. The names of its leases contain this id."""
         return self._session.id
 
     def latest(self) -> Latest | None:
         """The version that LATEST names; None if LATEST is missing, or cannot be read yet.
 
         Raises:
-            ProtocolMismatchError: the daemon is of a newer protocol.
+            ProtocolMismatchError: the daemon uses a newer protocol version.
         """
         self._holds.settle()
         return read_latest(self._job)
@@ -95,8 +95,8 @@ class Reader:
             timeout: seconds; None to wait without a limit.
 
         Raises:
-            WaitTimeoutError: nothing newer came in time.
-            CancelledError: the reader was closed during the wait.
+            WaitTimeoutError: nothing newer was published in time.
+            CancelledError: the reader was cancelled or closed during the wait.
         """
         deadline = None if timeout is None else self._clock() + timeout
         while True:
@@ -115,26 +115,27 @@ class Reader:
             self._watcher.wait(min(left, self._poll))
 
     def lease(self, latest: Latest) -> LeasedVersion:
-        """Hold a version.
+        """Lease a version.
 
         Raises:
-            VersionGoneError: it was retired before it could be held, or is not visible here yet.
-            VerificationError: its manifest is damaged; the version was released.
-            InvalidSettingsError: this process is a fork of the one that made the reader.
+            VersionGoneError: the version was retired before it could be leased, or is not visible
+                on this host yet.
+            VerificationError: the version's manifest is damaged. The version was released.
+            InvalidSettingsError: this process was forked from the process that made the reader.
         """
         return self._holds.hold(latest.sequence)
 
     def next_version(self, newer_than: int, timeout: float | None = None) -> LeasedVersion:
-        """Wait for a newer version and hold it; skip a version that is retired meanwhile.
+        """Wait for a newer version and lease it; skip a version that is retired meanwhile.
 
         Args:
             newer_than: a sequence; 0 for any version.
             timeout: seconds; None to wait without a limit.
 
         Raises:
-            WaitTimeoutError: nothing newer came in time.
+            WaitTimeoutError: nothing newer could be leased in time.
             VerificationError: the newest version's manifest is damaged.
-            CancelledError: the reader was closed meanwhile.
+            CancelledError: the reader was cancelled or closed during the wait.
         """
         deadline = None if timeout is None else self._clock() + timeout
         while True:
@@ -161,13 +162,13 @@ class Reader:
         """Write this explorer's state to ``explorers/NAME.json``.
 
         Args:
-            status: its present status.
-            sequence: the sequence of the version that it serves; None before the first.
+            status: the explorer's present status.
+            sequence: the sequence of the version that the explorer serves; None if it serves none.
             step: the step of that version.
-            nothing_new: how many of its waits have ended without a newer version.
-            refused: the newer version that it refuses, and the reason.
-            hub_names: whether it takes versions in which tensors have the hub's names. In a new job
-                versions have the trainer's names as long as one explorer does not.
+            nothing_new: the number of waits that have ended without a newer version.
+            refused: the newer version that the explorer refuses, and the reason.
+            hub_names: whether the explorer takes versions whose tensors have the hub's names. In a
+                new job, versions have the trainer's names unless all explorers take the hub's.
         """
         now = time.time()
         if self._loads is None:
@@ -192,21 +193,21 @@ class Reader:
         self._job.storage.replace(self._job.layout.explorer(self.name), encode(record))
 
     def check_open(self) -> None:
-        """Raise if the reader was closed; long work calls this often.
+        """Check that the reader is open. Call this often during long work.
 
         Raises:
-            CancelledError: it was closed, or its waits were cancelled.
+            CancelledError: the reader was cancelled or closed.
         """
         if self._closed:
             raise CancelledError(f"{self.name} was closed")
 
     def cancel(self) -> None:
-        """End the wait of another thread, and all later waits."""
+        """End a present wait in another thread, and all later waits."""
         self._closed = True
         self._watcher.wake()
 
     def close(self) -> None:
-        """End the session. Release all leases before."""
+        """End the session. Release all leases before you call this."""
         self._closed = True
         self._stack.close()
 

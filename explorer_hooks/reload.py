@@ -1,4 +1,4 @@
-"""An engine's change from one version to the next: pause, load, resume; or back on an error."""
+"""Load a version into an engine: pause, load, resume. After an error, load the previous version."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnRemote = Callable[[str, LeasedVersion], object]
 
 
 class RefusedError(Exception):
-    """Raised when a version was refused; the engine still serves the previous one.
+    """Raised when a version was refused. The engine still serves its previous version.
 
     Attributes:
         error: the reason.
@@ -37,7 +37,7 @@ class RefusedError(Exception):
 
 
 class OnRemoteError(Exception):
-    """Raised when ``on_remote`` failed: the next pull tries the same version again.
+    """Raised when ``on_remote`` failed. The next pull tries the version again.
 
     Attributes:
         error: the error that the callback raised.
@@ -49,10 +49,10 @@ class OnRemoteError(Exception):
 
 
 def refuses(error: BaseException) -> bool:
-    """Whether the version itself causes an error: then the version is not tried again.
+    """Whether an error is the fault of the version. If so, the version is not tried again.
 
-    Errors of storage, of a connection (any OSError) and of ``on_remote``, and the end of the
-    caller, may pass: then the next try may succeed.
+    After an error of storage, a connection (any OSError) or ``on_remote``, or a cancellation, the
+    next try may succeed. So these errors are not the version's fault.
     """
     if isinstance(error, EngineBrokenError):
         return error.refuses
@@ -61,14 +61,14 @@ def refuses(error: BaseException) -> bool:
 
 
 class Reloader:
-    """Brings versions into one engine.
+    """Loads versions into one engine.
 
-    Promised: a paused engine is always resumed. An engine that does not take the new version gets
-    the previous one back; if that fails too, EngineBrokenError says so.
+    Promised: a paused engine is always resumed. If the engine does not take the new version, the
+    previous version is loaded again. If that fails too, EngineBrokenError is raised.
 
     Args:
         engine: the engine to load into.
-        on_remote: takes the versions of kind ``remote`` in place of the engine.
+        on_remote: takes the versions of kind ``remote`` instead of the engine.
     """
 
     def __init__(self, engine: Engine, on_remote: OnRemote | None = None) -> None:
@@ -79,16 +79,16 @@ class Reloader:
         """Check that the engine or ``on_remote`` takes versions of this kind.
 
         Raises:
-            EngineMismatchError: neither does.
+            EngineMismatchError: neither of them takes this kind.
         """
         if not self._is_elsewhere(version):
             check_kind(version, self._engine.kinds)
 
     def check(self, version: LeasedVersion) -> None:
-        """Let the engine compare names, shapes and dtypes; nothing changes.
+        """Let the engine compare the names, shapes and dtypes of a version with its own.
 
         Raises:
-            EngineMismatchError: they do not fit.
+            EngineMismatchError: the version does not fit the engine.
         """
         if not self._is_elsewhere(version):
             self._engine.check(version)
@@ -103,16 +103,17 @@ class Reloader:
 
         Args:
             version: the new version.
-            before: the version that it serves; None before the first.
+            before: the version that the engine serves; None if it serves none yet.
             told: the measurements of this pull so far.
 
         Returns:
             ``told``, with the seconds of the pause and of the load.
 
         Raises:
-            EngineBrokenError: it has neither of the two, or does not serve.
-            Exception: an error of the engine; it serves the previous version again. If there was
-                none, an engine that is not all or nothing may have half of the new one.
+            EngineBrokenError: the engine has neither the new version nor the previous one, or does
+                not serve.
+            Exception: the engine raised an error, and serves the previous version again. If there
+                was no previous version, the engine may have a part of the new version.
         """
         begun = time.monotonic()
         # A pause that failed may have stopped the engine nevertheless.
@@ -130,18 +131,19 @@ class Reloader:
         return told.model_copy(update={"pause": pause, "load": loaded - loading})
 
     def receive(self, take: Callable[[], None], told: Reload) -> Reload:
-        """Let the engine take weights by a broadcast.
+        """Let the engine receive the weights of a broadcast.
 
         Args:
-            take: the engine's part in it; all or nothing, if it raises only the errors below.
+            take: receives the weights. It changes all weights of the engine, or it changes none and
+                raises BroadcastError.
             told: the measurements of this pull so far.
 
         Returns:
             ``told``, with the seconds of the pause and of the transfer.
 
         Raises:
-            BroadcastError: the transfer failed; the engine is as it was.
-            EngineBrokenError: its weights are unknown, or it does not serve.
+            BroadcastError: the broadcast failed. The engine is unchanged.
+            EngineBrokenError: the engine's weights are unknown, or the engine does not serve.
         """
         begun = time.monotonic()
         with _Resumed(self._engine):
@@ -169,14 +171,14 @@ class Reloader:
         return told.model_copy(update={"pause": pause, "load": loaded - loading})
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether the engine still has the version that it was given last."""
+        """Whether the engine still has the version that was loaded last."""
         return self._is_elsewhere(version) or self._engine.still_serves(version)
 
     def restore(self, version: LeasedVersion) -> None:
-        """Let a broken engine serve its version again.
+        """Load a broken engine's version again.
 
         Raises:
-            EngineBrokenError: it is still broken.
+            EngineBrokenError: the engine is still broken.
         """
         try:
             with _Resumed(self._engine):
@@ -204,7 +206,7 @@ class Reloader:
             raise OnRemoteError(version.remote_path, error) from error
 
     def _go_back(self, before: LeasedVersion | None, error: Exception) -> None:
-        """After the engine failed half-way, load the previous version, still held, again."""
+        """Load the previous version again, after the engine failed to load a new version."""
         if before is None:
             return
         log.warning("loading the previous version %d again: %s", before.sequence, error)
@@ -215,8 +217,7 @@ class Reloader:
             raise EngineBrokenError(
                 f"the engine did not take the new version ({error}), and could not load its "
                 f"previous version {before.sequence} again ({again}): the weights that it serves "
-                "are unknown; "
-                "restart it",
+                "are unknown; restart the engine",
                 refuses=refuses(error),
             ) from error
 
@@ -225,7 +226,7 @@ class Reloader:
 
 
 class _Resumed:
-    """Resumes the engine at the end, with or without an error."""
+    """A context that resumes the engine at its end, even after an error."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,7 +1,7 @@
-"""Comparing a version with the model that a server serves, because the server cannot compare.
+"""Compare a version with the model that a server serves, because the server cannot compare.
 
-An engine in this process compares a version with its module. For a server the comparison uses the
-model folder that it was started with, or the manifest of the version that it took last.
+An in-process engine compares a version with its torch module. For a server, the comparison uses the
+model folder that the server was started with, or the manifest of the version that it loaded last.
 """
 
 from __future__ import annotations
@@ -36,41 +36,42 @@ _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def check_names(version: LeasedVersion, whose: str) -> None:
-    """Refuse a version whose names a server does not look for.
+    """Refuse a version without the hub's names, because the server looks for these names.
 
     Raises:
-        EngineMismatchError: tensors have the trainer's names, and others on the hub.
+        EngineMismatchError: the tensors have the trainer's names, and the hub's names differ from
+            them or are unknown.
     """
     names = names_of(version)
     if names.given == "hub":
         return
     if names.unknown is not None:
         raise EngineMismatchError(
-            f"{named(version)} has the names of the trainer's module, and {whose} looks for those "
-            f"of the hub, which nobody knows: {names.unknown}"
+            f"{named(version)} has the names of the trainer's module, but {whose} looks for the "
+            f"hub's names, which are unknown: {names.unknown}"
         )
     for tensor in version.manifest.tensors:
         for piece in names.pieces_of(tensor)[:1]:
             raise EngineMismatchError(
-                f"{named(version)} has the names of the trainer's module, and {whose} looks for "
-                f"those of the hub: it would leave out {shown(tensor.name)}, which it knows as "
-                f"{shown(piece.other)}, and keep the weights that it has. Let the daemon publish "
-                "the hub's names: syncd run --names hub"
+                f"{named(version)} has the names of the trainer's module, but {whose} looks for "
+                f"the hub's names: it would skip {shown(tensor.name)}, which it knows as "
+                f"{shown(piece.other)}, and keep its old weights. Let the daemon publish the hub's "
+                "names: syncd run --names hub"
             )
 
 
 class Fits:
-    """The model of a server: compares versions with it, and changes nothing.
+    """Compares versions with the model of a server, and changes nothing.
 
     Args:
-        of: the manifest of a version that it serves, or the folder of the model that it was started
-            with, whose headers are read once, now.
-        casts: whether the server casts the tensors that it loads, as vLLM does. Then floating
+        of: the manifest of a version that the server serves, or the model folder that the server
+            was started with. The headers of the folder's files are read once, at construction.
+        casts: whether the server casts the tensors that it loads, as vLLM does. If so, floating
             dtypes may differ.
         whose: the name of the server, for messages.
 
     Raises:
-        InvalidSettingsError: the folder holds no model that can be read.
+        InvalidSettingsError: the folder holds no readable model.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class Fits:
             self._wanted = self._alike(model_tensors(folder))
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare every name, dtype and shape of a full model; accept other kinds unseen.
+        """Compare every name, dtype and shape of a full model; accept any other kind unchecked.
 
         Raises:
-            EngineMismatchError: some differ; the message lists them.
+            EngineMismatchError: some tensors differ; the message lists them.
         """
         if version.kind == "full":
             given = tensor_specs(version.manifest)
@@ -102,22 +103,22 @@ class Fits:
         """Compare every name, dtype and shape of tensors from any source.
 
         Args:
-            given: all of its tensors.
-            what: a name for the tensors, for messages.
+            given: all tensors of the source.
+            what: a name for the source, for messages.
             names: maps between the trainer's names and the hub's.
 
         Raises:
-            EngineMismatchError: some differ; the message lists them.
+            EngineMismatchError: some tensors differ; the message lists them.
         """
         alike, wanted = names.by_hub(self._alike(given)), names.by_hub(self._wanted)
         refuse(what, self._whose, differences(alike, wanted, self._whose, names.shown))
 
     def has_names_of(self, version: LeasedVersion) -> bool:
-        """Whether the server has each tensor under the version's name for it."""
+        """Whether the server's model and the version have exactly the same tensor names."""
         return self._alike(tensor_specs(version.manifest)).keys() == self._wanted.keys()
 
     def _alike(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """The tensors to compare: without a tied output embedding, which may be missing."""
+        """The tensors to compare: all except a tied output embedding, which may be missing."""
         return {
             name: TensorSpec("floating", spec.shape)
             if self._casts and spec.dtype in _FLOATING
@@ -128,9 +129,13 @@ class Fits:
 
 
 def fits_if_here(named: str, whose: str) -> Fits | None:
-    """Compare with the model that a server names; None if that is not a folder here with weights.
+    """Make a :class:`Fits` of the model path that a server reports.
 
-    A relative path is the server's own, or a name on the hub, and not a folder of this process.
+    A relative path is relative to the server's working directory, or is a name on the hub. So it is
+    not read.
+
+    Returns:
+        None if the path is not a folder on this host that holds weights.
     """
     if not (Path(named).is_absolute() and Path(named).is_dir()):
         return None
@@ -142,10 +147,10 @@ def fits_if_here(named: str, whose: str) -> Fits | None:
 
 
 def model_tensors(folder: Path) -> dict[str, TensorSpec]:
-    """The tensors of a Hugging Face model folder, by the headers of its safetensors files.
+    """List the tensors of a Hugging Face model folder, from the headers of its safetensors files.
 
-    If the folder has an index, these are the files that it lists. Links are followed, because the
-    hub's cache consists of links.
+    If the folder has an index, only the files that the index lists are read. Links are followed,
+    because the hub's cache consists of links.
 
     Raises:
         InvalidSettingsError: a file is missing or unreadable.

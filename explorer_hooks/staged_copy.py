@@ -1,4 +1,4 @@
-"""A whole copy of a version on this host, and one process's hold on it: a shared flock."""
+"""Hold a whole copy of a version on this host, by a shared flock, so that nobody removes it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from syncd.storage.fsio import Storage
 class StagedCopy:
     """One process's hold on a whole copy.
 
-    Promised: the copy stays until :meth:`release`, or until this process and all its forks have
-    ended. A fork has no hold of its own, and cannot end its parent's.
+    Promised: the copy stays until :meth:`release` is called, or until this process and all its
+    forks have ended. A fork has no hold of its own, and cannot end the hold of its parent.
 
     Attributes:
         folder: the copy's folder.
@@ -30,7 +30,7 @@ class StagedCopy:
         self.folder = folder
 
     def release(self) -> None:
-        """Release the copy. Safe to call twice."""
+        """Release the copy. You can call this twice."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             if os.getpid() == self._pid:
@@ -41,7 +41,7 @@ class StagedCopy:
     @staticmethod
     @contextmanager
     def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
-        """Whether no process holds a copy; none can take it while this context is open."""
+        """Yield True if no process holds a copy; no process can hold it inside the context."""
         try:
             fd = storage.open_read(folder / MANIFEST)
         except OSError as error:
@@ -56,7 +56,7 @@ class StagedCopy:
 
 
 def hold(storage: Storage, folder: Path) -> StagedCopy | None:
-    """Hold a copy; None if there is none."""
+    """Hold a copy; return None if there is no copy."""
     path = folder / MANIFEST
     try:
         fd = storage.open_read(path)

@@ -1,17 +1,18 @@
-"""Copies of versions on this host, made while the engine still serves; all explorers share them.
+"""Copies of versions on this host, made while the engine still serves.
 
-In the folder that the user names (on NVMe, in ``/dev/shm``)::
+All explorers on this host share the copies. The user names a folder, for example on NVMe or in
+``/dev/shm``. Its content is::
 
-    syncd-UID-BOOT/           of one user, since one start of this host
-      .copier                 locked by the process that copies or cleans up
+    syncd-UID-BOOT/           the copies of one user, since the last boot of this host
+      .copier                 the process that copies or cleans up has an exclusive lock on it
       v000017-KEY/            one whole copy; KEY is a digest of the job and the save
-        manifest.json         locked, shared, by each process that holds the copy
-      .tmp-…/                 a copy in the making or in deletion: garbage once ``.copier`` is free
+        manifest.json         each process that holds the copy has a shared lock on it
+      .tmp-…/                 an unfinished or deleted copy; garbage if ``.copier`` is not locked
 
-A copy is committed by one rename, whole and verified. Both locks are the kernel's (flock), which
-drops them when a process dies. So another process takes over from a killed copier, and a dead
-holder holds nothing. Copies need not survive the host, so nothing is synced to disk; copies of an
-earlier start are never used, and are removed.
+A copy is committed by one rename, when it is whole and verified. Both locks are flocks, which the
+kernel drops when a process dies. So another process can replace a killed copier, and a dead process
+holds no copy. Copies need not survive a crash of the host, so nothing is synced to disk. Copies
+from before the last boot are never used, and are removed.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _SPARE: Final = 64 * 1024 * 1024
 
 
 class NotStagedError(Exception):
-    """Raised with the reason when a copy could not be made; the version itself may be intact."""
+    """Raised with the reason if a version could not be copied. The version may be intact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,9 @@ class Fetched:
     """The bytes that were read from a job to make a copy of a version.
 
     Attributes:
-        full_bytes: the bytes of the version's own files.
-        delta_bytes: the bytes of deltas; None if no delta was used.
-        no_delta: why no delta was used, if one could have been.
+        full_bytes: the bytes read from the version's own files.
+        delta_bytes: the bytes read from deltas; None if no delta was used.
+        no_delta: the reason why no delta was used; None if a delta was used or not possible.
     """
 
     full_bytes: int = 0
@@ -76,27 +77,27 @@ class Fetched:
 
 
 class Staging:
-    """The stage folder of this host, for one explorer.
+    """Gives one explorer access to the stage folder of this host.
 
-    Promised: :meth:`stage` returns a copy that is whole and verified, and stays until it is
-    released. One process copies a version, and the others wait for it. Copies that no process on
-    this host holds are removed. Not promised: that there is room.
+    Promised: :meth:`stage` returns a copy that is whole and verified. The copy stays until it is
+    released. One process copies a version, and the other processes wait for the copy. Copies that
+    no process on this host holds are removed. Not promised: that there is enough space.
 
     Args:
-        folder: a folder of this host alone, made if it is missing. Several explorers, users and
-            jobs may share it.
-        budget_bytes: the most bytes of all copies of this user in it; files that only got a second
-            name count too. None for the free space of the filesystem.
+        folder: a folder that only this host uses; made if it is missing. Several explorers, users
+            and jobs may share the folder.
+        budget_bytes: the most bytes that all copies of this user in the folder may have. Files that
+            are hard links count too. None to limit the copies only by the free space.
         patience: seconds to wait for a copy that another process makes.
-        keep_last: whether the last served copy stays when it is released, for a server that reads
-            its folder for longer than this process lives. Once this explorer is gone, other
-            explorers that use the folder remove the copy nevertheless.
+        keep_last: whether to keep the last served copy after its release, for a server that reads
+            the copy after this process has ended. Once this process has ended, other explorers that
+            use the folder remove the copy nevertheless.
         storage, clock: the seams for tests.
 
     Attributes:
         folder: the stage folder.
-        fetched: the bytes that this process read for the last copy of :meth:`stage`; none
-            if another process had made it.
+        fetched: the bytes that this process read in the last call of :meth:`stage`; zero if
+            another process had made the copy.
 
     Raises:
         InvalidSettingsError: the folder cannot be used, or a number is out of its range.
@@ -136,41 +137,42 @@ class Staging:
     def stage(
         self, version: LeasedVersion, *, cancel: Callable[[], None] = lambda: None
     ) -> LeasedVersion:
-        """Copy a version, or wait until another process has copied it; verified in the same pass.
+        """Copy and verify a version in one pass, or wait until another process has done so.
 
         Args:
             version: leased, and not verified yet; the caller releases it.
-            cancel: called often; it raises to stop.
+            cancel: called often; raises an error to stop.
 
         Returns:
-            The version, read from its copy and held there.
+            The version, which is now read from the copy. The copy is held until it is released.
 
         Raises:
-            NotStagedError: there is no copy, because there is no room, a file differs from the
-                manifest, or the storage failed. The version itself is still to be verified.
+            NotStagedError: there is no copy, because there is not enough space, a file differs from
+                the manifest, or storage failed. The caller must still verify the version.
         """
         try:
             return self._stage(version, cancel)
         except (OSError, VerificationError) as error:
-            raise NotStagedError(f"it could not be copied into {self._room}: {error}") from error
+            raise NotStagedError(
+                f"the version could not be copied into {self._room}: {error}"
+            ) from error
 
     @property
     def base(self) -> int | None:
-        """The last version that :meth:`stage` returned, if its copy is there and can be a base.
+        """The sequence of the last version of :meth:`stage`, if deltas can apply to its copy.
 
-        From a base the next version can be made by deltas. It is None too if the job is on the
-        same filesystem.
+        None if the copy was removed, or if the job is on the same filesystem as the copy.
         """
         copy = self._base
         try:
             is_there = copy is not None and self._storage.exists(copy.folder)
         except OSError as error:
-            log.debug("cannot tell whether %s is there: %s", copy.folder if copy else None, error)
+            log.debug("cannot tell whether %s exists: %s", copy.folder if copy else None, error)
             return None
         return copy.sequence if copy is not None and is_there else None
 
     def hold_again(self, copy: LeasedVersion) -> LeasedVersion:
-        """Hold again a version that :meth:`stage` returned, and that is still held.
+        """Hold a version of :meth:`stage` for a second time, while the first hold lasts.
 
         Raises:
             FileNotFoundError: the copy was removed although it was held.
@@ -181,22 +183,22 @@ class Staging:
         return again
 
     def serves(self, folder: Path) -> None:
-        """Note the folder that is served from now on: a copy, or any other folder."""
+        """Note the folder that the engine serves from now on: a copy, or another folder."""
         if self._keep_last:
             self._kept = folder.name if folder.parent == self._room else None
 
     def tidy(self) -> None:
-        """Remove the copies that no process on this host holds; do nothing while one copies."""
+        """Remove the copies that no process holds; do nothing while another process copies."""
         try:
             with self._copier().acquire(timeout=0):
                 self._sweep()
         except Timeout:
-            log.debug("another process copies into %s, and cleans it up", self._room)
+            log.debug("skipping the clean-up of %s: another process is copying there", self._room)
         except OSError as error:
             log.warning("cannot clean up %s: %s", self._room, error)
 
     def _copier(self) -> FileLock:
-        """A new lock each time: one held by another thread would count as this thread's."""
+        """Make a new lock object, because threads that share one would all count as its holder."""
         return FileLock(self._room / _COPIER)
 
     def _open(self) -> None:
@@ -231,7 +233,7 @@ class Staging:
         return copy
 
     def _name(self, version: LeasedVersion) -> str:
-        """A folder name for this version of this job only; a recreated job has other names."""
+        """The name of this version's copy. A recreated job gets other names."""
         what = f"{version.source}\0".encode() + encode(version.manifest)
         return f"{version_folder(version.sequence)}-{xxhash.xxh3_64_hexdigest(what)}"
 
@@ -248,7 +250,7 @@ class Staging:
         """Be the only process on this host that changes the folder.
 
         Raises:
-            TimeoutError: another process copied all the time.
+            TimeoutError: another process was copying all the time.
         """
         deadline = time.monotonic() + self._patience
         while True:
@@ -267,7 +269,7 @@ class Staging:
             yield
 
     def _make(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        """Make a copy: from an older copy here and deltas, or else from the version's files."""
+        """Make a copy from an older copy here and deltas, or else from the version's files."""
         why = None
         if version.kind == "full" and self._is_elsewhere(version):
             why = self._make_by_deltas(version, name, cancel)
@@ -280,9 +282,12 @@ class Staging:
     def _make_by_deltas(
         self, version: LeasedVersion, name: str, cancel: Callable[[], None]
     ) -> str | None:
-        """Make a copy from an older copy here and deltas; returns the reason if it did not.
+        """Make a copy from an older copy on this host and deltas.
 
-        Nothing that goes wrong there is the version's fault: the version's own files decide.
+        An error here never refuses the version, because only the version's own files can do so.
+
+        Returns:
+            None if the copy was made, or else the reason why not.
         """
         try:
             base = self._bases.find(
@@ -302,7 +307,7 @@ class Staging:
             return str(error)
         except Exception as error:  # a version is never refused because of its delta
             log.warning(
-                "copying all of version %d, because it cannot be made from an older version by "
+                "copying all of version %d, because it cannot be made from an older version and "
                 "deltas: %s",
                 version.sequence,
                 error,
@@ -312,7 +317,7 @@ class Staging:
         return None
 
     def _is_elsewhere(self, version: LeasedVersion) -> bool:
-        """Whether a version is on another filesystem; on the same one its files are not copied."""
+        """Whether a version is on another filesystem. If not, its files are linked, not copied."""
         try:
             there = version.storage.status(version.folder)
             here = self._storage.status(self._room)
@@ -325,7 +330,7 @@ class Staging:
         self, base: DeltaBase, version: LeasedVersion, name: str, cancel: Callable[[], None]
     ) -> None:
         """Make a copy from a held base and deltas."""
-        self._sweep()  # it passes over the base, which is held
+        self._sweep()  # does not remove the base, because it is held
         with self._draft(version, name) as draft:
             base.make(version, self._storage, draft, cancel)
         others = (file.size for file in version.manifest.files if not file.name.endswith(WEIGHTS))
@@ -341,10 +346,10 @@ class Staging:
 
     @contextmanager
     def _draft(self, version: LeasedVersion, name: str) -> Iterator[Path]:
-        """A folder for a version's files, which becomes the copy if all goes well.
+        """Yield a temporary folder for a version's files, and rename it to the copy at the end.
 
         Raises:
-            NotStagedError: there is no room.
+            NotStagedError: there is not enough space.
         """
         self._check_room(sum(file.size for file in version.manifest.files))
         draft = self._room / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
@@ -359,7 +364,7 @@ class Staging:
             raise
 
     def _why_not_beside(self, base: str, version: LeasedVersion) -> str | None:
-        """The reason why a version does not fit beside an older copy; None if it does."""
+        """The reason why a version does not fit beside an older copy; None if it fits."""
         leaving = []
         for name in self._copies():
             if name not in (base, self._kept):
@@ -373,23 +378,24 @@ class Staging:
         return None
 
     def _check_room(self, size: int, leaving: Collection[str] = ()) -> None:
-        """Check that a copy fits, once the copies that are ``leaving`` are removed.
+        """Check that a copy of ``size`` bytes fits once the copies in ``leaving`` are removed.
 
         Raises:
-            NotStagedError: it does not.
+            NotStagedError: the copy does not fit.
         """
         sizes = {name: self._size(self._room / name) for name in self._copies()}
         leaves = sum(sizes.get(name, 0) for name in leaving)
         used = sum(sizes.values()) - leaves
         if self._budget is not None and used + size > self._budget:
             raise NotStagedError(
-                f"its {size} bytes do not fit into the stage folder's budget of {self._budget}, of "
-                f"which {used} are held: raise the budget, or release other copies"
+                f"the version's {size} bytes do not fit into the stage folder's budget of "
+                f"{self._budget}, of which {used} are held: raise the budget, or release other "
+                "copies"
             )
         free = self._storage.free(self._room).bytes
         if free is not None and size + _SPARE > free + leaves:
             raise NotStagedError(
-                f"its {size} bytes do not fit into the {free} free in {self._room}"
+                f"the version's {size} bytes do not fit into the {free} free bytes of {self._room}"
             )
 
     def _copies(self) -> list[str]:
@@ -397,7 +403,7 @@ class Staging:
         return [name for name, kind in found.items() if kind is Kind.FOLDER and name[0] != "."]
 
     def _size(self, copy: Path) -> int:
-        """The bytes of a copy, summed over its files, because a newer syncd may have made it."""
+        """The bytes of all files of a copy, including files that a newer syncd may add."""
         total = 0
         pending = [copy]
         while pending:
@@ -411,7 +417,7 @@ class Staging:
         return total
 
     def _sweep(self) -> None:
-        """Remove what no process holds; only the elected process may call this."""
+        """Remove drafts and unheld copies. Only the elected process may call this."""
         for name, kind in self._storage.kinds(self._room).items():
             if name.startswith(TEMPORARY):
                 self._discard(self._room / name)
@@ -428,7 +434,7 @@ class Staging:
                 self._discard(self.folder / name)
 
     def _is_held(self, room: Path) -> bool:
-        """Whether any copy there is held, perhaps by another host if the folder is on a network."""
+        """Whether any copy in a folder is held, perhaps by a process on another host."""
         for name, kind in self._storage.kinds(room).items():
             if kind is Kind.FOLDER:
                 with StagedCopy.unheld(self._storage, room / name) as is_free:
@@ -450,5 +456,5 @@ class Staging:
 
 
 def _boot() -> str:
-    """The id of this start of the host."""
+    """An id of the host's current boot."""
     return xxhash.xxh3_64_hexdigest(_BOOT.read_bytes())

@@ -1,4 +1,4 @@
-"""The tensors of a version, read one by one or in parts, without loading the rest."""
+"""Read single tensors of a version, or parts of tensors, without reading the other tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["Box", "WeightsReader"]
 
 
 class Span(NamedTuple):
-    """A range of bytes in a file, and the memory to read them into.
+    """A range of bytes in a file, and the memory to read the bytes into.
 
     Attributes:
-        file: open until its reader is closed.
+        file: the file; open until the WeightsReader is closed.
         offset: the offset of the range in the file.
         into: memory of the size of the range.
     """
@@ -39,19 +39,21 @@ class Span(NamedTuple):
         """Read the bytes.
 
         Raises:
-            VerificationError: the file is shorter than it was.
+            VerificationError: the file has become shorter.
             OSError: storage failed.
         """
         fill(self.file, self.into, self.offset)
 
 
 class _OtherNames(NamedTuple):
-    """The names of a version's tensors in the other set.
+    """The other names of a version's tensors.
+
+    These are the hub's names if the version has the trainer's names, or else the trainer's names.
 
     Attributes:
-        pieces: such a name → its parts in the tensors of the version.
-        of: a tensor of the version → the names in its place. A tensor that is joined from several
-            comes with the first of these.
+        pieces: other name → the parts of the version's tensors that make up that tensor.
+        of: name of a version's tensor → the other names of its parts. A tensor under another name
+            can join several tensors of the version. Its name is listed only for the first of them.
     """
 
     pieces: Mapping[str, Sequence[NamedPiece]]
@@ -59,11 +61,11 @@ class _OtherNames(NamedTuple):
 
     @classmethod
     def of_version(cls, version: LeasedVersion) -> _OtherNames:
-        """The other names of a version's tensors.
+        """Find the other names of a version's tensors by the version's name map.
 
         Raises:
-            VerificationError: its map of names is damaged.
-            OSError: it cannot be read.
+            VerificationError: the name map is damaged.
+            OSError: the name map cannot be read.
         """
         names = names_of(version)
         pieces: dict[str, list[NamedPiece]] = {}
@@ -81,23 +83,23 @@ _NO_OTHERS: Final = _OtherNames({}, {})
 
 
 class WeightsReader:
-    """Reads the tensors of a version that is held. A context manager that closes its files.
+    """Reads the tensors of a leased version. A context manager, which closes the files at the end.
 
-    Promised: each file is opened once, when its first tensor is wanted, and its header is compared
-    with the manifest then; only the requested bytes are read. Tensors are on the CPU, contiguous,
-    and stay valid when the reader is closed. If a tensor has one name in the trainer's module and
-    others on the hub, you can ask for it by both: it is joined of its parts, or cut out.
+    Promised: each file is opened once, when its first tensor is requested. At that time the file's
+    header is compared with the manifest. Only the requested bytes are read. Tensors are on the CPU,
+    contiguous, and stay valid after the reader is closed. You can request a tensor by the trainer's
+    name or by the hub's name: the reader joins or cuts the version's tensors if necessary.
 
-    Not promised: that the bytes match the manifest's digests; ``version.verify()`` checks that. Nor
-    thread safety.
+    Not promised: thread safety, and that the bytes match the manifest's digests. Only
+    ``version.verify()`` checks the digests.
 
     Args:
-        version: of kind ``full`` or ``adapter``, leased until the reader is closed.
+        version: a version of kind ``full`` or ``adapter``, leased until the reader is closed.
         mmap: map the files into memory and copy nothing. The bytes of a tensor are read at the
-            first access; writing into it changes no file. Only for local filesystems: if a server
-            loses a mapped file, or someone truncates it, the kernel kills the process (SIGBUS). The
-            version must stay leased while one of its tensors is used. By default each tensor is
-            read by pread into its own memory.
+            first access. Writing into a tensor changes no file. Use it only for local filesystems:
+            if a file server loses a mapped file, or someone truncates the file, the kernel kills
+            the process (SIGBUS). The version must stay leased while any of its tensors is in use.
+            By default each tensor is read by pread into its own memory.
     """
 
     def __init__(self, version: LeasedVersion, *, mmap: bool = False) -> None:
@@ -114,7 +116,7 @@ class WeightsReader:
         self.close()
 
     def close(self) -> None:
-        """Close the files. Safe to call twice."""
+        """Close the files. You can call this twice."""
         while self._open:
             self._open.popitem()[1].file.close()
 
@@ -122,23 +124,26 @@ class WeightsReader:
         """Open the files that contain these tensors, and compare them with the manifest.
 
         Raises:
-            InvalidSettingsError, VerificationError, ShardFormatError, OSError: as of
+            InvalidSettingsError, VerificationError, ShardFormatError, OSError: see
                 :meth:`get_weight`.
         """
         for name in names:
             self._find(name)
 
     def names(self) -> tuple[str, ...]:
-        """The version's names of all tensors, in the manifest's order."""
+        """The names of all tensors of the version, in the manifest's order."""
         return tuple(self._told)
 
     def get_weight(self, name: str) -> Tensor:
-        """One tensor, by its name in the version, or by its other one if no tensor there has it.
+        """Read one tensor by its name in the version.
+
+        If no tensor of the version has that name, it is looked up among the other names: the
+        trainer's or the hub's.
 
         Raises:
-            InvalidSettingsError: the version has none of that name.
-            VerificationError, ShardFormatError: its file differs from the manifest.
-            EngineMismatchError: this torch lacks its dtype.
+            InvalidSettingsError: the version has no tensor of that name.
+            VerificationError, ShardFormatError: the tensor's file differs from the manifest.
+            EngineMismatchError: the installed torch lacks the tensor's dtype.
             OSError: storage failed.
         """
         if name not in self._told and (pieces := self._other_names.pieces.get(name)):
@@ -146,7 +151,7 @@ class WeightsReader:
         return self._whole(name)
 
     def _whole(self, name: str) -> Tensor:
-        """A tensor by its name in the version."""
+        """Read a whole tensor by its name in the version."""
         opened, entry = self._find(name)
         if opened.memory is not None and entry.end > entry.begin:
             dtype = torch_dtype(entry.dtype)
@@ -156,18 +161,18 @@ class WeightsReader:
         return self._read(entry, whole(entry.shape))
 
     def get_slice(self, name: str, box: Box) -> Tensor:
-        """A part of a tensor; only its bytes are read.
+        """Read a part of a tensor, and only the bytes of that part.
 
         Args:
-            name: the name of the tensor.
-            box: the part: its first index and its size along each dimension.
+            name: the name of the tensor in the version.
+            box: the first index and the size of the part along each dimension.
 
         Returns:
             A tensor of the box's shape.
 
         Raises:
             InvalidSettingsError: the version has no such tensor, or the tensor has no such part.
-            VerificationError, ShardFormatError, EngineMismatchError, OSError: as of
+            VerificationError, ShardFormatError, EngineMismatchError, OSError: see
                 :meth:`get_weight`.
         """
         opened, entry = self._find(name)
@@ -182,16 +187,16 @@ class WeightsReader:
         return self._read(entry, box)
 
     def state_dict_iterator(self, names: Names | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor, one after the other, in the order of the files.
+        """Yield the name and content of each tensor, in the order of the files.
 
-        Lazy: each tensor is read when the iterator reaches it, and not kept.
+        Each tensor is read when the iterator reaches it, and the reader does not keep it.
 
         Args:
-            names: those that the tensors are to have: ``trainer``, as in the trainer's module, or
-                ``hub``; by default those of the version.
+            names: ``trainer`` for the names of the trainer's module, or ``hub`` for the hub's
+                names. By default the tensors keep the version's names.
 
         Raises:
-            VerificationError, ShardFormatError, EngineMismatchError, OSError: as of
+            VerificationError, ShardFormatError, EngineMismatchError, OSError: see
                 :meth:`get_weight`.
         """
         given = self._version.manifest.names
@@ -205,11 +210,11 @@ class WeightsReader:
                     yield name, self._join(others.pieces[name])
 
     def spans(self, name: str, box: Box, into: memoryview) -> Iterator[Span]:
-        """The reads that fill memory with a part of a tensor, in C order; nothing is read yet.
+        """List the reads that fill memory with a part of a tensor, in C order, without reading.
 
         Args:
-            name: the name of the tensor.
-            box: a part within the tensor.
+            name: the name of the tensor in the version.
+            box: a part of the tensor.
             into: memory of the size of the part.
         """
         opened, entry = self._find(name)
@@ -232,7 +237,7 @@ class WeightsReader:
         return self._others
 
     def _join(self, pieces: Sequence[NamedPiece]) -> Tensor:
-        """The tensor that has these pieces, each copied into its place."""
+        """Join pieces to one tensor, in new memory."""
         ends = zip(*(piece.other_box.ends for piece in pieces), strict=True)
         dtype = torch_dtype(self._told[pieces[0].own].dtype)
         joined = torch.empty(tuple(map(max, ends)), dtype=dtype)
@@ -280,7 +285,7 @@ class _OpenFile(NamedTuple):
     """An open file of the version.
 
     Attributes:
-        memory: the whole file, if files are mapped; tensors keep it alive.
+        memory: the mapped file, which tensors keep alive; None if files are not mapped.
     """
 
     file: SafetensorsFile

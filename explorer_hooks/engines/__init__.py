@@ -1,6 +1,7 @@
-"""Engines: one small protocol through which weights are loaded; each engine is a module.
+"""Engines: a small protocol for loading weights, and its implementations.
 
-Contains the protocol, torch modules, vLLM and SGLang, a fake, and checks for your own engines. It
-imports ``reader``, ``weights``, ``broadcast`` and ``server_fit`` of ``explorer_hooks``; the other
-modules there import it. Begin with ``base.py``, then ``conformance.py``.
+There are engines for torch modules, vLLM and SGLang, a fake engine, and checks for your own engine.
+This package imports ``reader``, ``weights``, ``broadcast`` and ``server_fit`` of
+``explorer_hooks``. The other modules of ``explorer_hooks`` import this package. Read ``base.py``
+first, and then ``conformance.py``.
 """

@@ -19,43 +19,46 @@ __all__ = [
 
 
 class Engine(Protocol):
-    """Something that serves a model and can take new weights.
+    """Serves a model, and can load new weights.
 
-    The hook calls it from one thread at a time. It leases and verifies a new version, and then
-    calls::
+    The hook calls an engine from one thread at a time. The hook leases and verifies a new version,
+    and then calls::
 
         check -> prepare -> pause -> load -> reset_cache -> resume
 
-    After ``pause`` the hook always calls ``resume``. If ``load`` fails, it first loads the previous
-    version again, which is still leased.
+    After ``pause`` the hook always calls ``resume``. If ``load`` fails, the hook loads the previous
+    version again before it calls ``resume``. The previous version is still leased then.
     """
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of versions that it can load: of ``full``, ``adapter``, ``remote``."""
+        """The kinds of versions that it can load: some of ``full``, ``adapter``, ``remote``."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the engine reads a version's folder only on this host; if not, staging is off."""
+        """Whether the engine reads versions on this host only. If not, staging is off."""
 
     def attach(self) -> None:
-        """Repair the state that a killed hook left, e.g. resume a server that it paused.
+        """Repair the state that a killed hook left, for example resume a paused server.
 
-        Called once, before the first version.
+        The hook calls this once, before the first version.
         """
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare the version's names, shapes and dtypes with the served model; change nothing.
+        """Compare the version's names, shapes and dtypes with the served model's.
+
+        This must not change the served model.
 
         Raises:
-            EngineMismatchError: they do not fit, or the version is of a kind that it cannot load.
+            EngineMismatchError: the version does not fit the served model, or the engine cannot
+                load this kind of version.
         """
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Prepare the load while the engine still serves, e.g. read ahead.
+        """Prepare the load while the engine still serves, for example read ahead.
 
-        The served weights must not change. The prepared state may be thrown away, because the
-        version may not be loaded after all. ``load`` must work without it.
+        The served weights must not change. The hook may call ``load`` without a call of this
+        method, or with another version than the prepared one.
 
         Raises:
             OSError: storage failed.
@@ -63,73 +66,75 @@ class Engine(Protocol):
         """
 
     def pause(self) -> None:
-        """Stop serving: running requests are finished, or held until :meth:`resume`."""
+        """Stop serving. Running requests are finished, or held until :meth:`resume`."""
 
     def load(self, version: LeasedVersion) -> None:
         """Load the weights of the version.
 
-        All of them, or none if an error is raised. An engine that cannot promise that must say so;
-        it serves again only after the previous version was loaded again.
+        If ``load`` raises an error, no weight may have changed. An engine that cannot promise this
+        must document it: such an engine has unknown weights until a version is loaded again.
         """
 
     def reset_cache(self) -> None:
-        """Drop results computed with the old weights, e.g. cached prefixes of prompts."""
+        """Drop results of the old weights, for example cached prefixes of prompts."""
 
     def resume(self) -> None:
-        """Serve again. Safe to call when it is not paused."""
+        """Serve again. The hook may call this when the engine is not paused."""
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether the engine has the version that it was given last; a restarted server has not.
+        """Whether the engine still has the version that it loaded last.
 
-        Called now and then while there is nothing newer. Must be quick, and raise nothing.
+        A restarted server, for example, has lost that version. The hook calls this every few
+        seconds while there is nothing newer. It must be quick, and must not raise an error.
         """
 
     def close(self) -> None:
-        """Release its resources; the model itself stays. Safe to call twice."""
+        """Release the engine's resources; the model itself stays. Must work when called twice."""
 
 
 @runtime_checkable
 class WeightTaker(Protocol):
     """The additional methods of an :class:`Engine` that can take broadcasts (method ``nccl``).
 
-    The hook calls them like ``load``: between ``pause`` and ``reset_cache``, in one thread. An
-    engine without them only loads versions from files.
+    The hook calls ``receive`` where it would call ``load``: between ``pause`` and ``reset_cache``,
+    in one thread. An engine without these methods only loads versions from files.
     """
 
     @property
     def workers(self) -> int:
-        """How many ranks of the weight group the engine has: one for each of its workers."""
+        """The number of the engine's workers. Each worker is one rank of the weight group."""
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Join the weight group with all workers, and take the weights of one transfer.
 
-        All of them, or none if an error is raised. An engine that is already in this generation of
-        the group stays in it, and leaves an earlier one.
+        If an engine is already in this generation of the group, it stays in the group. It leaves a
+        group of an earlier generation.
 
         Args:
             rendezvous: the record with the group's address.
-            rank_offset: the group rank of the first worker; the others follow.
-            deadline: the limit in seconds of joining, and of the transfer.
+            rank_offset: the group rank of the first worker. The next workers have the next ranks.
+            deadline: the limit in seconds for joining, and the same limit for the transfer.
 
         Raises:
-            BroadcastError: the transfer failed. The engine has its old weights, and takes no more
-                part in this generation. The cause is an EngineMismatchError if they do not fit.
+            BroadcastError: the transfer failed. The engine has its old weights, and has left this
+                generation of the group. If the weights do not fit the engine, the error's
+                ``__cause__`` is an EngineMismatchError.
             EngineBrokenError: the engine's weights are unknown.
         """
 
     def leave(self) -> None:
-        """Leave the weight group, without waiting for others. Safe to call without one."""
+        """Leave the weight group, if there is one, without waiting for the other members."""
 
 
 @runtime_checkable
 class MayBeAway(Protocol):
     """The additional method of an :class:`Engine` in another process, which may not be running.
 
-    A hook that follows in the background loads nothing while the engine is away.
+    While the engine does not answer, a hook that follows the job in the background loads nothing.
     """
 
     def is_away(self) -> bool:
-        """Whether the engine does not answer at all. Must be quick, and raise nothing."""
+        """Whether the engine does not answer at all. Must be quick, and must not raise an error."""
 
 
 @runtime_checkable
@@ -137,47 +142,47 @@ class MayStartLater(Protocol):
     """The additional method of an :class:`Engine` whose ``attach`` may wait for minutes."""
 
     def on_waiting(self, told: Callable[[str], object]) -> None:
-        """Pass ``told`` the reason why ``attach`` waits: at once, and then now and then."""
+        """Let ``attach`` call ``told`` with the reason for its wait: at once, then repeatedly."""
 
 
 @runtime_checkable
 class TakesHubNames(Protocol):
     """An :class:`Engine` that also finds tensors by the hub's names.
 
-    In a new job versions get the hub's names if all explorers take them (``syncd run --names``). An
-    engine that does not say so is given the names of the trainer's model there.
+    In a new job, versions get the hub's names if all explorers take the hub's names (``syncd run
+    --names``). An engine without this property counts as one that takes only the trainer's names.
     """
 
     @property
     def hub_names(self) -> bool:
-        """Whether it takes versions in which tensors have the hub's names."""
+        """Whether the engine takes versions whose tensors have the hub's names."""
 
 
 class InProcessEngine:
-    """Base of engines in the calling process: nothing to pause, and no cache."""
+    """Base class for engines in the calling process, which need no pause and have no cache."""
 
     kinds: frozenset[str] = frozenset({"full"})
     is_local: bool = True
     hub_names: bool = False
 
     def attach(self) -> None:
-        """Do nothing: no state outlives the process."""
+        """Do nothing, because no state outlives the process."""
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Do nothing: nothing is read ahead."""
+        """Do nothing. A subclass may read ahead here."""
 
     def pause(self) -> None:
-        """Do nothing: the caller serves requests itself, so it is idle during a pull."""
+        """Do nothing. The caller serves requests itself, so it serves none during a pull."""
 
     def reset_cache(self) -> None:
-        """Do nothing: there is no cache."""
+        """Do nothing, because there is no cache."""
 
     def resume(self) -> None:
-        """Do nothing: it was not paused."""
+        """Do nothing, because :meth:`pause` does nothing."""
 
     def still_serves(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # the protocol's
-        """True: only the hook changes the weights in this process."""
+        """Return True, because only the hook changes the weights in this process."""
         return True
 
     def close(self) -> None:
-        """Do nothing: no resources are held."""
+        """Do nothing, because there are no resources to release."""

@@ -1,8 +1,8 @@
-"""The elements in which two versions differ, and writing only these into tensors.
+"""Find the elements in which two versions differ, and write only these elements into tensors.
 
-Both versions are on this host, whole and verified, so they are compared with each other. Positions
-out of a delta would have to be believed: one that it left out would stay wrong in a module, where
-no digest is checked.
+Both versions are on this host, whole and verified, so they are compared element by element. The
+positions in a delta are not used, because they cannot be checked: no digest is computed of a
+module. If a delta left an element out, that element would stay wrong in the module.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ _CPU: Final = torch.device("cpu")
 
 
 class CannotCompareError(Exception):
-    """Two versions cannot be compared, or differ in too much; the message has the reason."""
+    """Raised when two versions cannot be compared, or differ in too many elements."""
 
 
 class Change(NamedTuple):
-    """What a target gets.
+    """The changed elements of one target.
 
     Attributes:
-        positions: int64, ascending, in the target as if it had one dimension.
-        values: as many, in the target's own dtype, as integers with the same bits.
+        positions: int64, ascending: the index of each changed element in the flattened target.
+        values: the new value of each changed element. The values have the target's dtype, and are
+            stored as integers with the same bits.
     """
 
     positions: Tensor
@@ -59,12 +60,12 @@ class Change(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What the targets get.
+    """The changed elements of all targets.
 
     Attributes:
-        each: one for each target.
-        changed: how many elements change.
-        elements: how many the targets have.
+        each: one Change for each target.
+        changed: the number of changed elements.
+        elements: the number of all elements of the targets.
     """
 
     each: list[Change]
@@ -75,17 +76,17 @@ class Changes(NamedTuple):
 def find_changes(
     base: LeasedVersion, version: LeasedVersion, targets: Sequence[Target], threads: int
 ) -> Changes:
-    """Compare two versions, in the parts that fill these targets. The targets are not read.
+    """Compare the parts of two versions that fill the targets. The targets are not read.
 
     Args:
-        base: the version that the targets hold. Nothing has to keep it any more.
-        version: the version to fill them with, verified.
-        targets: of ``version``.
+        base: the version that the targets hold; it need not be leased any more.
+        version: the verified version to fill the targets with.
+        targets: the targets of ``version``.
         threads: the most threads that compare at a time.
 
     Raises:
-        CannotCompareError: the base is gone, or other than it was; its tensors have other names,
-            shapes or dtypes; or they differ in too many elements.
+        CannotCompareError: ``base`` was deleted or replaced, its tensors have other names, shapes
+            or dtypes, or the versions differ in too many elements. The message has the reason.
         VerificationError, ShardFormatError, OSError: ``version`` cannot be read.
     """
     told = {entry.name: entry for entry in version.manifest.tensors}
@@ -124,11 +125,11 @@ def find_changes(
 
 @torch.no_grad()
 def write_changes(targets: Sequence[Target], changes: Changes) -> None:
-    """Write them into the targets; complete on return, on every device.
+    """Write changes into the targets, and wait until every device has them.
 
     Args:
-        targets: as :func:`find_changes` got them. They hold its base.
-        changes: what it returned.
+        targets: the targets that :func:`find_changes` got; they still hold its ``base``.
+        changes: the result of :func:`find_changes`.
     """
     devices = {target.tensor.device for target in targets} - {_CPU}
     synchronize(devices)
@@ -152,12 +153,12 @@ def write_changes(targets: Sequence[Target], changes: Changes) -> None:
 def _check_alike(before: TensorEntry | None, now: TensorEntry, base: LeasedVersion) -> None:
     if before is None or (before.dtype, before.shape) != (now.dtype, now.shape):
         raise CannotCompareError(
-            f"version {base.sequence} has other names, shapes or dtypes of tensors"
+            f"the tensors of version {base.sequence} have other names, shapes or dtypes"
         )
 
 
 class _Room:
-    """The bytes that changes may still take, counted by several threads."""
+    """Counts the bytes that all threads may still use for changes."""
 
     def __init__(self, size: int) -> None:
         self._left = size
@@ -178,7 +179,7 @@ def _compare(
     try:
         _read(old, target.name, box, one, check)
     except (OSError, SyncdError) as error:
-        raise CannotCompareError(f"the version before cannot be read any more: {error}") from error
+        raise CannotCompareError(f"the base version cannot be read any more: {error}") from error
     _read(new, target.name, box, other, check)
     positions = np.flatnonzero(one != other)
     values = torch.from_numpy(other[positions]).view(target.dtype).to(target.tensor.dtype)
@@ -199,14 +200,14 @@ def _as_bits(values: Tensor) -> Tensor:
 
 
 def _ahead(box: Box, part: Box) -> int:
-    """How many elements of a box come before a part, which is cut along its first dimension."""
+    """Count the elements of a box before a part that is cut along the first dimension."""
     if not box.size or not box.shape:
         return 0
     return (part.offsets[0] - box.offsets[0]) * (box.size // box.shape[0])
 
 
 def _joined(target: Target, parts: Sequence[Change]) -> Change:
-    """All changes of a target; in pinned memory if they go to a GPU."""
+    """Join all changes of a target, in pinned memory if the target is on a GPU."""
     bits = _BITS[target.tensor.dtype.itemsize][1]
     positions = torch.cat([torch.empty(0, dtype=torch.int64), *(part.positions for part in parts)])
     values = torch.cat([torch.empty(0, dtype=bits), *(part.values for part in parts)])

@@ -1,4 +1,4 @@
-"""Checks that every engine must pass; run them on your own engine.
+"""Checks that every engine must pass. You can run them on your own engine.
 
 With pytest::
 
@@ -6,7 +6,7 @@ With pytest::
     def test_my_engine(check, tmp_path):
         check(Subject(make=MyEngine, served=what_it_serves, tensors=specs), tmp_path)
 
-The checks write the versions for the engine themselves, without a daemon and without torch.
+The checks write the versions for the engine themselves. They need neither a daemon nor torch.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class Subject:
 
     Attributes:
         make: makes a new engine with its own model.
-        served: returns the content that an engine serves: name → bytes of each tensor, or the form
-            that ``expected`` returns for a version.
-        tensors: the tensors that a version must have, by name; tied tensors under one name.
-        expected: returns the content to serve after a version was loaded.
+        served: returns the content that an engine serves: a map from each tensor's name to its
+            bytes, or a value in the form that ``expected`` returns.
+        tensors: the tensors that a version must have, by name. List tied tensors under one name.
+        expected: returns the content that the engine must serve after it has loaded a version.
         kind: the kind of the versions.
         files: additional files in each version, by name.
-        names: the side whose names the tensors have, if a ``name_map.json`` among the files has
-            the other side's.
-        all_or_nothing: whether a ``load`` that fails changes nothing. If False, the promise is only
-            that the previous version can be loaded again.
+        names: whether the tensors have the trainer's or the hub's names. It matters only if
+            ``files`` has a ``name_map.json``.
+        all_or_nothing: whether a failed ``load`` changes nothing. If False, the engine only
+            promises that the previous version can be loaded again.
     """
 
     make: Callable[[], Engine]
@@ -92,12 +92,12 @@ class Subject:
         tensors: Mapping[str, TensorBytes] | None = None,
         storage: Storage | None = None,
     ) -> LeasedVersion:
-        """A version of random weights, different for each sequence.
+        """Make a version of random weights, different for each sequence.
 
         Args:
             folder: the parent of the version's folder.
             sequence: the sequence of the version.
-            tensors: weights to use instead, by name.
+            tensors: weights to use instead of random ones, by name.
             storage: the seam for tests.
         """
         return make_version(
@@ -112,7 +112,7 @@ class Subject:
 
 
 def serves_the_bits_of_what_was_loaded(subject: Subject, folder: Path) -> None:
-    """The served bits are the version's: by load alone, after prepare, twice, and backwards."""
+    """The served bits are the version's bits, with and without prepare, in any order."""
     engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
     for version in (first, first, second, first):
         engine.check(version)
@@ -127,7 +127,7 @@ def serves_the_bits_of_what_was_loaded(subject: Subject, folder: Path) -> None:
 
 
 def follows_the_order_of_a_hook(subject: Subject, folder: Path) -> None:
-    """The served weights change with load, and with no other call."""
+    """Of a hook's calls, only load changes the served weights."""
     engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
     engine.attach()
     engine.load(first)
@@ -150,7 +150,7 @@ def follows_the_order_of_a_hook(subject: Subject, folder: Path) -> None:
 
 
 def what_is_prepared_need_not_be_loaded(subject: Subject, folder: Path) -> None:
-    """Another version can be loaded instead, even if the prepared one was deleted from disk."""
+    """After prepare, another version can be loaded, even if the prepared version was deleted."""
     engine = subject.make()
     first, second, third = (subject.version(folder, sequence) for sequence in (1, 2, 3))
     engine.load(first)
@@ -162,7 +162,7 @@ def what_is_prepared_need_not_be_loaded(subject: Subject, folder: Path) -> None:
 
 
 def resume_and_close_can_be_called_at_any_time(subject: Subject, folder: Path) -> None:
-    """Resume works without pause, and twice; close works twice."""
+    """Resume works without a pause before it. Resume and close work when called twice."""
     engine, version = subject.make(), subject.version(folder, 1)
     engine.resume()
     engine.load(version)
@@ -177,7 +177,7 @@ def resume_and_close_can_be_called_at_any_time(subject: Subject, folder: Path) -
 
 
 def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
-    """Each tensor missing, of another shape, of another dtype; an extra name; other kinds."""
+    """The engine's check refuses wrong tensors, and kinds that the engine does not support."""
     engine, first = subject.make(), subject.version(folder, 1)
     engine.load(first)
     for number, (what, wrong) in enumerate(_misfits(subject), 2):
@@ -200,7 +200,7 @@ def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
 
 
 def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -> None:
-    """In prepare and in load, at each tensor; later the version can be loaded."""
+    """After a read error in prepare or load, the old weights are served; a later load works."""
     engine, first = subject.make(), subject.version(folder, 1)
     engine.load(first)
     storage = FailingStorage()
@@ -211,7 +211,7 @@ def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -
             failed = _fails(call, second)
             storage.place = None
             if call == engine.load:
-                _require(failed, f"load did not raise, and {place} could not be read")
+                _require(failed, f"load did not fail, although {place} could not be read")
                 _survives(subject, engine, first)
             _serves(subject, engine, first)
         engine.load(second)
@@ -221,7 +221,7 @@ def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -
 
 
 def a_file_that_is_cut_short_changes_nothing(subject: Subject, folder: Path) -> None:
-    """Cut at its last byte, and in its header."""
+    """After a file was truncated, load fails, and the engine still serves the old weights."""
     engine, first = subject.make(), subject.version(folder, 1)
     engine.load(first)
     storage = Storage(durable=False)
@@ -232,7 +232,9 @@ def a_file_that_is_cut_short_changes_nothing(subject: Subject, folder: Path) -> 
         whole = path.read_bytes()
         for size in (len(whole) - 1, 9):
             storage.replace(path, whole[:size])
-            _require(_fails(engine.load, second), f"load did not raise, and {path} is cut short")
+            _require(
+                _fails(engine.load, second), f"load did not fail, although {path} is cut short"
+            )
             _survives(subject, engine, first)
             _serves(subject, engine, first)
     engine.close()
@@ -256,7 +258,7 @@ def name_of(check: Check) -> str:
 
 
 def _places(version: LeasedVersion) -> Iterator[FileSpan]:
-    """The bytes of each tensor that has any."""
+    """The byte range of each tensor that is not empty."""
     for file in version.open_weights():
         for entry in file.entries:
             if entry.end > entry.begin:
@@ -273,7 +275,7 @@ def _misfits(subject: Subject) -> Iterator[tuple[str, dict[str, TensorBytes]]]:
         other = TensorSpec(dtype, tensor.shape)
         yield f"{name} of another dtype", fitting | random_tensors({name: other}, 3)
     more = {"a_tensor_that_no_model_has": TensorSpec("F32", (2,))}
-    yield "a name more", fitting | random_tensors(more, 3)
+    yield "an extra name", fitting | random_tensors(more, 3)
 
 
 def _refused(engine: Engine, version: LeasedVersion, what: str) -> None:
@@ -281,7 +283,7 @@ def _refused(engine: Engine, version: LeasedVersion, what: str) -> None:
         engine.check(version)
     except EngineMismatchError:
         return
-    raise ConformanceError(f"check took a version with {what}")
+    raise ConformanceError(f"check did not refuse a version with {what}")
 
 
 def _fails(call: Callable[[LeasedVersion], None], version: LeasedVersion) -> bool:
@@ -293,7 +295,7 @@ def _fails(call: Callable[[LeasedVersion], None], version: LeasedVersion) -> boo
 
 
 def _survives(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
-    """Recover as a hook does after a failed load, if the engine may be torn."""
+    """Load the previous version again after a failed load, as a hook does."""
     if not subject.all_or_nothing:
         engine.load(version)
 
@@ -301,7 +303,7 @@ def _survives(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
 def _serves(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
     _require(
         subject.served(engine) == subject.expected(version),
-        f"what is served is not version {version.sequence}",
+        f"the engine does not serve version {version.sequence}",
     )
 
 
@@ -327,7 +329,7 @@ class FailingStorage(Storage):
     """Storage with one range of bytes that cannot be read: ``EIO``.
 
     Attributes:
-        place: the range; None for none.
+        place: the range; None if all bytes can be read.
     """
 
     def __init__(self) -> None:
@@ -342,12 +344,12 @@ class FailingStorage(Storage):
         return fd
 
     def pread(self, fd: int, count: int, offset: int) -> bytes:
-        """Fail if the place is among the bytes."""
+        """Raise ``EIO`` if the range overlaps ``place``."""
         self._look(fd, offset, count)
         return super().pread(fd, count, offset)
 
     def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
-        """Fail if the place is among the bytes."""
+        """Raise ``EIO`` if the range overlaps ``place``."""
         self._look(fd, offset, len(part))
         return super().pread_into(fd, part, offset)
 
@@ -366,9 +368,9 @@ class TensorBytes(NamedTuple):
     """A tensor, as bytes.
 
     Attributes:
-        dtype: the name in safetensors.
-        shape: its shape.
-        content: its bytes, C-contiguous.
+        dtype: the dtype's name in safetensors.
+        shape: the tensor's shape.
+        content: the tensor's bytes, C-contiguous.
     """
 
     dtype: str
@@ -377,14 +379,14 @@ class TensorBytes(NamedTuple):
 
 
 class NoLease:
-    """Stands for a lease, because nothing deletes these versions."""
+    """A lease that does nothing, because nothing deletes these versions."""
 
     def release(self) -> None:
         """Do nothing."""
 
 
 def random_tensors(specs: Mapping[str, TensorSpec], seed: int) -> dict[str, TensorBytes]:
-    """Tensors of random bits, with all kinds of NaN; the same for the same seed."""
+    """Make tensors of random bits, which include NaNs. Equal seeds give equal tensors."""
     chance = random.Random(seed)  # noqa: S311 - nothing is secret
     found = {}
     for name, (dtype, shape) in specs.items():
@@ -414,19 +416,19 @@ def make_version(
     """Write a version's folder as the daemon publishes it, and lease it.
 
     Args:
-        folder: a path that does not exist, in a folder that does.
-        tensors: by name; a full version with two or more of them has two files.
+        folder: a path that does not exist yet, in an existing folder.
+        tensors: the tensors by name. A full version with two or more tensors has two files.
         sequence: the sequence of the version.
-        step: the sequence by default.
+        step: the step of the version; by default the sequence.
         kind: ``full``, ``adapter`` or ``remote``.
         files: additional files in the folder, by name.
         remote: the path, for kind ``remote``.
         base_model: the base model's name, for an adapter.
-        names: the side whose names the tensors have.
+        names: whether the tensors have the trainer's or the hub's names.
         storage: writes the version, and later reads it.
 
     Returns:
-        The version; its release does nothing.
+        The version. Its ``release`` does nothing.
 
     Raises:
         OSError: the folder cannot be written.
@@ -461,7 +463,7 @@ def make_version(
 
 
 def _grouped(names: Sequence[str], kind: Kind) -> dict[str, Sequence[str]]:
-    """The tensors of each file."""
+    """The tensor names of each file."""
     if not names:
         return {}
     if kind == "adapter":
@@ -476,7 +478,7 @@ def _grouped(names: Sequence[str], kind: Kind) -> dict[str, Sequence[str]]:
 
 
 def _weights(tensors: Mapping[str, TensorBytes], file: str) -> tuple[bytes, list[TensorEntry], str]:
-    """A safetensors file, its tensors for the manifest, and its digest."""
+    """Make a safetensors file; return its bytes, its manifest entries and its digest."""
     fields, told, at = [], [], 0
     for name, (dtype, shape, content) in tensors.items():
         fields.append(HeaderEntry(name, dtype, shape, at, at + len(content)))

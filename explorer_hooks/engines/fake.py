@@ -1,6 +1,6 @@
-"""An engine without a model: it reads versions, records all calls, and fails on demand.
+"""An engine without a model. It reads versions, records all calls, and fails on demand.
 
-For tests of programs that drive an engine. It needs neither torch nor a server.
+It is for tests of programs that drive an engine. It needs neither torch nor a server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Call(NamedTuple):
 
     Attributes:
         what: the method's name.
-        sequence: the sequence of the given version; None if the method takes none.
+        sequence: the sequence of the given version; None if the method takes no version.
     """
 
     what: str
@@ -41,9 +41,10 @@ class Served(NamedTuple):
     """The version that the engine serves.
 
     Attributes:
-        sequence, step: of the version.
-        folder: the folder that it was read from: a stage folder, or the published one.
-        digest: xxh3-128 of all bytes of its weight files, in the manifest's order.
+        sequence, step: the version's sequence and step.
+        folder: the folder that the version was read from: a copy in a stage folder, or the
+            published folder.
+        digest: xxh3-128 of all bytes of the version's weight files, in the manifest's order.
     """
 
     sequence: int
@@ -53,10 +54,10 @@ class Served(NamedTuple):
 
 
 class Hang:
-    """A call that waits.
+    """A call that blocks until it is released.
 
     Attributes:
-        reached: set once the engine is in the call.
+        reached: set once the call has begun.
     """
 
     def __init__(self) -> None:
@@ -74,17 +75,18 @@ class Hang:
 
 
 class FakeEngine:
-    """Serves versions by the digest of their content.
+    """Serves a digest of the version's weights instead of a model.
 
     Args:
-        kinds: the kinds of versions that it can load.
-        is_local: the value of the engine's attribute.
-        tensors: names, dtypes and shapes that it takes; those of the first version by default.
+        kinds: the kinds of versions that the engine can load.
+        is_local: the value of the engine's ``is_local``.
+        tensors: names, dtypes and shapes of the tensors that the engine takes; by default the
+            tensors of the first loaded version.
 
     Attributes:
-        calls: all calls in order, including those that failed.
-        served: the served version; None before the first one, and while the engine is torn.
-        is_paused: whether it is paused now.
+        calls: all calls in order, including calls that failed.
+        served: the served version; None before the first version, and while the weights are lost.
+        is_paused: whether the engine is paused now.
     """
 
     def __init__(
@@ -115,21 +117,21 @@ class FakeEngine:
         sequence: int | None = None,
         torn: bool = False,
     ) -> None:
-        """Let the next calls of a method raise.
+        """Let the next calls of a method raise an error.
 
         Args:
-            what: the method.
+            what: the method's name.
             error: the error to raise.
-            times: the number of calls that raise.
-            sequence: only calls with this version; None for any.
-            torn: for ``load``: the served weights are lost, as in a module that was half filled.
+            times: the number of calls that raise the error.
+            sequence: fail only calls with this version; None to fail calls with any version.
+            torn: whether a failing ``load`` loses the served weights, as in a half-filled module.
         """
         _known(what)
         self._faults.append(_Fault(what, error, times, sequence, torn))
 
     @contextmanager
     def hanging(self, what: str) -> Iterator[Hang]:
-        """Block calls of a method, within the ``with`` block, until they are released."""
+        """Within the ``with`` block, block each call of a method until the Hang is released."""
         _known(what)
         self._hangs[what] = hang = Hang()
         try:
@@ -139,11 +141,11 @@ class FakeEngine:
             hang.release()
 
     def answer(self, timeout: float = 60.0) -> Served:
-        """Serve one request; it waits while the engine is paused.
+        """Serve one request; the request waits while the engine is paused.
 
         Raises:
-            TimeoutError: it is still paused.
-            SyncdError: it has nothing to serve: no version yet, or it is torn.
+            TimeoutError: the engine was still paused after ``timeout`` seconds.
+            SyncdError: the engine has loaded no version yet, or its weights are lost.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self.is_paused, timeout):
@@ -159,25 +161,25 @@ class FakeEngine:
             self.is_paused = False
 
     def asked(self, what: str) -> list[int | None]:
-        """The versions that a method was called with, in order."""
+        """The sequences of the versions that a method was called with, in order."""
         return [call.sequence for call in self.calls if call.what == what]
 
     # -- the engine ------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Resume: a killed hook may have left the server paused."""
+        """Resume, because a killed hook may have left the engine paused."""
         self._enter("attach")
         self._set_paused(False)
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare with the tensors that it takes."""
+        """Compare the version with the tensors that the engine takes."""
         self._enter("check", version)
         check_kind(version, self.kinds)
         if self._tensors is not None:
             compare_tensors(version, tensor_specs(version.manifest), self._tensors, "this engine")
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Do nothing: nothing is read ahead."""
+        """Record the call, and do nothing else."""
         self._enter("prepare", version)
 
     def pause(self) -> None:
@@ -186,7 +188,7 @@ class FakeEngine:
         self._set_paused(True)
 
     def load(self, version: LeasedVersion) -> None:
-        """Read all weights, and serve them."""
+        """Read all weights, and serve the version."""
         self._enter("load", version)
         served = Served(version.sequence, version.step, version.folder, content_of(version))
         with self._changed:
@@ -195,7 +197,7 @@ class FakeEngine:
             self._tensors = tensor_specs(version.manifest)
 
     def reset_cache(self) -> None:
-        """Do nothing: there is no cache."""
+        """Record the call. There is no cache to reset."""
         self._enter("reset_cache")
 
     def resume(self) -> None:
@@ -204,11 +206,11 @@ class FakeEngine:
         self._set_paused(False)
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether this version is served; after :meth:`restart` none is."""
+        """Whether this version is served. After :meth:`restart` no version is served."""
         return self.served is not None and self.served.sequence == version.sequence
 
     def close(self) -> None:
-        """Do nothing: no resources are held."""
+        """Record the call. There are no resources to release."""
         self._enter("close")
 
     def _enter(self, what: str, version: LeasedVersion | None = None) -> None:
@@ -248,14 +250,14 @@ class _Fault:
 
 
 def content_of(version: LeasedVersion, look: Callable[[], None] = lambda: None) -> str:
-    """The digest of all bytes of a version's weight files; it identifies the weights.
+    """Compute the digest of all bytes of a version's weight files.
 
     Args:
-        version: of kind ``full`` or ``adapter``.
-        look: called before each read; it raises to stop.
+        version: a version of kind ``full`` or ``adapter``.
+        look: called before each read; raises an error to stop.
 
     Raises:
-        VerificationError: a file became shorter.
+        VerificationError: a file has become shorter.
         OSError: storage failed.
     """
     hasher = xxhash.xxh3_128()
@@ -276,4 +278,6 @@ def content_of(version: LeasedVersion, look: Callable[[], None] = lambda: None) 
 
 def _known(what: str) -> None:
     if what not in _CALLS:
-        raise ValueError(f"{what!r} is no method of an engine: {', '.join(sorted(_CALLS))}")
+        raise ValueError(
+            f"{what!r} is not a method of an engine; choose one of {', '.join(sorted(_CALLS))}"
+        )

@@ -1,4 +1,4 @@
-"""Comparing a version with an engine: kind; name, dtype and shape of each tensor. Pure."""
+"""Compare a version with an engine: the kind, and the name, dtype and shape of each tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TensorSpec(NamedTuple):
     """The properties of a tensor that must match.
 
     Attributes:
-        dtype: the name in safetensors.
+        dtype: the dtype's name in safetensors.
         shape: the shape of the whole tensor.
     """
 
@@ -40,16 +40,16 @@ def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
         kinds: the kinds that the engine can load: some of ``full``, ``adapter``, ``remote``.
 
     Raises:
-        EngineMismatchError: the engine cannot load it; the message says which engine can.
+        EngineMismatchError: the engine cannot load this kind. The message names an engine that can.
     """
     if version.kind in kinds:
         return
     what = named(version)
     if version.remote_path is not None:
         raise EngineMismatchError(
-            f"{what} is remote, and this engine loads from storage alone: hand "
-            f"{shown(version.remote_path)} to the service that has it (explorer_hooks.reader: "
-            "LeasedVersion.remote_path)"
+            f"{what} is of kind remote, and this engine loads from storage alone: pass "
+            f"{shown(version.remote_path)} (LeasedVersion.remote_path) to the service that has the "
+            "weights"
         )
     if version.kind == "adapter":
         raise EngineMismatchError(
@@ -57,8 +57,8 @@ def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
             "PEFT or vLLM, or let the trainer save full models"
         )
     raise EngineMismatchError(
-        f"{what} is of kind {shown(version.kind)}, which this engine cannot load: it takes a LoRA "
-        "adapter for the model that it has; give a full model to one without PEFT"
+        f"{what} is of kind {shown(version.kind)}, which this engine cannot load: it takes only "
+        "LoRA adapters; load full models with an engine without PEFT"
     )
 
 
@@ -71,13 +71,13 @@ def compare_tensors(
     """Compare all names, dtypes and shapes.
 
     Args:
-        version: named in the message.
+        version: the version that the message names.
         given: the tensors of the version.
         wanted: the tensors of the engine, by the same names.
         whose: the engine's name in the message.
 
     Raises:
-        EngineMismatchError: some differ; the message lists them.
+        EngineMismatchError: some tensors differ; the message lists them.
     """
     refuse(named(version), whose, differences(given, wanted, whose))
 
@@ -88,13 +88,13 @@ def differences(
     whose: str,
     say: Callable[[str], str] = shown,
 ) -> list[str]:
-    """The differences between two sets of tensors, a line each; empty if there are none.
+    """List the differences between two sets of tensors, one line for each difference.
 
     Args:
         given: the version's tensors.
         wanted: the engine's tensors.
-        whose: the engine.
-        say: formats a name for people.
+        whose: the engine's name.
+        say: formats a tensor's name for people.
     """
     return [
         *(f"{say(name)} is not in {whose}" for name in given.keys() - wanted.keys()),
@@ -109,24 +109,24 @@ def differences(
 
 
 def named(version: LeasedVersion) -> str:
-    """The name of a version in messages; sequence 0 is a step that was built to be evaluated."""
+    """The name of a version in messages. Sequence 0 means a step that is only evaluated."""
     if not version.sequence:
         return f"step {version.step}"
     return f"version {version.sequence} (step {version.step})"
 
 
 def refuse(what: str, whose: str, wrong: Iterable[str], *, remedy: str = "") -> None:
-    """Raise an error that lists the differences; do nothing if there are none.
+    """Raise an error that lists the differences; do nothing if there are no differences.
 
     Args:
-        what: the thing that is refused.
-        whose: the engine.
-        wrong: the differences, each a clause of the message.
+        what: the name of the refused version.
+        whose: the engine's name.
+        wrong: the differences; each is a clause of the message.
         remedy: a sentence for the end of the message.
 
     Raises:
-        EngineMismatchError: there is a difference; the message names the first few and counts the
-            others.
+        EngineMismatchError: there is a difference. The message lists the first five differences
+            and counts the others.
     """
     ordered = sorted(wrong)
     if not ordered:
@@ -140,5 +140,5 @@ def refuse(what: str, whose: str, wrong: Iterable[str], *, remedy: str = "") -> 
 
 
 def _told(spec: TensorSpec, other: TensorSpec) -> str:
-    """The property that differs: the shape, or else the dtype."""
+    """The shape if the shapes differ, or else the dtype."""
     return spec.dtype if spec.shape == other.shape else str(list(spec.shape))

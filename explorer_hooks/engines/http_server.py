@@ -1,4 +1,4 @@
-"""An inference server's HTTP interface: the routes that it has, and requests that fail clearly."""
+"""The HTTP client for an inference server: its routes, and requests with clear errors."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _POLL: Final = 0.5
 #: Seconds between two log lines that the server is still not up.
 _WORD: Final = 30.0
 _DISTRUSTED: Final = (
-    "this host does not trust its certificate: give its authority's certificate by cacert "
-    "(--cacert)"
+    "this host does not trust the server's certificate: give the certificate of its authority as "
+    "cacert (--cacert)"
 )
 _WRONG_KEY: Final = (
-    ": it wants another key: set SYNCD_API_KEY to the one that it was started with, and "
+    ": the server wants another key: set SYNCD_API_KEY to the key that it was started with, and "
     "SYNCD_ADMIN_API_KEY to an SGLang server's --admin-api-key"
 )
 #: The longest time in seconds to connect. A host that is down may not even refuse a connection; a
@@ -43,21 +43,22 @@ _CONNECT: Final = 3.0
 
 
 class HttpServer:
-    """A server, by its address.
+    """Sends requests to one server.
 
-    Routes are ``METHOD /path``, read from the server's own ``/openapi.json``, because they depend
-    on its release and on its options.
+    A route is written as ``METHOD /path``. The routes are read from the server's ``/openapi.json``,
+    because they depend on the server's release and options.
 
     Args:
-        url: e.g. ``http://127.0.0.1:8000``.
-        api_key: the key that it was started with, sent as a bearer token.
+        url: the server's address, for example ``http://127.0.0.1:8000``.
+        api_key: the key that the server was started with, sent as a bearer token.
         other_keys: route → the key to send instead of ``api_key``.
-        cacert: a file of PEM certificates to trust instead of the host's, for ``https``.
+        cacert: a file of PEM certificates to trust instead of the host's certificates, for
+            ``https``.
         timeout: seconds for a request, if the call gives no other limit.
         transport: the seam for tests.
 
     Raises:
-        InvalidSettingsError: ``url`` is no address, or ``cacert`` holds no certificate.
+        InvalidSettingsError: ``url`` is not an address, or ``cacert`` holds no certificate.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class HttpServer:
         self._routes: frozenset[str] | None = None
 
     def has(self, route: str) -> bool:
-        """Whether the server has a route; the list is read once, until :meth:`forget_routes`.
+        """Whether the server has a route. The list of routes is cached.
 
         Raises:
             ServerError: the server does not list its routes.
@@ -101,14 +102,14 @@ class HttpServer:
         """Check that the server has a route.
 
         Raises:
-            InvalidSettingsError: it has not; the message ends with ``advice``.
+            InvalidSettingsError: the server lacks the route. The message ends with ``advice``.
             ServerError: the server does not list its routes.
         """
         if not self.has(route):
             raise InvalidSettingsError(f"{self.url} has no {route}: {advice}")
 
     def forget_routes(self) -> None:
-        """Read the routes again before the next use: another server may be there now."""
+        """Drop the cached list of routes, because another server may have the address now."""
         self._routes = None
 
     def ask(
@@ -125,15 +126,15 @@ class HttpServer:
             route: ``METHOD /path``.
             body: sent as JSON; None for no body.
             params: the query parameters.
-            timeout: limit in seconds of each part of the request (the connection gets at most 3);
-                the server's ``timeout`` by default.
+            timeout: limit in seconds for each part of the request; by default the ``timeout`` of
+                the constructor. The limit for the connection is at most 3 s.
 
         Returns:
-            The answer's JSON; None if it has none.
+            The JSON of the answer; None if the answer is not JSON.
 
         Raises:
-            ServerUnreachableError: no server, or no answer in time. The server may have done the
-                request nevertheless, or may do it later.
+            ServerUnreachableError: there is no server, or no answer in time. The server may have
+                carried out the request, or may still do so later.
             ServerRefusedError: the answer is an error.
         """
         method, _, path = route.partition(" ")
@@ -168,16 +169,17 @@ class HttpServer:
         told: Callable[[str], object],
         cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until the server lists its routes: a starting server needs a while.
+        """Wait until the server lists its routes. A server needs some time to start.
 
         Args:
-            timeout: seconds.
-            told: called with the reason for the wait: as soon as there is one, then each 30 s.
-            cancel: called after each failed attempt; it raises to stop.
+            timeout: the limit of the wait in seconds.
+            told: called with the reason for the wait: after the first failed attempt, then every
+                30 s.
+            cancel: called after each failed attempt; raises an error to stop.
 
         Raises:
-            ServerUnreachableError: it did not come up in time.
-            ServerRefusedError: it does not list its routes.
+            ServerUnreachableError: the server did not come up in time.
+            ServerRefusedError: the server does not list its routes.
         """
         begun = next_word = time.monotonic()
         while True:
@@ -202,15 +204,15 @@ class HttpServer:
                 return
 
     def close(self) -> None:
-        """Close the connections. Safe to call twice."""
+        """Close the connections. You can call this twice."""
         self._client.close()
 
     def read_routes(self, timeout: float | None = None) -> None:
-        """Ask the server for its routes.
+        """Read the server's routes.
 
         Raises:
-            ServerUnreachableError: it does not answer within ``timeout`` seconds.
-            ServerRefusedError: it does not list its routes.
+            ServerUnreachableError: the server does not answer within ``timeout`` seconds.
+            ServerRefusedError: the server does not list its routes.
         """
         try:
             told = self.ask("GET /openapi.json", timeout=timeout)
@@ -218,12 +220,12 @@ class HttpServer:
             if error.status == httpx2.codes.UNAUTHORIZED:
                 raise
             raise ServerRefusedError(
-                f"{error}: it does not list its routes; start it without the option that turns off "
-                "its API description (openapi.json)"
+                f"{error}: the server does not list its routes; start it without the option that "
+                "turns off its API description (openapi.json)"
             ) from error
         paths = told.get("paths") if isinstance(told, dict) else None
         if not isinstance(paths, dict):
-            raise ServerRefusedError(f"{self.url}/openapi.json describes no paths")
+            raise ServerRefusedError(f"{self.url}/openapi.json lists no paths")
         self._routes = frozenset(
             f"{method.upper()} {path}"
             for path, methods in paths.items()
@@ -233,12 +235,12 @@ class HttpServer:
 
 
 def place(url: str) -> tuple[str, int, str]:
-    """The host, the port and the path of a server's address: equal for two spellings of one server.
+    """Split an address into host, port and path, equal for all spellings of one address.
 
-    All names of this host's loopback interface count as one host, and http and https as one server.
+    All names of this host's loopback interface count as one host. The scheme does not count.
 
     Raises:
-        InvalidSettingsError: ``url`` is no address.
+        InvalidSettingsError: ``url`` is not an address.
     """
     address = _address(url)
     host = address.host.rstrip(".")

@@ -1,4 +1,4 @@
-"""Filling tensors in place: through reused host memory, or straight from the files."""
+"""Fill tensors in place, through reused host memory or directly from the files."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _CPU: Final = torch.device("cpu")
 
 
 class HostStage:
-    """Host memory to read or receive the targets' content into, and to copy it from.
+    """Host memory that gets the new content first, before it is copied into the targets.
 
-    The first use allocates it; later uses of no more bytes allocate nothing. It is pinned if the
-    targets are on another device than the CPU.
+    The first use allocates the memory. Later uses that need no more bytes allocate nothing. The
+    memory is pinned if the targets are on another device than the CPU.
 
     Args:
         threads: the most threads that read at a time.
 
     Attributes:
-        views: the new content of each target, as laid out by :meth:`lay_out`.
+        views: the memory for each target's new content, in the layout of :meth:`lay_out`.
     """
 
     def __init__(self, threads: int) -> None:
@@ -46,11 +46,11 @@ class HostStage:
         self.views: list[Tensor] = []
 
     def lay_out(self, targets: Sequence[Target]) -> Tensor:
-        """Allocate memory for the targets' new content; the targets are not changed.
+        """Allocate memory for the new content of the targets, without changing the targets.
 
         Returns:
-            The memory of all ``views``, uint8: one after the other, each at the next multiple of
-            64 bytes.
+            The memory of all ``views``, uint8. The views follow one another, and each begins at a
+            multiple of 64 bytes.
         """
         content = self._room(targets)
         self.views, at = [], 0
@@ -61,7 +61,7 @@ class HostStage:
         return content[:at]
 
     def read(self, reader: WeightsReader, targets: Sequence[Target]) -> None:
-        """Read the targets' new content; the targets are not changed.
+        """Read the new content of the targets, without changing the targets.
 
         Raises:
             VerificationError, ShardFormatError: a file differs from the manifest.
@@ -76,13 +76,13 @@ class HostStage:
 
     @torch.no_grad()
     def copy(self, targets: Sequence[Target]) -> None:
-        """Copy the content that was read into the targets; complete on return, on every device.
+        """Copy the new content into the targets, and wait until every device has it.
 
-        Earlier work on a device's streams has ended by then, too: for example a forward that still
+        Before the copy it waits for earlier work on the devices, for example a forward that still
         reads the old values.
 
         Args:
-            targets: as many as were laid out, of the same dtypes and shapes.
+            targets: targets of the same number, dtypes and shapes as in :meth:`lay_out`.
         """
         devices = {target.tensor.device for target in targets} - {_CPU}
         synchronize(devices)
@@ -101,7 +101,7 @@ class HostStage:
         self._memory = None
 
     def _room(self, targets: Sequence[Target]) -> Tensor:
-        """Memory for all of them: the present block if it is large enough and of the right kind."""
+        """Memory for all targets: the present block if it is large enough and of the right kind."""
         size = _size(targets)
         devices = {target.tensor.device for target in targets} - {_CPU}
         device = min(devices, key=str, default=_CPU)
@@ -116,10 +116,11 @@ class HostStage:
 def fill_directly(
     reader: WeightsReader, targets: Sequence[Target], stage: HostStage, threads: int
 ) -> None:
-    """Read into the targets themselves: an error leaves some filled and some not.
+    """Read directly into the targets. After an error some targets are filled, and others are not.
 
-    Targets that are contiguous on the CPU and of the version's dtype are read in place. The others
-    are read batch by batch through the stage: 256 MiB of host memory, or the size of the largest.
+    Targets that are contiguous, on the CPU and of the version's dtype are read in place. The other
+    targets are read batch by batch through the stage. The stage then has at most 256 MiB of host
+    memory, or the size of the largest target if that is larger.
 
     Raises:
         VerificationError, ShardFormatError: a file differs from the manifest.
@@ -148,7 +149,7 @@ class _Part(NamedTuple):
 
 
 def _read_parts(reader: WeightsReader, parts: Sequence[_Part], threads: int) -> None:
-    """Read all parts, in up to ``threads`` threads; after an error no further part is read."""
+    """Read all parts, in up to ``threads`` threads, and stop at the first error."""
     reader.open(part.name for part in parts)  # not in the threads, which share it
     tasks = [partial(_read, reader, batch) for batch in _batches(parts)]
     run_side_by_side(tasks, threads=threads_here(threads), look=lambda: None)
@@ -162,9 +163,9 @@ def _read(reader: WeightsReader, batch: Sequence[_Part], check: Check) -> None:
 
 
 def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Batches of about equal size; a larger part is cut along its first dimension.
+    """Group parts into batches of about equal size. A large part is cut along its first dimension.
 
-    The individual reads are not listed here, because a tensor that is cut along another dimension
+    The single reads are not listed here, because a tensor that is cut along another dimension
     needs one read for each row.
     """
     batch: list[_Part] = []
@@ -190,7 +191,7 @@ def _cut(part: _Part) -> Iterator[_Part]:
 
 
 def cut_box(box: Box, itemsize: int) -> Iterator[Box]:
-    """Parts of about 16 MB of a tensor's part, in order, cut along its first dimension."""
+    """Cut a box along its first dimension into boxes of about 16 MB, in order."""
     if box.size * itemsize <= _BATCH or not box.shape:
         yield box
         return
@@ -201,17 +202,17 @@ def cut_box(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 class _Move(NamedTuple):
-    """Bytes to copy to another place."""
+    """Bytes to copy, and the memory to copy them to."""
 
     source: memoryview
     target: memoryview
 
 
 def _move(moves: Sequence[_Move], threads: int) -> None:
-    """Copy memory, with up to ``threads`` batches at a time.
+    """Copy memory, in up to ``threads`` batches at a time.
 
-    Not by ``Tensor.copy_``, whose threads must all meet at the end of each tensor: that takes many
-    times as long on processors that are busy with something else.
+    ``Tensor.copy_`` is not used, because all its threads must wait for one another at the end of
+    each tensor. That takes many times as long on processors that are busy with other work.
     """
     tasks = []
     batch: list[_Move] = []
@@ -234,13 +235,13 @@ def _move_batch(batch: Sequence[_Move], check: Check) -> None:
 
 
 def is_plain(target: Target) -> bool:
-    """Whether the target is contiguous host memory with the version's own bytes."""
+    """Whether the target is contiguous host memory with the version's dtype."""
     tensor = target.tensor
     return tensor.device == _CPU and tensor.is_contiguous() and tensor.dtype == target.dtype
 
 
 def _bounded(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Targets in groups of at most ``_BOUND`` bytes; a larger target is a group of its own."""
+    """Group targets up to ``_BOUND`` bytes. A larger target is a group of its own."""
     group: list[Target] = []
     size = 0
     for target in targets:

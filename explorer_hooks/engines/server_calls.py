@@ -10,25 +10,25 @@ from explorer_hooks.reader import LeasedVersion
 class ServerCalls(ABC):
     """The calls that differ between kinds of servers.
 
-    All raise ServerUnreachableError if the server does not answer, and ServerRefusedError if it
-    says that it failed.
+    Each call raises ServerUnreachableError if the server does not answer, and ServerRefusedError if
+    the server reports a failure.
     """
 
     @abstractmethod
     def _takes_names_of(self, version: LeasedVersion) -> bool:
-        """Whether the server finds tensors by the names that the version has."""
+        """Whether the server finds tensors by the names that they have in the version."""
 
     @abstractmethod
     def _find_kinds(self) -> frozenset[str]:
-        """The kinds that the server can load, by its routes.
+        """Find out from the server's routes which kinds of versions it can load.
 
         Raises:
-            InvalidSettingsError: routes are missing.
+            InvalidSettingsError: the server lacks routes that are needed.
         """
 
     @abstractmethod
     def _named_folder(self) -> str | None:
-        """The folder that the server names: its tensors have the names and shapes of the model."""
+        """The model folder that the server names; its tensors have the served names and shapes."""
 
     @abstractmethod
     def _serves_what_it_names(self, said: str | None) -> bool:
@@ -36,19 +36,19 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _said_label(self) -> str | None:
-        """The label of the server's weights; None if it has none."""
+        """The label of the server's weights; None if they have no label."""
 
     @abstractmethod
     def _set_label(self, text: str) -> None:
-        """Label the server's weights, if it can."""
+        """Set the label of the server's weights, if the server supports labels."""
 
     @abstractmethod
     def _can_label(self) -> bool:
-        """Whether the label can be read and set for weights of any kind."""
+        """Whether the server can report and set labels of full models and adapters."""
 
     @abstractmethod
     def _may_be_paused(self) -> bool:
-        """Whether requests may be waiting; only for a server that cannot be labelled."""
+        """Whether the server may be paused. Only called for a server without labels."""
 
     @abstractmethod
     def _serves_adapter(self) -> bool:
@@ -56,34 +56,34 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _pause(self) -> None:
-        """Hold, finish or abort running requests, by the mode; new requests wait."""
+        """Hold, finish or abort running requests, depending on the mode; let new requests wait."""
 
     @abstractmethod
     def _resume(self) -> None:
-        """Serve again; safe if it is not paused."""
+        """Serve again. Must work if the server is not paused."""
 
     @abstractmethod
     def _reset_cache(self) -> None:
-        """Forget all prefixes."""
+        """Empty the prefix cache."""
 
     @abstractmethod
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
-        """Load an adapter, or a full model, which unloads the adapters.
+        """Load an adapter or a full model. A full model unloads the adapters.
 
         Args:
             kind: ``full`` or ``adapter``.
-            folder: as the server sees it.
-            name: the label, for servers that take it with the weights.
+            folder: the path of the folder on the server.
+            name: the label, for servers that set it with the weights.
 
         Raises:
-            ServerRefusedError: the server reports that it failed.
+            ServerRefusedError: the server reports that the load failed.
         """
 
     def _loaded_well(self, version: LeasedVersion) -> None:  # noqa: B027 # not every server can check
         """Check the loaded weights while the server is still paused.
 
         Raises:
-            ServerRefusedError: they are wrong.
+            ServerRefusedError: the loaded weights are wrong.
         """
 
     @abstractmethod
@@ -91,9 +91,9 @@ class ServerCalls(ABC):
         """Generate one token.
 
         Args:
-            kind: with a ``full`` model, or an ``adapter``.
-            name: the label of the weights that it must generate with.
+            kind: ``full`` to generate with the model, ``adapter`` to generate with the adapter.
+            name: the label of the weights that the server must generate with.
 
         Raises:
-            ServerRefusedError: it generates nothing, or with other weights.
+            ServerRefusedError: the server generates nothing, or generates with other weights.
         """

@@ -1,4 +1,4 @@
-"""The common part of engines that are servers: pause, reload, generate a test token."""
+"""The base class of engines for servers: pause, load, and generate a test token."""
 
 from __future__ import annotations
 
@@ -37,40 +37,42 @@ _STEP: Final = "step-"
 
 
 class ServerEngine(ServerCalls):
-    """A server that takes weights from a folder that it can read.
+    """Loads versions into a server, from folders that the server can read.
 
-    Promised: versions that do not fit never reach it. After each load it must generate one token
-    before the version counts as served; otherwise an error is raised. A server with unknown
-    weights, or with caches of other weights, is an error and stays paused. If a load fails, the
-    server gets its previous version back.
-    Not promised: that it serves while the hook is away, or that nothing else changes its weights. A
-    second hook on one server is noticed only during a load, or after it has loaded something else.
+    Promised: a version that does not fit is never loaded. After each load the server must generate
+    one token before the version counts as served; otherwise an error is raised. If the server's
+    weights are unknown, or its caches hold results of other weights, an error is raised and the
+    server stays paused. If a load fails, the previous version is loaded again.
+    Not promised: that the server serves while no hook runs, or that nothing else changes its
+    weights. A second hook on the server is noticed only during a load of that hook, or after it.
 
-    A version's label in the server is :func:`label`: the server shows it beside generated text.
+    The server shows the :func:`label` of the loaded version beside generated text.
 
     Args:
         url: the address of one server, not of a load balancer.
         mode: how to treat running requests; the first of :attr:`modes` by default.
-        base: the model folder that the server was started with. By default the folder that the
-            server names, if it is on this host; else the first version is taken without comparison.
-        is_local: whether the server reads files on this host alone; if not, staging is off. By
-            default True if its address is this host's; give False for a server that spans hosts.
-        api_key: the key that it was started with.
-        admin_api_key: the ``--admin-api-key`` of SGLang, if it was started with one: its routes for
-            weights then take no other key.
-        cacert: a file of PEM certificates to trust instead of the host's, for ``https``.
-        lora_name: the model name under which it serves the adapters.
+        base: the model folder that the server was started with. By default it is the folder that
+            the server names. If that is not on this host, the first version is loaded unchecked.
+        is_local: whether the server reads files on this host only; if not, staging is off. By
+            default True if the address is this host's. Give False for a server on several hosts.
+        api_key: the key that the server was started with.
+        admin_api_key: the ``--admin-api-key`` that an SGLang server was started with, if any. Such
+            a server accepts only this key for its weight routes.
+        cacert: a file of PEM certificates to trust instead of the host's certificates, for
+            ``https``.
+        lora_name: the model name under which the server serves adapters.
         timeout: seconds for a short request.
-        load_timeout: seconds for each of a pause, a load, and the token after it.
+        load_timeout: seconds for a pause, for a load, and for the token after the load, each.
         start_timeout: seconds to wait at the beginning for a server that is not up yet.
-        cancel: called each half second of that wait; it raises to stop.
+        cancel: called every half second during the wait at the beginning; raises an error to stop.
         transport: the seam for tests.
 
     Attributes:
         modes: the possible ways to treat running requests.
 
     Raises:
-        InvalidSettingsError: no address, an unknown mode, or no model folder.
+        InvalidSettingsError: ``url`` is not an address, ``mode`` is unknown, or ``base`` is not a
+            model folder.
     """
 
     modes: ClassVar[tuple[str, ...]]
@@ -132,27 +134,27 @@ class ServerEngine(ServerCalls):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds that the server was started for; before :meth:`attach`, all possible kinds."""
+        """The kinds that the server can load; before :meth:`attach`, all possible kinds."""
         return self._kinds
 
     @property
     def is_local(self) -> bool:
-        """Whether the server reads files on this host alone."""
+        """Whether the server reads files on this host only."""
         return self._is_local
 
     def on_waiting(self, told: Callable[[str], object]) -> None:
-        """Call ``told`` with the reason why :meth:`attach` waits: at once, and then each 30 s."""
+        """Let :meth:`attach` call ``told`` with the reason for a wait: at once, then every 30 s."""
         self._told_waiting = told
 
     def attach(self) -> None:
-        """Wait until the server is up, find out what it supports, and resume it if it is paused.
+        """Wait until the server is up, find out its features, and resume it if it is paused.
 
-        A server that a killed hook left during a load stays paused until it is given a version.
+        If a hook was killed during a load, the server stays paused until a version is loaded.
 
         Raises:
-            ServerUnreachableError: it did not come up in time.
-            InvalidSettingsError: it lacks a route that is needed.
-            ServerRefusedError: its answer is not understood.
+            ServerUnreachableError: the server did not come up in time.
+            InvalidSettingsError: the server lacks a route that is needed.
+            ServerRefusedError: an answer of the server cannot be understood.
         """
         waits = f"waiting up to {self._start_timeout:g} s for {self._whose} to answer"
         self._told_waiting(waits)
@@ -165,7 +167,7 @@ class ServerEngine(ServerCalls):
         if self._fits is None:
             log.warning(
                 "%s names no model folder on this host, so its first version is loaded without a "
-                "comparison; give the folder that it was started with as the base",
+                "comparison; give the folder that the server was started with as the base",
                 self._whose,
             )
         said = self._said_label()
@@ -176,20 +178,20 @@ class ServerEngine(ServerCalls):
         if named is not None and self._serves_what_it_names(said):
             self._loaded = {"full": named}
         if not self._can_label() and self._may_be_paused():
-            self._torn = "a load may have been interrupted, which the server cannot report"
+            self._torn = "a load may have been interrupted, and the server cannot report that"
             self._model_is_torn = True
             log.warning(
-                "%s: %s; leaving it as it is until a version comes", self._whose, self._torn
+                "%s: %s; leaving the server as it is until the next load", self._whose, self._torn
             )
         else:
             self._resume()
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare a full model with the one that the server was started with, or loaded before.
+        """Compare a full model with the model that the server was started with, or loaded before.
 
         Raises:
-            EngineMismatchError: it does not fit, or the server takes neither its kind nor the names
-                of its tensors.
+            EngineMismatchError: the model does not fit, or the server does not support the
+                version's kind or its tensors' names.
         """
         check_kind(version, self._kinds)
         if not self._takes_names_of(version):
@@ -198,11 +200,11 @@ class ServerEngine(ServerCalls):
             self._fits.check(version)
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Check the server before it is paused; another one may have replaced it.
+        """Check the server before the pause, because another server may have replaced it.
 
         Raises:
-            ServerUnreachableError: it does not answer.
-            EngineBrokenError: another hook is loading into it.
+            ServerUnreachableError: the server does not answer.
+            EngineBrokenError: another hook is loading into the server.
         """
         self._server.forget_routes()
         self._find_kinds()
@@ -218,28 +220,28 @@ class ServerEngine(ServerCalls):
         """Hold, finish or abort running requests, by the configured mode.
 
         Raises:
-            ServerUnreachableError: it does not answer.
-            ServerBusyError: it cannot be paused with empty caches now: try again.
-            EngineBrokenError: it refuses.
+            ServerUnreachableError: the server does not answer.
+            ServerBusyError: the server cannot be paused with empty caches now. Try again.
+            EngineBrokenError: the server refuses to pause.
         """
         self._must(self._pause)
 
     def load(self, version: LeasedVersion) -> None:
-        """Have the server load the version's folder; if it cannot, have it load the previous one.
+        """Let the server load the version's folder; after a failure, the previous folder again.
 
-        Until :meth:`reset_cache` the server counts as in the middle of a load.
+        The load counts as finished only after :meth:`reset_cache`.
 
         Raises:
-            ServerRefusedError: it did not take the version, and has the previous one again.
-            ServerUnreachableError: it does not answer; its weights are unknown.
-            EngineBrokenError: it fails in a way that no version causes.
+            ServerRefusedError: the server did not load the version, and has its previous version.
+            ServerUnreachableError: the server does not answer. Its weights are unknown.
+            EngineBrokenError: the server failed, and the version is not the cause.
         """
         torn, before = self._torn, self._must(self._said_label)
         if before is not None and not before.startswith(LOADING):
             self._model_is_torn = False  # it was restarted since
         if version.kind == "adapter" and self._model_is_torn:
             raise EngineBrokenError(f"load a full model into {self._whose}, or restart it: {torn}")
-        self._torn = f"it has not taken version {version.sequence}"
+        self._torn = f"it has not loaded version {version.sequence}"
         loading = f"{LOADING}-{version.kind}"
         self._must(lambda: self._set_label(f"{loading}-{label(version)}"))
         self._model_is_torn |= version.kind == "full"
@@ -270,11 +272,11 @@ class ServerEngine(ServerCalls):
         self._loaded[version.kind] = str(version.folder)
 
     def reset_cache(self) -> None:
-        """Empty the server's prefix cache; running requests are computed again from their tokens.
+        """Empty the server's prefix cache. Running requests are computed again from their tokens.
 
         Raises:
-            ServerUnreachableError: it does not answer.
-            EngineBrokenError: it refuses.
+            ServerUnreachableError: the server does not answer.
+            EngineBrokenError: the server refuses to empty its cache.
         """
         self._must(self._reset_cache)
         name = self._uncached
@@ -283,19 +285,19 @@ class ServerEngine(ServerCalls):
             self._uncached = None
 
     def resume(self) -> None:
-        """Serve again; after a load, generate a token.
+        """Serve again. After a load, also generate a token.
 
         Raises:
-            ServerUnreachableError: it does not answer.
-            EngineBrokenError: it does not generate, or its weights are unknown: then it stays
-                paused.
+            ServerUnreachableError: the server does not answer.
+            EngineBrokenError: the server does not generate, or its weights are unknown. If they
+                are unknown, the server stays paused.
         """
         if self._torn is not None:
             raise EngineBrokenError(f"{self._whose} stays paused: {self._torn}")
         if self._uncached is not None:
             raise EngineBrokenError(
-                f"{self._whose} stays paused: it has {self._uncached}, but its caches are of the "
-                "previous weights"
+                f"{self._whose} stays paused: it has {self._uncached}, but its caches hold results "
+                "of the previous weights"
             )
         self._must(self._resume)
         if self._proof is not None:
@@ -303,10 +305,10 @@ class ServerEngine(ServerCalls):
             self._proof = None
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether the server reports this version, or weights that it received since.
+        """Whether the server reports this version, or weights of a later broadcast.
 
-        A restarted server does not. A server that cannot report its weights counts as having them
-        if it answers.
+        A restarted server reports neither. If a server cannot report its weights, the result is
+        True if the server answers.
         """
         if self._torn is not None or self._uncached is not None:
             return False
@@ -318,8 +320,8 @@ class ServerEngine(ServerCalls):
         given = self._received or label(version)
         if said is not None and said != given and said.startswith((_STEP, LOADING)):
             log.warning(
-                "%s has %s, but this hook loaded %s: is another hook loading into it? a server "
-                "has one hook",
+                "%s has %s, but this hook loaded %s: another hook may be loading into it; use only "
+                "one hook for each server",
                 self._whose,
                 said,
                 given,
@@ -327,7 +329,7 @@ class ServerEngine(ServerCalls):
         return said is None or said == given
 
     def is_away(self) -> bool:
-        """Whether the server does not answer, e.g. because it is being restarted."""
+        """Whether the server does not answer, for example because it is being restarted."""
         try:
             self._server.read_routes()
         except ServerUnreachableError:
@@ -337,7 +339,7 @@ class ServerEngine(ServerCalls):
         return False
 
     def close(self) -> None:
-        """Close the connections; the server goes on. Safe to call twice."""
+        """Close the connections; the server keeps running. You can call this twice."""
         self._server.close()
 
     def _say_waiting(self, why: str) -> None:
@@ -345,7 +347,7 @@ class ServerEngine(ServerCalls):
         log.warning("%s", why)
 
     def _check_left(self, said: str) -> None:
-        """Check that another hook's load is over: a load takes at most the ``load_timeout``.
+        """Check that another hook's load is over. A load takes at most the ``load_timeout``.
 
         Raises:
             EngineBrokenError: the load may still be running.
@@ -356,41 +358,43 @@ class ServerEngine(ServerCalls):
         if now < self._others[1] + self._load_timeout:
             raise EngineBrokenError(
                 f"{self._whose} is in the middle of a load by another hook ({said}): a server has "
-                f"one hook, so stop the other one. If it was killed then, this hook continues "
-                f"{self._load_timeout:g} s after it first saw that load, or after a restart"
+                f"one hook, so stop the other hook. If it was killed, this hook continues "
+                f"{self._load_timeout:g} s after it first saw that load, or after a restart of the "
+                "server"
             )
         self._was_left(said)
 
     def _was_left(self, said: str) -> None:
-        """Treat the server as left during a load by a hook that was killed."""
+        """Treat the server as one whose hook was killed during a load."""
         self._torn = f"it was left in the middle of a load ({said})"
         self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
         log.warning("%s: %s; it stays paused until the next load", self._whose, self._torn)
 
     def _take_received(self, name: str, load: Callable[[], None]) -> None:
-        """Have the server load a full model that its workers have received, under a label.
+        """Let the server load a full model that its workers have received, under a label.
 
-        If that fails, its weights are unknown, and it stays paused until it is given a version:
-        its old weights came from no folder, or from one that may be deleted.
+        If that fails, the server's weights are unknown, and the server stays paused until a version
+        is loaded. The old weights are not loaded again, because a folder with them may not exist
+        any more.
 
         Raises:
             EngineBrokenError: the server did not load it.
         """
-        self._torn = f"it has not taken {name}"
+        self._torn = f"it has not loaded {name}"
         self._model_is_torn = True
         self._loaded, self._received = {}, None
         try:
             self._set_label(f"{LOADING}-full-{name}")
             load()
         except ServerError as error:
-            raise EngineBrokenError(f"{self._whose} did not take {name}: {error}") from error
+            raise EngineBrokenError(f"{self._whose} did not load {name}: {error}") from error
         self._uncached = self._received = name
         self._torn = None
         self._model_is_torn = False
         self._proof = lambda: self._prove("full", name)
 
     def _give_back(self, version: LeasedVersion, name: str, error: ServerRefusedError) -> bool:
-        """After a refused load, restore the old weights; return whether the server has them."""
+        """After a refused load, load the old weights again; return whether the server has them."""
         folder = self._loaded.get(version.kind)
         if folder is None:
             # Without an adapter nothing was lost; the state of a model is unknown.
@@ -399,13 +403,13 @@ class ServerEngine(ServerCalls):
         try:
             self._load_folder(version.kind, folder, name)
         except (ServerRefusedError, OSError) as again:
-            self._torn = f"it took neither version {version.sequence} nor again {folder}: {again}"
+            self._torn = f"it loaded neither version {version.sequence} nor {folder} again: {again}"
             log.error("%s: %s", self._whose, self._torn)
             return False
         return True
 
     def _must(self, call: Callable[[], T]) -> T:
-        """Turn a refusal that no version causes into an EngineBrokenError."""
+        """Convert a refusal that is not caused by a version to an EngineBrokenError."""
         try:
             return call()
         except ServerRefusedError as error:
@@ -413,7 +417,7 @@ class ServerEngine(ServerCalls):
 
 
 def label(version: LeasedVersion) -> str:
-    """The name of a version in a server: its step, and its number in the job."""
+    """The name of a version in a server: its step and its sequence."""
     return f"{_STEP}{version.step}-version-{version.sequence}"
 
 

@@ -1,14 +1,14 @@
-"""SGLang's HTTP interface, without a model: for tests of programs that drive a server.
+"""A fake of SGLang's HTTP interface without a model, for tests of programs that drive a server.
 
-It follows the sources of SGLang 0.5.23; it was not compared with a real server. It has SGLang's
-traps:
+It follows the sources of SGLang 0.5.23, but was not compared with a real server. It copies SGLang's
+unexpected behaviour:
 
 - A flush is refused while a request runs, or while a paused server has a grammar to compile.
-- An update is reported as failed although the weights have changed.
-- An update is reported as done although tensors of unknown names were left out.
+- An update can be reported as failed although the weights have changed.
+- An update can be reported as done although it skipped tensors with unknown names.
 - The model's name is the folder of the last update.
-- An unload waits for requests that are held.
-- Some routes need another key.
+- The unload of an adapter waits for held requests.
+- Some routes need the admin key.
 """
 
 from __future__ import annotations
@@ -31,32 +31,31 @@ _MODES: Final = frozenset({"abort", "retract", "in_place"})
 
 
 class FakeSGLang:
-    """A server that serves folders by their names; give :attr:`transport` to an engine.
+    """A fake SGLang server, which only keeps folder names. Give :attr:`transport` to an engine.
 
     Args:
-        model_path: the model folder that it was started with.
-        without: routes that this release lacks.
-        api_key, admin_api_key: the keys that it was started with.
-        knows: the names of the tensors that its model loads; None to load all. Other tensors are
-            dropped without an error, as qwen3_moe drops stacked experts.
+        model_path: the model folder that the server was started with.
+        without: routes that this release of the server lacks.
+        api_key, admin_api_key: the keys that the server was started with.
+        knows: the names of the tensors that the server loads; None to load all tensors. Other
+            tensors are dropped without an error, as qwen3_moe drops stacked experts.
 
     Attributes:
-        transport: the client's connection to it.
+        transport: connects a client to the server.
         asked: the paths of all requests that change something, in order.
-        model_path, weight_version: the served model.
+        model_path, weight_version: the folder and the label of the served model.
         served_model_name: the model's name in OpenAI's routes.
-        adapters: name → path.
-        loaded: the folders whose weights it took, in order.
-        serves: with ``knows``, the folder that each of these tensors was loaded from last.
+        adapters: adapter's name → path.
+        loaded: the folders that were loaded, in order.
+        serves: tensor's name → the folder that it was last loaded from; only with ``knows``.
         is_paused: whether requests wait.
-        running: the number of requests that are computed.
-        compiling: the number of requests that wait for a grammar, which no paused scheduler
-            compiles.
+        running: the number of running requests.
+        compiling: the number of requests that wait for a grammar. A paused server compiles none.
         aborted: the number of requests that were returned unfinished.
-        is_up: whether it answers.
+        is_up: whether the server answers.
         faults: path → the message of an answer that reports a failure.
-        refuses: folders that it does not take.
-        is_dead: whether it generates nothing any more.
+        refuses: the folders that the server refuses to load.
+        is_dead: whether the server fails to generate.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class FakeSGLang:
         self.restart()
 
     def restart(self) -> None:
-        """Become a new process with the weights that it was started with."""
+        """Act like a new process, with the weights that the server was started with."""
         self.model_path = self.served_model_name = self._started_with
         self.weight_version = _DEFAULT
         self.serves = dict.fromkeys(self._knows or (), self._started_with)

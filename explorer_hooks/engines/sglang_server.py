@@ -1,6 +1,6 @@
-"""SGLang's server, over HTTP.
+"""The engine for an SGLang server, over HTTP.
 
-Written after the sources of SGLang 0.5.23, and tested only against
+It follows the sources of SGLang 0.5.23. It is tested only against
 :mod:`explorer_hooks.engines.sglang_fake`, because there is no build of SGLang for CPUs.
 """
 
@@ -30,22 +30,24 @@ _BETWEEN_FLUSHES: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
 
 class SGLangServer(ServerEngine):
-    """An SGLang server.
+    """Loads versions into an SGLang server.
 
-    New requests wait during a load. The mode decides about running requests: ``retract`` puts them
-    back into the queue, and they continue with the new weights, their prefixes computed again;
-    ``abort`` returns them unfinished. Before and after an adapter, ``retract`` works like
-    ``abort``. (``in_place`` is not offered, because it would keep prefixes of the old weights.)
+    New requests wait during a load. The mode decides what happens to running requests. With
+    ``retract`` they go back to the queue, and continue with the new weights after their prefixes
+    are computed again. With ``abort`` they are returned unfinished. If the server has an
+    adapter or will get one, ``retract`` works like ``abort``. SGLang's mode ``in_place`` is not
+    supported, because it would keep prefixes of the old weights.
 
     A paused server compiles no grammars, and refuses to flush its caches while a request waits for
-    one. So the caches are flushed before the load too; if that is refused, the server serves its
-    old weights for a moment, and is paused again.
+    a grammar. So the caches are flushed before the load, too. If the server refuses that flush, it
+    is resumed with its old weights for a moment, and paused again.
 
     See :class:`~explorer_hooks.engines.server_engine.ServerEngine` for the arguments and the
     promises.
 
     Raises:
-        InvalidSettingsError: no address, an unknown mode, or no model folder.
+        InvalidSettingsError: ``url`` is not an address, ``mode`` is unknown, or ``base`` is not a
+            model folder.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("retract", "abort")
@@ -118,10 +120,10 @@ class SGLangServer(ServerEngine):
             self._pause_flushed(mode)
 
     def _pause_flushed(self, mode: str) -> None:
-        """Pause with empty caches; between attempts, serve so that the requests in the way finish.
+        """Pause with empty caches. Serve between two attempts, so that blocking requests can end.
 
         Raises:
-            ServerBusyError: no attempt could flush them; the server is paused.
+            ServerBusyError: no attempt could flush the caches. The server is paused.
         """
         for seconds in (*_BETWEEN_FLUSHES, None):
             self._ask_to_pause(mode)
@@ -184,18 +186,18 @@ class SGLangServer(ServerEngine):
         told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
         answer = told if isinstance(told, dict) else {}
         if "error" in answer or not ("text" in answer or "output_ids" in answer):
-            raise ServerRefusedError(f"it generates no token: {told}", answer=told)
+            raise ServerRefusedError(f"the server generates no token: {told}", answer=told)
         meta = answer.get("meta_info")
         said = meta.get("weight_version") if isinstance(meta, dict) else None
         if said not in {None, name}:
-            raise ServerRefusedError(f"it generates with {said}, not with {name}")
+            raise ServerRefusedError(f"the server generates with {said}, not with {name}")
 
     def _told(self) -> dict[str, Any]:
         told = self._server.ask(self._info)
         return told if isinstance(told, dict) else {}
 
     def _accepted(self, told: object) -> None:
-        """Raise if an answer with a good status says that nothing was done."""
+        """Raise an error if an answer with a good status reports a failure."""
         if isinstance(told, dict) and told.get("success") is False:
             why = told.get("message") or told.get("error_message") or told
             raise ServerRefusedError(f"{self._whose}: {why}", answer=told)

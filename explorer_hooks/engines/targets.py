@@ -1,4 +1,4 @@
-"""The mapping of a version's tensors, or parts of them, to the tensors of a module."""
+"""Map the tensors of a version, or parts of these tensors, to the tensors of a module."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DescribedTensor(Described, Protocol):
 
     @property
     def digest(self) -> str | None:
-        """The digest of its bytes; None if unknown."""
+        """The digest of the tensor's bytes; None if it is unknown."""
 
 
 class Target(NamedTuple):
@@ -48,8 +48,8 @@ class Target(NamedTuple):
     Attributes:
         name: the name in the version.
         dtype: the dtype in the version.
-        tensor: this rank's own part of the module's tensor, on any device; changing it changes the
-            module.
+        tensor: a view of this rank's own part of the module's tensor, on any device. A write into
+            it changes the module.
         box: the position of that part in the whole tensor.
     """
 
@@ -60,26 +60,26 @@ class Target(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part, in the version's dtype."""
+        """The size of the part in bytes, in the version's dtype."""
         return self.box.size * self.dtype.itemsize
 
     def of(self, whole: Tensor) -> Tensor:
-        """This part of the whole tensor; no copy."""
+        """View this target's part of the whole tensor, without a copy."""
         return whole[
             tuple(slice(begin, begin + size) for begin, size in zip(*self.box, strict=True))
         ]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and buffers (no copies), by their names in its state dict.
+    """A module's own parameters and buffers, without copies, by their names in its state dict.
 
     Raises:
-        EngineMismatchError: its state dict holds copies.
+        EngineMismatchError: the module's state dict holds copies.
     """
     if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
         raise EngineMismatchError(
             "the module is wrapped in FullyShardedDataParallel, whose state dict is a copy: "
-            "serve an unwrapped module, or one of fully_shard"
+            "serve an unwrapped module, or a module with fully_shard"
         )
     state = module.state_dict(keep_vars=True)
     tensors = {
@@ -91,21 +91,22 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     copies = sorted(name for name, value in tensors.items() if id(value) not in own)
     if copies:
         raise EngineMismatchError(
-            f"{shown(copies[0])} in the module's state dict is no parameter or buffer of it, so it "
-            "cannot be filled in place: a state_dict hook computes it"
+            f"{shown(copies[0])} in the module's state dict is not a parameter or buffer of the "
+            "module, so it cannot be filled in place: a state_dict hook computes it"
         )
     return tensors
 
 
 def gathers(module: nn.Module) -> bool:
-    """Whether a forward gathers parameters from other ranks, as FSDP2 does."""
+    """Whether a forward of the module gathers parameters from other ranks, as in FSDP2."""
     return any(isinstance(inner, FSDPModule) for inner in module.modules())
 
 
 def cut_again(module: nn.Module) -> None:
-    """Make FSDP2 release the whole parameters that a forward has left gathered.
+    """Make FSDP2 free the whole parameters that a forward has gathered and not freed.
 
-    Otherwise it would compute with them, and not with the new parts. No communication.
+    Otherwise the next forward would compute with the old whole parameters, and not with the new
+    parts. This needs no communication between ranks.
     """
     if gathers(module):
         module.state_dict(keep_vars=True)  # this state dict always holds the parts
@@ -115,9 +116,10 @@ class Fit(NamedTuple):
     """The match between a version and a module.
 
     Attributes:
-        targets: the parts of the module that each tensor fills, in the version's order.
-        unknown: pairs of names of the version, the earlier one first, that share one tensor in the
-            module. Without digests it is not known yet whether their values are equal.
+        targets: the parts of the module to fill, in the order of the version's tensors.
+        unknown: pairs of the version's tensors, by name, that share one tensor in the module. They
+            have no digests, so it is not known yet whether their values are equal. The earlier
+            tensor is first in each pair.
     """
 
     targets: list[Target]
@@ -125,11 +127,11 @@ class Fit(NamedTuple):
 
 
 class _Filling(NamedTuple):
-    """A tensor of the version that fills one of the module, or a part of it.
+    """A tensor of the version that fills a tensor of the module, or a part of it.
 
     Attributes:
         entry: the version's tensor.
-        piece: the relation of the two; None if they are the same.
+        piece: the part of each tensor, if their names differ; None if the whole tensors match.
     """
 
     entry: DescribedTensor
@@ -137,7 +139,7 @@ class _Filling(NamedTuple):
 
     @property
     def part(self) -> Box | None:
-        """The part of the module's tensor that is filled; None for all of it."""
+        """The part of the module's tensor that is filled; None for the whole tensor."""
         return self.piece.other_box if self.piece is not None else None
 
 
@@ -151,23 +153,24 @@ def find_targets(
     what: str,
     whose: str,
 ) -> Fit:
-    """The target of each tensor of a version.
+    """Find the target of each tensor of a version.
 
     Each tensor of the module must be in the version; for tied tensors, one name is enough. If the
-    version has other names than the module, the map between them decides: a tensor is then filled
-    from its pieces, or from a part of one.
+    version's names differ from the module's names, ``names`` maps between them. Then a tensor of
+    the module may consist of parts of several tensors of the version, or the reverse.
 
     Args:
-        entries: the tensors of the version; nothing is read.
-        tensors: the module's by name, as :func:`tensors_of` returns them.
-        rename: the module's name of a tensor by the version's, or by the version's other name.
-        names: the map between the version's names and the other ones.
-        cast: whether floating dtypes may differ (fp8 must not).
+        entries: the tensors of the version; their content is not read.
+        tensors: the module's tensors by name, as :func:`tensors_of` returns them.
+        rename: returns the module's name of a tensor, from either of the version's two names for
+            it (the trainer's or the hub's).
+        names: maps between the version's names and the other side's names.
+        cast: whether floating dtypes may differ. An fp8 dtype must always be equal.
         what: the version, for messages.
         whose: the module, for messages.
 
     Raises:
-        EngineMismatchError: they do not fit; the message lists the differences.
+        EngineMismatchError: the version does not fit. The message lists the differences.
     """
     given: dict[str, dict[Box | None, _Filling]] = {}
     wrong: list[str] = []
@@ -197,7 +200,7 @@ def find_targets(
         value = tensors[name]
         parts = [part for part in fillings if part is not None]
         if parts and sum(part.size for part in parts) < value.numel():
-            wrong.append(f"{names.shown(name)} is not whole in the version")
+            wrong.append(f"{names.shown(name)} is incomplete in the version")
         for part, (entry, piece) in fillings.items():
             target = _target(entry, value, piece, cast=cast, whose=whose)
             if isinstance(target, str):
@@ -219,7 +222,7 @@ def find_targets(
 def _fillings(
     entry: DescribedTensor, tensors: Mapping[str, Tensor], rename: Rename, names: GivenNames
 ) -> Iterator[tuple[str, _Filling]]:
-    """The tensors of the module, by name, that a tensor of the version fills, wholly or in part."""
+    """Yield the tensors of the module, by name, that a version's tensor fills wholly or in part."""
     name = rename(entry.name)
     others = [(rename(piece.other), piece) for piece in names.pieces_of(entry)]
     if any(other in tensors for other, _ in others) and (
@@ -236,7 +239,7 @@ def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], who
     """Read pairs of tensors that share one tensor in the module, and check that they are equal.
 
     Raises:
-        EngineMismatchError: they are not.
+        EngineMismatchError: the tensors of a pair differ.
         VerificationError, ShardFormatError: a file differs from the manifest.
         OSError: storage failed.
     """
@@ -249,8 +252,8 @@ def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], who
 
 
 def differ(one: str, other: str, whose: str) -> str:
-    """The message that two tensors cannot be tied."""
-    return f"{shown(one)} and {shown(other)} have different values, and are one tensor in {whose}"
+    """The message that two tensors differ, although they are tied in the module."""
+    return f"{shown(one)} and {shown(other)} have different values, but are one tensor in {whose}"
 
 
 def _told(name: str, renamed: str) -> str:
@@ -258,7 +261,7 @@ def _told(name: str, renamed: str) -> str:
 
 
 def _memory(tensor: Tensor) -> object:
-    """A key that is equal for tensors that share memory: tied weights."""
+    """A key that is equal for tied tensors, which share memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - to_local records gradients
     if not _has_memory(local) or not local.numel():
         return id(tensor)
@@ -266,7 +269,7 @@ def _memory(tensor: Tensor) -> object:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether its elements lie in memory that can be written."""
+    """Whether the tensor's elements are in memory that can be written."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_meta
@@ -277,13 +280,13 @@ def _has_memory(tensor: Tensor) -> bool:
 def _target(
     entry: DescribedTensor, value: Tensor, piece: NamedPiece | None, *, cast: bool, whose: str
 ) -> Sequence[Target] | str:
-    """The part to fill (none on a rank that has no part); or the reason why it cannot be filled."""
+    """Return the targets (none if this rank has no part), or the reason why there cannot be any."""
     shape = tuple(value.shape)
     if shape != entry.shape if piece is None else not holds(shape, piece.other_box):
-        return f"is {list(entry.shape)}, {whose} has {list(shape)}"
+        return f"is {list(entry.shape)}, but {whose} has {list(shape)}"
     dtype = DTYPES.get(entry.dtype)
     if dtype != value.dtype and not (cast and _casts(dtype, value.dtype)):
-        return f"is {entry.dtype}, {whose} has {value.dtype}"
+        return f"is {entry.dtype}, but {whose} has {value.dtype}"
     assert isinstance(dtype, torch.dtype)  # noqa: S101 - for the type checker
     box: Box | None = whole(shape)
     local = value
@@ -303,7 +306,7 @@ def _target(
 
 
 def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
-    """The part that one of several pieces fills in a tensor; empty if there is none here."""
+    """The part of a target that one piece fills; empty if they do not overlap on this rank."""
     part = common(target.box, piece.other_box)
     if part is None:
         return ()
@@ -314,7 +317,7 @@ def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
 
 
 def _fault(tensor: Tensor) -> str:
-    """The reason why a tensor cannot be changed in place; empty if it can."""
+    """The reason why a tensor cannot be changed in place; empty if it can be changed."""
     if tensor.is_meta:
         return "is on the meta device: the module has no weights to replace"
     if not _has_memory(tensor):
@@ -329,7 +332,7 @@ def _fault(tensor: Tensor) -> str:
 
 
 def _casts(given: torch.dtype | None, wanted: torch.dtype) -> bool:
-    """Floating values may be cast to floating ones; not fp8, which needs its scales."""
+    """Whether a cast is allowed: between floating dtypes, except fp8, which needs scales."""
     return all(
         dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
         for dtype in (given, wanted)

@@ -1,4 +1,4 @@
-"""A torch module in this process, loaded in place."""
+"""The engine for a torch module in this process, which it fills in place."""
 
 from __future__ import annotations
 
@@ -53,60 +53,62 @@ class TorchModule(InProcessEngine):
 
     It takes broadcasts of method ``nccl``, too.
 
-    Promised: parameters and buffers stay the same objects with the same data pointers, so that CUDA
-    graphs, compiled code and optimizers that hold them stay valid. Every tensor is filled, with the
+    Promised: parameters and buffers stay the same objects with the same data pointers. So CUDA
+    graphs, compiled code and optimizers that hold them stay valid. Every tensor is filled with the
     bits of the version. A DTensor gets this rank's own part, and only that part is read, for any
     mesh of ``Shard``, ``_StridedShard`` and ``Replicate``. On return the copies are complete on
-    every device: work that is launched later sees the new weights, and work that was launched
-    before has seen only the old ones.
+    every device. Work launched later sees the new weights, and work launched earlier has seen only
+    the old weights.
 
-    Not promised: that a model that computes in another thread meanwhile sees one version alone; for
-    that, give its lock. Nor that ranks that share a model change it at the same moment; let them
-    pull between two batches.
+    Not promised: that a forward in another thread sees one version only, except if the thread holds
+    the ``lock``. Also not promised: that ranks that share a model change it at the same moment. So
+    let all ranks pull between two batches.
 
-    ``in_place`` selects the way of the bytes:
+    ``in_place`` selects how the bytes are copied:
 
-    - ``staged``: all bytes are first read into host memory, and then copied. The memory is kept
-      from one load to the next; it is as large as this rank's part of the module, and pinned if
-      that is on a GPU. All or nothing: if storage fails, the module is unchanged. A hook reads
+    - ``staged``: all bytes are first read into host memory, and then copied into the module. If
+      storage fails, the module is unchanged. The memory is kept from one load to the next. It is as
+      large as this rank's part of the module, and pinned if the module is on a GPU. A hook reads
       ahead while the module still serves, so a pause is as long as one copy of the bytes.
-    - ``direct``: bytes are read into the parameters themselves if these are on the CPU, else
-      through 256 MiB of host memory. Half the copies, and no second copy of the model in memory. If
-      storage fails half-way, the module is torn. The hook then loads the previous version again; if
-      there is none, or it cannot be read either, the module stays torn.
+    - ``direct``: bytes are read directly into the parameters if these are on the CPU, or else
+      through 256 MiB of host memory. This needs half the copies, and no second copy of the model in
+      memory. If storage fails half-way, the module is torn: it has parts of two versions. The hook
+      then loads the previous version again. If that is not possible, the module stays torn.
 
-    With ``sparse``, only the elements are written in which a version differs from the one before.
-    Both are compared while the module serves, so a pause is shorter on a GPU: fewer bytes are
-    copied to it. On a CPU there is little to gain, and memory bandwidth to lose. The version before
-    is read once more, so let the hook stage versions on this host. The whole version is loaded if
-    over about a tenth of the elements differ, if it has other tensors, and if anything but this
-    engine has changed the module since: a broadcast, an error, or an in-place operation of torch.
-    Not noticed: writes past torch's counters of changes, for example to ``.data``, or by a kernel
-    of your own.
+    With ``sparse``, only the elements that differ from the previous version are written. The two
+    versions are compared while the module serves. On a GPU this makes the pause shorter, because
+    fewer bytes are copied to the GPU. On a CPU it gains little, and costs memory bandwidth. The
+    previous version is read once more, so let the hook stage versions on this host.
+
+    The whole version is loaded nevertheless if more than about a tenth of the elements differ, if
+    the version has other tensors, or if anything but a load has changed the module. Examples of
+    such a change are a broadcast, an error, and an in-place operation of torch. A write that torch
+    does not count is not noticed, for example a write to ``.data`` or by a kernel of your own.
 
     Args:
-        module: its ``state_dict()`` must have exactly the names, shapes and dtypes of the versions;
-            or their other names (the hub's or the trainer's) that the versions list: then tensors
-            are filled part by part, without a copy of them.
-        rename: the module's name of each tensor by the version's (or its other name, if that is the
-            module's), or a function from one to the other, which returns None for a tensor that the
-            module does not take. Names that are not in a mapping stay.
-        prefix: only the version's names that begin with it are the module's, and it is cut off
-            there, before ``rename``.
-        cast: whether to cast floating values if the module has another floating dtype (never from
-            or to fp8); by default such a version is refused.
-        in_place: as above.
-        lock: held while the module changes, e.g. the ``threading.Lock`` of the thread that
-            computes; with FSDP2 also for a moment while a version is compared with the module.
+        module: the module. The names, shapes and dtypes in its ``state_dict()`` must be exactly
+            those of the versions. It may also have the other names that a version lists (the hub's
+            or the trainer's). Then its tensors are filled part by part, without a copy of them.
+        rename: maps the version's name of each tensor to the module's name; a mapping or a
+            function. A name that is not in the mapping does not change. The function returns None
+            for a tensor that the module does not take. It also gets the version's other names.
+        prefix: only tensors whose names in the version begin with the prefix belong to the module.
+            The prefix is removed before ``rename`` is applied.
+        cast: whether to cast floating values if the module has another floating dtype; never from
+            or to fp8. By default such a version is refused.
+        in_place: ``staged`` or ``direct``, see above.
+        lock: held while the module changes, for example a ``threading.Lock`` that the computing
+            thread holds. With FSDP2 it is also held briefly while a version is compared with the
+            module.
         threads: the most threads that read at a time; never more than there are processors.
-        sparse: as above.
+        sparse: whether to write only changed elements, see above.
 
     Attributes:
-        changed: the part of the elements that the last load has written: 1 for all of them, None
-            before the first.
+        changed: the part of the elements that the last load has written, from 0 to 1; None before
+            the first load.
 
     Raises:
-        InvalidSettingsError: ``in_place`` is neither of the two.
+        InvalidSettingsError: ``in_place`` is neither ``staged`` nor ``direct``.
     """
 
     _whose = "the module"
@@ -125,7 +127,9 @@ class TorchModule(InProcessEngine):
         sparse: bool = False,
     ) -> None:
         if in_place not in _WAYS:
-            raise InvalidSettingsError(f"in_place is {in_place!r}: it is one of {', '.join(_WAYS)}")
+            raise InvalidSettingsError(
+                f"in_place is {in_place!r}: it must be one of {', '.join(_WAYS)}"
+            )
         self._module = module
         self._rename = rename
         self._prefix = prefix
@@ -147,15 +151,15 @@ class TorchModule(InProcessEngine):
         """Compare every name, shape and dtype.
 
         Raises:
-            EngineMismatchError: some differ, and the message lists them; or the module cannot take
-                versions of this kind.
-            VerificationError, ShardFormatError, OSError: tied weights had to be compared by
-                reading them, because the manifest has no digests, and they cannot be read.
+            EngineMismatchError: some tensors differ, and the message lists them; or the module
+                cannot take versions of this kind.
+            VerificationError, ShardFormatError, OSError: tied weights cannot be read. They are only
+                read to compare them if the manifest has no digests.
         """
         compare_tied(version, self._fit(version).unknown, self._whose)
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Read the version, or its changes, into host memory; the module is not touched."""
+        """Read the version, or its changes, into host memory, without changing the module."""
         targets = self._targets(version)
         if self._in_place == "staged" or self._sparse:
             self._read_ahead(version, targets)
@@ -164,9 +168,10 @@ class TorchModule(InProcessEngine):
         """Fill the module.
 
         Raises:
-            EngineMismatchError: the version does not fit; nothing was changed.
-            VerificationError, ShardFormatError, OSError: it cannot be read; nothing was changed, or
-                with ``direct`` the module may be torn; a note of the error then says so.
+            EngineMismatchError: the version does not fit. The module is unchanged.
+            VerificationError, ShardFormatError, OSError: the version cannot be read. The module is
+                unchanged; with ``direct`` it may have parts of two versions, and a note of the
+                error says so.
         """
         targets = self._targets(version)
         if self._prepared != _reading(version, targets) or not self._holds_base(targets):
@@ -208,23 +213,24 @@ class TorchModule(InProcessEngine):
 
     @property
     def workers(self) -> int:
-        """One: this process. A module that is sharded over several processes has one in each."""
+        """Always 1: each process is one worker, also if several processes share the module."""
         return 1
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Join the weight group, or stay in it, and fill the module with the broadcast weights.
 
-        ``staged``: the module is unchanged until every member has confirmed the last byte.
-        ``direct``: the module is filled as bytes arrive, and the lock is held all that time.
+        With ``staged``, the module is unchanged until every member has confirmed the last byte.
+        With ``direct``, the module is filled as bytes arrive, and the lock is held all that time.
 
         Args:
             rendezvous: the record with the group's address.
-            rank_offset: the rank of this process in it.
-            deadline: the limit in seconds of joining, and of the transfer.
+            rank_offset: the rank of this process in the group.
+            deadline: the limit in seconds for joining, and the same limit for the transfer.
 
         Raises:
-            BroadcastError: the transfer failed, or does not fit; nothing was changed.
-            EngineBrokenError: the transfer failed half-way with ``direct``: the module is torn.
+            BroadcastError: the transfer failed, or its tensors do not fit. The module is unchanged.
+            EngineBrokenError: with ``direct``, the transfer failed half-way. The module may have
+                parts of two versions.
         """
         self._forget()
         device = self._receives_on(rendezvous.backend)
@@ -243,11 +249,11 @@ class TorchModule(InProcessEngine):
             raise
 
     def leave(self) -> None:
-        """Leave the weight group, without waiting for others. Safe to call without one."""
+        """Leave the weight group, if there is one, without waiting for the other members."""
         self._group.close()
 
     def _receives_on(self, backend: str) -> torch.device:
-        """The device whose memory the backend can receive into: for NCCL the module's."""
+        """The device to receive on: with NCCL the module's GPU, with other backends the CPU."""
         devices = (value.device for value in self._module.parameters())
         cuda = (device for device in devices if device.type == "cuda")
         return next(cuda, torch.device("cpu")) if backend == "nccl" else torch.device("cpu")
@@ -255,17 +261,17 @@ class TorchModule(InProcessEngine):
     def _fit_received(self, meta: WeightMeta) -> Fit:
         if "full" not in self.kinds:
             raise EngineMismatchError(
-                f"the broadcast is of a full model, and {self._whose} takes adapters"
+                f"the broadcast is of a full model, but {self._whose} takes only adapters"
             )
         with self._lock_to_look():
             tensors = tensors_of(self._module)
         # Trainers broadcast their own tensors; the map of the last version has the hub's names for
         # them.
         names = self._names.of_trainer
-        return self._compared(meta.tensors, tensors, names, "what is broadcast")
+        return self._compared(meta.tensors, tensors, names, "the broadcast")
 
     def close(self) -> None:
-        """Release the host memory, and leave the weight group; the module stays as it is."""
+        """Release the host memory, and leave the weight group. The module is unchanged."""
         self._forget()
         self._stage.close()
         self.leave()
@@ -279,10 +285,10 @@ class TorchModule(InProcessEngine):
         self._prepared = _reading(version, targets)
 
     def _find_changes(self, version: LeasedVersion, targets: list[Target]) -> Changes | None:
-        """The changes since the version that the module holds; None if all of it has to be read."""
+        """Find the changes since the module's version; None if the whole version must be read."""
         if self._filled is None:
             return None
-        why = "it was changed since"
+        why = "the module was changed since the last load"
         if self._holds_base(targets):
             try:
                 return find_changes(self._filled.version, version, targets, self._threads)
@@ -292,20 +298,20 @@ class TorchModule(InProcessEngine):
         return None
 
     def _holds_base(self, targets: list[Target]) -> bool:
-        """Whether the module has the weights that the changes begin with, if there are changes."""
+        """Whether the module is unchanged since its last load, or has no known version."""
         return self._filled is None or self._filled.state == _state(targets)
 
     def _forget(self) -> None:
-        """Read no changes, until the module is filled again: nothing is known of its weights."""
+        """Drop prepared data and the known version, because the weights will be unknown."""
         self._prepared = self._changes = self._filled = None
 
     def _lock_to_look(self) -> AbstractContextManager[Any]:
-        """The lock for FSDP2: there ``state_dict`` frees parameters that a forward needs."""
+        """The lock with FSDP2, whose ``state_dict`` frees parameters that a forward needs."""
         return self._lock if gathers(self._module) else nullcontext()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """The module may change inside; no forward runs there."""
+        """A context in which the module may change, because no forward runs."""
         with self._lock:
             cut_again(self._module)
             yield
@@ -315,10 +321,10 @@ class TorchModule(InProcessEngine):
             self._loaded()
 
     def _loaded(self) -> None:
-        """Change the rest that belongs to the weights, under the lock. Must not fail."""
+        """Update state that depends on the weights, under the lock. Must not fail."""
 
     def _tensors(self, version: LeasedVersion) -> dict[str, Tensor]:  # noqa: ARG002 - for subclasses
-        """The module's tensors that a version fills, by their names after renaming."""
+        """The module's tensors that a version fills, by the names that ``rename`` returns."""
         return tensors_of(self._module)
 
     def _targets(self, version: LeasedVersion) -> list[Target]:
@@ -361,14 +367,14 @@ class TorchModule(InProcessEngine):
 
 
 class _Filled(NamedTuple):
-    """The version that the module was filled with, and how its tensors were right after that."""
+    """The version that the module was filled with, and the state of its tensors after that."""
 
     version: LeasedVersion
     state: list[object]
 
 
 def _state(targets: list[Target]) -> list[object]:
-    """Equal as long as the same tensors lie in the same memory, and torch has not changed them."""
+    """A value that stays equal while torch neither moves nor changes the targets' tensors."""
     return [
         (
             target.name,
@@ -385,6 +391,6 @@ def _state(targets: list[Target]) -> list[object]:
 
 
 def _reading(version: LeasedVersion, targets: list[Target]) -> object:
-    """The identity of a read: equal if it reads the same bytes into the same places."""
+    """A value that is equal for two reads of the same bytes into the same places."""
     parts = [(target.name, target.dtype, target.box) for target in targets]
     return version.sequence, version.folder, parts

@@ -1,4 +1,4 @@
-"""A Hugging Face model in this process, with generation; or the PEFT adapter on one."""
+"""The engine for a Hugging Face model, or for the PEFT adapter of a model, in this process."""
 
 from __future__ import annotations
 
@@ -33,39 +33,42 @@ _COMPUTES: Final = (
 
 
 class TransformersModel(TorchModule):
-    """A ``PreTrainedModel``, or a PEFT model over one, loaded in place.
+    """Fills a ``PreTrainedModel`` or a PEFT model in place.
 
-    A model takes full versions, a PEFT model takes adapters; both promise the same as
+    A ``PreTrainedModel`` takes full versions, and a PEFT model takes adapters. For the promises see
     :class:`~explorer_hooks.engines.torch_module.TorchModule`.
 
-    Full versions must have the names of the model's own ``state_dict()``; versions of a trainer
-    with the same class have them. ``save_pretrained`` of some models (above all mixtures of
-    experts) writes other names and shapes, which ``from_pretrained`` converts: such a version is
-    loaded if it has the map between both (``syncd run --names hub``), and refused if not. The
-    version's ``generation_config.json``, if there is one, is applied with the weights, so that
-    ``generate`` samples like the trainer's. Tied weights stay tied. Buffers that are no weights,
-    for example of rotary embeddings, stay as they are.
+    A full version must have the names of the model's own ``state_dict()``. The versions of a
+    trainer that uses the same class have these names. For some models, above all mixtures of
+    experts, ``save_pretrained`` writes other names and shapes, which ``from_pretrained`` converts
+    back. A version with such names is loaded if it has a name map (``syncd run --names hub``), and
+    refused otherwise.
 
-    An adapter replaces the values of the PEFT model's adapter with that name, active or not. It
-    must have the same ranks and scaling, on the same modules, and must not be merged. If it names
-    another base model than the model was loaded from, it is refused. That comparison needs two
-    names on a hub; if one is a folder, the check is skipped, and that is logged once.
+    If the version has a ``generation_config.json``, it is applied with the weights, so that
+    ``generate`` samples with the trainer's settings. Tied weights stay tied. Buffers that are not
+    saved with the weights, for example of rotary embeddings, do not change.
+
+    A version of kind ``adapter`` replaces the values of one adapter of the PEFT model, whether that
+    adapter is active or not. The version must have the same ranks and scaling on the same modules,
+    and the model's adapter must not be merged. If the version names another base model than the
+    model's own, it is refused. That comparison needs two names on a hub. If either name is a
+    folder, the check is skipped, and a warning is logged once.
 
     Args:
-        model: ``from_pretrained``, on any device; or a ``PeftModel``, or a model with an adapter
-            that ``load_adapter`` or ``add_adapter`` has added.
-        adapter: the adapter of a PEFT model to replace.
+        model: a model from ``from_pretrained``, on any device; or a ``PeftModel``; or a model to
+            which ``load_adapter`` or ``add_adapter`` has added an adapter.
+        adapter: the name of the PEFT model's adapter to replace.
         takes_generation_config: whether to apply the version's generation config.
         base_model: the name that adapters must give as their base model; by default the name that
             the model was loaded from.
-        cast: as for :class:`TorchModule`.
-        in_place: as for :class:`TorchModule`.
-        lock: as for :class:`TorchModule`: hold it while the model generates.
-        threads: as for :class:`TorchModule`.
-        sparse: as for :class:`TorchModule`.
+        cast: see :class:`TorchModule`.
+        in_place: see :class:`TorchModule`.
+        lock: see :class:`TorchModule`. Hold the lock while the model generates.
+        threads: see :class:`TorchModule`.
+        sparse: see :class:`TorchModule`.
 
     Raises:
-        EngineMismatchError: the PEFT model has no such adapter.
+        EngineMismatchError: the PEFT model has no adapter of this name.
     """
 
     _whose = "the model"
@@ -95,15 +98,15 @@ class TransformersModel(TorchModule):
         self.kinds = frozenset({"full" if self._config is None else "adapter"})
 
     def _fit(self, version: LeasedVersion) -> Fit:
-        """Also compare the configuration, so that each way to load checks it."""
+        """Compare the tensors, and also the adapter's configuration."""
         try:
             fit = super()._fit(version)
         except EngineMismatchError as error:
             if _converts(self._module):
                 raise EngineMismatchError(
-                    f"{error} (transformers converts names and tensors of this model when it saves "
-                    "and loads them: a version must have those of the model's own state_dict(), or "
-                    f"say in {NAME_MAP} how the two belong together)"
+                    f"{error} (transformers converts the names and tensors of this model when it "
+                    "saves and loads them: a version must have those of the model's own "
+                    f"state_dict(), or a {NAME_MAP} that maps them)"
                 ) from error
             raise
         if self._config is not None:
@@ -136,7 +139,7 @@ class TransformersModel(TorchModule):
         return {**found, **{name: state[name] for name in saved}}
 
     def _renamed(self, name: str) -> str | None:
-        """Remove the prefix of a PeftModel, which the adapter's files always have."""
+        """Remove the prefix of a PeftModel from a name; adapter files always have this prefix."""
         if self._config is None or _is_wrapped(self._module):
             return name
         return name.removeprefix(PREFIX)
@@ -161,7 +164,7 @@ class TransformersModel(TorchModule):
         refuse(named(version), self._whose, wrong)
 
     def _other_base(self, version: LeasedVersion) -> str | None:
-        """The reason why an adapter is for another model; empty if it may be for this one."""
+        """The reason why an adapter is for another model; None if it may be for this model."""
         told = version.manifest.base_model
         mine = self._base_model or _loaded_from(self._module)
         if told is None or mine is None:
@@ -174,7 +177,8 @@ class TransformersModel(TorchModule):
             self._said = told.name
             log.warning(
                 "version %d is an adapter for %s, and the model was loaded from %s: cannot tell "
-                "whether these are the same; give the name by TransformersModel(base_model=...)",
+                "whether these are the same model; give its name as "
+                "TransformersModel(base_model=...)",
                 version.sequence,
                 shown(told.name),
                 shown(mine),
@@ -197,7 +201,7 @@ class TransformersModel(TorchModule):
 
 
 def _forget_prompts(module: Any, manager: Any) -> None:
-    """Drop the manager of continuous batching; the next ``generate_batch`` makes a new one."""
+    """Drop the manager of continuous batching. The next ``generate_batch`` makes a new manager."""
     if manager.is_running():
         log.warning(
             "continuous batching runs while the weights change, so its output mixes old and new "
@@ -212,14 +216,14 @@ def _forget_prompts(module: Any, manager: Any) -> None:
 
 
 def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
-    """The configuration of the model's adapter, as JSON has it; None for a model without PEFT."""
+    """The configuration of the model's adapter, as from JSON; None for a model without PEFT."""
     configs = getattr(model, "peft_config", None)
     if not configs:
         return None
     if adapter not in configs:
         raise EngineMismatchError(
-            f"the model has no adapter {adapter!r}, only {', '.join(map(repr, configs))}: name the "
-            "one to replace by TransformersModel(model, adapter=...)"
+            f"the model has no adapter {adapter!r}, only {', '.join(map(repr, configs))}: give the "
+            "name of the adapter to replace as TransformersModel(model, adapter=...)"
         )
     config: dict[str, Any] = configs[adapter].to_dict()
     told = {key: config[key] for key in _COMPUTES if key in config}
@@ -228,18 +232,18 @@ def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
 
 
 def _loaded_from(model: nn.Module) -> str | None:
-    """The name of the base model, from the adapter's config or the model's."""
+    """The name that the base model was loaded from; None if it is unknown."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     return getattr(base, "name_or_path", None) or None
 
 
 def _is_wrapped(model: nn.Module) -> bool:
-    """Whether the model's names have PEFT's prefix."""
+    """Whether the names of the model's parameters have PEFT's prefix."""
     return any(name.startswith(PREFIX) for name, _ in model.named_parameters())
 
 
 def _generation_config(version: LeasedVersion) -> Any:
-    """The version's generation config, ready for the model; None if it has none."""
+    """Read the version's generation config; None if the version has none."""
     told = _json(version, _GENERATION)
     if told is None:
         return None
@@ -254,11 +258,11 @@ def _generation_config(version: LeasedVersion) -> Any:
 
 
 def _json(version: LeasedVersion, name: str) -> dict[str, Any] | None:
-    """A JSON object among the version's files; None if there is no such file.
+    """Read a JSON object from one of the version's files; None if there is no such file.
 
     Raises:
-        EngineMismatchError: it is no JSON object.
-        OSError: it cannot be read.
+        EngineMismatchError: the file is not a JSON object.
+        OSError: the file cannot be read.
     """
     if all(file.name != name for file in version.manifest.files):
         return None
@@ -272,7 +276,7 @@ def _json(version: LeasedVersion, name: str) -> dict[str, Any] | None:
 
 
 def _converts(model: nn.Module) -> bool:
-    """Whether transformers saves the model with other names or shapes than it has in memory."""
+    """Whether transformers saves the model with other names or shapes than those in memory."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
     except ImportError:  # transformers before 5 converts nothing

@@ -1,4 +1,4 @@
-"""vLLM in this process: ``vllm.LLM``."""
+"""The engine for a ``vllm.LLM`` in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LLM(Protocol):
     """The methods of ``vllm.LLM`` that syncd uses.
 
     Attributes:
-        llm_engine: has the settings of the LLM as ``vllm_config``.
+        llm_engine: its ``vllm_config`` has the settings of the LLM.
     """
 
     llm_engine: Any
@@ -43,27 +43,29 @@ class LLM(Protocol):
         """The default options of a request."""
 
     def generate(self, prompts: Any, sampling_params: Any, *, use_tqdm: bool) -> Any:
-        """Generate, and wait for the end."""
+        """Generate, and wait until generation has ended."""
 
 
 class VLLMEngine(InProcessEngine):
-    """An ``LLM`` of vLLM. It generates only while its owner waits for it, so there is no pause.
+    """Loads versions into a ``vllm.LLM``.
 
-    After each load it generates one token before the version counts as served. If a load fails, the
-    weights are torn until the hook has loaded the previous version again; without one the engine
-    is broken.
-    If vLLM's own workers are on other hosts, give ``is_local=False``, because they read the folder
-    there. It takes broadcasts if it was made with ``worker_extension_cls`` and
+    An LLM generates only while its caller waits, so no pause is needed. After each load the LLM
+    must generate one token before the version counts as served. If a load fails, the weights may be
+    of two versions until the hook has loaded the previous version again. If there is no previous
+    version, the engine is broken.
+
+    If vLLM's workers are on other hosts, give ``is_local=False``, because they read the folder
+    there. The LLM can take broadcasts if it was made with ``worker_extension_cls`` and
     :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
     Args:
         llm: an ``LLM`` of vLLM 0.12 or newer.
-        base: the model folder that it was made from. By default the folder that it names, if it is
-            on this host; else the first version is taken without comparison.
-        is_local: whether all of its workers are on this host.
+        base: the model folder that the LLM was made from. By default it is the folder that the LLM
+            names. If that is not on this host, the first version is loaded unchecked.
+        is_local: whether all workers of the LLM are on this host.
 
     Raises:
-        InvalidSettingsError: ``base`` is no model folder.
+        InvalidSettingsError: ``base`` is not a model folder.
     """
 
     hub_names = True
@@ -81,12 +83,12 @@ class VLLMEngine(InProcessEngine):
             self._fits = fits_if_here(named, "this vLLM")
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare with the model that it was made from, or with the last version that it took.
+        """Compare a version with the model that the LLM was made from, or with the first version.
 
         Raises:
-            EngineMismatchError: it does not fit, is no full model, or has names that vLLM does not
-                look for; or vLLM runs on a CPU without the extension, and would keep some of the
-                old weights.
+            EngineMismatchError: the version does not fit, is not a full model, or has names that
+                vLLM does not look for. Or vLLM runs on a CPU without syncd's extension, and would
+                keep some of the old weights.
         """
         check_kind(version, self.kinds)
         if not takes_names_of(version, self._fits):
@@ -97,11 +99,11 @@ class VLLMEngine(InProcessEngine):
         self._workers.check_reload(version, getattr(engine, "vllm_config", None))
 
     def load(self, version: LeasedVersion) -> None:
-        """Have each worker load the version's folder, and generate a token.
+        """Let each worker load the version's folder, and generate a token.
 
         Raises:
-            EngineBrokenError: it generates none.
-            Exception: an error of vLLM; its weights are torn.
+            EngineBrokenError: the LLM generates no token.
+            Exception: vLLM failed. The weights may be of two versions.
         """
         self._workers.load_folder(str(version.folder), _NO_LIMIT)
         self._prove(f"version {version.sequence}")
@@ -110,17 +112,17 @@ class VLLMEngine(InProcessEngine):
 
     @cached_property
     def workers(self) -> int:
-        """The number of its ranks in a weight group; 0 if it cannot take broadcasts."""
+        """The number of the LLM's ranks in a weight group; 0 if it cannot take broadcasts."""
         return workers_of(self._llm.llm_engine.vllm_config.parallel_config)
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
-        """Have the workers receive a transfer, then load it, and generate a token.
+        """Let the workers receive a transfer and load it, and generate a token.
 
         Raises:
-            BroadcastError: it did not arrive; the weights are unchanged. The cause is an
-                EngineMismatchError if it does not fit.
-            EngineBrokenError: it arrived, but some worker may not have loaded it, or it generates
-                nothing: the weights are torn until a version is loaded.
+            BroadcastError: the transfer did not arrive. The weights are unchanged. If the transfer
+                does not fit the model, the error's ``__cause__`` is an EngineMismatchError.
+            EngineBrokenError: the transfer arrived, but a worker may not have loaded it, or the LLM
+                generates no token. The weights are unknown until a version is loaded.
         """
         self._workers.receive(rendezvous, rank_offset, deadline)
         what = label_received(rendezvous)
@@ -133,7 +135,7 @@ class VLLMEngine(InProcessEngine):
             raise EngineBrokenError(f"vLLM did not take {what}: {error}") from error
 
     def leave(self) -> None:
-        """Have the workers leave the weight group, and release received weights."""
+        """Let the workers leave the weight group, and release received weights."""
         if self.workers:
             self._workers.leave()
 
@@ -150,10 +152,10 @@ class VLLMEngine(InProcessEngine):
         """Empty the prefix cache.
 
         Raises:
-            EngineBrokenError: it cannot be emptied, because a request is running.
+            EngineBrokenError: the cache cannot be emptied, because a request is running.
         """
         if not self._llm.reset_prefix_cache():
             raise EngineBrokenError(
-                "vLLM's prefix cache still holds entries of the old weights, "
-                "because it still generates"
+                "vLLM's prefix cache still holds entries of the old weights, because vLLM is still "
+                "generating"
             )

@@ -1,4 +1,4 @@
-"""The changed elements of a version, for a model inside a vLLM worker that has an older version."""
+"""Read the changed elements of a version, for a vLLM worker that has an older version."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """The parts of a vLLM worker that decide how it can be loaded.
+    """Decides whether a vLLM worker can load only changed elements.
 
     Attributes:
-        model: its module.
-        vllm_config: its configuration.
+        model: the worker's module.
+        vllm_config: the worker's configuration.
     """
 
     model: Any
     vllm_config: Any
 
     def why_full(self) -> str | None:
-        """The reason why this worker must load versions in full, as a clause; None if it need not.
+        """The reason why this worker must load all elements; None if changed elements suffice.
 
-        vLLM 0.32 applies patches only if each weight is copied as it is in the checkpoint, apart
-        from its floating dtype.
+        vLLM 0.32 can load changed elements only into weights that are stored as in the checkpoint.
+        Only the floating dtype of a weight may differ.
         """
         config = self.vllm_config
         for is_so, why in (
             (config.quant_config is not None, "its weights are quantized"),
             (config.lora_config is not None, "it was started with --enable-lora"),
-            (getattr(config.model_config, "enable_sleep_mode", False), "it may have slept"),
+            (getattr(config.model_config, "enable_sleep_mode", False), "its sleep mode is enabled"),
             (getattr(config.model_config, "is_moe", False), "it has experts"),
             (any(_is_packed(module) for module in self.model.modules()), "its weights are packed"),
         ):
@@ -61,24 +61,24 @@ class Worker:
 
 
 def _is_packed(module: Any) -> bool:
-    """Whether vLLM keeps a copy of the module's weight for the kernels of a CPU."""
+    """Whether vLLM keeps a packed copy of the module's weight for its CPU kernels."""
     plain = torch.nn.functional.linear
     return getattr(module, "cpu_linear", plain) is not plain
 
 
 def patches_of(base: Manifest | None, folder: Path, deltas: Sequence[Path]) -> list[Any]:
-    """The elements by which a version differs from an older one; no weights are changed.
+    """Read the elements in which a version differs from an older version.
 
-    The positions come from deltas, the values from the version's own files.
+    The positions come from deltas, and the values from the version's own files.
 
     Args:
-        base: the manifest of the version that the model has; None if that is unknown.
-        folder: the newer version, verified.
-        deltas: the folders of the deltas between them, in order.
+        base: the manifest of the version that the model has; None if that version is unknown.
+        folder: the verified folder of the newer version.
+        deltas: the folders of the deltas from the base to the newer version, in order.
 
     Returns:
-        vLLM's ``CheckpointWeightPatch`` for each tensor that changed: shape and dtype of the
-        checkpoint, positions as int64.
+        vLLM's ``CheckpointWeightPatch`` for each changed tensor, with the shape and dtype of the
+        checkpoint, and positions as int64.
 
     Raises:
         NoDeltaError: the deltas do not lead from the base to this version, are damaged, or change
@@ -86,7 +86,7 @@ def patches_of(base: Manifest | None, folder: Path, deltas: Sequence[Path]) -> l
         OSError: a file cannot be read.
     """
     if base is None:
-        raise NoDeltaError("the version that it has is unknown")
+        raise NoDeltaError("the version that the worker has is unknown")
     # NumPy is there if deltas can be read at all.
     from syncd.deltas.applying import Link, changed_positions  # noqa: PLC0415
 
@@ -105,11 +105,11 @@ def patches_of(base: Manifest | None, folder: Path, deltas: Sequence[Path]) -> l
             file, entry = places[name]
             dtype = torch_dtype(entry.dtype)
             if not dtype.is_floating_point:
-                raise NoDeltaError(f"{shown(name)} is no floating tensor")
+                raise NoDeltaError(f"{shown(name)} is not a floating tensor")
             indices = torch.cat(parts)
             values = _values(file, entry, indices).view(dtype)
             if values.isnan().any():
-                raise NoDeltaError(f"{shown(name)} has NaN, which vLLM takes for unchanged")
+                raise NoDeltaError(f"{shown(name)} has NaN, which vLLM would treat as unchanged")
             patches.append(patch_type(name, tuple(entry.shape), dtype, values, indices))
     return patches
 
@@ -119,7 +119,7 @@ def _record(storage: Storage, folder: Path) -> Delta:
 
 
 def _values(file: SafetensorsFile, entry: HeaderEntry, indices: torch.Tensor) -> torch.Tensor:
-    """The elements at these positions, as integers; only their pages are read."""
+    """Read the elements at the given positions, as integers, and only their pages."""
     width = ITEMSIZE[entry.dtype]
     with mmap.mmap(file.fd, file.size, access=mmap.ACCESS_COPY) as memory:
         count = (entry.end - entry.begin) // width

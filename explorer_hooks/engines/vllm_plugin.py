@@ -1,7 +1,7 @@
 """The entry point by which vLLM finds syncd's weight transfer (group ``vllm.general_plugins``).
 
-vLLM calls :func:`register` in its API server, its engine core and each worker, also if nobody asks
-for this transfer: nothing is imported but vLLM's own registry.
+vLLM calls :func:`register` in its API server, its engine core and each worker, even if this
+transfer is not configured. So :func:`register` imports only vLLM itself and its registry.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ENGINES: Final = "explorer_hooks.engines.vllm_transfer"
 
 
 def register() -> None:
-    """Register the transfer with the vLLM of this process, once; raises nothing."""
+    """Register the transfer with the vLLM of this process, once. This raises no error."""
     try:
         version: str = importlib.import_module("vllm").__version__
         factory = importlib.import_module("vllm.distributed.weight_transfer.factory")

@@ -1,4 +1,4 @@
-"""Reloads of a model inside vLLM's workers that are right on a CPU, and end if they fail."""
+"""Reload a model inside vLLM's workers, correctly on a CPU, and clean up after a failure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ log = logging.getLogger(__name__)
 def reload_whole(
     reload_weights: Callable[[], object], *, model: Any, vllm_config: Any, on_cpu: bool
 ) -> None:
-    """Reload the weights. If that fails, the model is torn, and the next reload begins anew.
+    """Reload the weights. After a failure the model may have parts of two versions.
+
+    A failed reload is ended, so that it does not affect the next reload.
 
     Args:
-        reload_weights: vLLM's own reload, of all weights.
-        model: the worker's, a module.
-        vllm_config: the worker's.
+        reload_weights: vLLM's own reload of all weights.
+        model: the worker's module.
+        vllm_config: the worker's configuration.
         on_cpu: whether the worker runs on a CPU.
 
     Raises:
-        RuntimeError: on a CPU, the model has experts of a kind that cannot be reloaded.
-        Exception: an error of vLLM.
+        RuntimeError: the worker runs on a CPU, and the model has experts that cannot be reloaded.
+        Exception: vLLM failed.
     """
     try:
         if on_cpu:
@@ -36,7 +38,7 @@ def reload_whole(
 
 
 def _end_reload(model: Any, vllm_config: Any) -> None:
-    """End a failed reload: else vLLM 0.32 counts its loaded parts as parts of the next one."""
+    """End a failed reload. Otherwise vLLM 0.32 counts its loaded layers for the next reload."""
     try:
         # Importable only in vLLM's own environment.
         config = importlib.import_module("vllm.config")
@@ -44,19 +46,19 @@ def _end_reload(model: Any, vllm_config: Any) -> None:
         with config.set_current_vllm_config(vllm_config):
             reload.finalize_layerwise_reload(model, vllm_config.model_config)
     except Exception as error:  # noqa: BLE001 # another release may lack this; the reload's own error is raised
-        log.warning("a reload that failed could not be ended: restart vLLM: %r", error)
+        log.warning("cannot end a failed reload; restart vLLM: %r", error)
 
 
 def _reload_packed(reload_weights: Callable[[], object], model: Any, vllm_config: Any) -> None:
     """Reload on a CPU, including the weights that vLLM keeps in another layout.
 
-    vLLM 0.32 packs weights for its CPU kernels when it starts. Its own reload leaves the packed
-    copy of an output layer that shares the embedding's weight unchanged, because nothing is loaded
-    under that layer's name; and it copies experts over the packed ones without packing them.
+    vLLM 0.32 packs weights for its CPU kernels when it starts. Its own reload has two faults. If an
+    output layer shares the embedding's weight, its packed copy stays unchanged, because nothing is
+    loaded under the layer's name. Unpacked experts are copied over packed experts.
 
     Raises:
         RuntimeError: the experts are of an unknown kind.
-        Exception: an error of vLLM.
+        Exception: vLLM failed.
     """
     modules = list(model.modules())
     methods: list[Any] = [getattr(module, "quant_method", None) for module in modules]
@@ -67,7 +69,7 @@ def _reload_packed(reload_weights: Callable[[], object], model: Any, vllm_config
         method.moe_kernel = None  # vLLM then packs them as it did when it started
     reload_weights()
     if any(method.moe_kernel is None for method in experts):
-        raise RuntimeError("vLLM has not packed all experts again: restart it")
+        raise RuntimeError("vLLM has not packed all experts again: restart vLLM")
     sharing: dict[int, list[Any]] = {}
     for module in modules:
         if hasattr(module, "cpu_linear"):

@@ -1,6 +1,6 @@
-"""vLLM's OpenAI-compatible server, over HTTP.
+"""The engine for vLLM's OpenAI-compatible server, over HTTP. It is tested with vLLM 0.32.
 
-Tested with vLLM 0.32. For full models start it with ``VLLM_SERVER_DEV_MODE=1``; for adapters with
+For full models, start the server with ``VLLM_SERVER_DEV_MODE=1``. For adapters, start it with
 ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``.
 """
 
@@ -53,34 +53,37 @@ TAKEN: Final = f"{LOADING}-full-taken"
 
 
 class VLLMServer(ServerEngine):
-    """A vLLM server.
+    """Loads versions into a vLLM server.
 
-    New requests wait during a load. The mode decides about running requests: ``keep`` holds them,
-    and they continue with the new weights, their prefixes computed again; ``wait`` first finishes
-    them with the old weights; ``abort`` returns them unfinished. Before an adapter, ``keep`` works
-    like ``wait``. If a killed hook left the server during a load, nothing is finished: held
-    requests are kept, or aborted if they may need an adapter. See
+    New requests wait during a load. The mode decides what happens to running requests. With
+    ``keep`` the requests are held, and continue with the new weights after their prefixes are
+    computed again. With ``wait`` they are finished with the old weights before the load. With
+    ``abort`` they are returned unfinished. If the server has an adapter or will get one, ``keep``
+    works like ``wait``.
+
+    If a hook was killed during a load, the next hook does not let requests finish. It keeps held
+    requests, or aborts them if they may need an adapter. See
     :class:`~explorer_hooks.engines.server_engine.ServerEngine` for the promises and the other
     arguments.
 
-    Full models are loaded by syncd's own weight transfer, if it was started with
-    ``--weight-transfer-config '{"backend": "syncd"}'``, else by vLLM's ``reload_weights``.
-
-    It takes broadcasts if it was started with ``--worker-extension-cls`` and
-    :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
+    If the server was started with ``--weight-transfer-config '{"backend": "syncd"}'``, full models
+    are loaded by syncd's own weight transfer. Otherwise they are loaded by vLLM's
+    ``reload_weights``. The server can take broadcasts if it was started with
+    ``--worker-extension-cls`` and :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
     Args:
         url: the address of one server.
-        checksums: whether the server computes digests of its weights after each load; if a version
-            is loaded again, they must be the same as the first time. The server is paused
-            meanwhile, and reads all weights on one core. On a CPU some of its digests are those of
-            empty tensors.
-        sparse: whether to load only the elements that changed, if the server has syncd's weight
-            transfer, and deltas lead from its version to the new one. Otherwise all are loaded.
-        options: those of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
+        checksums: whether the server computes digests of its weights after each load. If a version
+            is loaded again, its digests must be equal to those of its first load. The server stays
+            paused meanwhile, and reads all weights on one core. If the server runs on a CPU, some
+            of its digests are digests of empty tensors.
+        sparse: whether to load only the changed elements, if the server has syncd's weight transfer
+            and deltas lead from its version to the new version. Otherwise all elements are loaded.
+        options: the options of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
 
     Raises:
-        InvalidSettingsError: no address, an unknown mode, or no model folder.
+        InvalidSettingsError: ``url`` is not an address, ``mode`` is unknown, or ``base`` is not a
+            model folder.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("keep", "wait", "abort")
@@ -105,9 +108,9 @@ class VLLMServer(ServerEngine):
     def workers(self) -> int:
         """The number of the server's ranks in a weight group; 0 if it cannot take broadcasts.
 
-        It is 0 before :meth:`attach`, and read at the first use after it. The first answer takes a
-        server seconds, because it examines its host. Reading it also removes leftovers of a killed
-        hook: its place in a group, and received weights.
+        Before :meth:`attach` it is 0. The first use after :meth:`attach` asks the server, which
+        needs seconds to answer, because the server examines its host. The first use also cleans up
+        after a killed hook: the workers leave a weight group, and release received weights.
         """
         if self._world is None:
             try:
@@ -119,28 +122,27 @@ class VLLMServer(ServerEngine):
         return self._world
 
     def attach(self) -> None:
-        """As any server's; its workers are counted at the first use."""
+        """Attach as any server does. The workers are counted later, at the first use."""
         super().attach()
         self._world = None
         self._workers.half_loaded = self._model_is_torn
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
-        """Have the workers receive a transfer, and then load it.
+        """Let the workers receive a transfer, and then load it.
 
-        No worker changes before all of them have received everything. Until then an error leaves
-        the server's weights unchanged.
+        No worker changes its weights before all workers have received the whole transfer.
 
         Raises:
-            BroadcastError: it did not arrive; the weights are unchanged. The cause is an
-                EngineMismatchError if it does not fit.
-            EngineBrokenError: it arrived, but some worker may not have loaded it: the server stays
-                paused until it is given a version.
+            BroadcastError: the transfer did not arrive. The weights are unchanged. If the transfer
+                does not fit the model, the error's ``__cause__`` is an EngineMismatchError.
+            EngineBrokenError: the transfer arrived, but a worker may not have loaded it. The server
+                stays paused until a version is loaded.
         """
         self._workers.receive(rendezvous, rank_offset, deadline)
         self._take_received(label_received(rendezvous), self._load_received)
 
     def leave(self) -> None:
-        """Have the workers leave the weight group, and release received weights."""
+        """Let the workers leave the weight group, and release received weights."""
         if self._world:
             self._workers.leave()
 
@@ -149,7 +151,7 @@ class VLLMServer(ServerEngine):
         return workers_of(config.get("parallel_config") or {}) if config is not None else 0
 
     def _find_config(self) -> dict[str, Any] | None:
-        """Its configuration; None if it reports none. Asked once: the answer takes seconds."""
+        """The server's configuration; None if unknown. Cached, because an answer takes seconds."""
         if self._config is None and self._server.has(_OPTIONS):
             told = self._server.ask(
                 _OPTIONS, params={"config_format": "json"}, timeout=self._load_timeout
@@ -169,12 +171,12 @@ class VLLMServer(ServerEngine):
     # -- weights from folders ----------------------------------------------------------------------
 
     def check(self, version: LeasedVersion) -> None:
-        """As any server's; also check that vLLM's reload changes all of the model's weights.
+        """Check as for any server, and check that vLLM's reload changes all weights of the model.
 
         Raises:
-            EngineMismatchError: it does not fit; the server does not take its kind; or vLLM runs on
-                a CPU without the extension, and would keep some of the old weights.
-            ServerUnreachableError: it does not answer.
+            EngineMismatchError: the version does not fit, or its kind is not supported. Or vLLM
+                runs on a CPU without syncd's extension, and would keep some of the old weights.
+            ServerUnreachableError: the server does not answer.
         """
         super().check(version)
         if version.kind != "full":
@@ -188,10 +190,10 @@ class VLLMServer(ServerEngine):
             raise
 
     def load(self, version: LeasedVersion) -> None:
-        """As any server's; also note the label of its weights, if only a part may be loaded.
+        """Load as any server does; with ``sparse``, load only changed elements if possible.
 
         Raises:
-            ServerError: as any server's.
+            ServerError: see :meth:`ServerEngine.load`.
         """
         self._deltas_from = None
         if self._sparse and version.kind == "full":
@@ -211,7 +213,7 @@ class VLLMServer(ServerEngine):
         super().load(version)
 
     def _has_transfer(self) -> bool:
-        """Whether it loads folders by syncd's weight transfer."""
+        """Whether the server loads folders by syncd's weight transfer."""
         if self._transfers is None:
             self._transfers = self._session.is_there(self._told_config())
         return self._transfers
@@ -236,7 +238,7 @@ class VLLMServer(ServerEngine):
             raise InvalidSettingsError(f"{self._whose} has no route to generate a test token")
         if self._checksums:
             self._server.require(
-                _CHECKER, "this vLLM cannot digest its weights; going on without checksums"
+                _CHECKER, "this vLLM cannot compute checksums of its weights; use checksums=False"
             )
         adapters = {"adapter"} if self._server.has(_LOAD_ADAPTER) else set()
         return frozenset({"full"} | adapters)
@@ -296,7 +298,7 @@ class VLLMServer(ServerEngine):
         told = self._server.ask(_RESET, params=params, timeout=self._load_timeout)
         if isinstance(told, dict) and told.get("success") is False:
             raise ServerRefusedError(
-                "its prefix cache still holds entries of the old weights", answer=told
+                "the prefix cache still holds entries of the old weights", answer=told
             )
         if self._transfers and self._server.has(_RESET_ENCODER):
             self._server.ask(_RESET_ENCODER)  # reload_weights does it by itself
@@ -340,18 +342,20 @@ class VLLMServer(ServerEngine):
             spans = _first_choice(told).get("weight_versions") or []
             said = {span.get("version") for span in spans if isinstance(span, dict)}
             if said - {None, name}:
-                raise ServerRefusedError(f"it generates with {said}, not with {name}", answer=told)
+                raise ServerRefusedError(
+                    f"the server generates with {said}, not with {name}", answer=told
+                )
         else:
             body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0}
             told = self._server.ask(_COMPLETE, body, timeout=self._load_timeout)
             if not _first_choice(told):
-                raise ServerRefusedError("it generates no token", answer=told)
+                raise ServerRefusedError("the server generates no token", answer=told)
 
     def _base_name(self) -> str:
         for model in self._models():
             if not model.get("parent"):
                 return str(model.get("id"))
-        raise ServerRefusedError("it lists no model")
+        raise ServerRefusedError("the server lists no model")
 
     def _loaded_well(self, version: LeasedVersion) -> None:
         if not self._checksums:
@@ -365,8 +369,8 @@ class VLLMServer(ServerEngine):
         self._digests = dict([*self._digests.items(), (key, before)][-2:])
         if before != found:
             raise ServerRefusedError(
-                f"the digests of its weights of version {version.sequence} differ from those after "
-                "the first load of this version",
+                f"the digests of the server's weights of version {version.sequence} differ from "
+                "those after the first load of this version",
                 answer=told,
             )
 

@@ -1,4 +1,4 @@
-"""Loads through syncd's weight transfer in a vLLM server, by vLLM's HTTP interface. No torch."""
+"""Load folders by syncd's weight transfer in a vLLM server, over HTTP. Needs no torch."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ DeltasFrom = Callable[[str, str], Sequence[Path]]
 
 
 class TransferSession:
-    """The weight transfer of one server.
+    """Drives the weight transfer of one server.
 
     Args:
-        server: to ask.
-        whose: the server, for messages.
-        timeout: limit in seconds of each request.
+        server: the server to send requests to.
+        whose: the server's name, for messages.
+        timeout: limit in seconds for each request.
     """
 
     def __init__(self, server: HttpServer, whose: str, timeout: float) -> None:
@@ -44,7 +44,7 @@ class TransferSession:
         self._said: str | None = None
 
     def is_there(self, config: Mapping[str, Any] | None) -> bool:
-        """Whether the server has the transfer; if it was asked for, the log says why it has not.
+        """Whether the server has the transfer. If it is configured but unusable, log the reason.
 
         Args:
             config: the server's configuration; None if it does not report one.
@@ -65,7 +65,7 @@ class TransferSession:
         told = self._server.ask(_VERSION) if self._server.has(_VERSION) else None
         version = told.get("version") if isinstance(told, dict) else None
         if not str(version).startswith(INTERFACE):
-            return f"is vLLM {version}, and its weight transfer is of vLLM {INTERFACE}x"
+            return f"is vLLM {version}, and syncd's weight transfer is for vLLM {INTERFACE}x"
         for route in (_INIT, _START, _UPDATE, _FINISH):
             if not self._server.has(route):
                 return f"has no {route}"
@@ -74,18 +74,18 @@ class TransferSession:
         return None
 
     def load(self, folder: str, name: str, deltas_from: DeltasFrom | None = None) -> None:
-        """Have all workers load a folder, and label the weights.
+        """Let all workers load a folder, and label the weights.
 
         Args:
-            folder: as the workers see it.
+            folder: the path of the folder on the workers' hosts.
             name: the label.
             deltas_from: finds deltas to the folder; None to load all elements.
 
         Raises:
-            ServerRefusedError: some worker failed: unless the message says otherwise, the model is
-                torn.
-            ServerError: the server does not answer, or gave an unexpected answer: the model may be
-                torn.
+            ServerRefusedError: a worker failed. The model may have parts of two versions, except if
+                the message says that the weights are unchanged.
+            ServerError: the server does not answer, or gave an unexpected answer. The model may
+                have parts of two versions.
         """
         self._ask(_INIT, {"init_info": {}})
         held = self._open()
@@ -101,7 +101,8 @@ class TransferSession:
         states = self._state()
         if any(one["holds"] != name for one in states):
             raise ServerRefusedError(
-                f"{self._whose} did not keep {folder}: is another hook loading into it?"
+                f"{self._whose} does not have {folder} after its load: another hook may be loading "
+                "into it"
             )
         if deltas_from is not None:
             why = states[0]["why_full"]
@@ -110,11 +111,11 @@ class TransferSession:
         self._ask(_FINISH, {"weight_version": name})
 
     def _open(self) -> tuple[str, str] | None:
-        """Start an update, unless a killed hook has left one open.
+        """Start an update. If a killed hook has left an update open, continue that update.
 
         Returns:
-            The label of the weights that all workers have, and the digest of their tensors; None if
-            these are unknown.
+            The label of the weights that all workers have, and the digest of their tensors. None if
+            the workers have different or unknown weights.
         """
         states = self._state()
         held = {(one["holds"], one["content"]) for one in states}
@@ -130,7 +131,7 @@ class TransferSession:
             try:
                 self._ask(_FINISH, {})  # the workers that did not raise the last error
             except ServerRefusedError as refused:
-                log.debug("as expected of the worker that raised it: %s", refused)
+                log.debug("a worker that had ended the update refused, as expected: %s", refused)
         self._ask(_START)
         return known
 

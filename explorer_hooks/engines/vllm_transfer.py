@@ -1,7 +1,7 @@
-"""syncd's weight transfer inside vLLM's workers: loads a version's folder, on all workers or none.
+"""syncd's weight transfer inside vLLM's workers: loads a version's folder into all workers.
 
-Written for the interface of vLLM 0.32. Start vLLM with
-``--weight-transfer-config '{"backend": "syncd"}'``; :mod:`.vllm_plugin` registers the transfer, and
+It uses the interface of vLLM 0.32. Start vLLM with
+``--weight-transfer-config '{"backend": "syncd"}'``. :mod:`.vllm_plugin` registers the transfer, and
 :mod:`.vllm_session` drives it.
 """
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TransferInit:
-    """The arguments of ``/init_weight_transfer_engine``: none."""
+    """The arguments of ``/init_weight_transfer_engine``. There are no arguments."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class FolderUpdate:
     """The arguments of ``/update_weights``.
 
     Attributes:
-        folder: a model folder that every worker sees by this path, and that stays until the end.
-        label: the name of its weights.
-        deltas: the folders of the deltas that lead to it from the version that the workers have, in
-            order, to load only the elements that changed; empty to load all.
+        folder: a model folder that every worker sees under this path. It must stay during the load.
+        label: the name of the folder's weights.
+        deltas: the folders of the deltas from the workers' version to the new version, in order.
+            If there are any, only the changed elements are loaded.
     """
 
     folder: str
@@ -52,19 +52,19 @@ class FolderUpdate:
 class FolderTransfer:
     """Loads the weights of a folder into one worker's model.
 
-    First every worker compares the folder's files with its manifest: sizes, headers, and that no
-    other weights are there. Only if all agree the first one changes its model. The whole load is
-    one call, so a client that dies between two calls leaves no half of it.
+    First, every worker compares the folder with its manifest: the sizes and headers of the files,
+    and the list of weight files. The workers change their models only if all comparisons succeed.
+    The whole load is one call, so a client that dies cannot leave a half load.
 
-    If any worker fails, only the last one raises the error: vLLM stops reading answers at the first
-    error, and would take the unread ones for the answers to the next call. So a client cannot just
-    try whether an update is open; it calls this object by ``collective_rpc``, under vLLM's name for
-    it.
+    If any worker fails, only the last worker raises the error. The reason: vLLM stops reading
+    answers at the first error, and takes the unread answers for answers to the next call. A client
+    gets the state of each worker by ``collective_rpc``, with vLLM's name for this object as the
+    method.
 
     Args:
         config: vLLM's ``WeightTransferConfig``.
-        vllm_config: of the worker.
-        device: of the worker.
+        vllm_config: the worker's configuration.
+        device: the worker's device.
         model: the worker's module.
     """
 
@@ -89,13 +89,13 @@ class FolderTransfer:
         self._why_full: str | None = None
 
     def __call__(self) -> dict[str, object]:
-        """The state of this worker.
+        """Report the state of this worker.
 
         Returns:
-            ``is_open``: whether an update was started and not finished; ``holds``: the label of the
-            weights that it loaded last, None before the first load and after a failed one;
-            ``content``: the digest of the tensors of that version, if it has digests;
-            ``why_full``: the reason why the last load was one of all elements, None if it was not.
+            ``is_open``: whether an update was started and not finished. ``holds``: the label of the
+            loaded weights; None before the first load and after a failed load. ``content``: the
+            digest of the tensors of that version; None if it has no digests. ``why_full``: the
+            reason why the last load was of all elements; None if only changed elements were loaded.
         """
         content = content_of(self._manifest) if self._manifest is not None else None
         return {
@@ -111,19 +111,19 @@ class FolderTransfer:
         return TransferInit()
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Do nothing: there is no connection to make."""
+        """Do nothing, because the transfer needs no connection."""
 
     def start_weight_update(self) -> None:
-        """Note that an update was started; the model is not touched."""
+        """Note that an update was started, without changing the model."""
         self._is_open = True
 
     def update_weights(self, update_info: Mapping[str, object]) -> None:
-        """Check and load a folder, on all workers or, unless a load itself fails, on none.
+        """Check a folder on all workers, and load it if no check has failed.
 
         vLLM's base class would call ``torch.accelerator.synchronize``, which fails on a CPU.
 
         Raises:
-            RuntimeError: on the last worker: some worker failed.
+            RuntimeError: a worker failed. Only the last worker raises this error.
         """
         failed = None
         try:
@@ -147,7 +147,7 @@ class FolderTransfer:
             self._holds, self._manifest = update.label, manifest
 
     def _patches(self, update: FolderUpdate) -> list[Any] | None:
-        """The changed elements, if all workers can load only these; the model is not touched."""
+        """Read the changed elements; None if a worker must load all elements."""
         why, patches = "no deltas lead to it", None
         if update.deltas:
             try:
@@ -162,7 +162,7 @@ class FolderTransfer:
         return None if reasons else patches
 
     def _patched(self, patches: list[Any]) -> bool:
-        """Load the changed elements; False if vLLM failed, and all must be loaded."""
+        """Load the changed elements; return False if vLLM failed, so that all must be loaded."""
         loader = importlib.import_module("vllm.model_executor.model_loader.checkpoint_weight_patch")
         try:
             loader.load_checkpoint_weight_patches(
@@ -175,10 +175,10 @@ class FolderTransfer:
         return True
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
-        """Load a folder by vLLM's own loader, which reads only what this worker's shard needs.
+        """Load a folder by vLLM's own loader, which reads only the parts that this worker needs.
 
         Raises:
-            Exception: an error of vLLM; the model is torn.
+            Exception: vLLM failed. The model may have parts of two versions.
         """
         inplace = importlib.import_module("vllm.model_executor.model_loader.reload.inplace")
         reload_whole(
@@ -199,19 +199,19 @@ class FolderTransfer:
         self._is_open = False
 
     def reset_weight_update_target(self) -> None:
-        """Do nothing: the target is always the main model."""
+        """Do nothing, because the target is always the main model."""
 
     def drain_pending(self) -> None:
-        """Do nothing: a returned update is loaded."""
+        """Do nothing, because an update is complete when its call returns."""
 
     def shutdown(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing, because there are no resources to release."""
 
     def _all_agree(self, failed: str | None) -> bool:
-        """Tell all workers whether this one has failed; return whether none has.
+        """Tell all workers whether this worker has failed; return True if no worker has failed.
 
         Raises:
-            RuntimeError: on the last worker: some worker has failed.
+            RuntimeError: a worker has failed. Only the last worker raises this error.
         """
         wrong = sorted({one for one in self._gather(failed) if one is not None})
         group = _all_workers()
@@ -221,7 +221,7 @@ class FolderTransfer:
         return not wrong
 
     def _gather(self, mine: str | None) -> list[str | None]:
-        """The words of each worker."""
+        """Exchange a text between all workers; return the texts of all workers."""
         group = _all_workers()
         said: list[str | None] = [None] * group.world_size
         torch.distributed.all_gather_object(said, mine, group=group.cpu_group)
@@ -235,18 +235,21 @@ def _all_workers() -> Any:
 def check_files(update: FolderUpdate) -> Manifest | None:
     """Compare the files of a folder with its manifest, without reading the weights.
 
-    A folder without a manifest, such as the one that vLLM was started with, is not compared.
+    If the folder has no manifest, nothing is compared. An example is the folder that vLLM was
+    started with.
 
     Returns:
-        The manifest; None without one.
+        The manifest; None if the folder has no manifest.
 
     Raises:
-        VerificationError: a file is missing, changed or too many.
+        VerificationError: a file is missing or changed, or there is an extra file.
         OSError: the folder, or a file in it, cannot be read.
     """
     storage, folder = Storage(), Path(update.folder)
     if folder.is_absolute() and not folder.is_dir():  # vLLM would look for it on the hub
-        raise FileNotFoundError(f"{folder} is not there: workers must see it by the same path")
+        raise FileNotFoundError(
+            f"{folder} does not exist on this worker: all workers must see it under the same path"
+        )
     if MANIFEST not in storage.names(folder):
         return None
     manifest = read_manifest(storage, folder)
@@ -259,17 +262,17 @@ def check_files(update: FolderUpdate) -> Manifest | None:
 
 
 class OtherInterface:
-    """Stands in for the transfer in another vLLM, and transfers nothing.
+    """Replaces the transfer in another release of vLLM, and transfers nothing.
 
-    syncd then loads versions by ``reload_weights``.
+    syncd loads versions by ``reload_weights`` in such a release.
     """
 
     supports_draft_weight_update: ClassVar[bool] = False
 
     def __init__(self, *_: object, **__: object) -> None:
         log.warning(
-            "syncd's weight transfer is written for vLLM 0.32, and this is another release: "
-            "versions are loaded by reload_weights"
+            "syncd's weight transfer is for vLLM 0.32, and this is another release: loading "
+            "versions by reload_weights"
         )
 
     def shutdown(self) -> None:

@@ -1,7 +1,7 @@
-"""Methods that syncd adds to vLLM's workers: broadcasts, and reloads that are right on a CPU.
+"""Methods that syncd adds to vLLM's workers: broadcasts, and reloads that are correct on a CPU.
 
-Start vLLM with ``--worker-extension-cls explorer_hooks.engines.vllm_worker.SyncdWorker``: vLLM adds
-the class to its own worker class. :mod:`.vllm_workers` calls it, by ``collective_rpc``.
+Start vLLM with ``--worker-extension-cls explorer_hooks.engines.vllm_worker.SyncdWorker``. vLLM then
+adds the class to its own worker class. :mod:`.vllm_workers` calls it by ``collective_rpc``.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Answer = dict[str, object]
 
 
 class SyncdWorker:
-    """The methods that vLLM's worker gets.
+    """The methods that syncd adds to vLLM's worker.
 
-    Received weights stay in host memory (the size of the whole model on each worker) until a
-    separate call loads them, so that all workers have them before the first one changes.
+    Received weights stay in host memory until a separate call loads them. So all workers have the
+    weights before the first worker changes. Each worker needs host memory for the whole model.
 
-    No method raises: after an error vLLM leaves the answers of the other workers unread, and takes
-    them for the answers to the next call. The answer holds the error as ``failed``, and as
-    ``misfits`` whether the transfer does not fit the model.
+    No method raises an error. The reason: after an error vLLM does not read the answers of the
+    other workers, and takes these answers for answers to the next call. Instead, the answer holds
+    the error as ``failed``. Its ``misfits`` is True if the transfer does not fit the model.
     """
 
     _syncd_membership: Membership | None = None
@@ -55,12 +55,12 @@ class SyncdWorker:
         reload_weights: Callable[..., None]
 
     def syncd_receive(self, rendezvous: str, rank_offset: int, deadline: float) -> Answer:
-        """Join the weight group, and receive a transfer; the model is not touched.
+        """Join the weight group, and receive a transfer, without changing the model.
 
         Args:
-            rendezvous: the record, as JSON.
+            rendezvous: the record with the group's address, as JSON.
             rank_offset: the group rank of the engine's first worker.
-            deadline: the limit in seconds of joining, and of the transfer.
+            deadline: the limit in seconds for joining, and the same limit for the transfer.
         """
         member = self._syncd_membership
         if member is None:
@@ -76,12 +76,12 @@ class SyncdWorker:
         )
 
     def syncd_load(self) -> Answer:
-        """Load the received weights; if that fails, the model is torn."""
+        """Load the received weights. After a failure the model may have parts of two versions."""
         member = self._syncd_membership or Membership()
         return _answer(lambda: _reload(self, weights_iterator=member.take()))
 
     def syncd_load_folder(self, folder: str) -> Answer:
-        """Load a model folder; if that fails, the model is torn."""
+        """Load a model folder. After a failure the model may have parts of two versions."""
         return _answer(lambda: _reload(self, weights_path=folder))
 
     def syncd_leave(self) -> Answer:
@@ -111,16 +111,17 @@ class Membership:
         """Receive a whole transfer.
 
         Args:
-            rendezvous: the record of its group.
-            rank: this worker's rank.
-            deadline: the limit in seconds of joining, and of the transfer.
-            device: the worker's; gloo moves host memory alone.
-            model: the folder that the worker has loaded, which the transfer must fit. If it is no
-                folder of this host, nothing is compared.
+            rendezvous: the record of the transfer's group.
+            rank: this worker's rank in the group.
+            deadline: the limit in seconds for joining, and the same limit for the transfer.
+            device: the worker's device. With gloo the transfer uses host memory nevertheless.
+            model: the folder that the worker has loaded; the transfer must fit its model. If it is
+                not a folder of this host, nothing is compared.
 
         Raises:
-            BroadcastError: it did not arrive everywhere, or does not fit (then the cause says so);
-                this worker has left the group.
+            BroadcastError: the transfer did not arrive at every member, or does not fit. This
+                worker has left the group. If the transfer does not fit, the error's ``__cause__``
+                is an EngineMismatchError.
         """
         self._received = None
         if self._fits is None:
@@ -138,7 +139,7 @@ class Membership:
         self._received = chain((first,), arriving)
 
     def take(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the received weights, once."""
+        """Return the received weights, and forget them."""
         received, self._received = self._received, None
         if received is None:
             raise RuntimeError(
@@ -154,7 +155,7 @@ class Membership:
     def _check(self, meta: WeightMeta) -> None:
         if self._fits is not None:
             given = {one.name: TensorSpec(one.dtype, one.shape) for one in meta.tensors}
-            self._fits.check_tensors(given, "what is broadcast")
+            self._fits.check_tensors(given, "the broadcast")
 
 
 def _reload(worker: SyncdWorker, **source: object) -> None:
@@ -173,6 +174,6 @@ def _answer(call: Callable[[], None]) -> Answer:
         misfits = isinstance(error.__cause__, EngineMismatchError)
         return {"failed": str(error), "misfits": misfits}
     except Exception as error:
-        log.exception("a call by syncd has failed")
+        log.exception("a call of syncd's worker extension has failed")
         return {"failed": repr(error)}
     return {"failed": None}

@@ -1,8 +1,8 @@
-"""All workers of a vLLM, and calls of :class:`~.vllm_worker.SyncdWorker`'s methods. No torch.
+"""Call the methods of :class:`~.vllm_worker.SyncdWorker` on all workers of a vLLM. No torch.
 
 Broadcasts do not use vLLM's own ``nccl`` transfer, for three reasons. Its waits have no deadline,
-so a trainer that dies in one leaves the server hanging. It changes the model before everything has
-arrived. It is for GPUs alone.
+so the server hangs if the trainer dies during a transfer. It changes the model before all weights
+have arrived. It works only on GPUs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def workers_of(parallel_config: object) -> int:
     """The number of a vLLM's ranks in a weight group; 0 if it cannot take broadcasts.
 
     Args:
-        parallel_config: vLLM's object, or a dict of its JSON.
+        parallel_config: vLLM's ParallelConfig, or a dict with its fields.
     """
     told = _fields(parallel_config)
     if told.get("worker_extension_cls") != EXTENSION:
@@ -61,7 +61,8 @@ def workers_of(parallel_config: object) -> int:
     if told.get("data_parallel_size") != 1:
         # With data parallelism vLLM returns only the answers of one replica.
         log.warning(
-            "a vLLM with --data-parallel-size above 1 takes no broadcasts: it loads from files"
+            "a vLLM with --data-parallel-size above 1 takes no broadcasts; loading versions from "
+            "files"
         )
         return 0
     size = told.get("world_size")
@@ -69,21 +70,21 @@ def workers_of(parallel_config: object) -> int:
 
 
 def _fields(config: object) -> Mapping[str, object]:
-    """The fields of a configuration of vLLM, which may be a dict of its JSON."""
+    """The fields of a configuration of vLLM, which may be an object or a dict."""
     if isinstance(config, dict):
         return config
     return vars(config) if config is not None else {}
 
 
 class VLLMWorkers:
-    """The workers of one vLLM; for broadcasts it must have the extension.
+    """Calls the workers of one vLLM. For broadcasts the vLLM must have syncd's extension.
 
     Args:
-        rpc: calls a method of all of them.
-        whose: the vLLM, for messages.
+        rpc: calls a method of all workers.
+        whose: the vLLM's name, for messages.
 
     Attributes:
-        half_loaded: whether the last load has failed, or may have.
+        half_loaded: whether the last load has failed, or may have failed.
     """
 
     def __init__(self, rpc: CollectiveRpc, whose: str) -> None:
@@ -96,17 +97,17 @@ class VLLMWorkers:
     def check_reload(self, version: LeasedVersion, vllm_config: object) -> None:
         """Check that a reload will change the whole model, and choose how the workers load it.
 
-        On a CPU vLLM 0.32 keeps packed copies of weights. Its own reload leaves some of them
-        unchanged: those of an output layer that is tied to the embedding, and of experts. The
-        extension packs them again; without it such a model is refused.
+        On a CPU, vLLM 0.32 keeps packed copies of weights. vLLM's own reload leaves some of these
+        copies unchanged: those of experts, and of an output layer that is tied to the embedding.
+        syncd's extension packs them again. Without the extension such a model is refused.
 
         Args:
             version: the version, of kind ``full``.
-            vllm_config: vLLM's object, or a dict of its JSON; None if it is unknown.
+            vllm_config: vLLM's VllmConfig, or a dict with its fields; None if it is unknown.
 
         Raises:
             EngineMismatchError: a part of the model would keep its old weights.
-            OSError: storage failed while the model's config was read.
+            OSError: the model's config could not be read.
         """
         told = _fields(vllm_config)
         device = _fields(told.get("device_config")).get("device")
@@ -115,7 +116,7 @@ class VLLMWorkers:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "%s does not report whether it runs on a CPU: if it does, it may keep old "
+                    "%s does not report whether it runs on a CPU: on a CPU it may keep the old "
                     "weights of a tied output layer, or of experts, after a reload",
                     self._whose,
                 )
@@ -128,23 +129,23 @@ class VLLMWorkers:
                     f"{named(version)} is not loaded into {self._whose}, which runs on a CPU: "
                     f"{stays}, which vLLM's own reload leaves wrong. Start the server with "
                     f'--weight-transfer-config \'{{"backend": "syncd"}}\' (an LLM in this process '
-                    f"with --worker-extension-cls {EXTENSION}), or start it anew from each "
-                    "version's folder (syncd follow --command)"
+                    f"with --worker-extension-cls {EXTENSION}), or restart it from each version's "
+                    "folder (syncd follow --command)"
                 )
 
     def load_folder(self, folder: str, timeout: float) -> None:
-        """Have all workers load a model folder. Only on a CPU this needs the extension.
+        """Let all workers load a model folder. On a CPU this can need syncd's extension.
 
-        After a failed load they load the folder twice, because vLLM 0.32 counts the layers of the
-        failed load as a part of the next one, and silently leaves out the rest of them.
+        If the last load has failed, the workers load the folder twice. The reason: vLLM 0.32 counts
+        the layers of the failed load as part of the next load, and silently skips other layers.
 
         Args:
-            folder: as the workers see it.
-            timeout: limit in seconds of each load.
+            folder: the path of the folder on the workers' hosts.
+            timeout: limit in seconds for each load.
 
         Raises:
-            ServerRefusedError: some worker failed: the model is torn.
-            Exception: an error of the call itself: the model may be torn.
+            ServerRefusedError: a worker failed. The model may have parts of two versions.
+            Exception: the call itself failed. The model may have parts of two versions.
         """
         times = 2 if self.half_loaded else 1
         self.half_loaded = True
@@ -156,16 +157,17 @@ class VLLMWorkers:
         self.half_loaded = False
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
-        """Have all workers receive a transfer, and keep it in memory; the model is not touched.
+        """Let all workers receive a transfer into memory, without changing the model.
 
         Args:
             rendezvous: the record with the group's address.
             rank_offset: the group rank of the first worker.
-            deadline: the limit in seconds of joining, and of the transfer.
+            deadline: the limit in seconds for joining, and the same limit for the transfer.
 
         Raises:
-            BroadcastError: some worker did not receive it; all have left the group. The cause is an
-                EngineMismatchError if the transfer does not fit the model.
+            BroadcastError: a worker did not receive the transfer. All workers have left the group.
+                If the transfer does not fit the model, the error's ``__cause__`` is an
+                EngineMismatchError.
         """
         if self.half_loaded:
             raise BroadcastError(
@@ -180,7 +182,9 @@ class VLLMWorkers:
             failed = self._ask("syncd_receive", kwargs, 2 * deadline)
         except Exception as error:
             self.leave()
-            raise BroadcastError(f"{self._whose} did not take part: {error}") from error
+            raise BroadcastError(
+                f"{self._whose} did not take part in the transfer: {error}"
+            ) from error
         if failed:
             self.leave()
             why = f"{self._whose}: {_told(failed)}"
@@ -188,14 +192,14 @@ class VLLMWorkers:
             raise BroadcastError(why) from EngineMismatchError(why) if misfits else None
 
     def load(self, timeout: float) -> None:
-        """Have all workers load the received weights.
+        """Let all workers load the received weights.
 
         Args:
-            timeout: seconds.
+            timeout: the limit in seconds.
 
         Raises:
-            EngineBrokenError: some worker failed: the model is torn.
-            Exception: an error of the call itself: the weights are unknown.
+            EngineBrokenError: a worker failed. The model may have parts of two versions.
+            Exception: the call itself failed. The weights are unknown.
         """
         self.half_loaded = True
         failed = self._ask("syncd_load", {}, timeout)
@@ -206,7 +210,7 @@ class VLLMWorkers:
         self.half_loaded = False
 
     def leave(self) -> None:
-        """Have the workers leave the group, and release received weights; raises nothing."""
+        """Let the workers leave the group, and release received weights. This raises no error."""
         try:
             failed = _told(self._ask("syncd_leave", {}, 0))
         except Exception as error:  # noqa: BLE001 # an LLM may raise anything; logging it is all that can be done
@@ -217,7 +221,7 @@ class VLLMWorkers:
     def _ask(
         self, method: str, kwargs: dict[str, object], timeout: float
     ) -> list[Mapping[str, object]]:
-        """The answers of the workers that failed."""
+        """Call a method of all workers; return the answers of the workers that failed."""
         told = self._rpc(method, kwargs, timeout + _GRACE)
         answers = told if isinstance(told, list) else []
         if not answers or not all(isinstance(one, dict) and "failed" in one for one in answers):
@@ -226,15 +230,15 @@ class VLLMWorkers:
 
 
 def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
-    """True if vLLM finds tensors by the names of a version.
+    """Whether vLLM finds tensors by the names that they have in a version.
 
-    It was measured with vLLM 0.32: for the types in ``_BY_BOTH`` vLLM finds experts by the
-    trainer's names, too. It may do so for other types; if not, it fails in the middle of the load.
+    vLLM finds tensors by the names of the checkpoint that it was started with. For the model types
+    in ``_BY_BOTH``, vLLM 0.32 also finds experts by the trainer's names (measured). Other types may
+    work too, but are not allowed, because vLLM could fail in the middle of the load.
 
     Args:
-        version: to load.
-        fits: the model that this vLLM serves, if known. It finds tensors by the names of the
-            checkpoint that it was started with.
+        version: the version to load.
+        fits: compares with the model that this vLLM serves; None if that model is unknown.
     """
     if version.kind != "full" or fits is None or fits.has_names_of(version):
         return True
@@ -243,7 +247,7 @@ def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
 
 
 def _config_of(version: LeasedVersion) -> object:
-    """The model's config; None if it has none that can be read.
+    """Read the model's config; None if there is no readable config.
 
     Raises:
         OSError: storage failed.
@@ -257,10 +261,10 @@ def _config_of(version: LeasedVersion) -> object:
 
 
 def _left_by_reload(version: LeasedVersion) -> str | None:
-    """Weights that vLLM's own reload leaves wrong on a CPU, in words; None if there are none.
+    """Describe the weights that vLLM's own reload leaves wrong on a CPU; None if there are none.
 
-    A config without ``tie_word_embeddings`` may mean tied layers, because transformers before 5
-    writes it only if it is False.
+    If the config has no ``tie_word_embeddings``, the layers may be tied, because transformers
+    before release 5 writes this key only if it is False.
 
     Raises:
         OSError: the config cannot be read.
@@ -278,17 +282,17 @@ def _left_by_reload(version: LeasedVersion) -> str | None:
         return "its output layer is tied to the embedding"
     said = [each.get("tie_word_embeddings") for each in parts]
     if True in said or False not in said:
-        return f"its output layer is, or may be (see its {MODEL_CONFIG}), tied to the embedding"
+        return f"its output layer may be tied to the embedding (see its {MODEL_CONFIG})"
     return None
 
 
 def _told(failed: list[Mapping[str, object]]) -> str:
-    """The errors of the workers; empty if there are none."""
+    """Join the errors of workers to one text; empty if there are no errors."""
     return "; ".join(sorted({str(one["failed"]) for one in failed}))
 
 
 def label_received(rendezvous: Rendezvous) -> str:
-    """The name of received weights in a server: their step, and their save."""
+    """The label of received weights in a server: their step and their save."""
     saved = SaveId.parse(rendezvous.save_id)
     step = f"step-{saved.step}-" if saved is not None else ""
     return f"{step}broadcast-{rendezvous.save_id}"

@@ -176,7 +176,7 @@ def test_a_private_certificate_is_trusted_if_its_authority_is_given(
             url = f"https://127.0.0.1:{server.server_port}"
             ended = follow(job.layout.root, "--url", url)
             assert isinstance(ended.exception, ServerUnreachableError)
-            assert "does not trust its certificate" in str(ended.exception)
+            assert "does not trust the server's certificate" in str(ended.exception)
             ended = follow(job.layout.root, "--url", url, "--cacert", certificate)
             assert "has no POST /pause_generation" in str(ended.exception)  # so it was read
         finally:

@@ -480,7 +480,7 @@ def test_with_caches_of_the_weights_before_it_stays_paused_also_for_the_next_hoo
     fake.faults["/flush_cache"] = "something runs"
     with pytest.raises(ServerBusyError):
         engine.reset_cache()
-    with pytest.raises(EngineBrokenError, match="its caches are of the previous weights"):
+    with pytest.raises(EngineBrokenError, match="its caches hold results of the previous weights"):
         engine.resume()
     assert fake.is_paused
     assert fake.weight_version.startswith(LOADING)

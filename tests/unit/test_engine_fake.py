@@ -55,7 +55,7 @@ def test_it_fails_where_it_is_told_and_no_more_often(engine: FakeEngine, tmp_pat
         engine.load(first)
     with pytest.raises(SyncdError, match="no weights"):
         engine.answer()
-    with pytest.raises(ValueError, match="no method"):
+    with pytest.raises(ValueError, match="not a method"):
         engine.fail("loads", OSError())
 
 

@@ -85,7 +85,7 @@ def test_a_cast_is_made_only_where_it_is_asked_for(net: Net, tmp_path: Path) -> 
         "one.weight": TensorBytes("F32", (4, 3), bits(torch.randn(4, 3))),
     }
     version = made(tmp_path, tensors)
-    with pytest.raises(EngineMismatchError, match=r"one\.weight is F32, the module has"):
+    with pytest.raises(EngineMismatchError, match=r"one\.weight is F32, but the module has"):
         TorchModule(net).check(version)
     for in_place in ("staged", "direct"):
         net.one.weight.data.zero_()
@@ -111,7 +111,7 @@ def test_tied_weights_must_be_one_value_in_the_version_too(net: Net, tmp_path: P
     read = sum(len(given[1]) for name, given in storage.calls if name == "pread_into")
     assert read == len(truth.content)  # once
     other = random_tensors({"two.weight": SPECS["one.weight"]}, 2)["two.weight"]
-    with pytest.raises(EngineMismatchError, match="different values, and are one tensor"):
+    with pytest.raises(EngineMismatchError, match="different values, but are one tensor"):
         TorchModule(net).check(made(tmp_path, {"one.weight": truth, "two.weight": other}, 2))
 
 
@@ -133,7 +133,7 @@ def test_tied_weights_are_compared_where_the_manifest_has_no_digests(
         if fits:
             TorchModule(net).check(version)
             continue
-        with pytest.raises(EngineMismatchError, match="different values, and are one tensor"):
+        with pytest.raises(EngineMismatchError, match="different values, but are one tensor"):
             TorchModule(net).check(version)
 
 

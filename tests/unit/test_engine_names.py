@@ -110,7 +110,7 @@ def test_a_version_that_lacks_a_piece_is_refused_and_nothing_changes(
 def test_what_does_not_fit_is_refused_with_both_names(tmp_path: Path) -> None:
     truth = state()
     truth["experts.gate_up_proj"] = truth["experts.gate_up_proj"][:2]
-    both = r"experts\.2\.gate\.weight \(here experts\.gate_up_proj\) is .*, the module has"
+    both = r"experts\.2\.gate\.weight \(here experts\.gate_up_proj\) is .*, but the module has"
     with pytest.raises(EngineMismatchError, match=both):
         TorchModule(Named(truth)).check(made(tmp_path, "hub", 1))
     del truth["experts.down_proj"]
@@ -165,7 +165,7 @@ def test_an_sglang_that_was_started_with_the_trainers_names_gets_the_hubs(tmp_pa
     fake = FakeSGLang(str(base), knows=frozenset(on_the_hub(state())))
     engine = SGLangServer("http://sglang", transport=fake.transport, base=base)
     engine.check(made(tmp_path, "hub", 1))
-    with pytest.raises(EngineMismatchError, match="looks for those of the hub"):
+    with pytest.raises(EngineMismatchError, match="looks for the hub's names"):
         engine.check(made(tmp_path, "trainer", 2))
 
 
@@ -173,7 +173,7 @@ def test_a_map_that_says_why_there_is_none_is_reason_enough_for_sglang(tmp_path:
     files = {NAME_MAP: NameMap(NameMapRecord(refused="rows are permuted")).encode()}
     version = make_version(tmp_path / "v1", as_bytes(state()), files=files)
     engine = SGLangServer("http://sglang", base=version.folder)
-    with pytest.raises(EngineMismatchError, match="which nobody knows: rows are permuted"):
+    with pytest.raises(EngineMismatchError, match="which are unknown: rows are permuted"):
         engine.check(version)
 
 

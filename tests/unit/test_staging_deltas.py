@@ -503,7 +503,7 @@ def goes_on_to_the_next(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize(
     ("act", "why"),
-    [(gives_up, "too many elements differ"), (goes_on_to_the_next, "the one to version 9")],
+    [(gives_up, "too many elements differ"), (goes_on_to_the_next, "the delta to version 9")],
 )
 def test_a_delta_that_will_never_be_made_is_not_waited_for(
     versions: Versions, slow: Staging, act: Callable[[Daemon], None], why: str
@@ -563,7 +563,7 @@ def test_for_a_base_that_must_make_room_nobody_waits(versions: Versions, stage: 
     staging.stage(versions[0]).release()
     Daemon(versions).says("making")
     assert is_copy(staging.stage(versions[1]), versions.whole[1])
-    assert "must make room" in (staging.fetched.no_delta or "")
+    assert "must be removed to make room" in (staging.fetched.no_delta or "")
     assert not versions.storage.count("open_read", versions.job.layout.delta_progress)
 
 

@@ -126,8 +126,8 @@ class FewerNames(Net):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(Wider, r"embed.weight is \[6, 4\], the module has \[6, 5\]"),
-     (OtherDtype, r"embed.weight is BF16, the module has torch.float16.*cast=True.*--dtype"),
+    [(Wider, r"embed.weight is \[6, 4\], but the module has \[6, 5\]"),
+     (OtherDtype, r"embed.weight is BF16, but the module has torch.float16.*cast=True.*--dtype"),
      (MoreNames, "more.bias is not in the version"),
      (FewerNames, "norm.bias is not in the module")],
 )  # fmt: skip

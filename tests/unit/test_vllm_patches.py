@@ -111,7 +111,7 @@ def test_nan_is_no_value_of_a_patch(tmp_path: Path) -> None:
         ({}, None),
         ({"quant_config": object()}, "quantized"),
         ({"lora_config": object()}, "--enable-lora"),
-        ({"model_config": SimpleNamespace(enable_sleep_mode=True)}, "slept"),
+        ({"model_config": SimpleNamespace(enable_sleep_mode=True)}, "sleep mode"),
         ({"model_config": SimpleNamespace(is_moe=True)}, "experts"),
     ],
 )

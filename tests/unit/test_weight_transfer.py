@@ -329,7 +329,7 @@ def test_a_bucket_that_is_not_what_was_sent_is_not_taken(
     with pytest.raises(BroadcastError, match="an explorer has not taken the weights"):
         ranks[0].result()
     for rank in ranks[1:]:
-        with pytest.raises(BroadcastError, match="differ from those that the trainer sent"):
+        with pytest.raises(BroadcastError, match="differ from the digests that the trainer sent"):
             rank.result()
     assert same(tensors(other), before)
 
