@@ -177,7 +177,7 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=click.IntRange(min=1),
         default=_DEFAULTS.keep_deltas,
         show_default=True,
-        help="The most deltas to keep. All together they take at most half the disk space of a version.",
+        help="The most deltas to keep. Together they never exceed half the size of a version.",
     ),
     click.option(
         "--prune-steps/--no-prune-steps",

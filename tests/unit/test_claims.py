@@ -84,7 +84,7 @@ def test_a_second_trainer_is_told_who_works_there(job: SmallJob, clock: Clock) -
         take_as("intruder", Heartbeat(job, "newcomer"))
     who = rf"trainer 'grpo\n' works in {job.layout.root} already (process 4711 on host node-7, "
     assert str(told.value).startswith(who)
-    assert "own" in str(told.value)
+    assert "another job directory" in str(told.value)
     assert "another name" not in str(told.value)
     assert "intruder" not in str(told.value)
     # A release before wrote no name.

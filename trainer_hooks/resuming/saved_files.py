@@ -211,7 +211,8 @@ class SavedFiles:
         told = self._vouched.get(path.name)
         if told is None:
             raise CheckpointError(
-                f"{path} is in none of the receipts of its save: it was saved without this file; {ADVICE}"
+                f"{path} is in none of the receipts of its save: it was saved without this "
+                f"file; {ADVICE}"
             )
         return told
 
