@@ -595,7 +595,7 @@ def test_a_remote_path_is_written_and_pointed_to(members: Members) -> None:
             loop.run_once()
             clock.advance(5)  # without a receipt it is known by its stillness
     assert explorer.get_latest_model_path() == "tinker://run/sampler/5b"
-    with pytest.raises(EngineMismatchError, match="is of kind remote"):
+    with pytest.raises(EngineMismatchError, match="is remote: its weights are not in its folder"):
         next(explorer.get_model_state_dict_iterator())
 
 
