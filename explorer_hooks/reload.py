@@ -134,8 +134,8 @@ class Reloader:
         """Let the engine receive the weights of a broadcast.
 
         Args:
-            take: receives the weights. It changes all weights of the engine, or it changes none and
-                raises BroadcastError.
+            take: receives the weights into the engine. If it raises BroadcastError, it has changed
+                no weight of the engine.
             told: the measurements of this pull so far.
 
         Returns:

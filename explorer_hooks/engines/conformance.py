@@ -69,7 +69,7 @@ class Subject:
         expected: returns the content that the engine must serve after it has loaded a version.
         kind: the kind of the versions.
         files: additional files in each version, by name.
-        names: whether the tensors have the trainer's or the hub's names. It matters only if
+        names: whether the tensors have the trainer's or the hub's names. This matters only if
             ``files`` has a ``name_map.json``.
         all_or_nothing: whether a failed ``load`` changes nothing. If False, the engine only
             promises that the previous version can be loaded again.
@@ -295,7 +295,7 @@ def _fails(call: Callable[[LeasedVersion], None], version: LeasedVersion) -> boo
 
 
 def _survives(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
-    """Load the previous version again after a failed load, as a hook does."""
+    """Load the previous version again, as a hook does, if a failed load may change weights."""
     if not subject.all_or_nothing:
         engine.load(version)
 

@@ -131,7 +131,7 @@ class _Filling(NamedTuple):
 
     Attributes:
         entry: the version's tensor.
-        piece: the part of each tensor, if their names differ; None if the whole tensors match.
+        piece: the parts of the two tensors that correspond; None if the whole tensors correspond.
     """
 
     entry: DescribedTensor
@@ -280,7 +280,7 @@ def _has_memory(tensor: Tensor) -> bool:
 def _target(
     entry: DescribedTensor, value: Tensor, piece: NamedPiece | None, *, cast: bool, whose: str
 ) -> Sequence[Target] | str:
-    """Return the targets (none if this rank has no part), or the reason why there cannot be any."""
+    """Return the targets (none if this rank has no part), or why the tensor cannot be filled."""
     shape = tuple(value.shape)
     if shape != entry.shape if piece is None else not holds(shape, piece.other_box):
         return f"is {list(entry.shape)}, but {whose} has {list(shape)}"

@@ -60,9 +60,9 @@ class TorchModule(InProcessEngine):
     every device. Work launched later sees the new weights, and work launched earlier has seen only
     the old weights.
 
-    Not promised: that a forward in another thread sees one version only, except if the thread holds
-    the ``lock``. Also not promised: that ranks that share a model change it at the same moment. So
-    let all ranks pull between two batches.
+    Not promised: that a forward in another thread sees only one version. To make sure, let that
+    thread hold the ``lock``. Also not promised: that ranks that share a model change it at the same
+    moment. So let all ranks pull between two batches.
 
     ``in_place`` selects how the bytes are copied:
 
@@ -91,7 +91,8 @@ class TorchModule(InProcessEngine):
             or the trainer's). Then its tensors are filled part by part, without a copy of them.
         rename: maps the version's name of each tensor to the module's name; a mapping or a
             function. A name that is not in the mapping does not change. The function returns None
-            for a tensor that the module does not take. It also gets the version's other names.
+            for a tensor that the module does not take. The function is also called with the
+            version's other names.
         prefix: only tensors whose names in the version begin with the prefix belong to the module.
             The prefix is removed before ``rename`` is applied.
         cast: whether to cast floating values if the module has another floating dtype; never from
@@ -104,8 +105,8 @@ class TorchModule(InProcessEngine):
         sparse: whether to write only changed elements, see above.
 
     Attributes:
-        changed: the part of the elements that the last load has written, from 0 to 1; None before
-            the first load.
+        changed: the fraction of the elements that the last load has written, from 0 to 1; None
+            before the first load.
 
     Raises:
         InvalidSettingsError: ``in_place`` is neither ``staged`` nor ``direct``.
@@ -298,7 +299,7 @@ class TorchModule(InProcessEngine):
         return None
 
     def _holds_base(self, targets: list[Target]) -> bool:
-        """Whether the module is unchanged since its last load, or has no known version."""
+        """Whether the module is unchanged since its last load, or its version is unknown."""
         return self._filled is None or self._filled.state == _state(targets)
 
     def _forget(self) -> None:

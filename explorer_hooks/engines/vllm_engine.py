@@ -61,7 +61,7 @@ class VLLMEngine(InProcessEngine):
     Args:
         llm: an ``LLM`` of vLLM 0.12 or newer.
         base: the model folder that the LLM was made from. By default it is the folder that the LLM
-            names. If that is not on this host, the first version is loaded unchecked.
+            names. If that folder is not on this host, the first version is loaded unchecked.
         is_local: whether all workers of the LLM are on this host.
 
     Raises:
@@ -83,7 +83,7 @@ class VLLMEngine(InProcessEngine):
             self._fits = fits_if_here(named, "this vLLM")
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare a version with the model that the LLM was made from, or with the first version.
+        """Compare a version with the LLM's base model, or else with the first loaded version.
 
         Raises:
             EngineMismatchError: the version does not fit, is not a full model, or has names that

@@ -136,8 +136,9 @@ class VLLMWorkers:
     def load_folder(self, folder: str, timeout: float) -> None:
         """Let all workers load a model folder. On a CPU this can need syncd's extension.
 
-        If the last load has failed, the workers load the folder twice. The reason: vLLM 0.32 counts
-        the layers of the failed load as part of the next load, and silently skips other layers.
+        If the last load has failed, the workers load the folder twice. A single load could silently
+        skip layers, because vLLM 0.32 counts the layers of the failed load as part of the next
+        load.
 
         Args:
             folder: the path of the folder on the workers' hosts.

@@ -1,4 +1,4 @@
-"""Copies a rank's state to host memory, so that training continues while it is written."""
+"""Copies a rank's state to host memory, so that training continues while the copy is written."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> object | None:
-    """A key, equal for tensors with the same memory on this rank; None for an empty tensor."""
+    """A key, equal for tensors with the same memory; None if this rank's part is empty."""
     with torch.no_grad():
         held = tuple(_memory(part) for part in _parts(tensor) if part.numel())
     return held or None

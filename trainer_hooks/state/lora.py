@@ -91,7 +91,7 @@ class PeftState:
 
     @cached_property
     def not_an_adapter(self) -> str | None:
-        """The reason why the adapter alone is not the trained model; None if it is."""
+        """The reason why the adapter cannot be published alone; None if it can be."""
         if len(self.active) != 1:
             told = " and ".join(map(repr, self.active)) or "no adapter"
             return f"{told} are active at once, but an adapter's file holds exactly one"
@@ -190,7 +190,7 @@ class PeftState:
         return frozenset(parameters - kept)
 
     def for_resuming(self) -> dict[str, Tensor]:
-        """This rank's part of all but the frozen base: adapters, trained weights, buffers."""
+        """This rank's state without the frozen base: adapters, trained weights, buffers."""
         left_out = self.frozen_base
         return {name: value for name, value in self._state.items() if name not in left_out}
 
@@ -257,7 +257,7 @@ def check_methods(configs: Mapping[str, Any]) -> None:
 
 
 def base_vocabulary(model: nn.Module) -> int | None:
-    """The number of tokens of the adapters' base model, by its config on this host, or None.
+    """The number of tokens of the adapters' base model, by its config; None if it is unknown.
 
     The config is read if ``base_model_name_or_path`` is a folder, or a model in the cache of
     huggingface_hub. The network is never used.
