@@ -111,7 +111,7 @@ class Follower:
         return self._thread is not None
 
     def start(self, pull: Callable[[Cancellation], object]) -> None:
-        """Start a thread that follows the job; do nothing if a thread does so already.
+        """Start a thread that follows the job; do nothing if a thread already follows it.
 
         Args:
             pull: see :func:`follow`; it also ends when the given Cancellation is cancelled.

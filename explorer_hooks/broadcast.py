@@ -364,7 +364,7 @@ def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -
 
 
 def _is_image(targets: Sequence[Target], arriving: Arriving[T]) -> bool:
-    """Whether the targets are the image's tensors, whole and in the same order."""
+    """Whether the targets are the image's tensors, whole and in the image's order."""
     return [(target.name, target.box) for target in targets] == [
         (spec.name, whole_box(spec.shape)) for spec in arriving.meta.tensors
     ]

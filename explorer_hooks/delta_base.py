@@ -52,7 +52,7 @@ class DeltaBase:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the deltas."""
+        """The size of the deltas in bytes."""
         return sum(delta.bytes for _, delta in self.chain)
 
     def make(
@@ -114,7 +114,8 @@ class DeltaBases:
             cancel: called often; raises an error to stop.
 
         Raises:
-            NoDeltaError: no copy and deltas make the version. The message has the reason.
+            NoDeltaError: the version cannot be made from a copy and deltas. The message has the
+                reason.
             RecordError: a record of the job cannot be used.
             OSError: the storage of the job or of the copies failed.
         """

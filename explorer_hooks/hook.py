@@ -382,7 +382,7 @@ class ExplorerHook:
 
         Args:
             timeout: seconds; None to wait without a limit.
-            newer_than: wait for a version newer than this one.
+            newer_than: wait for a version newer than this version; None to wait for any version.
 
         Raises:
             InvalidSettingsError: the engine serves no such version, and :meth:`start` was not

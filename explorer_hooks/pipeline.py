@@ -113,7 +113,7 @@ class Pipeline:
 
     @property
     def floor(self) -> Version | None:
-        """The served version, or a newer refused version. The next version must be newer."""
+        """The version that the next version must exceed: the served or a newer refused version."""
         served = self.version
         if self._refused is None or (served and served.sequence > self._refused[0].sequence):
             return served
@@ -440,8 +440,8 @@ class Pipeline:
     def _has_received(self, version: LeasedVersion) -> bool:
         """Whether a broadcast has given the engine a version's weights, or later weights.
 
-        Weights of the current trainer run are later than weights of an earlier run. A version that
-        a user rolled back to is never skipped, because the engine must load it.
+        Weights of the current trainer run count as later than weights of an earlier run. A version
+        that a user rolled back to is never skipped, because the engine must load it.
         """
         saved = SaveId.parse(version.manifest.save_id)
         received = self._received

@@ -110,8 +110,8 @@ class Reloader:
             ``told``, with the seconds of the pause and of the load.
 
         Raises:
-            EngineBrokenError: the engine has neither the new version nor the previous one, or does
-                not serve.
+            EngineBrokenError: the engine has neither the new version nor the previous version, or
+                does not serve.
             Exception: the engine raised an error, and serves the previous version again. If there
                 was no previous version, the engine may have a part of the new version.
         """

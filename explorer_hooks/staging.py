@@ -251,7 +251,7 @@ class Staging:
 
     @contextmanager
     def _elected(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """Be the only process on this host that changes the folder.
+        """A context in which only this process of this host changes the folder.
 
         Raises:
             TimeoutError: another process was copying all the time.

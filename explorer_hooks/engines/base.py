@@ -97,8 +97,8 @@ class Engine(Protocol):
 class WeightTaker(Protocol):
     """The additional methods of an :class:`Engine` that can take broadcasts (method ``nccl``).
 
-    The hook calls ``receive`` where it would call ``load``: between ``pause`` and ``reset_cache``,
-    in one thread. An engine without these methods only loads versions from files.
+    The hook calls ``receive`` instead of ``load``, between ``pause`` and ``reset_cache``, in one
+    thread. An engine without these methods only loads versions from files.
     """
 
     @property

@@ -326,7 +326,7 @@ class FileSpan:
 
 
 class FailingStorage(Storage):
-    """Storage with one range of bytes that cannot be read: ``EIO``.
+    """Storage in which one range of bytes cannot be read (``EIO``).
 
     Attributes:
         place: the range; None if all bytes can be read.

@@ -241,7 +241,7 @@ def is_plain(target: Target) -> bool:
 
 
 def _bounded(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Group targets up to ``_BOUND`` bytes. A larger target is a group of its own."""
+    """Put targets into groups of at most ``_BOUND`` bytes. A larger target is its own group."""
     group: list[Target] = []
     size = 0
     for target in targets:

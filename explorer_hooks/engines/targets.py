@@ -157,7 +157,8 @@ def find_targets(
 
     Each tensor of the module must be in the version; for tied tensors, one name is enough. If the
     version's names differ from the module's names, ``names`` maps between them. Then a tensor of
-    the module may consist of parts of several tensors of the version, or the reverse.
+    the module may consist of parts of several tensors of the version, and one tensor of the version
+    may fill several tensors of the module.
 
     Args:
         entries: the tensors of the version; their content is not read.
@@ -306,7 +307,7 @@ def _target(
 
 
 def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
-    """The part of a target that one piece fills; empty if they do not overlap on this rank."""
+    """The part of a target that a piece fills; empty if this rank has no element of the piece."""
     part = common(target.box, piece.other_box)
     if part is None:
         return ()

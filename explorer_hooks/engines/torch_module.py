@@ -71,9 +71,10 @@ class TorchModule(InProcessEngine):
       large as this rank's part of the module, and pinned if the module is on a GPU. A hook reads
       ahead while the module still serves, so a pause is as long as one copy of the bytes.
     - ``direct``: bytes are read directly into the parameters if these are on the CPU, or else
-      through 256 MiB of host memory. This needs half the copies, and no second copy of the model in
-      memory. If storage fails half-way, the module is torn: it has parts of two versions. The hook
-      then loads the previous version again. If that is not possible, the module stays torn.
+      through 256 MiB of host memory. This copies the bytes half as often, and needs no second copy
+      of the model in memory. If storage fails half-way, the module is torn: it has parts of two
+      versions. The hook then loads the previous version again. If that is not possible, the module
+      stays torn.
 
     With ``sparse``, only the elements that differ from the previous version are written. The two
     versions are compared while the module serves. On a GPU this makes the pause shorter, because
@@ -170,9 +171,9 @@ class TorchModule(InProcessEngine):
 
         Raises:
             EngineMismatchError: the version does not fit. The module is unchanged.
-            VerificationError, ShardFormatError, OSError: the version cannot be read. The module is
-                unchanged; with ``direct`` it may have parts of two versions, and a note of the
-                error says so.
+            VerificationError, ShardFormatError, OSError: the version cannot be read. With
+                ``staged``, the module is unchanged. With ``direct``, it may have parts of two
+                versions, and a note of the error says so.
         """
         targets = self._targets(version)
         if self._prepared != _reading(version, targets) or not self._holds_base(targets):

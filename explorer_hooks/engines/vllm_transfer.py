@@ -162,7 +162,7 @@ class FolderTransfer:
         return None if reasons else patches
 
     def _patched(self, patches: list[Any]) -> bool:
-        """Load the changed elements; return False if vLLM failed, so that all must be loaded."""
+        """Load the changed elements; return False if vLLM failed, and must load all elements."""
         loader = importlib.import_module("vllm.model_executor.model_loader.checkpoint_weight_patch")
         try:
             loader.load_checkpoint_weight_patches(

@@ -68,12 +68,12 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
             state nor the gradients, even before the first step.
 
     Returns:
-        For a ``torch.optim.Optimizer``, a flat dict. For each parameter, by its name P in the plain
-        model, it has the state (for example ``state.P.exp_avg``) and the options of the parameter's
-        group (for example ``param_groups.P.lr``). Each value is a Tensor, a DTensor, a
-        ShardedTensor, or a value that is_plain() accepts.
-        For any other object ``{"state_dict": optimizer.state_dict()}``, from which only the same
-        number of ranks can resume.
+        For a ``torch.optim.Optimizer``, a flat dict. For each parameter, the dict has the state
+        (for example ``state.P.exp_avg``) and the options of the parameter's group (for example
+        ``param_groups.P.lr``). P is the parameter's name in the plain model. Each value is a
+        Tensor, a DTensor, a ShardedTensor, or a value that is_plain() accepts. For any other
+        object, the result is ``{"state_dict": optimizer.state_dict()}``. Only the same number of
+        ranks can resume from that.
 
     Raises:
         InvalidSettingsError: a value could not be loaded again, or the optimizer has parameters

@@ -76,8 +76,8 @@ class PeftState:
         """The weights that explorers get: ``adapter`` or ``merged``.
 
         Raises:
-            InvalidSettingsError: ``adapter`` is set, but it would not hold everything that is
-                trained.
+            InvalidSettingsError: ``adapter`` is set, but an adapter would not hold everything that
+                is trained.
         """
         why = None if chosen is SaveLora.MERGED else self.not_an_adapter
         if chosen is SaveLora.ADAPTER and why is not None:
@@ -135,8 +135,8 @@ class PeftState:
         """The full model that ``merge_and_unload()`` would make; the model stays as it is.
 
         Returns:
-            Two dicts by the names in the base model: this rank's part of each unmerged weight; and,
-            for each weight that adapters change, the way to compute the merged weight.
+            Two dicts by the names in the base model. The first has this rank's part of each
+            unmerged weight. The second has the way to compute each weight that adapters change.
 
         Raises:
             InvalidSettingsError: PEFT cannot merge the adapters, or the result would not be a plain
@@ -154,7 +154,7 @@ class PeftState:
     def config_writer(self) -> Callable[[Path], object]:
         """A function that writes ``adapter_config.json`` as ``PeftModel.save_pretrained`` does.
 
-        It writes the config as it is now, even if it is called later.
+        The function writes the config as it is now, even if the function is called later.
         """
         config: Any = copy.deepcopy(self._configs[self.active[0]])
         told = {}
