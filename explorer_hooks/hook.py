@@ -359,7 +359,7 @@ class ExplorerHook:
     # -- in the background -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start a background thread, which loads the newest version whenever it is published.
+        """Start a background thread, which loads the newest version after each publication.
 
         The thread requests syncs only with style ``explorer_driven``. See
         :func:`~explorer_hooks.background.follow` for the errors that the thread survives. If the

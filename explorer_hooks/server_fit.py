@@ -36,7 +36,7 @@ _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def check_names(version: LeasedVersion, whose: str) -> None:
-    """Refuse a version whose names are not the hub's names, which the server looks for.
+    """Refuse a version that lacks the hub's names, because the server looks for the hub's names.
 
     Raises:
         EngineMismatchError: the tensors have the trainer's names, and the hub's names differ from

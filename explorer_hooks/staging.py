@@ -58,7 +58,7 @@ _SPARE: Final = 64 * 1024 * 1024
 
 
 class NotStagedError(Exception):
-    """Raised with the reason if a version could not be copied. The version may be intact."""
+    """Raised with the reason if a version could not be copied. The version itself may be intact."""
 
 
 @dataclass(frozen=True, slots=True)

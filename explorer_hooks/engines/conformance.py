@@ -97,7 +97,7 @@ class Subject:
         Args:
             folder: the parent of the version's folder.
             sequence: the sequence of the version.
-            tensors: weights to use instead of random ones, by name.
+            tensors: weights to use instead of random weights, by name.
             storage: the seam for tests.
         """
         return make_version(

@@ -51,8 +51,8 @@ class VLLMEngine(InProcessEngine):
 
     An LLM generates only while its caller waits, so no pause is needed. After each load the LLM
     must generate one token before the version counts as served. If a load fails, the weights may be
-    of two versions until the hook has loaded the previous version again. If there is no previous
-    version, the engine is broken.
+    a mix of two versions until the hook has loaded the previous version again. If there is no
+    previous version, the engine is broken.
 
     If vLLM's workers are on other hosts, give ``is_local=False``, because they read the folder
     there. The LLM can take broadcasts if it was made with ``worker_extension_cls`` and
@@ -103,7 +103,7 @@ class VLLMEngine(InProcessEngine):
 
         Raises:
             EngineBrokenError: the LLM generates no token.
-            Exception: vLLM failed. The weights may be of two versions.
+            Exception: vLLM failed. The weights may be a mix of two versions.
         """
         self._workers.load_folder(str(version.folder), _NO_LIMIT)
         self._prove(f"version {version.sequence}")

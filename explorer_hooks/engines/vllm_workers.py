@@ -1,8 +1,8 @@
-"""Call the methods of :class:`~.vllm_worker.SyncdWorker` on all workers of a vLLM. No torch.
+"""Call the methods of :class:`~.vllm_worker.SyncdWorker` on all workers of a vLLM.
 
-Broadcasts do not use vLLM's own ``nccl`` transfer, for three reasons. Its waits have no deadline,
-so the server hangs if the trainer dies during a transfer. It changes the model before all weights
-have arrived. It works only on GPUs.
+This module needs no torch. Broadcasts do not use vLLM's own ``nccl`` transfer, for three reasons.
+Its waits have no deadline, so the server hangs if the trainer dies during a transfer. vLLM's
+transfer also changes the model before all weights have arrived, and works only on GPUs.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class HostCopy(dict[str, Any]):
 def nonfinite_names(state: Mapping[str, Any]) -> list[str]:
     """The names of the weights whose part on this rank holds NaN or Inf.
 
-    Reads each tensor that was not checked yet. A tensor subclass or a sparse tensor cannot be
-    checked: it counts as finite.
+    The function reads each tensor that was not checked yet. A tensor subclass or a sparse tensor
+    cannot be checked: it counts as finite.
 
     Args:
         state: a state dict of Tensors, DTensors and ShardedTensors on the CPU.
@@ -216,7 +216,7 @@ def _kept(
 
 
 def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place) -> Any:
-    """The same nesting with its tensors copied."""
+    """Copy nested dicts, lists and tuples; replace each tensor by the result of ``copied``."""
     match value:
         case Tensor():
             return copied(place, value)
