@@ -238,7 +238,7 @@ def place(url: str) -> tuple[str, int, str]:
     """Split a server's address into host, port and path.
 
     The result is equal for all spellings of one address. All names of this host's loopback
-    interface count as one host. The scheme is ignored.
+    interface count as one host. The scheme decides only the port of an address without a port.
 
     Raises:
         InvalidSettingsError: ``url`` is not an address.
