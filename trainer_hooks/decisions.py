@@ -43,7 +43,7 @@ class Plan(IntFlag):
       added to an existing full checkpoint.
     - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the save is due and stays due, because the writer is busy.
     - ``BROADCAST``: send the weights to the weight group that rank 0 has opened. In the decision
-      after the broadcast: the weights have arrived.
+      after the broadcast, it means that the weights have arrived.
     - ``UNDECIDED``: rank 0 could not decide.
     """
 
@@ -128,7 +128,7 @@ class Decisions:
             timeout: seconds that this rank waits for the other ranks.
 
         Returns:
-            None if all ranks have called it; otherwise the reason why not, for the log.
+            None if all ranks have called this method; otherwise the reason of the failure, as text.
         """
         if self._has_lost_its_group():
             return "the process group was destroyed before the call"

@@ -72,7 +72,7 @@ class SaveSettings:
             ``auto``: the adapter if nothing else is trained, otherwise ``merged``. The adapter or
             the merged model is gathered on rank 0 while training waits; ``layout`` is ignored.
         sync_dtype: the dtype to which floating tensors are cast for explorers; None to keep the
-            model's. The cast runs on the device during the copy, and gives the same bits as
+            model's dtypes. The cast runs on the device during the copy, and gives the same bits as
             ``Tensor.to``. Integers, bool and fp8 are not cast. Full checkpoints also keep the
             weights in the model's dtype, and training resumes only from those weights.
         final: whether ``close`` saves the last step's weights as files, if that was not done. Set

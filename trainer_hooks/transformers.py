@@ -209,7 +209,7 @@ class SyncdCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Add the metrics since the previous log of a step to this log and ``log_history``."""
+        """Add the metrics since the previous training log to this log and ``log_history``."""
         # Not into an evaluation's log, which evaluate() returns: a hyperparameter search sums it
         # up.
         if logs is None or "loss" not in logs:

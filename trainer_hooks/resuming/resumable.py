@@ -239,7 +239,10 @@ def _identity(receipt: Receipt) -> tuple[int, str]:
 
 
 def _by_folder(receipts: list[Receipt]) -> dict[str, dict[str, ReceiptFile]]:
-    """The receipts' entries by folder and file name; a receipt prefixes only ``critic/``."""
+    """The receipts' entries by folder and file name.
+
+    In a receipt, a file's name has no folder, except for the critic's files: ``critic/…``.
+    """
     # Also without a critic: its folder may be left from an earlier save of this step.
     folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}, CRITIC: {}}
     for file in (file for receipt in receipts for file in receipt.files):

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class Resumable(Protocol):
-    """The part of an optimizer or a scheduler that is needed here."""
+    """The methods of an optimizer or a scheduler that this module calls."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state needed to resume."""
@@ -69,7 +69,7 @@ class Resumed:
             the number of ranks has changed, all ranks get rank 0's.
         save_id: the id of the save; None for a save of another trainer.
         world_size: the number of ranks that saved the checkpoint.
-        is_exact: whether the number of ranks is the same, so that the random number generators
+        is_exact: whether as many ranks resumed as have saved, so that the random number generators
             continue, too.
     """
 
@@ -134,8 +134,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: a file of the step is missing or damaged, or is not of this model or
-            optimizer; the message names the file. Also if there are full checkpoints, but none is
-            complete.
+            optimizer; the message names the file. This error is also raised if there are full
+            checkpoints, but none is complete.
         JobUnavailableError: the job directory does not exist.
         OSError: the job directory cannot be read now.
     """
