@@ -70,7 +70,7 @@ class SaveThread:
             return self._errors.popleft() if self._errors else None
 
     def take_written(self) -> int | None:
-        """Return the bytes that saves wrote since the previous call; None if there was no save."""
+        """Return how many bytes saves wrote since the previous call; None if there was no save."""
         with self._changed:
             written, self._written = self._written, None
             return written

@@ -66,9 +66,9 @@ class Decisions:
     used.
 
     Promised: :meth:`agree` returns the same plan on all ranks. It is not a barrier: rank 0 waits
-    for no rank, and the other ranks wait only for rank 0 and for the ranks that forward its message
-    in gloo's tree. If rank 0 has died, :meth:`agree` ends at once if the connection is closed, and
-    otherwise after the timeout.
+    for no rank. The other ranks wait only for rank 0, and for the ranks that forward rank 0's
+    message in gloo's tree. If rank 0 has died, :meth:`agree` ends at once if the connection is
+    closed, and otherwise after the timeout.
 
     Args:
         timeout: seconds that the other ranks wait for rank 0.

@@ -54,8 +54,8 @@ class TrainerHook:
       wait for the announcement.
     - That a save is announced if one of its ranks has died.
 
-    Construct the hook and call its methods on every rank, in the same order, because rank 0 decides
-    for all ranks, and a gathering needs all ranks.
+    Construct the hook on every rank, and call its methods on every rank in the same order. Rank 0
+    decides for all ranks, and a gathering needs all ranks.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.

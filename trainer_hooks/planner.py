@@ -36,9 +36,11 @@ class Planner:
     """Decides what to save. Rank 0 decides for all ranks if ranks could decide differently.
 
     Promised: all ranks get the same plans and the same save ids if they make the same calls. If
-    nothing is due on a step, no rank sends a message. There are three exceptions: explorers may
-    request syncs; the trainer limits the lag of explorers; or the trainer waits for data, and an
-    explorer may have missed a broadcast.
+    nothing is due on a step, no rank sends a message, with three exceptions:
+
+    - explorers may request syncs (``SyncStyle.EXPLORER_DRIVEN``),
+    - the trainer limits the lag of explorers,
+    - the trainer waits for data, and an explorer may have missed a broadcast.
 
     Args:
         decisions: sends rank 0's decisions to the other ranks.

@@ -65,8 +65,8 @@ class SaveSettings:
         max_to_keep: how many of the newest full checkpoints to keep; 0 = all.
         keep_every: also keep full checkpoints of steps that are multiples of this number; 0 = none.
         write_concurrency: how many ranks write at a time, for storage that collapses if all ranks
-            write at once. ``per_node``: one rank on each host. ``one_at_a_time``: one rank of all,
-            in rank order.
+            write at once. ``per_node``: one rank on each host. ``one_at_a_time``: one rank at a
+            time, in rank order.
         lora: for a model with PEFT adapters. ``adapter``: only the active adapter, in
             ``actor/lora_adapter/``. ``merged``: the full model with the adapter merged into it.
             ``auto``: the adapter if nothing else is trained, otherwise ``merged``. The adapter or

@@ -47,7 +47,7 @@ class SyncdCallback(TrainerCallback):
     the last step. The Trainer itself makes checkpoints and resumes from them.
 
     Promised: explorers get the whole model as it was after the step, with the names of the plain
-    model, also if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only:
+    model, even if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only:
 
     - if :class:`~trainer_hooks.settings.SaveSettings` tell it to wait,
     - if the Trainer saves a step while two saves are unfinished,

@@ -1,7 +1,8 @@
 """Full checkpoints as Hugging Face models: the merged weights of a step in its ``huggingface/``.
 
 syncd never reads these weights again, neither to merge the step nor to identify a save.
-``manifest.json`` in the same folder names the save that the weights were made from, and lists them.
+``manifest.json`` in the same folder names the save that the weights were made from, and lists the
+weights.
 """
 
 from __future__ import annotations

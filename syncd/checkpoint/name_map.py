@@ -64,7 +64,7 @@ class TrainerPart:
     Attributes:
         name: the name of the trainer's tensor.
         shape: the shape of the trainer's tensor. None if the map does not list the tensor, because
-            it is the same on the hub.
+            this tensor is the same on the hub.
         index, rows, transposed, at: the same as in :class:`HubPart`.
     """
 

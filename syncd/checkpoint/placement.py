@@ -155,7 +155,7 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
     """The position of a DTensor's local tensor in the global tensor.
 
     Each mesh dimension that shards a tensor dimension cuts it by ``torch.chunk``'s rule: n rows
-    over r ranks give blocks of ceil(n / r) rows, of which the last blocks may be shorter or empty.
+    over r ranks give blocks of ceil(n / r) rows. The last blocks can be shorter or empty.
     Several mesh dimensions may cut the same tensor dimension. In that case each mesh dimension cuts
     the block that the earlier cuts left. The order of cuts is from left to right; only
     ``_StridedShard`` or an explicit order changes it.

@@ -13,8 +13,8 @@ in the step's folder::
     remove .saving                            a whole checkpoint that the pointer names
 
 A step is **whole** if it has ``.full_checkpoint``, and full receipts of all ranks for the same
-save. The mark alone is not enough: if a step is saved twice, one rank may have begun the second
-save when another rank makes the mark of the first save. A save of another trainer has no receipts.
+save. The mark alone is not enough: if a step is saved twice, a rank can make the mark of the first
+save after another rank has begun the second save. A save of another trainer has no receipts.
 It is whole if all shards exist, ``.saving`` does not, and either a mark or the checkpoint pointer
 says that training can resume from it.
 
@@ -113,8 +113,8 @@ def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) ->
         storage: set only by tests.
 
     Returns:
-        The step, or None if there is no complete full checkpoint. If incomplete ones exist, the
-        reasons are logged.
+        The step, or None if there is no complete full checkpoint. If there are incomplete ones,
+        the log says why each is incomplete.
 
     Raises:
         JobUnavailableError: the job directory does not exist.

@@ -89,7 +89,7 @@ class OpenFile:
 
 
 class SavedFiles:
-    """The files of one kind in one folder; each is checked against its receipt as it is opened.
+    """The files of one kind in one folder; opening a file checks it against its receipt.
 
     A context manager, which closes the opened files.
 

@@ -45,7 +45,7 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
     another step, nothing is retired. Each rename commits by itself: if the process is killed
     between two renames, the next call does the remaining renames.
 
-    Retired checkpoints are not deleted here: the daemon or ``syncd prune`` decides that.
+    This function deletes nothing: the daemon or ``syncd prune`` deletes retired checkpoints later.
 
     Args:
         job: the job.

@@ -40,9 +40,9 @@ class ParseLimits:
     A pickle of 20,000 tensors has 8 MB, and needs 12 times as much memory while it is read.
 
     Attributes:
-        memory: the memory that any request may take, in bytes.
-        memory_factor: the additional bytes of memory for each byte of the request.
-        memory_most: the limit for the sum of both, in bytes.
+        memory: the memory that a request of any size may take, in bytes.
+        memory_factor: the bytes of memory that each byte of a request adds to this limit.
+        memory_most: the largest limit after this addition, in bytes.
         cpu_seconds: the limit of processor time for a request, in seconds.
         wall_seconds: the limit of real time for an answer, in seconds. It guards against a machine
             that hangs.
