@@ -117,7 +117,7 @@ class IsolatedParser:
             ShardFormatError: ``read_pieces`` raised this error; or the pickle exceeds a limit, or
                 makes the child fail.
             PlacementError, CoverageError: ``read_pieces`` raised this error.
-            OSError: the child cannot be started, or does not answer; the file may be good.
+            OSError: the child cannot be started, or does not answer; the file may be intact.
         """
         del intact  # the limits protect from damaged pickles too
 
@@ -139,7 +139,7 @@ class IsolatedParser:
         Raises:
             ShardFormatError: ``read_fields`` raised this error; or the header exceeds a limit, or
                 makes the child fail.
-            OSError: the child cannot be started, or does not answer; the file may be good.
+            OSError: the child cannot be started, or does not answer; the file may be intact.
         """
         return self._ask(
             wire.HEADER, header, where, "header", lambda rows: list(map(wire.read_entry, rows))
@@ -151,7 +151,7 @@ class IsolatedParser:
         Raises:
             ShardFormatError: ``read_tensor`` raised this error; or the pickle exceeds a limit, or
                 makes the child fail.
-            OSError: the child cannot be started, or does not answer; the file may be good.
+            OSError: the child cannot be started, or does not answer; the file may be intact.
         """
         asked = wire.asked(name, data)
         found = self._ask(
@@ -168,7 +168,7 @@ class IsolatedParser:
             ShardFormatError: ``read_metadata`` raised this error; or the pickle exceeds a limit, or
                 makes the child fail.
             PlacementError, CoverageError, CheckpointError: ``read_metadata`` raised this error.
-            OSError: the child cannot be started, or does not answer; the file may be good.
+            OSError: the child cannot be started, or does not answer; the file may be intact.
         """
         asked = wire.asked(prefix, data)
         return self._ask(wire.METADATA, asked, where, "pickle", wire.read_contents)
@@ -180,7 +180,7 @@ class IsolatedParser:
             ShardFormatError: ``read_chunked_fields`` raised this error; or the header exceeds a
                 limit, or makes the child fail.
             PlacementError: ``read_chunked_fields`` raised this error.
-            OSError: the child cannot be started, or does not answer; the file may be good.
+            OSError: the child cannot be started, or does not answer; the file may be intact.
         """
         return self._ask(
             wire.CHUNKED_HEADER,
@@ -258,7 +258,7 @@ class IsolatedParser:
         """Start the child, and wait until its limits are set.
 
         Raises:
-            OSError: the child cannot be started; the file may be good.
+            OSError: the child cannot be started; the file may be intact.
         """
         given = self._limits
         # Without ``site``, which may run code of other packages.
