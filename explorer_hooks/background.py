@@ -40,7 +40,8 @@ def follow(
     """Pull again and again, until cancelled.
 
     If a version is refused, the next pull waits for a newer version. After an error of storage or
-    of ``on_remote``, or if the job is unavailable or the engine broken, it waits and pulls again.
+    of ``on_remote``, the function waits and pulls again. It does the same while the job is
+    unavailable or the engine is broken.
 
     Args:
         pull: waits for a newer version, and loads it.
@@ -110,7 +111,7 @@ class Follower:
         return self._thread is not None
 
     def start(self, pull: Callable[[Cancellation], object]) -> None:
-        """Start a thread that follows the job; do nothing if a thread does so already.
+        """Start a thread that follows the job; do nothing if a thread already follows it.
 
         Args:
             pull: see :func:`follow`; it also ends when the given Cancellation is cancelled.
@@ -163,7 +164,7 @@ class Follower:
     def check_off(self) -> None:
         """Check that no background thread follows the job.
 
-        If a thread follows the job, the caller would wait forever for its turn to pull.
+        While a thread follows the job, the caller would never get its turn to pull.
 
         Raises:
             NotFollowingError: the background thread has died.
@@ -183,7 +184,7 @@ class Follower:
 
         Args:
             timeout: seconds; None to wait without a limit.
-            newer_than: wait for a version newer than this one; None for any version.
+            newer_than: wait for a version newer than this version; None to wait for any version.
             cancel: ends the wait.
 
         Raises:
@@ -229,7 +230,7 @@ class Follower:
 
 
 def _is_other(version: Version | None, than: Version | None) -> bool:
-    """Whether a version is newer than another. After a broadcast only their steps differ."""
+    """Whether ``version`` is newer than ``than``; after a broadcast only their steps differ."""
     return version is not None and (
         than is None or (version != than and version.sequence >= than.sequence)
     )

@@ -52,7 +52,7 @@ def step(hook: ExplorerHook, number: int, timeout: float | None = None) -> Versi
 
 
 def full_checkpoints(job_dir: str | Path) -> list[int]:
-    """List the steps of all full checkpoints in ascending order, except one that is being saved.
+    """List the steps of all full checkpoints that are fully saved, in ascending order.
 
     A step is a full checkpoint if its folder has ``.full_checkpoint``. Some trainers do not write
     that file. Their step is a full checkpoint if its folder has the state of an optimizer.

@@ -107,7 +107,7 @@ class Arriving(Generic[T]):
             wait_for_copies({self._group.device})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each whole tensor on the group's device; valid until the next one is yielded."""
+        """Yield each whole tensor on the group's device, valid until the next tensor is yielded."""
         large = None
         for bucket, arrived in self._buckets():
             for piece in bucket.pieces:
@@ -230,7 +230,7 @@ class WeightReceiver:
     Not promised: thread safety.
 
     Args:
-        group: the weight group, in which this process has its rank already.
+        group: the weight group, which this process has already joined.
         known: the meta of an earlier transfer. If the meta has not changed, it is not sent again.
 
     Attributes:
@@ -364,7 +364,7 @@ def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -
 
 
 def _is_image(targets: Sequence[Target], arriving: Arriving[T]) -> bool:
-    """Whether the targets are the image's tensors, whole and in the same order."""
+    """Whether the targets are the image's tensors, whole and in the image's order."""
     return [(target.name, target.box) for target in targets] == [
         (spec.name, whole_box(spec.shape)) for spec in arriving.meta.tensors
     ]

@@ -1,4 +1,4 @@
-"""Find a copy on this host that deltas turn into a newer version, and wait for a delta."""
+"""Find a copy on this host from which deltas make a newer version, and wait for a delta."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DeltaBase:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the deltas."""
+        """The size of the deltas in bytes."""
         return sum(delta.bytes for _, delta in self.chain)
 
     def make(
@@ -114,7 +114,8 @@ class DeltaBases:
             cancel: called often; raises an error to stop.
 
         Raises:
-            NoDeltaError: no copy and deltas make the version. The message has the reason.
+            NoDeltaError: the version cannot be made from a copy and deltas. The message has the
+                reason.
             RecordError: a record of the job cannot be used.
             OSError: the storage of the job or of the copies failed.
         """
@@ -184,10 +185,10 @@ def _wait(
     why_no_room: Callable[[str], str | None],
     cancel: Callable[[], None],
 ) -> str:
-    """If the daemon is making a delta from a copy here to a version, wait until it has ended.
+    """If the daemon is making a delta from a copy here to a version, wait for that delta.
 
     Returns:
-        The reason to report if there is still no delta after the wait.
+        The reason to report if no delta exists after the wait.
     """
     which = f"the delta to version {sequence}"
     latest = job.read(Latest, job.layout.latest, OF_OTHERS)
@@ -209,7 +210,7 @@ def _wait(
 
 
 def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None]) -> str:
-    """Wait for a delta while that saves time; return the reason why there may still be none."""
+    """Wait for a delta while waiting can save time; return the reason why the wait ended."""
     which = f"the delta to version {sequence}"
     begun = alive = time.monotonic()
     first: tuple[float, int] | None = None

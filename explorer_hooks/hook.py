@@ -75,7 +75,7 @@ class ExplorerHook:
         storage: the seam for tests.
 
     Raises:
-        NameTakenError: a live explorer has the same name. It can take a lease time to find out.
+        NameTakenError: a live explorer has the same name. The check can take one lease time.
         JobUnavailableError: the job directory is missing or cannot be written.
         NoRoomError: the disk of the job directory is full.
         InvalidSettingsError: the name cannot be part of a file name, or an argument has a wrong
@@ -169,7 +169,7 @@ class ExplorerHook:
 
     @property
     def fault(self) -> str | None:
-        """The reason why this explorer is faulty; None if it is not."""
+        """The reason why this explorer is faulty; None if it is not faulty."""
         return self._pipeline.fault
 
     @property
@@ -267,7 +267,8 @@ class ExplorerHook:
                 default.
 
         Raises:
-            SaveNotReadyError: the step has no folder. The message lists the steps that have one.
+            SaveNotReadyError: the step has no folder. The message lists the steps that have a
+                folder.
             SaveFailedError: the daemon has refused the save.
             InvalidSettingsError: a trainer or another explorer runs, or a background thread follows
                 the job.
@@ -295,7 +296,8 @@ class ExplorerHook:
             version.
 
         Raises:
-            SaveNotReadyError: the step is not on disk. The message lists the steps that are.
+            SaveNotReadyError: the step is not on disk. The message lists the steps that are on
+                disk.
             SaveFailedError: the daemon cannot build the step. The message has the reason.
             JobUnavailableError: the daemon's release of syncd cannot build steps.
             InvalidSettingsError: a background thread follows the job.
@@ -305,7 +307,7 @@ class ExplorerHook:
         return self._step(self._puller.step_alone, step, timeout)
 
     def sync_is_due(self, step: int) -> bool:
-        """Whether :meth:`after_step` will sync. If it will, finish running requests first."""
+        """Whether :meth:`after_step` will sync. If so, finish running requests first."""
         return explorer_sync_is_due(self._settings, step)
 
     def after_step(self, step: int) -> Version | None:
@@ -357,7 +359,7 @@ class ExplorerHook:
     # -- in the background -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start a background thread, which loads the newest version whenever it is published.
+        """Start a background thread, which loads the newest version after each publication.
 
         The thread requests syncs only with style ``explorer_driven``. See
         :func:`~explorer_hooks.background.follow` for the errors that the thread survives. If the
@@ -380,7 +382,7 @@ class ExplorerHook:
 
         Args:
             timeout: seconds; None to wait without a limit.
-            newer_than: wait for a version newer than this one.
+            newer_than: wait for a version newer than this version; None to wait for any version.
 
         Raises:
             InvalidSettingsError: the engine serves no such version, and :meth:`start` was not

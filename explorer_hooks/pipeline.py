@@ -97,7 +97,7 @@ class Pipeline:
 
     @property
     def fault(self) -> str | None:
-        """The reason why the explorer is faulty; None if it is not."""
+        """The reason why the explorer is faulty; None if it is not faulty."""
         return self._broken or self._abandoned
 
     @property
@@ -113,7 +113,7 @@ class Pipeline:
 
     @property
     def floor(self) -> Version | None:
-        """The served version, or a newer refused version. The next version must be newer."""
+        """The version that the next version must exceed: the served or a newer refused version."""
         served = self.version
         if self._refused is None or (served and served.sequence > self._refused[0].sequence):
             return served
@@ -124,7 +124,7 @@ class Pipeline:
         """Whether the engine takes part in broadcasts now.
 
         The engine takes no part before its first version, because after a failed broadcast it needs
-        a version to fall back to. Nor does it take part while a step is evaluated.
+        a version to fall back to. The engine also takes no part while a step is evaluated.
         """
         fast_path = self._fast_path
         if fast_path is None or not fast_path.fits or self._benches:
@@ -133,7 +133,7 @@ class Pipeline:
 
     @contextmanager
     def hold_again(self) -> Iterator[LeasedVersion]:
-        """Yield a second lease on the served version; it stays valid when the engine changes.
+        """Yield a second lease on the served version, which later loads do not release.
 
         Raises:
             InvalidSettingsError: no version is served yet.
@@ -156,8 +156,8 @@ class Pipeline:
     ) -> Version | None:
         """Wait until ``until`` returns True or the time is up; return the version served then.
 
-        ``until`` is called ten times a second. The reason: a signal handler that changes the
-        result must take no lock, so the handler cannot notify this wait.
+        ``until`` is called ten times a second, because a signal handler can change its result. The
+        handler must not take a lock, so it cannot notify this wait.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -295,8 +295,9 @@ class Pipeline:
     def _take(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
         """Load a leased version into the engine; release the version if that fails.
 
-        By this time a pull has read LATEST, created the lease ``leases/VERSION/EXPLORER.SESSION``
-        (an empty file), and then read ``manifest.json``.
+        Before this method is called, a pull has accessed these files in this order: it has read
+        LATEST, created the lease ``leases/VERSION/EXPLORER.SESSION`` (an empty file), and read
+        ``manifest.json``.
         """
         using = [leased]  # to release if the load fails
         blames = True
@@ -439,8 +440,8 @@ class Pipeline:
     def _has_received(self, version: LeasedVersion) -> bool:
         """Whether a broadcast has given the engine a version's weights, or later weights.
 
-        Weights of the current trainer run are later than weights of an earlier run. A version that
-        a user rolled back to is never skipped, because the engine must load it.
+        Weights of the current trainer run count as later than weights of an earlier run. A version
+        that a user rolled back to is never skipped, because the engine must load it.
         """
         saved = SaveId.parse(version.manifest.save_id)
         received = self._received
@@ -451,7 +452,7 @@ class Pipeline:
         return not saved.is_newer_than(received)
 
     def _adopt(self, version: LeasedVersion) -> None:
-        """Hold a version whose weights the engine has already, without a load."""
+        """Hold a version whose weights the engine already has, without loading it."""
         with self._changed:
             before, self.held = self.held, version
             self._is_verified = False

@@ -89,7 +89,7 @@ class Puller:
                     raise
 
     def sync(self, timeout: float) -> None:
-        """Wait for newer weights and load them, or wait until the trainer says that it has none.
+        """Wait until newer weights are loaded, or until the trainer reports that it has none.
 
         Raises:
             WaitTimeoutError: neither happened in time.
@@ -231,7 +231,7 @@ class Puller:
             self.lock.release()
 
     def _restore(self) -> None:
-        """Load the previous version into a broken engine again.
+        """Load the previous version of a broken engine again.
 
         An engine that lost its weights, for example a restarted server, counts as broken. If the
         engine is still broken but a newer version is published, the caller can load that version.

@@ -168,7 +168,7 @@ class Reader:
             nothing_new: the number of waits that have ended without a newer version.
             refused: the newer version that the explorer refuses, and the reason.
             hub_names: whether the explorer takes versions whose tensors have the hub's names. In a
-                new job, versions have the trainer's names unless all explorers take the hub's.
+                new job, versions get the hub's names only if all explorers take the hub's names.
         """
         now = time.time()
         if self._loads is None:

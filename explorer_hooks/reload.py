@@ -110,8 +110,8 @@ class Reloader:
             ``told``, with the seconds of the pause and of the load.
 
         Raises:
-            EngineBrokenError: the engine has neither the new version nor the previous one, or does
-                not serve.
+            EngineBrokenError: the engine has neither the new version nor the previous version, or
+                does not serve.
             Exception: the engine raised an error, and serves the previous version again. If there
                 was no previous version, the engine may have a part of the new version.
         """
@@ -134,8 +134,8 @@ class Reloader:
         """Let the engine receive the weights of a broadcast.
 
         Args:
-            take: receives the weights. It changes all weights of the engine, or it changes none and
-                raises BroadcastError.
+            take: receives the weights into the engine. If it raises BroadcastError, it has changed
+                no weight of the engine.
             told: the measurements of this pull so far.
 
         Returns:

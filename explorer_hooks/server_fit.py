@@ -1,7 +1,7 @@
 """Compare a version with the model that a server serves, because the server cannot compare.
 
 An in-process engine compares a version with its torch module. For a server, the comparison uses the
-model folder that the server was started with, or the manifest of the version that it loaded last.
+model folder that the server was started with, or the manifest of a version that it has loaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def check_names(version: LeasedVersion, whose: str) -> None:
-    """Refuse a version without the hub's names, because the server looks for these names.
+    """Refuse a version that lacks the hub's names, because the server looks for the hub's names.
 
     Raises:
         EngineMismatchError: the tensors have the trainer's names, and the hub's names differ from
@@ -114,7 +114,7 @@ class Fits:
         refuse(what, self._whose, differences(alike, wanted, self._whose, names.shown))
 
     def has_names_of(self, version: LeasedVersion) -> bool:
-        """Whether the server's model and the version have exactly the same tensor names."""
+        """Whether server and version have the same tensor names, except a tied output embedding."""
         return self._alike(tensor_specs(version.manifest)).keys() == self._wanted.keys()
 
     def _alike(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:

@@ -41,7 +41,10 @@ class StagedCopy:
     @staticmethod
     @contextmanager
     def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
-        """Yield True if no process holds a copy; no process can hold it inside the context."""
+        """Yield True if no process holds a copy.
+
+        In this case no process can hold the copy until the context ends.
+        """
         try:
             fd = storage.open_read(folder / MANIFEST)
         except OSError as error:

@@ -58,7 +58,7 @@ _SPARE: Final = 64 * 1024 * 1024
 
 
 class NotStagedError(Exception):
-    """Raised with the reason if a version could not be copied. The version may be intact."""
+    """Raised with the reason if a version could not be copied. The version itself may be intact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,8 @@ class Staging:
             cancel: called often; raises an error to stop.
 
         Returns:
-            The version, which is now read from the copy. The copy is held until it is released.
+            The version, which is now read from the copy. The copy is held until the returned
+            version is released.
 
         Raises:
             NotStagedError: there is no copy, because there is not enough space, a file differs from
@@ -161,7 +162,7 @@ class Staging:
     def base(self) -> int | None:
         """The sequence of the last version of :meth:`stage`, if deltas can apply to its copy.
 
-        None if the copy was removed, or if the job is on the same filesystem as the copy.
+        It is None if the copy was removed, or if the job is on the same filesystem as the copy.
         """
         copy = self._base
         try:
@@ -198,7 +199,10 @@ class Staging:
             log.warning("cannot clean up %s: %s", self._room, error)
 
     def _copier(self) -> FileLock:
-        """Make a new lock object, because threads that share one would all count as its holder."""
+        """Make a new lock object.
+
+        Threads that share a lock object would all count as its holder.
+        """
         return FileLock(self._room / _COPIER)
 
     def _open(self) -> None:
@@ -247,7 +251,7 @@ class Staging:
 
     @contextmanager
     def _elected(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """Be the only process on this host that changes the folder.
+        """A context in which only this process of this host changes the folder.
 
         Raises:
             TimeoutError: another process was copying all the time.
@@ -284,7 +288,8 @@ class Staging:
     ) -> str | None:
         """Make a copy from an older copy on this host and deltas.
 
-        An error here never refuses the version, because only the version's own files can do so.
+        No error here causes the version to be refused. Only an error in the version's own files can
+        cause that.
 
         Returns:
             None if the copy was made, or else the reason why not.

@@ -52,8 +52,9 @@ class _OtherNames(NamedTuple):
 
     Attributes:
         pieces: other name → the parts of the version's tensors that make up that tensor.
-        of: name of a version's tensor → the other names of its parts. A tensor under another name
-            can join several tensors of the version. Its name is listed only for the first of them.
+        of: name of a version's tensor → the other names of its parts. If one other name stands for
+            several tensors of the version joined together, it is listed only for the first of these
+            tensors.
     """
 
     pieces: Mapping[str, Sequence[NamedPiece]]
@@ -96,10 +97,10 @@ class WeightsReader:
     Args:
         version: a version of kind ``full`` or ``adapter``, leased until the reader is closed.
         mmap: map the files into memory and copy nothing. The bytes of a tensor are read at the
-            first access. Writing into a tensor changes no file. Use it only for local filesystems:
-            if a file server loses a mapped file, or someone truncates the file, the kernel kills
-            the process (SIGBUS). The version must stay leased while any of its tensors is in use.
-            By default each tensor is read by pread into its own memory.
+            first access. Writing into a tensor changes no file. Use ``mmap`` only for local
+            filesystems, because if a file server loses a mapped file, or someone truncates the
+            file, the kernel kills the process (SIGBUS). The version must stay leased while any of
+            its tensors is in use. By default each tensor is read by pread into its own memory.
     """
 
     def __init__(self, version: LeasedVersion, *, mmap: bool = False) -> None:

@@ -44,9 +44,9 @@ class Ranks:
             The result of ``work`` on this rank.
 
         Raises:
-            Exception: the error of ``work`` on this rank. If only other ranks failed: an error of
-                the class that the first of them raised, with its rank and message; a
-                :class:`CheckpointError` if that class is not one of syncd's.
+            Exception: the error of ``work`` on this rank. If ``work`` failed only on other ranks,
+                the error has the rank, the message and the class of the first failure. If that
+                class is not one of syncd's, it is a :class:`CheckpointError`.
         """
         result: T | None = None
         failure: tuple[type[SyncdError], str] | None = None
@@ -65,6 +65,6 @@ class Ranks:
         return result  # type: ignore[return-value]  # nothing was raised, so work returned it
 
     def of_first(self, work: Callable[[], T]) -> T:
-        """Return rank 0's result of ``work`` on all ranks, or raise its error on all."""
+        """Return rank 0's result of ``work`` on all ranks, or raise rank 0's error on all."""
         mine = self.together(lambda: work() if self.rank == 0 else None)
         return self.gathered(mine)[0]  # type: ignore[return-value]  # rank 0 has worked

@@ -70,7 +70,7 @@ class SaveThread:
             return self._errors.popleft() if self._errors else None
 
     def take_written(self) -> int | None:
-        """Return the bytes that saves wrote since the previous call; None if there was no save."""
+        """Return how many bytes saves wrote since the previous call; None if there was no save."""
         with self._changed:
             written, self._written = self._written, None
             return written
@@ -145,8 +145,8 @@ def raise_first(errors: Sequence[SyncdError]) -> None:
 def _let_go(error: BaseException | None) -> None:
     """Free the memory that an error's stack frames hold, for example a copied state.
 
-    Call it before the error is taken, because the training thread copies the next state before it
-    raises the error.
+    Call this function before ``take_error`` can return the error. The training thread copies the
+    next state before it raises the error, and needs the memory for the copy.
     """
     while error is not None:
         error.__traceback__ = None

@@ -1,4 +1,4 @@
-"""``CheckpointCoordinator``: saves in the background; the pointer moves when all ranks are done."""
+"""``CheckpointCoordinator``: saves in the background; moves the pointer when all ranks wrote."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class CheckpointCoordinator:
                 part; False to announce nothing.
 
         Raises:
-            SaveFailedError: an earlier save failed, or this one waited too long for earlier ones.
+            SaveFailedError: an earlier save failed, or this save waited too long for earlier saves.
         """
         self._check_open()
         queue, has_room = self._queue, self._queue.has_room()
@@ -144,7 +144,7 @@ class CheckpointCoordinator:
             model_files: on rank 0: functions that write config or tokenizer into the given folder.
 
         Raises:
-            SaveFailedError: an earlier save failed, or this one waited too long for earlier ones.
+            SaveFailedError: an earlier save failed, or this save waited too long for earlier saves.
         """
         self._check_open()
         queue, save_id = self._queue, self._next_id(global_step)

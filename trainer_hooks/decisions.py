@@ -43,7 +43,7 @@ class Plan(IntFlag):
       added to an existing full checkpoint.
     - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the save is due and stays due, because the writer is busy.
     - ``BROADCAST``: send the weights to the weight group that rank 0 has opened. In the decision
-      after the broadcast: the weights have arrived.
+      after the broadcast, it means that the weights have arrived.
     - ``UNDECIDED``: rank 0 could not decide.
     """
 
@@ -66,9 +66,9 @@ class Decisions:
     used.
 
     Promised: :meth:`agree` returns the same plan on all ranks. It is not a barrier: rank 0 waits
-    for no rank, and the other ranks wait only for rank 0 and for the ranks that forward its message
-    in gloo's tree. If rank 0 has died, :meth:`agree` ends at once if the connection is closed, and
-    otherwise after the timeout.
+    for no rank. The other ranks wait only for rank 0, and for the ranks that forward rank 0's
+    message in gloo's tree. If rank 0 has died, :meth:`agree` ends at once if the connection is
+    closed, and otherwise after the timeout.
 
     Args:
         timeout: seconds that the other ranks wait for rank 0.
@@ -128,7 +128,7 @@ class Decisions:
             timeout: seconds that this rank waits for the other ranks.
 
         Returns:
-            None if all ranks have called it; otherwise the reason why not, for the log.
+            None if all ranks have called this method; otherwise the reason of the failure, as text.
         """
         if self._has_lost_its_group():
             return "the process group was destroyed before the call"

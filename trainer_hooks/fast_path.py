@@ -58,7 +58,8 @@ class Cadence:
     but saved as files.
 
     Args:
-        checkpoint_every: one of this many syncs is saved as files even if it was broadcast.
+        checkpoint_every: of this many syncs in a row, at least one is saved as files, even if all
+            were broadcast.
     """
 
     def __init__(self, checkpoint_every: int) -> None:
@@ -74,7 +75,10 @@ class Cadence:
         return self._passed is None or self._passed + 1 >= self._checkpoint_every
 
     def may_try(self) -> bool:
-        """Whether to try to broadcast this sync; a call that returns False ends one back-off."""
+        """Whether to try to broadcast this sync; False during the back-off after a failure.
+
+        Each call that returns False shortens the back-off by one sync.
+        """
         if not self._not_tried:
             return True
         self._not_tried -= 1
@@ -112,7 +116,7 @@ class TrainerBroadcasts:
         model: the model to send.
         settings: the settings of the job.
         explorers: on rank 0, the communication with explorers; None on other ranks.
-        cast: the dtype to which floating tensors are cast; None to keep the model's.
+        cast: the dtype to which floating tensors are cast; None to keep the model's dtypes.
 
     Attributes:
         cadence: rank 0's count of syncs, by which it chooses what to broadcast.
@@ -262,8 +266,8 @@ class WeightSender:
         model: the trainer's model, in its wrappers.
         bucket_bytes: the largest number of bytes in one broadcast.
         digests: whether receivers check each bucket; by default only if the group is on the CPU.
-        cast: the dtype to which floating tensors are cast; None to keep theirs. Rank 0 has a cast
-            copy of the tensors that are being sent.
+        cast: the dtype to which floating tensors are cast; None to keep the model's dtypes.
+            Rank 0 has a cast copy of the tensors that are being sent.
     """
 
     def __init__(
@@ -296,8 +300,8 @@ class WeightSender:
             SaveFailedError: on all ranks: the ranks' tensors differ, or a tensor cannot be sent.
                 Leave the group.
             Exception: a gathering failed, perhaps only on this rank, for example for lack of
-                memory. The other ranks may still wait in that collective, and would take this
-                rank's next collective for it.
+                memory. The other ranks may still wait in that collective, and would mistake
+                this rank's next collective for the failed one.
         """
         begun = time.monotonic()
         ranks = Ranks()

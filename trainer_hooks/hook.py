@@ -54,8 +54,8 @@ class TrainerHook:
       wait for the announcement.
     - That a save is announced if one of its ranks has died.
 
-    Construct the hook and call its methods on every rank, in the same order, because rank 0 decides
-    for all ranks, and a gathering needs all ranks.
+    Construct the hook on every rank, and call its methods on every rank in the same order. Rank 0
+    decides for all ranks, and a gathering needs all ranks.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
@@ -214,7 +214,7 @@ class TrainerHook:
         return self._told(self._carry_out(plan, self._step), begun)
 
     def save_state_dict(self, step: int) -> dict[str, float]:
-        """Sync now, even if the settings do not require it; do nothing if the step is synced.
+        """Sync now, even if no sync is due; do nothing if the step is already synced.
 
         Returns:
             Metrics, as :meth:`after_step` returns them.
@@ -250,7 +250,7 @@ class TrainerHook:
         Raises:
             InvalidSettingsError: the step is not a whole number.
             SaveFailedError: an earlier save failed, or the hook is closed. With
-                ``block_until_saved`` also if this save failed.
+                ``block_until_saved``, a failure of this save also raises this error.
         """
         check_step(step)
         begun = self._begun()

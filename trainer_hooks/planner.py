@@ -24,7 +24,7 @@ class Begun(NamedTuple):
     Attributes:
         sync: the save for explorers; None if ``full`` is also for explorers, or nothing is synced.
         full: the full checkpoint; None if none is made.
-        hugging_face: the full checkpoint that gets the full weights; None if none does.
+        hugging_face: the full checkpoint that gets the full weights; None if there is none.
     """
 
     sync: SaveId | None = None
@@ -36,9 +36,11 @@ class Planner:
     """Decides what to save. Rank 0 decides for all ranks if ranks could decide differently.
 
     Promised: all ranks get the same plans and the same save ids if they make the same calls. If
-    nothing is due on a step, no rank sends a message. There are three exceptions: explorers may
-    request syncs; the trainer limits the lag of explorers; or the trainer waits for data, and an
-    explorer may have missed a broadcast.
+    nothing is due on a step, no rank sends a message, with three exceptions:
+
+    - explorers may request syncs (``SyncStyle.EXPLORER_DRIVEN``),
+    - the trainer limits the lag of explorers,
+    - the trainer waits for data, and an explorer may have missed a broadcast.
 
     Args:
         decisions: sends rank 0's decisions to the other ranks.
@@ -51,7 +53,7 @@ class Planner:
         fast_path: the broadcasts, for method ``nccl``; None for other methods.
         thread: the writing thread; rank 0 checks whether it is busy.
         progress: the outcome of earlier saves.
-        are_weights_there: on rank 0, whether an announced save still has all its weights.
+        are_weights_there: called on rank 0; returns True if an announced save has all its weights.
         patience: seconds that rank 0 waits for an unfinished save that a full checkpoint extends.
 
     Attributes:
@@ -281,7 +283,7 @@ class Planner:
         return plan
 
     def _is_missed(self) -> bool:
-        """Whether the last sync was only broadcast, and an explorer that may not produce missed it.
+        """Whether the last sync was only broadcast, and an explorer that may not produce lacks it.
 
         Such an explorer waits for the next sync, while the trainer waits for the explorer's data.
         So the trainer must sync now.

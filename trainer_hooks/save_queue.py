@@ -39,8 +39,8 @@ class SaveQueue:
     waits for this rank. The memory of a finished save is reused for the next save.
 
     Args:
-        patience: seconds to wait until at most one save is unfinished, and at the end for each
-            save.
+        patience: the longest wait for one save, in seconds. :meth:`wait` waits for two saves, so
+            it may take twice as long.
         progress: records failures.
         begin_save: called with the step, in the writing thread, before the first byte is written.
 
@@ -63,7 +63,7 @@ class SaveQueue:
         return self.thread.wait(most=LIMIT - 1, timeout=self._patience)
 
     def buffers(self) -> HostBuffers:
-        """Take a free set of buffers to copy a save to; :meth:`has_room` must have been True."""
+        """Take free buffers for a copy of a save. Call it after :meth:`has_room` returned True."""
         return self._buffers.pop()
 
     def submit(

@@ -65,14 +65,14 @@ class SaveSettings:
         max_to_keep: how many of the newest full checkpoints to keep; 0 = all.
         keep_every: also keep full checkpoints of steps that are multiples of this number; 0 = none.
         write_concurrency: how many ranks write at a time, for storage that collapses if all ranks
-            write at once. ``per_node``: one rank on each host. ``one_at_a_time``: one rank of all,
-            in rank order.
+            write at once. ``per_node``: one rank on each host. ``one_at_a_time``: one rank at a
+            time, in rank order.
         lora: for a model with PEFT adapters. ``adapter``: only the active adapter, in
             ``actor/lora_adapter/``. ``merged``: the full model with the adapter merged into it.
             ``auto``: the adapter if nothing else is trained, otherwise ``merged``. The adapter or
             the merged model is gathered on rank 0 while training waits; ``layout`` is ignored.
         sync_dtype: the dtype to which floating tensors are cast for explorers; None to keep the
-            model's. The cast runs on the device during the copy, and gives the same bits as
+            model's dtypes. The cast runs on the device during the copy, and gives the same bits as
             ``Tensor.to``. Integers, bool and fp8 are not cast. Full checkpoints also keep the
             weights in the model's dtype, and training resumes only from those weights.
         final: whether ``close`` saves the last step's weights as files, if that was not done. Set

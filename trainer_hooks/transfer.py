@@ -218,12 +218,12 @@ class Buffers:
         self._made: deque[_BucketBuffer] = deque()
 
     def next(self, size: int, device: torch.device, source: torch.device) -> Tensor:
-        """Return ``size`` bytes of a buffer: not the buffer of the previous call.
+        """Return ``size`` bytes of the buffer that the previous call did not return.
 
         Args:
             size: the number of bytes.
             device: the device of the buffer.
-            source: the device of the data to copy into it.
+            source: the device of the data to copy into the buffer.
         """
         buffer = self._made.popleft() if len(self._made) == AT_A_TIME else None
         if buffer is None or buffer.like != (device, source.type) or buffer.size < size:

@@ -47,7 +47,7 @@ class SyncdCallback(TrainerCallback):
     the last step. The Trainer itself makes checkpoints and resumes from them.
 
     Promised: explorers get the whole model as it was after the step, with the names of the plain
-    model, also if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only:
+    model, even if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only:
 
     - if :class:`~trainer_hooks.settings.SaveSettings` tell it to wait,
     - if the Trainer saves a step while two saves are unfinished,
@@ -209,7 +209,7 @@ class SyncdCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Add the metrics since the previous log of a step to this log and ``log_history``."""
+        """Add the metrics since the previous training log to this log and ``log_history``."""
         # Not into an evaluation's log, which evaluate() returns: a hyperparameter search sums it
         # up.
         if logs is None or "loss" not in logs:

@@ -50,7 +50,7 @@ class FSDPEngine(Protocol):
     """The part of verl's engine that is needed here.
 
     Attributes:
-        module: the trained model: in FSDP1 or FSDP2, or plain.
+        module: the trained model: a plain module, or one under FSDP1 or FSDP2.
     """
 
     @property
@@ -156,7 +156,7 @@ def fsdp_sync_weight_nccl(engine: FSDPEngine, model_update_group: dist.ProcessGr
             receivers; the trainer must be rank 0 of this group. Ignored on other ranks.
 
     Raises:
-        InvalidSettingsError: on rank 0, after all gatherings: it has no group.
+        InvalidSettingsError: rank 0 has no group; raised only on rank 0, after all gatherings.
         RuntimeError: a collective of torch failed.
     """
     device: torch.device | None = None
@@ -246,7 +246,7 @@ class StateDictWriter:
 
 
 def _full_weights(engine: FSDPEngine) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield each weight's name, and on rank 0 the whole tensor, otherwise None. Collective."""
+    """Yield each weight's name and the whole tensor (None on ranks other than 0). Collective."""
     rank = Ranks().rank
     for name, weight in _weights(engine):
         whole = full_tensor(weight, rank=rank)

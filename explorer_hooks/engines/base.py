@@ -57,8 +57,8 @@ class Engine(Protocol):
     def prepare(self, version: LeasedVersion) -> None:
         """Prepare the load while the engine still serves, for example read ahead.
 
-        The served weights must not change. The hook may call ``load`` without a call of this
-        method, or with another version than the prepared one.
+        The served weights must not change. The hook may call ``load`` without having called this
+        method, or with another version than the prepared version.
 
         Raises:
             OSError: storage failed.
@@ -72,7 +72,8 @@ class Engine(Protocol):
         """Load the weights of the version.
 
         If ``load`` raises an error, no weight may have changed. An engine that cannot promise this
-        must document it: such an engine has unknown weights until a version is loaded again.
+        must say so in its documentation. After a failed load, such an engine has unknown weights
+        until a version is loaded again.
         """
 
     def reset_cache(self) -> None:
@@ -96,8 +97,8 @@ class Engine(Protocol):
 class WeightTaker(Protocol):
     """The additional methods of an :class:`Engine` that can take broadcasts (method ``nccl``).
 
-    The hook calls ``receive`` where it would call ``load``: between ``pause`` and ``reset_cache``,
-    in one thread. An engine without these methods only loads versions from files.
+    The hook calls ``receive`` instead of ``load``, between ``pause`` and ``reset_cache``, in one
+    thread. An engine without these methods only loads versions from files.
     """
 
     @property

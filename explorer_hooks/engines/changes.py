@@ -1,8 +1,8 @@
 """Find the elements in which two versions differ, and write only these elements into tensors.
 
 Both versions are on this host, whole and verified, so they are compared element by element. The
-positions in a delta are not used, because they cannot be checked: no digest is computed of a
-module. If a delta left an element out, that element would stay wrong in the module.
+positions in a delta are not used, because no digest of the module is computed that could check
+them. If a delta left an element out, that element would stay wrong in the module.
 """
 
 from __future__ import annotations

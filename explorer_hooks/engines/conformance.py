@@ -69,7 +69,7 @@ class Subject:
         expected: returns the content that the engine must serve after it has loaded a version.
         kind: the kind of the versions.
         files: additional files in each version, by name.
-        names: whether the tensors have the trainer's or the hub's names. It matters only if
+        names: whether the tensors have the trainer's or the hub's names. This matters only if
             ``files`` has a ``name_map.json``.
         all_or_nothing: whether a failed ``load`` changes nothing. If False, the engine only
             promises that the previous version can be loaded again.
@@ -97,7 +97,7 @@ class Subject:
         Args:
             folder: the parent of the version's folder.
             sequence: the sequence of the version.
-            tensors: weights to use instead of random ones, by name.
+            tensors: weights to use instead of random weights, by name.
             storage: the seam for tests.
         """
         return make_version(
@@ -295,7 +295,7 @@ def _fails(call: Callable[[LeasedVersion], None], version: LeasedVersion) -> boo
 
 
 def _survives(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
-    """Load the previous version again after a failed load, as a hook does."""
+    """Load the previous version again, as a hook does, if a failed load may change weights."""
     if not subject.all_or_nothing:
         engine.load(version)
 
@@ -326,7 +326,7 @@ class FileSpan:
 
 
 class FailingStorage(Storage):
-    """Storage with one range of bytes that cannot be read: ``EIO``.
+    """Storage in which one range of bytes cannot be read (``EIO``).
 
     Attributes:
         place: the range; None if all bytes can be read.

@@ -40,7 +40,7 @@ def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
         kinds: the kinds that the engine can load: some of ``full``, ``adapter``, ``remote``.
 
     Raises:
-        EngineMismatchError: the engine cannot load this kind. The message names an engine that can.
+        EngineMismatchError: the engine cannot load this kind. The message names a suitable engine.
     """
     if version.kind in kinds:
         return

@@ -235,9 +235,10 @@ class HttpServer:
 
 
 def place(url: str) -> tuple[str, int, str]:
-    """Split an address into host, port and path, equal for all spellings of one address.
+    """Split a server's address into host, port and path.
 
-    All names of this host's loopback interface count as one host. The scheme does not count.
+    The result is equal for all spellings of one address. All names of this host's loopback
+    interface count as one host. The scheme decides only the port of an address without a port.
 
     Raises:
         InvalidSettingsError: ``url`` is not an address.

@@ -27,7 +27,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class HostStage:
-    """Host memory that gets the new content first, before it is copied into the targets.
+    """Host memory for new content, which is copied from there into the targets.
 
     The first use allocates the memory. Later uses that need no more bytes allocate nothing. The
     memory is pinned if the targets are on another device than the CPU.
@@ -78,8 +78,8 @@ class HostStage:
     def copy(self, targets: Sequence[Target]) -> None:
         """Copy the new content into the targets, and wait until every device has it.
 
-        Before the copy it waits for earlier work on the devices, for example a forward that still
-        reads the old values.
+        Before the copy, this method waits for earlier work on the devices, for example a forward
+        that still reads the old values.
 
         Args:
             targets: targets of the same number, dtypes and shapes as in :meth:`lay_out`.
@@ -211,8 +211,8 @@ class _Move(NamedTuple):
 def _move(moves: Sequence[_Move], threads: int) -> None:
     """Copy memory, in up to ``threads`` batches at a time.
 
-    ``Tensor.copy_`` is not used, because all its threads must wait for one another at the end of
-    each tensor. That takes many times as long on processors that are busy with other work.
+    ``Tensor.copy_`` is not used, because its threads must all wait for one another at the end of
+    each tensor. On processors that are busy with other work, this makes the copy many times slower.
     """
     tasks = []
     batch: list[_Move] = []
@@ -241,7 +241,7 @@ def is_plain(target: Target) -> bool:
 
 
 def _bounded(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Group targets up to ``_BOUND`` bytes. A larger target is a group of its own."""
+    """Put targets into groups of at most ``_BOUND`` bytes. A larger target is its own group."""
     group: list[Target] = []
     size = 0
     for target in targets:

@@ -28,11 +28,14 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _named_folder(self) -> str | None:
-        """The model folder that the server names; its tensors have the served names and shapes."""
+        """The model folder that the server reports.
+
+        Its tensors have the names and shapes of the served model.
+        """
 
     @abstractmethod
     def _serves_what_it_names(self, said: str | None) -> bool:
-        """Whether the label shows that the server serves the folder that it names."""
+        """Whether the label shows that the server serves the folder of :meth:`_named_folder`."""
 
     @abstractmethod
     def _said_label(self) -> str | None:

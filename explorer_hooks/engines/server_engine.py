@@ -43,8 +43,10 @@ class ServerEngine(ServerCalls):
     one token before the version counts as served; otherwise an error is raised. If the server's
     weights are unknown, or its caches hold results of other weights, an error is raised and the
     server stays paused. If a load fails, the previous version is loaded again.
+
     Not promised: that the server serves while no hook runs, or that nothing else changes its
-    weights. A second hook on the server is noticed only during a load of that hook, or after it.
+    weights. A second hook on the server is noticed only during a load by that hook, or after that
+    load.
 
     The server shows the :func:`label` of the loaded version beside generated text.
 
@@ -52,7 +54,8 @@ class ServerEngine(ServerCalls):
         url: the address of one server, not of a load balancer.
         mode: how to treat running requests; the first of :attr:`modes` by default.
         base: the model folder that the server was started with. By default it is the folder that
-            the server names. If that is not on this host, the first version is loaded unchecked.
+            the server names. If that folder is not on this host, the first version is loaded
+            unchecked.
         is_local: whether the server reads files on this host only; if not, staging is off. By
             default True if the address is this host's. Give False for a server on several hosts.
         api_key: the key that the server was started with.
@@ -62,7 +65,7 @@ class ServerEngine(ServerCalls):
             ``https``.
         lora_name: the model name under which the server serves adapters.
         timeout: seconds for a short request.
-        load_timeout: seconds for a pause, for a load, and for the token after the load, each.
+        load_timeout: seconds for each pause, each load, and each token after a load.
         start_timeout: seconds to wait at the beginning for a server that is not up yet.
         cancel: called every half second during the wait at the beginning; raises an error to stop.
         transport: the seam for tests.
@@ -187,7 +190,7 @@ class ServerEngine(ServerCalls):
             self._resume()
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare a full model with the model that the server was started with, or loaded before.
+        """Compare a full model with the base model, or else with the first full model loaded.
 
         Raises:
             EngineMismatchError: the model does not fit, or the server does not support the
@@ -227,12 +230,13 @@ class ServerEngine(ServerCalls):
         self._must(self._pause)
 
     def load(self, version: LeasedVersion) -> None:
-        """Let the server load the version's folder; after a failure, the previous folder again.
+        """Let the server load the version's folder. If that fails, load the previous folder again.
 
         The load counts as finished only after :meth:`reset_cache`.
 
         Raises:
-            ServerRefusedError: the server did not load the version, and has its previous version.
+            ServerRefusedError: the server did not load the version, and has its previous version
+                again.
             ServerUnreachableError: the server does not answer. Its weights are unknown.
             EngineBrokenError: the server failed, and the version is not the cause.
         """
@@ -409,7 +413,7 @@ class ServerEngine(ServerCalls):
         return True
 
     def _must(self, call: Callable[[], T]) -> T:
-        """Convert a refusal that is not caused by a version to an EngineBrokenError."""
+        """Make a call; convert a refusal to an EngineBrokenError, because no version causes it."""
         try:
             return call()
         except ServerRefusedError as error:

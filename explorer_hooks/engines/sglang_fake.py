@@ -50,7 +50,8 @@ class FakeSGLang:
         serves: tensor's name → the folder that it was last loaded from; only with ``knows``.
         is_paused: whether requests wait.
         running: the number of running requests.
-        compiling: the number of requests that wait for a grammar. A paused server compiles none.
+        compiling: the number of requests that wait for a grammar. A paused server compiles no
+            grammar.
         aborted: the number of requests that were returned unfinished.
         is_up: whether the server answers.
         faults: path → the message of an answer that reports a failure.

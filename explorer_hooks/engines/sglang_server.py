@@ -34,8 +34,8 @@ class SGLangServer(ServerEngine):
 
     New requests wait during a load. The mode decides what happens to running requests. With
     ``retract`` they go back to the queue, and continue with the new weights after their prefixes
-    are computed again. With ``abort`` they are returned unfinished. If the server has an
-    adapter or will get one, ``retract`` works like ``abort``. SGLang's mode ``in_place`` is not
+    are computed again. With ``abort`` they are returned unfinished. If the server has an adapter or
+    will get an adapter, ``retract`` works like ``abort``. SGLang's mode ``in_place`` is not
     supported, because it would keep prefixes of the old weights.
 
     A paused server compiles no grammars, and refuses to flush its caches while a request waits for
@@ -197,7 +197,7 @@ class SGLangServer(ServerEngine):
         return told if isinstance(told, dict) else {}
 
     def _accepted(self, told: object) -> None:
-        """Raise an error if an answer with a good status reports a failure."""
+        """Raise an error if an answer with a success status reports a failure."""
         if isinstance(told, dict) and told.get("success") is False:
             why = told.get("message") or told.get("error_message") or told
             raise ServerRefusedError(f"{self._whose}: {why}", answer=told)

@@ -131,7 +131,7 @@ class _Filling(NamedTuple):
 
     Attributes:
         entry: the version's tensor.
-        piece: the part of each tensor, if their names differ; None if the whole tensors match.
+        piece: the parts of the two tensors that correspond; None if the whole tensors correspond.
     """
 
     entry: DescribedTensor
@@ -157,7 +157,8 @@ def find_targets(
 
     Each tensor of the module must be in the version; for tied tensors, one name is enough. If the
     version's names differ from the module's names, ``names`` maps between them. Then a tensor of
-    the module may consist of parts of several tensors of the version, or the reverse.
+    the module may consist of parts of several tensors of the version, and one tensor of the version
+    may fill several tensors of the module.
 
     Args:
         entries: the tensors of the version; their content is not read.
@@ -280,7 +281,7 @@ def _has_memory(tensor: Tensor) -> bool:
 def _target(
     entry: DescribedTensor, value: Tensor, piece: NamedPiece | None, *, cast: bool, whose: str
 ) -> Sequence[Target] | str:
-    """Return the targets (none if this rank has no part), or the reason why there cannot be any."""
+    """Return the targets (none if this rank has no part), or why the tensor cannot be filled."""
     shape = tuple(value.shape)
     if shape != entry.shape if piece is None else not holds(shape, piece.other_box):
         return f"is {list(entry.shape)}, but {whose} has {list(shape)}"
@@ -306,7 +307,7 @@ def _target(
 
 
 def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
-    """The part of a target that one piece fills; empty if they do not overlap on this rank."""
+    """The part of a target that a piece fills; empty if this rank has no element of the piece."""
     part = common(target.box, piece.other_box)
     if part is None:
         return ()

@@ -60,9 +60,9 @@ class TorchModule(InProcessEngine):
     every device. Work launched later sees the new weights, and work launched earlier has seen only
     the old weights.
 
-    Not promised: that a forward in another thread sees one version only, except if the thread holds
-    the ``lock``. Also not promised: that ranks that share a model change it at the same moment. So
-    let all ranks pull between two batches.
+    Not promised: that a forward in another thread sees only one version. To make sure, let that
+    thread hold the ``lock``. Also not promised: that ranks that share a model change it at the same
+    moment. So let all ranks pull between two batches.
 
     ``in_place`` selects how the bytes are copied:
 
@@ -71,9 +71,10 @@ class TorchModule(InProcessEngine):
       large as this rank's part of the module, and pinned if the module is on a GPU. A hook reads
       ahead while the module still serves, so a pause is as long as one copy of the bytes.
     - ``direct``: bytes are read directly into the parameters if these are on the CPU, or else
-      through 256 MiB of host memory. This needs half the copies, and no second copy of the model in
-      memory. If storage fails half-way, the module is torn: it has parts of two versions. The hook
-      then loads the previous version again. If that is not possible, the module stays torn.
+      through 256 MiB of host memory. This copies the bytes half as often, and needs no second copy
+      of the model in memory. If storage fails half-way, the module is torn: it has parts of two
+      versions. The hook then loads the previous version again. If that is not possible, the module
+      stays torn.
 
     With ``sparse``, only the elements that differ from the previous version are written. The two
     versions are compared while the module serves. On a GPU this makes the pause shorter, because
@@ -91,7 +92,8 @@ class TorchModule(InProcessEngine):
             or the trainer's). Then its tensors are filled part by part, without a copy of them.
         rename: maps the version's name of each tensor to the module's name; a mapping or a
             function. A name that is not in the mapping does not change. The function returns None
-            for a tensor that the module does not take. It also gets the version's other names.
+            for a tensor that the module does not take. The function is also called with the
+            version's other names.
         prefix: only tensors whose names in the version begin with the prefix belong to the module.
             The prefix is removed before ``rename`` is applied.
         cast: whether to cast floating values if the module has another floating dtype; never from
@@ -104,8 +106,8 @@ class TorchModule(InProcessEngine):
         sparse: whether to write only changed elements, see above.
 
     Attributes:
-        changed: the part of the elements that the last load has written, from 0 to 1; None before
-            the first load.
+        changed: the fraction of the elements that the last load has written, from 0 to 1; None
+            before the first load.
 
     Raises:
         InvalidSettingsError: ``in_place`` is neither ``staged`` nor ``direct``.
@@ -169,9 +171,9 @@ class TorchModule(InProcessEngine):
 
         Raises:
             EngineMismatchError: the version does not fit. The module is unchanged.
-            VerificationError, ShardFormatError, OSError: the version cannot be read. The module is
-                unchanged; with ``direct`` it may have parts of two versions, and a note of the
-                error says so.
+            VerificationError, ShardFormatError, OSError: the version cannot be read. With
+                ``staged``, the module is unchanged. With ``direct``, it may have parts of two
+                versions, and a note of the error says so.
         """
         targets = self._targets(version)
         if self._prepared != _reading(version, targets) or not self._holds_base(targets):
@@ -298,7 +300,7 @@ class TorchModule(InProcessEngine):
         return None
 
     def _holds_base(self, targets: list[Target]) -> bool:
-        """Whether the module is unchanged since its last load, or has no known version."""
+        """Whether the module is unchanged since its last load, or its version is unknown."""
         return self._filled is None or self._filled.state == _state(targets)
 
     def _forget(self) -> None:

@@ -51,8 +51,8 @@ class VLLMEngine(InProcessEngine):
 
     An LLM generates only while its caller waits, so no pause is needed. After each load the LLM
     must generate one token before the version counts as served. If a load fails, the weights may be
-    of two versions until the hook has loaded the previous version again. If there is no previous
-    version, the engine is broken.
+    a mix of two versions until the hook has loaded the previous version again. If there is no
+    previous version, the engine is broken.
 
     If vLLM's workers are on other hosts, give ``is_local=False``, because they read the folder
     there. The LLM can take broadcasts if it was made with ``worker_extension_cls`` and
@@ -61,7 +61,7 @@ class VLLMEngine(InProcessEngine):
     Args:
         llm: an ``LLM`` of vLLM 0.12 or newer.
         base: the model folder that the LLM was made from. By default it is the folder that the LLM
-            names. If that is not on this host, the first version is loaded unchecked.
+            names. If that folder is not on this host, the first version is loaded unchecked.
         is_local: whether all workers of the LLM are on this host.
 
     Raises:
@@ -83,7 +83,7 @@ class VLLMEngine(InProcessEngine):
             self._fits = fits_if_here(named, "this vLLM")
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare a version with the model that the LLM was made from, or with the first version.
+        """Compare a version with the LLM's base model, or else with the first loaded version.
 
         Raises:
             EngineMismatchError: the version does not fit, is not a full model, or has names that
@@ -103,7 +103,7 @@ class VLLMEngine(InProcessEngine):
 
         Raises:
             EngineBrokenError: the LLM generates no token.
-            Exception: vLLM failed. The weights may be of two versions.
+            Exception: vLLM failed. The weights may be a mix of two versions.
         """
         self._workers.load_folder(str(version.folder), _NO_LIMIT)
         self._prove(f"version {version.sequence}")

@@ -58,8 +58,8 @@ class VLLMServer(ServerEngine):
     New requests wait during a load. The mode decides what happens to running requests. With
     ``keep`` the requests are held, and continue with the new weights after their prefixes are
     computed again. With ``wait`` they are finished with the old weights before the load. With
-    ``abort`` they are returned unfinished. If the server has an adapter or will get one, ``keep``
-    works like ``wait``.
+    ``abort`` they are returned unfinished. If the server has an adapter or will get an adapter,
+    ``keep`` works like ``wait``.
 
     If a hook was killed during a load, the next hook does not let requests finish. It keeps held
     requests, or aborts them if they may need an adapter. See

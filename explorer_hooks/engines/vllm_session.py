@@ -115,7 +115,7 @@ class TransferSession:
 
         Returns:
             The label of the weights that all workers have, and the digest of their tensors. None if
-            the workers have different or unknown weights.
+            the workers have different weights, or if the label or the digest is unknown.
         """
         states = self._state()
         held = {(one["holds"], one["content"]) for one in states}

@@ -38,7 +38,8 @@ class FolderUpdate:
     """The arguments of ``/update_weights``.
 
     Attributes:
-        folder: a model folder that every worker sees under this path. It must stay during the load.
+        folder: a model folder that every worker sees under this path. The folder must not be
+            deleted during the load.
         label: the name of the folder's weights.
         deltas: the folders of the deltas from the workers' version to the new version, in order.
             If there are any, only the changed elements are loaded.
@@ -56,10 +57,9 @@ class FolderTransfer:
     and the list of weight files. The workers change their models only if all comparisons succeed.
     The whole load is one call, so a client that dies cannot leave a half load.
 
-    If any worker fails, only the last worker raises the error. The reason: vLLM stops reading
-    answers at the first error, and takes the unread answers for answers to the next call. A client
-    gets the state of each worker by ``collective_rpc``, with vLLM's name for this object as the
-    method.
+    If any worker fails, only the last worker raises the error, because vLLM stops reading answers
+    at the first error. It would take the unread answers for answers to the next call. A client gets
+    the state of each worker by ``collective_rpc``, with vLLM's name for this object as the method.
 
     Args:
         config: vLLM's ``WeightTransferConfig``.
@@ -162,7 +162,7 @@ class FolderTransfer:
         return None if reasons else patches
 
     def _patched(self, patches: list[Any]) -> bool:
-        """Load the changed elements; return False if vLLM failed, so that all must be loaded."""
+        """Load the changed elements; return False if vLLM failed, and must load all elements."""
         loader = importlib.import_module("vllm.model_executor.model_loader.checkpoint_weight_patch")
         try:
             loader.load_checkpoint_weight_patches(

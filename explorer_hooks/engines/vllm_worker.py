@@ -39,9 +39,10 @@ class SyncdWorker:
     Received weights stay in host memory until a separate call loads them. So all workers have the
     weights before the first worker changes. Each worker needs host memory for the whole model.
 
-    No method raises an error. The reason: after an error vLLM does not read the answers of the
-    other workers, and takes these answers for answers to the next call. Instead, the answer holds
-    the error as ``failed``. Its ``misfits`` is True if the transfer does not fit the model.
+    No method raises an error, because after an error vLLM does not read the answers of the other
+    workers. vLLM would take these answers for answers to the next call. Instead, the answer of a
+    method holds the error as ``failed``. Its ``misfits`` is True if the transfer does not fit the
+    model.
     """
 
     _syncd_membership: Membership | None = None

@@ -1,8 +1,8 @@
-"""Call the methods of :class:`~.vllm_worker.SyncdWorker` on all workers of a vLLM. No torch.
+"""Call the methods of :class:`~.vllm_worker.SyncdWorker` on all workers of a vLLM.
 
-Broadcasts do not use vLLM's own ``nccl`` transfer, for three reasons. Its waits have no deadline,
-so the server hangs if the trainer dies during a transfer. It changes the model before all weights
-have arrived. It works only on GPUs.
+This module needs no torch. Broadcasts do not use vLLM's own ``nccl`` transfer, for three reasons.
+Its waits have no deadline, so the server hangs if the trainer dies during a transfer. vLLM's
+transfer also changes the model before all weights have arrived, and works only on GPUs.
 """
 
 from __future__ import annotations
@@ -136,8 +136,9 @@ class VLLMWorkers:
     def load_folder(self, folder: str, timeout: float) -> None:
         """Let all workers load a model folder. On a CPU this can need syncd's extension.
 
-        If the last load has failed, the workers load the folder twice. The reason: vLLM 0.32 counts
-        the layers of the failed load as part of the next load, and silently skips other layers.
+        If the last load has failed, the workers load the folder twice. A single load could silently
+        skip layers, because vLLM 0.32 counts the layers of the failed load as part of the next
+        load.
 
         Args:
             folder: the path of the folder on the workers' hosts.

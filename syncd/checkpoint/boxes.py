@@ -92,7 +92,7 @@ def strides(shape: Shape) -> Shape:
 
 
 def extent(within: Box, part: Box) -> Extent:
-    """The extent from the first to the last element of a part, in the C order of the box."""
+    """The extent from the first to the last element of a part, in the C order of ``within``."""
     steps = strides(within.shape)
     ahead = [begin - start for begin, start in zip(part.offsets, within.offsets, strict=True)]
     first = sum(count * step for count, step in zip(ahead, steps, strict=True))
@@ -101,7 +101,7 @@ def extent(within: Box, part: Box) -> Extent:
 
 
 def extents(within: Box, part: Box) -> Iterator[Extent]:
-    """The extents that hold the elements of a part and no others, in the C order of the box.
+    """The extents of a part's elements without any others, in the C order of ``within``.
 
     Each extent is as long as possible: the element after it does not belong to the part.
     """

@@ -80,8 +80,8 @@ def build_model_folder(
         folder: an empty folder that no other process reads. The caller syncs the folder's parent.
         options: the options of the merge.
         work: its ``cancel`` is called between chunks, and its clock gives the manifest's timings.
-        sequence: the version's sequence, for the manifest; 0 for a bench's build. None if no
-            explorer loads the folder.
+        sequence: the version's sequence, for the manifest; 0 for a build for a bench. None
+            if no explorer loads the folder.
 
     Returns:
         The manifest, as written to ``manifest.json``.
@@ -253,7 +253,7 @@ def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
 
 
 def _worth_checking(checked: Checked, sources: Sequence[Source]) -> Checked:
-    """The check to make: CRC-32s are checked even if only some ranks' files have them."""
+    """``crc32`` in place of ``stillness`` if any file has CRC-32s; otherwise ``checked``."""
     if checked == "stillness" and any(source.has_crc for source in sources):
         return "crc32"
     return checked
@@ -270,9 +270,9 @@ def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
 
 @contextmanager
 def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
-    """Let a CheckpointError pass only if the save did not change meanwhile.
+    """Raise a CheckpointError of the block only if the save has not changed meanwhile.
 
-    The trainer may still be writing a file that cannot be read.
+    If the save has changed, the cause may be a file that the trainer is still writing.
     """
     try:
         yield
@@ -404,8 +404,8 @@ def _check_small_files(
 class FreeSpace:
     """Checks that the filesystem of a job has enough space for a version.
 
-    It remembers the size of a version that does not fit, because the daemon asks again and again
-    while the disk is full, and only parsing the whole save gives the size.
+    It remembers the size of a version that does not fit. The daemon asks for this size again and
+    again while the disk is full, and to find the size the whole save must be parsed.
 
     Args:
         storage: the shared storage.

@@ -161,7 +161,7 @@ def _index(file: SafetensorsFile) -> ShardIndex:
 
 
 def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
-    """Refuse a file with tensor names that no engine can load, as files are published unchanged."""
+    """Refuse a file with tensor names that no engine can load: syncd does not change the names."""
     found = find_adapter(entry.name for entry in file.entries)
     if is_adapter and not file.entries:
         raise CheckpointError(

@@ -1,7 +1,8 @@
 """Full checkpoints as Hugging Face models: the merged weights of a step in its ``huggingface/``.
 
 syncd never reads these weights again, neither to merge the step nor to identify a save.
-``manifest.json`` in the same folder names the save that the weights were made from, and lists them.
+``manifest.json`` in the same folder names the save that the weights were made from, and lists the
+weights.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def lacks_config(storage: Storage, actor: Path) -> bool:
 def take_model_files(storage: Storage, actor: Path, base: Path) -> list[str]:
     """Copy the base model's config, tokenizer and code into a step's ``huggingface/``.
 
-    The call copies the files directly in ``base``, but no weights. It follows links, and does not
+    The call copies only files directly in ``base``, and no weights. It follows links, and does not
     replace existing files. It writes ``config.json`` last, so that the next call finishes the work
     if this call is cut off.
 
@@ -227,7 +228,7 @@ def convert_step(
     an index. If the call is cut off, ``huggingface/`` holds a whole model or none, and the next
     call does the work again. The call changes nothing else in the step's folder.
 
-    The call may miss a trainer that saves this step again during the renames. In that case
+    If a trainer saves this step again during the renames, the call may not notice. In that case
     ``manifest.json`` names the earlier save, and the next call converts the new save.
 
     Args:
@@ -365,7 +366,7 @@ def _listed(storage: Storage, folder: Path) -> set[str]:
 
 
 def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> None:
-    """Remove the temporary folders that no longer change, because their process was killed.
+    """Remove the temporary folders of killed processes, which no longer change.
 
     Raises:
         JobUnavailableError: a folder still changes, so another process is converting this step.

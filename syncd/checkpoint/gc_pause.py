@@ -9,7 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turn the garbage collector off meanwhile: it would take half of the time, and find nothing.
+    """Turn the garbage collector off in a block of code.
+
+    Otherwise collections would take half of the block's time, and find nothing.
 
     All threads share the collector. If several threads pause it, the first thread to finish may
     turn it on again for the other threads, which makes them slower.

@@ -64,7 +64,7 @@ class TrainerPart:
     Attributes:
         name: the name of the trainer's tensor.
         shape: the shape of the trainer's tensor. None if the map does not list the tensor, because
-            it is the same on the hub.
+            this tensor is the same on the hub.
         index, rows, transposed, at: the same as in :class:`HubPart`.
     """
 
@@ -219,7 +219,7 @@ class NameMap:
         return {name: tensor.shape for name, tensor in self._record.tensors.items()}
 
     def _check(self, name: str, tensor: MappedTensor) -> None:
-        """Check that a tensor's pieces have each of its elements once."""
+        """Check that each element of a tensor is in exactly one of the tensor's pieces."""
         fault = name_fault(name)
         if fault:
             raise self._wrong(f"{shown(name)} {fault}")

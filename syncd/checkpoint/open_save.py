@@ -60,7 +60,7 @@ class OpenSave:
 
     @property
     def checked(self) -> Checked:
-        """The evidence that the bytes are those that the trainer wrote."""
+        """The evidence that the open files hold the bytes that the trainer wrote."""
         if self.save.receipts:
             return "receipt"
         has_crc = bool(self.sources) and all(source.has_crc for source in self.sources)

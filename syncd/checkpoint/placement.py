@@ -155,9 +155,9 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
     """The position of a DTensor's local tensor in the global tensor.
 
     Each mesh dimension that shards a tensor dimension cuts it by ``torch.chunk``'s rule: n rows
-    over r ranks give blocks of ceil(n / r) rows, of which the last blocks may be shorter or empty.
+    over r ranks give blocks of ceil(n / r) rows. The last blocks can be shorter or empty.
     Several mesh dimensions may cut the same tensor dimension. In that case each mesh dimension cuts
-    the block that the cuts before it gave. The order of cuts is from left to right; only
+    the block that the earlier cuts left. The order of cuts is from left to right; only
     ``_StridedShard`` or an explicit order changes it.
 
     Args:
@@ -167,8 +167,9 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
         file: the tensor's file, for the message.
 
     Raises:
-        PlacementError: a placement is not Shard or Replicate, nor a ``_StridedShard`` that gives an
-            order of cuts; or it is for a dimension that the tensor lacks.
+        PlacementError: a placement is of another kind than Shard, Replicate and ``_StridedShard``,
+            or is for a dimension that the tensor lacks. Or the placements give no order of cuts,
+            or contradict the recorded order.
         CoverageError: the local shape contradicts the placements.
     """
     cuts, fault = _cuts(layout)

@@ -36,9 +36,9 @@ PAGE: Final = 4096
 class HeaderEntry(NamedTuple):
     """A tensor of a safetensors file.
 
-    ``begin`` and ``end`` are byte offsets. They count from the start of the data section in the
-    input of :func:`header_bytes` and in the result of :func:`read_fields`, and from the start of
-    the file in the result of :func:`arrange`.
+    ``begin`` and ``end`` are byte offsets. In the input of :func:`header_bytes` and in the
+    result of :func:`read_fields`, they count from the start of the data section. In the result of
+    :func:`arrange`, they count from the start of the file.
     """
 
     name: str

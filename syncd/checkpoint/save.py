@@ -85,7 +85,7 @@ class Unfinished:
 
     @property
     def known_as(self) -> str | None:
-        """The key to record this state under; None for no record.
+        """The key to record this state under; None if this state is not recorded.
 
         All folders that wait for a remote path share the same key.
         """
@@ -363,7 +363,7 @@ def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
 
 
 def _parts(names: Sequence[str]) -> tuple[str, ...] | str:
-    """The files of a Hugging Face model, named ``…-N-of-M``; or the reason why one is missing.
+    """The files of a Hugging Face model, named ``…-N-of-M``; or a message about missing files.
 
     The names of the ranks' files do not give the number of ranks. So a missing rank is found only
     if the folder has a file of a higher rank.

@@ -53,7 +53,7 @@ def cast_dtype(dtype: str, cast: Cast | None) -> str:
 
 
 def is_floating(dtype: str) -> bool:
-    """True if safetensors' name of a dtype is that of a floating-point dtype of any width."""
+    """True if this is safetensors' name of a floating-point dtype, of any width."""
     return dtype.startswith(("F", "BF"))
 
 

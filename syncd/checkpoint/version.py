@@ -110,7 +110,7 @@ def copy_version(
 
     Raises:
         VerificationError: a file is missing, differs from the manifest, or is not listed in it. Or
-            ``target`` is missing, although the version may be intact.
+            ``target`` is missing; in that case the version itself may be intact.
         OSError: one of the two storages failed.
     """
     for name in sorted({file.name for file in manifest.files if "/" in file.name}):

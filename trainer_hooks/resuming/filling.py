@@ -47,7 +47,7 @@ class BoxRead(NamedTuple):
 
     Attributes:
         goal: the tensor to fill.
-        file: the number of the file: the rank that wrote it.
+        file: the number of the file, which is the rank that wrote the file.
         dtype: the dtype in the file.
         held: the box that the file holds, and the position of its bytes in the file.
         part: the part of that box to read.
@@ -111,7 +111,7 @@ def plan(
 
     Raises:
         CheckpointError: a tensor, or a part of it, is in no file; it has another shape than the
-            goal; or its dtype cannot be cast to the goal's.
+            goal; or its dtype cannot be cast to the dtype of the goal.
         OSError: a file cannot be read now.
     """
     if own is not None:
@@ -287,7 +287,7 @@ def _copy(
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether both have the same bits, after ``other`` is cast to the dtype of ``one``."""
+    """Whether two tensors have the same bits, after ``other`` is cast to the dtype of ``one``."""
     cast = torch.empty(one.shape, dtype=one.dtype)
     cast.copy_(other)
     here = one.cpu().reshape(-1).contiguous().view(torch.uint8)

@@ -136,11 +136,14 @@ class OptimizerLoading(Loading):
         self._state: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Collective for FSDP1. A new optimizer takes a step with zero gradients to get a state."""
+        """Find the tensors of the state. Collective for FSDP1.
+
+        A new optimizer has no state, so it takes a step with zero gradients first.
+        """
         self._state = torch_optimizer_state(self._model, self._optimizer, flatten=False)
 
     def plan(self, own: int | None) -> None:
-        """Set the options now, except tensors: all tensors are filled later."""
+        """Plan the tensors of the state and of the options; set all other values now."""
         names, options = self._saved(own)
         self._is_empty = not any(name.startswith(f"{STATE}.") for name in names)
         found: dict[str, Any] = {}

@@ -13,8 +13,8 @@ in the step's folder::
     remove .saving                            a whole checkpoint that the pointer names
 
 A step is **whole** if it has ``.full_checkpoint``, and full receipts of all ranks for the same
-save. The mark alone is not enough: if a step is saved twice, one rank may have begun the second
-save when another rank makes the mark of the first save. A save of another trainer has no receipts.
+save. The mark alone is not enough: if a step is saved twice, a rank can make the mark of the first
+save after another rank has begun the second save. A save of another trainer has no receipts.
 It is whole if all shards exist, ``.saving`` does not, and either a mark or the checkpoint pointer
 says that training can resume from it.
 
@@ -113,8 +113,8 @@ def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) ->
         storage: set only by tests.
 
     Returns:
-        The step, or None if there is no complete full checkpoint. If incomplete ones exist, the
-        reasons are logged.
+        The step, or None if there is no complete full checkpoint. If there are incomplete ones,
+        the log says why each is incomplete.
 
     Raises:
         JobUnavailableError: the job directory does not exist.
@@ -239,7 +239,10 @@ def _identity(receipt: Receipt) -> tuple[int, str]:
 
 
 def _by_folder(receipts: list[Receipt]) -> dict[str, dict[str, ReceiptFile]]:
-    """The receipts' entries by folder and file name; a receipt prefixes only ``critic/``."""
+    """The receipts' entries by folder and file name.
+
+    In a receipt, a file's name has no folder, except for the critic's files: ``critic/…``.
+    """
     # Also without a critic: its folder may be left from an earlier save of this step.
     folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}, CRITIC: {}}
     for file in (file for receipt in receipts for file in receipt.files):

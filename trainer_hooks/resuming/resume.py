@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class Resumable(Protocol):
-    """The part of an optimizer or a scheduler that is needed here."""
+    """The methods of an optimizer or a scheduler that this module calls."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state needed to resume."""
@@ -69,7 +69,7 @@ class Resumed:
             the number of ranks has changed, all ranks get rank 0's.
         save_id: the id of the save; None for a save of another trainer.
         world_size: the number of ranks that saved the checkpoint.
-        is_exact: whether the number of ranks is the same, so that the random number generators
+        is_exact: whether as many ranks resumed as have saved, so that the random number generators
             continue, too.
     """
 
@@ -93,11 +93,11 @@ def load_checkpoint(
 ) -> Resumed | None:
     """Load a full checkpoint that :class:`~trainer_hooks.TrainerHook` has saved.
 
-    Call it on every rank with the same arguments, before the first step, with models wrapped and
-    optimizers made as for training. Each rank reads only the bytes of its own part of each tensor,
-    from any of the files. So the number of ranks and the mesh may differ from those of the save
-    (FSDP1, FSDP2, with or without tensor parallelism, DDP, one process). Floating values are cast
-    to the dtype of the given model, and integers to its integer dtype.
+    Wrap the models and make the optimizers as for training. Then call this function on every rank
+    with the same arguments, before the first step. Each rank reads only the bytes of its own part
+    of each tensor, from any of the files. So the number of ranks and the mesh may differ from those
+    of the save (FSDP1, FSDP2, with or without tensor parallelism, DDP, one process). Floating
+    values are cast to the dtype of the given model, and integers to its integer dtype.
 
     Promised:
 
@@ -120,9 +120,9 @@ def load_checkpoint(
     Args:
         job_dir: the job directory; nothing in it is changed.
         model: gets the actor's weights, in place.
-        optimizer: gets the saved state: a ``torch.optim.Optimizer`` of this model, or any other
-            object with ``load_state_dict``, which needs the same number of ranks. With None the
-            saved state is ignored.
+        optimizer: gets the saved state. It is a ``torch.optim.Optimizer`` of this model, or any
+            other object with ``load_state_dict``; such an object needs as many ranks as have saved.
+            With None the saved state is ignored.
         scheduler: the learning rate's scheduler. With None its saved state is ignored.
         critic: another model, which gets the weights in ``critic/``.
         critic_optimizer: the critic's optimizer.
@@ -134,8 +134,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: a file of the step is missing or damaged, or is not of this model or
-            optimizer; the message names the file. Also if there are full checkpoints, but none is
-            complete.
+            optimizer; the message names the file. This error is also raised if there are full
+            checkpoints, but none is complete.
         JobUnavailableError: the job directory does not exist.
         OSError: the job directory cannot be read now.
     """

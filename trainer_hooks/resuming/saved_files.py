@@ -56,7 +56,7 @@ class Held:
 
     @classmethod
     def of(cls, value: Local | Chunks) -> Held:
-        """Make it from the result of the merge's parser."""
+        """Make a ``Held`` from the result of the merge's parser."""
         if isinstance(value, Chunks):
             return cls(value.dtype, value.global_shape, tuple(map(_placed, value.locals)))
         box, _ = placed = _placed(value)
@@ -89,7 +89,7 @@ class OpenFile:
 
 
 class SavedFiles:
-    """The files of one kind in one folder; each is checked against its receipt as it is opened.
+    """The files of one kind in one folder; opening a file checks it against its receipt.
 
     A context manager, which closes the opened files.
 
@@ -190,8 +190,9 @@ class SavedFiles:
         """A reader of the open files, and for each file its number in the reader.
 
         Args:
-            checked: the numbers of the files whose bytes are all checked; they are opened. A file
-                of a trainer that switched CRC-32 off, or a safetensors file, has no CRC-32.
+            checked: the numbers of the files to open and to check from the first byte to the last.
+                A file of a trainer that switched CRC-32 off, or a safetensors file, has no CRC-32,
+                so it is not checked.
         """
         for number in checked:
             _ = self[number]

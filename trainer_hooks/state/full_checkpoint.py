@@ -1,7 +1,7 @@
 """A full checkpoint's state other than weights: the optimizer, and the rest needed to resume.
 
 Files are read without running code in them: by ``torch.load(weights_only=True)``, or by the parser
-of the merge. So a save refuses values that these cannot read.
+of the merge. So a save refuses values that could not be read in these ways.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
             state nor the gradients, even before the first step.
 
     Returns:
-        For a ``torch.optim.Optimizer``, a flat dict. For each parameter, by its name P in the plain
-        model, it has the state (for example ``state.P.exp_avg``) and the options of the parameter's
-        group (for example ``param_groups.P.lr``). Each value is a Tensor, a DTensor, a
-        ShardedTensor, or a value that is_plain() accepts.
-        For any other object ``{"state_dict": optimizer.state_dict()}``, from which only the same
-        number of ranks can resume.
+        For a ``torch.optim.Optimizer``, a flat dict. For each parameter, the dict has the state
+        (for example ``state.P.exp_avg``) and the options of the parameter's group (for example
+        ``param_groups.P.lr``). P is the parameter's name in the plain model. Each value is a
+        Tensor, a DTensor, a ShardedTensor, or a value that is_plain() accepts. For any other
+        object, the result is ``{"state_dict": optimizer.state_dict()}``. Only the same number of
+        ranks can resume from that.
 
     Raises:
         InvalidSettingsError: a value could not be loaded again, or the optimizer has parameters
@@ -121,7 +121,7 @@ def torch_optimizer_state(
 def extra_state(
     *, scheduler: Stateful | None, user_state: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The state for resuming other than model and optimizer; tensors are not copied.
+    """The state for resuming except model and optimizer. The trainer's tensors are not copied.
 
     Args:
         scheduler: the learning rate's scheduler.
@@ -180,8 +180,9 @@ def rng_state() -> dict[str, Any]:
     """The states of the random number generators of this process.
 
     Returns:
-        ``cpu`` and, if an accelerator is in use, its name (e.g. ``cuda``): torch's, as uint8
-        tensors. ``random``: Python's. ``numpy``: NumPy's global generator.
+        ``cpu`` and, if an accelerator is in use, its type (for example ``cuda``): the states of
+        torch's generators, as uint8 tensors. ``random``: the state of Python's generator.
+        ``numpy``: the state of NumPy's global generator.
     """
     version, numbers, gauss = random.getstate()
     _, keys, *rest = np.random.get_state()
@@ -213,7 +214,7 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """The type of the accelerator, and torch's module for it, or None if it is not in use."""
+    """The accelerator's type, and torch's module for it (None if the accelerator is not in use)."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return "", None
@@ -226,8 +227,8 @@ def _accelerator() -> tuple[str, Any]:
 def _uninitialized(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Prevent torch from creating a missing state by a step with zero gradients.
 
-    Bias corrections would count that step. torch does not take it if some parameter has a gradient.
-    So the smallest parameter gets a zero gradient for a moment.
+    Bias corrections would count that step. torch does not take that step if some parameter has a
+    gradient. So the smallest parameter gets a zero gradient for a moment.
     """
     parameters = [
         parameter

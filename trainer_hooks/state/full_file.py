@@ -65,14 +65,14 @@ class FullStateStream:
     addition, rank 0 has one whole tensor at a time on the device of the collectives. Under FSDP1
     without a mesh it has this tensor twice: as parts, and whole.
 
-    Promised: the state is written as it was during :meth:`gather`. If one thread fails, or after
-    :meth:`abort`, the other thread does not wait for it. Not promised: that :meth:`write` works
-    twice; make a new stream for another attempt.
+    Promised: the state is written as it was during :meth:`gather`. No thread waits for the other
+    thread after that thread has failed, or after :meth:`abort`. Not promised: that :meth:`write`
+    works twice; make a new stream for another attempt.
 
     Args:
-        state: this rank's result of :func:`~trainer_hooks.state.state_dict.sharded_state_dict`;
-            the same names, in the same order, on every rank. Every ``_extra_state``, and values
-            that are not tensors, are left out. It must not change before :meth:`gather` returns.
+        state: this rank's result of :func:`~trainer_hooks.state.state_dict.sharded_state_dict`; the
+            same names, in the same order, on every rank. Every ``_extra_state``, and values that
+            are not tensors, are left out. The state must not change before :meth:`gather` returns.
         rank: this rank.
         limit: the size of the buffer between the two threads, in bytes of host memory.
         tied: whether the model's config says that the output embedding is the input embedding (see
@@ -81,8 +81,8 @@ class FullStateStream:
         derived: name → a tensor to write instead of the tensor in ``state``, with the same dtype
             and shape.
         name: the name of the file, as in the receipt.
-        cast: the dtype to which floating tensors are cast; None to keep theirs. A tensor is cast
-            before it is gathered; a derived tensor is cast after it is computed.
+        cast: the dtype to which floating tensors are cast; None to keep their dtypes. A tensor is
+            cast before it is gathered; a derived tensor is cast after it is computed.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class BytePipe:
         self._filling, self._filled = None, 0
 
     def take(self, count: int) -> Iterator[memoryview]:
-        """Yield the next ``count`` bytes in parts; a part is valid until the next one is taken."""
+        """Yield the next ``count`` bytes in parts; each is valid until the next part is yielded."""
         while count:
             if not self._rest:
                 self._reading, filled = self._next_ready()

@@ -57,7 +57,7 @@ class _Outline:
     Attributes:
         digest: the digest of the names, kinds, dtypes and shapes, in order.
         count: the number of tensors.
-        fault: the reason why the tensors cannot be gathered or written; None if they can.
+        fault: the reason why the tensors cannot be gathered or written; None if there is no reason.
         memory: for each tensor, the number of the first tensor with the same memory.
     """
 
@@ -83,11 +83,11 @@ def agree_on_plan(
         state: the tensors of this rank's sharded state dict.
         rank: this rank.
         tied: whether to leave out the output embedding if it is the input embedding.
-        derived: name → the tensor to write instead. A replaced tensor counts as tied to no other,
-            whatever its memory. The parts of derived tensors must have the same names, dtypes and
-            shapes on all ranks.
+        derived: name → the tensor to write instead. A replaced tensor never counts as tied, even if
+            it shares memory with another tensor. The parts of derived tensors must have the same
+            names, dtypes and shapes on all ranks.
         cast: the dtype to which floating tensors are cast before they are gathered; None to keep
-            theirs.
+            their dtypes.
 
     Raises:
         SaveFailedError: on all ranks: the ranks' tensors differ, or a tensor cannot be saved.
@@ -138,7 +138,7 @@ def _like(name: str, value: Tensor) -> object:
 
 
 def _fault(name: object, value: Tensor, rank: int) -> str | None:
-    """The reason why a tensor cannot be gathered or written; None if it can."""
+    """The reason why a tensor cannot be gathered or written; None if there is no reason."""
     fault = name_fault(name)
     if fault is None and _dtype(value) not in DTYPES:
         fault = f"has dtype {value.dtype}, which safetensors files do not have"

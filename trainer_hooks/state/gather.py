@@ -44,7 +44,7 @@ class Derived:
 
 @torch.no_grad()
 def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -> Tensor | None:
-    """Gather one tensor of a state dict on rank 0. Collective, unless it is a plain tensor.
+    """Gather one tensor of a state dict on rank 0. Collective, except for a plain tensor.
 
     For a DTensor, the other ranks of its mesh also have the whole tensor for a moment, because
     torch gathers to all ranks.
@@ -56,7 +56,7 @@ def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -
 
     Returns:
         On rank 0 the whole tensor, on the device of the collectives. A plain tensor is returned
-        itself, or as a cast copy. None on the other ranks.
+        without a copy, except if it must be cast. None on the other ranks.
 
     Raises:
         RuntimeError: a collective of torch failed.

@@ -1,4 +1,4 @@
-"""Copies a rank's state to host memory, so that training continues while it is written."""
+"""Copies a rank's state to host memory, so that training continues while the copy is written."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class HostCopy(dict[str, Any]):
 def nonfinite_names(state: Mapping[str, Any]) -> list[str]:
     """The names of the weights whose part on this rank holds NaN or Inf.
 
-    Reads each tensor that was not checked yet. A tensor subclass or a sparse tensor cannot be
-    checked: it counts as finite.
+    The function reads each tensor that was not checked yet. A tensor subclass or a sparse tensor
+    cannot be checked: it counts as finite.
 
     Args:
         state: a state dict of Tensors, DTensors and ShardedTensors on the CPU.
@@ -216,7 +216,7 @@ def _kept(
 
 
 def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place) -> Any:
-    """The same nesting with its tensors copied."""
+    """Copy nested dicts, lists and tuples; replace each tensor by the result of ``copied``."""
     match value:
         case Tensor():
             return copied(place, value)
@@ -244,7 +244,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> object | None:
-    """A key, equal for tensors with the same memory on this rank; None for an empty tensor."""
+    """A key, equal for tensors with the same memory; None if this rank's part is empty."""
     with torch.no_grad():
         held = tuple(_memory(part) for part in _parts(tensor) if part.numel())
     return held or None

@@ -54,7 +54,7 @@ class HubNames:
     def writers(
         self, state: Mapping[str, Any], base: nn.Module | None = None
     ) -> tuple[Callable[[Path], object], ...]:
-        """A function that writes ``name_map.json`` into a folder; none if no map is needed.
+        """A tuple of one function, which writes ``name_map.json``; empty if no map is needed.
 
         Args:
             state: the state of the model that is saved: name → Tensor, DTensor or ShardedTensor.
@@ -152,7 +152,7 @@ class _NotRowsError(Exception):
 
 
 class _Views(TorchFunctionMode):
-    """A mode in which copies return views of their sources, and ``torch.cat`` is recorded.
+    """A mode in which ``clone`` and ``contiguous`` do not copy, and ``torch.cat`` is recorded.
 
     Attributes:
         joined: the memory of a tensor that ``torch.cat`` made → the dimension and the parts.
@@ -272,7 +272,7 @@ class _Trace:
 def _rows(
     sizes: Sequence[int], steps: Sequence[int], inner: Shape, offset: int
 ) -> tuple[int, int] | None:
-    """The rows that a view covers in a tensor of shape ``inner``; None if not whole rows."""
+    """The rows that a view covers in a tensor of shape ``inner``; None for any other view."""
     if not inner:
         return (0, 1) if not sizes and not offset else None
     if tuple(sizes[1:]) != inner[1:] or len(sizes) != len(inner):
@@ -290,10 +290,10 @@ def _rows(
 
 
 def _pieces(places: Sequence[_Place], shape: Shape) -> tuple[HubPiece, ...]:
-    """Join places to as few pieces as possible: the tensors of all indices become one piece.
+    """Join places to few pieces: the tensors that differ only in their index become one piece.
 
     Raises:
-        _NotRowsError: the names of these tensors are not numbered one by one.
+        _NotRowsError: the names of the tensors of a piece do not have consecutive numbers.
     """
     groups: defaultdict[object, list[_Place]] = defaultdict(list)
     for place in places:
@@ -319,7 +319,7 @@ def _pieces(places: Sequence[_Place], shape: Shape) -> tuple[HubPiece, ...]:
 
 
 def _counted(group: Sequence[_Place], shape: Shape) -> tuple[str, int]:
-    """The name of tensors that differ in one number, with ``{}`` for it, and the first number."""
+    """The common name of numbered tensors, with ``{}`` for the number; and the first number."""
     names = [place.hub_name for place in group]
     if [place.index for place in group] == list(range(shape[0])):
         for match in reversed(list(_NUMBER.finditer(names[0]))):

@@ -76,8 +76,8 @@ class PeftState:
         """The weights that explorers get: ``adapter`` or ``merged``.
 
         Raises:
-            InvalidSettingsError: ``adapter`` is set, but it would not hold everything that is
-                trained.
+            InvalidSettingsError: ``adapter`` is set, but an adapter would not hold everything that
+                is trained.
         """
         why = None if chosen is SaveLora.MERGED else self.not_an_adapter
         if chosen is SaveLora.ADAPTER and why is not None:
@@ -91,7 +91,7 @@ class PeftState:
 
     @cached_property
     def not_an_adapter(self) -> str | None:
-        """The reason why the adapter alone is not the trained model; None if it is."""
+        """The reason why the adapter cannot be published alone; None if it can be."""
         if len(self.active) != 1:
             told = " and ".join(map(repr, self.active)) or "no adapter"
             return f"{told} are active at once, but an adapter's file holds exactly one"
@@ -135,8 +135,8 @@ class PeftState:
         """The full model that ``merge_and_unload()`` would make; the model stays as it is.
 
         Returns:
-            Two dicts by the names in the base model: this rank's part of each unmerged weight; and,
-            for each weight that adapters change, the way to compute the merged weight.
+            Two dicts by the names in the base model. The first has this rank's part of each
+            unmerged weight. The second has the way to compute each weight that adapters change.
 
         Raises:
             InvalidSettingsError: PEFT cannot merge the adapters, or the result would not be a plain
@@ -154,7 +154,7 @@ class PeftState:
     def config_writer(self) -> Callable[[Path], object]:
         """A function that writes ``adapter_config.json`` as ``PeftModel.save_pretrained`` does.
 
-        It writes the config as it is now, even if it is called later.
+        The function writes the config as it is now, even if the function is called later.
         """
         config: Any = copy.deepcopy(self._configs[self.active[0]])
         told = {}
@@ -190,7 +190,7 @@ class PeftState:
         return frozenset(parameters - kept)
 
     def for_resuming(self) -> dict[str, Tensor]:
-        """This rank's part of all but the frozen base: adapters, trained weights, buffers."""
+        """This rank's state without the frozen base: adapters, trained weights, buffers."""
         left_out = self.frozen_base
         return {name: value for name, value in self._state.items() if name not in left_out}
 
@@ -257,7 +257,7 @@ def check_methods(configs: Mapping[str, Any]) -> None:
 
 
 def base_vocabulary(model: nn.Module) -> int | None:
-    """The number of tokens of the adapters' base model, by its config on this host, or None.
+    """The number of tokens of the adapters' base model, by its config; None if it is unknown.
 
     The config is read if ``base_model_name_or_path`` is a folder, or a model in the cache of
     huggingface_hub. The network is never used.

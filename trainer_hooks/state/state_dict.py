@@ -90,7 +90,7 @@ def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
 
 
 def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[frozenset[str]]:
-    """The names of each trained parameter in the plain model; a tied parameter has several.
+    """The names of each trained parameter in the plain model; tied parameters have several names.
 
     The result is the same on all ranks. Under FSDP1 without ``use_orig_params``, only the first
     name of a tied parameter is returned.
@@ -126,7 +126,7 @@ def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[fr
 
 @contextmanager
 def _sharded_by_fsdp1(model: nn.Module) -> Iterator[bool]:
-    """Make FSDP1's units return each rank's part, whatever the trainer has set.
+    """Make FSDP1's units return each rank's part, regardless of the trainer's FSDP settings.
 
     Yields:
         True if the model has FSDP1 units.

@@ -1,6 +1,6 @@
 """A save's receipts and failure records: the files that its ranks write into ``.receipts/``.
 
-Every rank reads all of them, and writes only its own.
+Every rank reads the files of all ranks, and writes only its own files.
 """
 
 from __future__ import annotations

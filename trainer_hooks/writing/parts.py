@@ -35,7 +35,7 @@ _LARGE: Final = 256 * 1024
 
 
 def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> ReceiptFile:
-    """``torch.save`` a state dict.
+    """Write a state dict with ``torch.save``.
 
     Returns:
         The file's entry for the receipt.
@@ -263,7 +263,7 @@ class _Sink:
 
 
 def tensor_bytes(value: Any) -> int:
-    """The bytes of this rank's tensors, in any nesting of dicts, lists and tuples."""
+    """The number of bytes of this rank's tensors, in any nesting of dicts, lists and tuples."""
     match value:
         case ShardedTensor():
             return sum(shard.tensor.nbytes for shard in value.local_shards())
@@ -279,7 +279,7 @@ def tensor_bytes(value: Any) -> int:
 
 
 def full_bytes(state: Mapping[str, Any], sync_dtype: Cast | None = None) -> int:
-    """The bytes of a state dict's whole tensors after a cast; not only this rank's parts."""
+    """The number of bytes of whole tensors after a cast, not only of this rank's parts."""
     return sum(
         shape_of(value).numel() * cast_to(value.dtype, sync_dtype).itemsize
         for value in state.values()

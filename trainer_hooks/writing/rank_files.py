@@ -74,7 +74,7 @@ class RankFiles:
         make_mark(self._job.storage, folder / SAVING)
 
     def remove_full_mark(self, save_id: SaveId) -> None:
-        """Delete ``.full_checkpoint``: nobody may resume from files that are about to be replaced.
+        """Delete ``.full_checkpoint``, so that no trainer resumes from files that will be replaced.
 
         If there are no full receipts, another trainer made the mark. Then the mark is kept, because
         Trinity deletes a step without a mark.
@@ -88,7 +88,7 @@ class RankFiles:
         self._job.storage.sync_folder(folder)
 
     def remove_receipts(self, save_id: SaveId) -> None:
-        """Delete this rank's receipts of the previous save, which do not fit the new files."""
+        """Delete this rank's receipts of the previous save; they do not describe the new files."""
         _, _, notes = self._places(save_id)
         names = receipt_name(self._rank), full_receipt_name(self._rank), failure_name(self._rank)
         self._unlink_all(notes.folder, *names)
@@ -102,7 +102,7 @@ class RankFiles:
     def write_weights(
         self, save_id: SaveId, contents: RankContents, nonfinite: NonFinite
     ) -> list[ReceiptFile]:
-        """Write this rank's part of the weights, each file by temporary name, fsync and rename.
+        """Write this rank's part of the weights: each file gets its name after its fsync.
 
         Args:
             save_id: the save.
@@ -168,7 +168,7 @@ class RankFiles:
         notes.write_receipt(name, receipt)
 
     def is_vouched(self, save_id: SaveId, name: str) -> bool:
-        """True if other ranks can see this rank's receipt, or if storage cannot tell."""
+        """True if other ranks can see this rank's receipt, or if storage fails."""
         _, _, notes = self._places(save_id)
         try:
             return notes.written(name) == save_id
@@ -179,7 +179,7 @@ class RankFiles:
         """Protect an announced save from the pruner, before it becomes a full checkpoint.
 
         Returns:
-            The receipt's entries of this rank's weights.
+            The entries for this rank's weights, from this rank's receipt of the save.
 
         Raises:
             SaveFailedError: the weights were deleted or replaced.
@@ -202,7 +202,7 @@ class RankFiles:
         """Write the other files needed to resume, in the same way as :meth:`write_weights`.
 
         Returns:
-            The entries of the files written now, without the weights for ``huggingface/``.
+            The receipt entries of the written files, except the weights in ``huggingface/``.
 
         Raises:
             OSError: storage refused; the error names the file.
@@ -223,7 +223,7 @@ class RankFiles:
         return rest
 
     def add_full_mark(self, save_id: SaveId) -> None:
-        """Create ``.full_checkpoint``: training can resume from the step. Delete ``.retired``."""
+        """Create ``.full_checkpoint``, so that training can resume. Delete ``.retired``."""
         folder = self._job.layout.step(save_id.step)
         # Left by an earlier full checkpoint of this step.
         self._job.storage.unlink_if_there(folder / RETIRED)
@@ -233,7 +233,7 @@ class RankFiles:
     def _write_critic(
         self, save_id: SaveId, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None
     ) -> list[ReceiptFile]:
-        """Write the critic; its files are named relative to the step's folder."""
+        """Write the critic; return its receipt entries, whose names begin with ``critic/``."""
         folder = self._job.layout.step(save_id.step)
         critic = folder / CRITIC
         self._job.storage.make_folder(critic, below=folder)
@@ -244,7 +244,7 @@ class RankFiles:
         return [file.model_copy(update={"name": f"{CRITIC}/{file.name}"}) for file in files]
 
     def _write_hugging_face(self, save_id: SaveId, contents: RankContents) -> None:
-        """Put the full weights beside config and tokenizer; the daemon never publishes them."""
+        """Put the full weights into ``huggingface/``; the daemon never publishes these weights."""
         folder, actor, _ = self._places(save_id)
         if contents.hugging_face is not None:
             self._job.storage.make_folder(actor / HUGGINGFACE, below=folder)

@@ -31,8 +31,8 @@ class Attempt:
     """The state of a save, as far as this rank knows it.
 
     Attributes:
-        weights_stay: True if the weights of this save may be announced, so must not be deleted.
-        rest_stays: True if the other files for resuming may be announced, or if there are none.
+        weights_stay: True if the weights must not be deleted, because they are perhaps announced.
+        rest_stays: True if the other files for resuming are perhaps announced, or do not exist.
         trained: the name of the file with this rank's part of the trained model; None if the save
             has no such file.
     """
@@ -61,8 +61,8 @@ class Remains:
 
         This rank's shard is kept if the save has only weights, and this rank's optimizer is beside
         the shard. Then both files belong to another trainer's full checkpoint of the same step
-        (e.g. verl's), maybe the only one to resume from. The daemon does not publish the shard,
-        because it publishes no save without receipts from a folder that once had receipts.
+        (e.g. verl's), which may be the only one to resume from. The daemon does not publish the
+        shard, because it publishes no save without receipts from a folder that once had receipts.
         """
         step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
         actor, critic = self._job.layout.actor(step), self._job.layout.step(step) / CRITIC

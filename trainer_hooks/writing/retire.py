@@ -43,9 +43,9 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
     The steps are read from disk, so a restarted trainer forgets none. Rank 0 calls this after all
     ranks have written ``newest``, and the checkpoint pointer names that step. If the pointer names
     another step, nothing is retired. Each rename commits by itself: if the process is killed
-    between two renames, the next call does the other ones.
+    between two renames, the next call does the remaining renames.
 
-    Retired checkpoints are not deleted here: the daemon or ``syncd prune`` decides that.
+    This function deletes nothing: the daemon or ``syncd prune`` deletes retired checkpoints later.
 
     Args:
         job: the job.

@@ -102,7 +102,7 @@ class RankWriter:
         self._last: Attempt | None = None
 
     def save(self, save_id: SaveId, contents: RankContents) -> int:
-        """Write this rank's files; on rank 0 also wait for the others and move the pointers.
+        """Write this rank's files; on rank 0 also wait for the other ranks and move the pointers.
 
         Returns:
             The number of bytes that this rank wrote.

@@ -182,7 +182,10 @@ def _place(name: str, place: Inert, where: str) -> _Place:
 
 
 def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> None:
-    """Refuse items that overlap in a file. In FileSystemWriter's other format, all begin at 0."""
+    """Refuse items that overlap in a file.
+
+    In FileSystemWriter's other format all items begin at offset 0, so they are refused too.
+    """
     before, end, other = "", 0, ""
     for file, at, length, name in sorted(places):
         if file == before and at < end:
@@ -325,7 +328,7 @@ def _is_tensor(entry: SavedName) -> bool:
 
 
 def _parents(entries: Mapping[str, SavedName]) -> dict[Keys, bool]:
-    """The parents of all tensors: True for a parent with a tensor that is not a scalar."""
+    """The parents of all tensors; the value is True if one of its tensors is not a scalar."""
     found: dict[Keys, bool] = {}
     for entry in entries.values():
         if entry.dimensions is not None:

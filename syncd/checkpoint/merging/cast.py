@@ -110,7 +110,7 @@ class Caster:
             The cast elements, in order. Each buffer is valid until the next buffer is yielded.
 
         Raises:
-            OSError: the child has ended, or did not answer; the file may be good.
+            OSError: the child has ended, or did not answer; the file may be intact.
         """
         before, after = ITEMSIZE[given], ITEMSIZE[wanted]
         most = TILE // max(before, after)

@@ -52,7 +52,7 @@ class FileCopy:
         reader: the reader of the sources.
         sources: the open shards.
         options: the options of the merge.
-        checked: the argument of :func:`~syncd.checkpoint.merging.merge.run_plan`.
+        checked: see :func:`~syncd.checkpoint.merging.merge.run_plan`.
         caster: casts tensors; it must not be None if the plan has a cast.
         cancel: called often; it raises to stop.
         advanced: called after each write with the number of bytes that were written.

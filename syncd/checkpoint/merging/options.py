@@ -24,7 +24,7 @@ def unheard(done: int, total: int) -> None:
 
 
 def may_copy_remotely(fd: int) -> bool:
-    """True if a file server may do the kernel's copies into this file (NFS 4.2, SMB).
+    """True if the kernel can ask a file server to copy into this file (NFS 4.2, SMB).
 
     False for a filesystem on a block device, where the kernel itself copies page by page.
     """

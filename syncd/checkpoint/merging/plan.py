@@ -395,9 +395,9 @@ def _block(source: int, local: Local) -> Block:
 
 
 def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
-    """Three facts on which all ranks must agree.
+    """The facts on which all ranks must agree.
 
-    They are the dtype, the shape of the whole tensor, and True for a plain tensor.
+    These are the dtype, the shape of the whole tensor, and whether the tensor is plain.
     """
     if isinstance(value, Chunks):
         return value.dtype, value.global_shape, False

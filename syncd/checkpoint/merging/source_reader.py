@@ -94,7 +94,7 @@ class SourceReader:
                 checks.extend(number, offset, part)
 
     def finish(self) -> None:
-        """Check the bytes that were not read yet. Call this method after all other readers.
+        """Check the bytes that were not read yet. Call it when all other readers have finished.
 
         Raises:
             SaveNotReadyError: a source became shorter.
@@ -105,7 +105,7 @@ class SourceReader:
                 self._check_up_to(source, number, None)
 
     def _check_up_to(self, source: int, number: int, offset: int | None) -> None:
-        """Check the unchecked bytes of a record up to ``offset``, or, if None, up to its end."""
+        """Check a record's unchecked bytes before ``offset``; if it is None, all of them."""
         checks = self._checks[source]
         assert checks is not None  # noqa: S101 - for the type checker
         end = checks.ends[number] if offset is None else offset

@@ -84,7 +84,7 @@ def leaves(parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def _row(weave: Weave, index: int) -> list[Part]:
-    """The slices of a weave's parts with this index."""
+    """The slice number ``index`` of each part of a weave."""
     return [_slices(inner, index, index + 1, weave.turns) for inner in weave.parts]
 
 
@@ -256,8 +256,8 @@ class _Tiling:
         Args:
             blocks: the blocks, no two of which have the same offsets and shape.
             dim: the next dimension to examine.
-            rows: the product of the blocks' sizes in the dimensions before ``dim``, back to the
-                last dimension that was cut, including it.
+            rows: the product of the blocks' sizes in the dimensions from the last one that was cut
+                (or the first, if none was cut) to the one before ``dim``.
         """
         if dim == len(self._shape):
             if not blocks:

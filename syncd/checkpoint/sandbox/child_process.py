@@ -52,7 +52,7 @@ class ChildProcess:
         clock: gives the monotonic time in seconds.
 
     Raises:
-        OSError: the child cannot be started; the file may be good.
+        OSError: the child cannot be started; the file may be intact.
     """
 
     def __init__(

@@ -40,9 +40,9 @@ class ParseLimits:
     A pickle of 20,000 tensors has 8 MB, and needs 12 times as much memory while it is read.
 
     Attributes:
-        memory: the memory that any request may take, in bytes.
-        memory_factor: the additional bytes of memory for each byte of the request.
-        memory_most: the limit for the sum of both, in bytes.
+        memory: the memory that a request of any size may take, in bytes.
+        memory_factor: the bytes of memory that each byte of a request adds to this limit.
+        memory_most: the largest limit after this addition, in bytes.
         cpu_seconds: the limit of processor time for a request, in seconds.
         wall_seconds: the limit of real time for an answer, in seconds. It guards against a machine
             that hangs.
@@ -117,7 +117,7 @@ class IsolatedParser:
             ShardFormatError: ``read_pieces`` raised this error; or the pickle exceeds a limit, or
                 makes the child fail.
             PlacementError, CoverageError: ``read_pieces`` raised this error.
-            OSError: the child cannot be started, or does not answer; the file may be good.
+            OSError: the child cannot be started, or does not answer; the file may be intact.
         """
         del intact  # the limits protect from damaged pickles too
 
@@ -139,7 +139,7 @@ class IsolatedParser:
         Raises:
             ShardFormatError: ``read_fields`` raised this error; or the header exceeds a limit, or
                 makes the child fail.
-            OSError: the child cannot be started, or does not answer; the file may be good.
+            OSError: the child cannot be started, or does not answer; the file may be intact.
         """
         return self._ask(
             wire.HEADER, header, where, "header", lambda rows: list(map(wire.read_entry, rows))
@@ -151,7 +151,7 @@ class IsolatedParser:
         Raises:
             ShardFormatError: ``read_tensor`` raised this error; or the pickle exceeds a limit, or
                 makes the child fail.
-            OSError: the child cannot be started, or does not answer; the file may be good.
+            OSError: the child cannot be started, or does not answer; the file may be intact.
         """
         asked = wire.asked(name, data)
         found = self._ask(
@@ -168,7 +168,7 @@ class IsolatedParser:
             ShardFormatError: ``read_metadata`` raised this error; or the pickle exceeds a limit, or
                 makes the child fail.
             PlacementError, CoverageError, CheckpointError: ``read_metadata`` raised this error.
-            OSError: the child cannot be started, or does not answer; the file may be good.
+            OSError: the child cannot be started, or does not answer; the file may be intact.
         """
         asked = wire.asked(prefix, data)
         return self._ask(wire.METADATA, asked, where, "pickle", wire.read_contents)
@@ -180,7 +180,7 @@ class IsolatedParser:
             ShardFormatError: ``read_chunked_fields`` raised this error; or the header exceeds a
                 limit, or makes the child fail.
             PlacementError: ``read_chunked_fields`` raised this error.
-            OSError: the child cannot be started, or does not answer; the file may be good.
+            OSError: the child cannot be started, or does not answer; the file may be intact.
         """
         return self._ask(
             wire.CHUNKED_HEADER,
@@ -258,7 +258,7 @@ class IsolatedParser:
         """Start the child, and wait until its limits are set.
 
         Raises:
-            OSError: the child cannot be started; the file may be good.
+            OSError: the child cannot be started; the file may be intact.
         """
         given = self._limits
         # Without ``site``, which may run code of other packages.

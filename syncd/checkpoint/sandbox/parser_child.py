@@ -60,9 +60,9 @@ def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) ->
     """Answer requests until standard input ends.
 
     Args:
-        memory: the memory that any request may take, in bytes.
-        memory_factor: the additional bytes of memory for each byte of the request.
-        memory_most: the limit for the sum of both, in bytes.
+        memory: the memory that a request of any size may take, in bytes.
+        memory_factor: the bytes of memory that each byte of a request adds to this limit.
+        memory_most: the largest limit after this addition, in bytes.
         cpu_seconds: the limit of processor time for a request, in seconds.
     """
     _confine()

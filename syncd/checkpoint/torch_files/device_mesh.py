@@ -174,7 +174,7 @@ class Spec(NamedTuple):
 
     Attributes:
         shape: the shape of the whole tensor.
-        told_shape: the shape according to the spec's ``tensor_meta``; without it, ``shape``.
+        told_shape: the shape in the spec's ``tensor_meta``; ``shape`` if there is no such meta.
         placed: the placements.
         unordered: True if the torch release that wrote the placements does not record their order.
         order: the ``shard_order``; None if there is none.
@@ -272,7 +272,7 @@ def _is_number(value: object) -> TypeGuard[int]:
 
 
 def _order(spec: Mapping[Any, Any]) -> Order | None:
-    """A spec's ``shard_order``, or None. An unreadable order contradicts all placements."""
+    """A spec's ``shard_order``, or None. For an unreadable order, one that fits no placements."""
     told = spec.get("shard_order")
     if told is None:
         return None

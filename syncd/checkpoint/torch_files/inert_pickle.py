@@ -1,7 +1,7 @@
 """An unpickler for state dicts that builds inert records: it imports and runs nothing of torch.
 
 The table :data:`ALLOWED` has every global that a pickle may name. Each of these globals stands for
-a class or callable of syncd that only keeps its arguments. Any other global is an error, which
+a class or callable of syncd that only keeps its arguments. Any other global raises an error that
 names the global. The objects that a pickle can reach refuse ``BUILD`` (``__setstate__``), so that a
 file cannot change the way in which later files are read.
 
@@ -314,7 +314,7 @@ ALLOWED: Final = _allowed()
 
 
 class _Loading:
-    """The two methods of an unpickler that limit the reach of a pickle."""
+    """The two methods of an unpickler that refuse globals and storages of unknown kinds."""
 
     where: str
 
