@@ -30,7 +30,7 @@ _LABEL: Final = 9
 
 
 def page(seen: dict[str, Any], now: float, width: int, height: int | None = None) -> RenderableType:
-    """The page of one job; if it has a memory directory, also of the job in that directory.
+    """The page of one job, and of the job in its memory directory if it has one.
 
     Faults and events come before the explorers. On a low terminal fewer explorers are shown.
 

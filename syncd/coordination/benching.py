@@ -96,7 +96,7 @@ class Bench:
             raise
 
     def is_of(self, manifest: Manifest, step: int) -> bool:
-        """True if a version was made from a step's present save, or the step folder was pruned."""
+        """True if a version is of a step, and of its present save if there still is a save."""
         if manifest.step != step:
             return False
         folder = self._job.layout.step(step)
@@ -133,7 +133,7 @@ class Bench:
                 )
 
     def _is_built(self, request: BenchRequest) -> bool:
-        """Ask the file server if the build exists.
+        """Ask the file server whether the build exists.
 
         Raises:
             SaveFailedError: the daemon has refused the request.

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Hold(Protocol):
-    """Keeps a version's files on disk. A hold is a lease, or the equivalent for a local copy."""
+    """Keeps a version's files on disk: a lease, or for a local copy something equivalent."""
 
     def release(self) -> None:
         """Release the files. Safe to call twice."""
@@ -47,8 +47,8 @@ class LeasedVersion:
         kind: ``full``, ``adapter`` or ``remote``.
         folder: a complete Hugging Face model folder, or a LoRA adapter's folder. For kind
             ``remote`` the folder has no files to load.
-        source: the published folder. If ``folder`` is a copy on this host, ``source`` is another
-            folder, which may be pruned.
+        source: the published folder. If ``folder`` is a copy on this host, ``source`` is not held,
+            and may be pruned.
         remote_path: the location of the weights if the kind is ``remote``; else None.
         manifest: the version's manifest, which lists the files that the folder must hold.
         storage: the storage that has the folder.

@@ -248,7 +248,7 @@ class Synchronizer:
     ) -> SavedState | None:
         """The newest state that a participant has saved; None if it has saved no state.
 
-        By default it is this participant's own state.
+        By default this is the state of this participant itself.
         """
         return await self._run(self.blocking.load_state, role, name)
 

@@ -138,8 +138,8 @@ class DaemonConfig(BaseModel):
         copy_threads: how many files of a version to write at a time; at most the number of
             processors.
         prune_steps: whether to delete step folders after their saves were published or skipped.
-        prune_foreign: whether to delete step folders also if their saves have no receipts and the
-            job's pointer is not ``latest_state_dict_iteration.txt``.
+        prune_foreign: whether ``prune_steps`` applies also to saves without receipts in a job whose
+            pointer is not ``latest_state_dict_iteration.txt``.
         refuse_nonfinite: whether to quarantine a save whose receipts name tensors with NaN or Inf,
             instead of publishing it with a warning.
         remote_timeout: how long to wait for a step folder that has neither weights nor the path of
@@ -151,7 +151,8 @@ class DaemonConfig(BaseModel):
             trainer, daemon and explorers of one host share. The daemon creates this directory if it
             is missing.
         exit_when_idle: whether the daemon ends when all trainers and explorers have left and no
-            save is left to publish. It ends only if a trainer or an explorer was there before.
+            save has to be published. A daemon that has never seen a trainer or an explorer does not
+            end.
         hang_time: if storage has not answered for this long, the process ends itself. The value
             must be above 300 s, the limit for reading a pickle, and above the time in which storage
             writes one file of ``max_shard_size``.

@@ -1,8 +1,8 @@
 """The daemon's deltas: made in the background, after LATEST names the new version.
 
-A delta never delays its version, and never makes it fail. If the work on a delta fails, the version
-has no delta, and explorers read the version. ``docs/protocol.md`` ("Deltas") has the order of the
-writes.
+A delta never delays or prevents the publication of its version. If the work on a delta fails, the
+version has no delta, and explorers read the version's own files. ``docs/protocol.md`` ("Deltas")
+has the order of the writes.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class DeltaOutcome:
         seconds: how long the work took.
         delta: the record of the delta; None if no delta was made.
         why: the reason why no delta was made; empty if it was made.
-        is_overtaken: True if no delta was made because the daemon had newer work, which is no
+        is_overtaken: True if no delta was made because the daemon had newer work. This is not a
             failure.
         error: the failure; None if nothing failed.
     """
@@ -202,7 +202,7 @@ class DeltaMaker:
         return self._making.base if self._making else None
 
     def forget_others(self) -> None:
-        """Remove the progress record of earlier daemons: their work on deltas ended with them."""
+        """Remove the progress record of earlier daemons, whose work on deltas ended with them."""
         try:
             self._job.storage.unlink_if_there(self._job.layout.delta_progress)
         except OSError as error:  # only a hint: without changes nobody waits for it

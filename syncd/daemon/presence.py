@@ -50,7 +50,7 @@ class Participants:
 
     @property
     def alive(self) -> bool:
-        """Whether a participant was alive, or may have been alive, at the last look."""
+        """Whether a participant was certainly or possibly alive at the last look."""
         return self._alive
 
     @property

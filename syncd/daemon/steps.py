@@ -110,8 +110,9 @@ class Steps:
     def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
         """Make step folders due: after a pointer moved, after a publication, and now and then.
 
-        The newest folders come first. After them, a cycle through all folders that has begun goes
-        on. So the oldest of very many folders get their turn even if the pointers move often.
+        The newest folders come first. If a cycle through all folders is not finished, it continues
+        after them. So the oldest of very many folders get their turn even if the pointers move
+        often.
         """
         now = self._clock()
         moved = key != self._key

@@ -19,7 +19,7 @@ LONGEST_CHAIN: Final = 64
 class NoDeltaError(Exception):
     """Raised when a delta cannot be made or used; the message has the reason.
 
-    The two versions may be fine, so the caller should read the full version instead.
+    The two versions may be undamaged, so the caller should read the whole version instead.
     """
 
 

@@ -255,7 +255,7 @@ class Epoch:
         """Translate an error that occurred because another daemon removed this room.
 
         Raises:
-            SupersededError: another daemon has taken over: this room is gone, and the job is not.
+            SupersededError: another daemon has taken over: this room is gone, but the job is there.
         """
         if (
             is_gone(error)
@@ -278,10 +278,10 @@ class Epoch:
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it, which ends all unfinished work there.
 
-        The folders that the room's daemon renames out of, or into, are emptied and removed, never
-        moved. The reason: a rename uses the handle that a folder had when its name was looked up
-        (always on NFS, and for a moment on all filesystems). That handle stays usable until the
-        folder is removed.
+        The room's daemon renames files out of some folders of the room, and into some. These
+        folders are emptied and removed, never moved. The reason: a rename uses the handle that a
+        folder had when its name was looked up (always on NFS, and for a moment on all filesystems).
+        That handle stays usable until the folder is removed.
         """
         homes = {
             room / "building": self._doomed,
@@ -315,7 +315,7 @@ class Epoch:
             raise
 
     def _removed(self, folder: Path) -> bool:
-        """Remove an empty folder; False if it is not empty, even if its listing was empty."""
+        """Remove an empty folder; False if it is not empty although its listing was empty."""
         try:
             self._job.storage.rmdir(folder)
         except FileNotFoundError:
@@ -353,7 +353,7 @@ class Epoch:
         return target
 
     def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:
-        """Rename; after an error, check by ``ours`` if the server did the rename nevertheless.
+        """Rename; after an error, check by ``ours`` whether the server did the rename nevertheless.
 
         If the server's answer to a rename was lost, the client asks again, and gets ENOENT.
         """

@@ -326,8 +326,8 @@ class Draft:
     """A file that is written under a temporary name, and gets its final name by one rename.
 
     The commit point is the rename in :meth:`commit`. Before the rename there is only garbage under
-    a ``.tmp-`` name; after the rename the file is whole and durable. Without a commit, leaving the
-    ``with`` block removes the garbage. If the process is killed, the garbage stays.
+    a ``.tmp-`` name; after the rename the file is whole and durable. If the ``with`` block ends
+    without a commit, the garbage is removed. If the process is killed, the garbage stays.
 
     Args:
         storage: the storage to write to.
@@ -362,7 +362,7 @@ class Draft:
     def finish(self, *, durable: bool = True) -> None:
         """Make the bytes durable and close the file, still under its temporary name.
 
-        If ``durable`` is False, which suffices for a hint, the file may be torn after a power loss.
+        If ``durable`` is False, the file may be torn after a power loss. This suffices for a hint.
         """
         if self._fd < 0:
             return

@@ -51,7 +51,7 @@ class Repeats:
         """The number of times that the message was held back since it was last logged.
 
         Returns:
-            None if the message is held back now too.
+            None if the message must be held back now too.
         """
         with self._lock:
             now = self._clock()

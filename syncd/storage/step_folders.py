@@ -70,8 +70,8 @@ def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
         job: the job.
         step: the step.
         mark: the name of an empty file that the folder has from the start. If another process makes
-            the folder at the same time, its rename would replace an empty folder, but not a folder
-            with a file in it.
+            the folder at the same time, the rename of that process would replace an empty folder,
+            but not a folder with a file in it.
     """
     folder = job.layout.step(step)
     for left in reversed(range(_ATTEMPTS)):

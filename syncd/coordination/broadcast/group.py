@@ -70,8 +70,8 @@ class WeightGroup:
     Promised: no method waits longer than the transfer's deadline plus one second. An error ends the
     group for this rank; the other ranks end the group at their own deadlines.
 
-    Not promised: the content of tensors if :meth:`agree` did not return True. Nor is there
-    protection from strangers: any process that can reach the store can take part, as in any
+    Not promised: the content of tensors if :meth:`agree` did not return True. Also not promised:
+    protection from strangers, because any process that can reach the store can take part, as in any
     torch.distributed job.
 
     Only one thread at a time may call methods, except :meth:`close`, which any thread may call.
@@ -197,7 +197,7 @@ class WeightGroup:
         return Broadcasting(lambda: self._finish(work))
 
     def agree(self, ok: bool) -> bool:
-        """Tell the other ranks if all weights arrived here, and learn if they arrived everywhere.
+        """Tell the other ranks whether all weights arrived here; learn whether all ranks got them.
 
         Promised: all ranks that get an answer get the same answer. Rank 0 gets True only after all
         other ranks got True. If a rank may have missed the answer, rank 0 gets an error, and all
@@ -271,7 +271,7 @@ class WeightGroup:
         self._unfinished.remove(work)
 
     def _decide(self, store: Store, key: str, *, ok: bool) -> tuple[bool, list[int]]:
-        """The verdict, and the ranks that had not confirmed when the verdict was made."""
+        """The verdict; and if it is no, the ranks that have not confirmed the arrival."""
         if ok:
             store.set(f"{key}/yes/{self.rank}", _YES)
             if store.add(f"{key}/yes", 1) == self.world_size:

@@ -1,4 +1,4 @@
-"""Meeting in the weight group: the steps of trainer and explorers between agreement and first byte.
+"""Meeting in the weight group: the steps from the agreement on a transfer to its first byte.
 
 The module imports code that needs torch only when it forms a group.
 """

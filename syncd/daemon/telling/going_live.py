@@ -34,7 +34,7 @@ class SeenLive(NamedTuple):
         pause: seconds for which the engine did not serve during the load; None if the report has no
             pause.
         ago: seconds between the load and the explorer's report, by the explorer's clock.
-        is_first: whether no earlier load of this explorer is known.
+        is_first: True if no earlier load of this explorer is known.
         delta_bytes: the bytes of the deltas from which the version was read; None if its own files
             were read.
     """
