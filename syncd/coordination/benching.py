@@ -59,8 +59,8 @@ class Bench:
         """Hold a step.
 
         If the step is published, this method leases the published version. Otherwise it asks the
-        daemon to build the step, and waits for the build. The build begins once the step's save is
-        complete.
+        daemon to build the step, and waits for the build. The daemon begins the build when the
+        step's save is complete.
 
         Returns:
             The held version. Its sequence is 0 if the daemon built it.

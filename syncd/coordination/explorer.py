@@ -240,10 +240,10 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             cancel: ends the wait from another thread.
 
         Returns:
-            The newest version, or ``current`` if the trainer has stopped, died or said that nothing
-            newer will come. In that case the trainer's last save was published, skipped or
-            quarantined, or no daemon was alive for a lease time. This end of a wait is logged once
-            per version.
+            The newest version, which is never older than ``current``. It is ``current`` if the
+            trainer has stopped, died or said that nothing newer will come. In that case the
+            trainer's last save was published, skipped or quarantined, or no daemon was alive for a
+            lease time. This end of a wait is logged once per version.
 
         Raises:
             WaitTimeoutError: no newer version was published in time.
@@ -337,8 +337,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         """Wait until a first version is published or a trainer is running.
 
         A trainer may load for minutes before it registers. This method returns at once if
-        ``current`` is given, or if this explorer has seen a running trainer before. It logs one
-        warning if it waits.
+        ``current`` is given or a running trainer was seen before. If it waits, it logs one warning.
 
         Args:
             current: the version that this explorer serves; None before its first version.
@@ -347,6 +346,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         Raises:
             WaitTimeoutError: no version or trainer came in time.
+            CancelledError: the wait was cancelled.
         """
         if current is None and not self._weights.has_seen_trainer:
             with self._wait(timeout, cancel) as wait:

@@ -92,7 +92,7 @@ class LeasedVersion:
 
         Args:
             storage: the storage of the copy.
-            folder: the folder for the copy: empty, and used by nobody else.
+            folder: the folder for the copy. It must be empty, and no other process may use it.
             cancel: called often; to stop the copy it raises an error.
 
         Raises:
@@ -108,7 +108,7 @@ class LeasedVersion:
         return LeasedVersion(self.storage, self.folder, self.manifest, hold, source=self.source)
 
     def open_weights(self) -> Iterator[SafetensorsFile]:
-        """Yield the version's safetensors files; each is closed when the next one is asked for."""
+        """Yield the version's safetensors files; each is open until the next file is requested."""
         for file in self.manifest.files:
             if file.name.endswith(WEIGHTS):
                 with self.open_file(file.name) as opened:

@@ -141,7 +141,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def begin_save(self, step: int) -> None:
         """Announce a save before its first byte is written.
 
-        The pruner then keeps the folders of this step and of higher steps, because a trainer that
+        After that the pruner keeps the folders of this step and of higher steps. A trainer that
         resumed at a lower step will write these folders again.
         """
         self._me.update(step=step)
@@ -380,7 +380,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
         Args:
             timeout: the most seconds to wait for the explorers; ``broadcast_timeout`` by default.
-            cancel: ends the wait from another thread. The group then stays open.
+            cancel: ends the wait from another thread. In that case the group stays open.
         """
         open_now = self._group.rendezvous
         if open_now is not None:

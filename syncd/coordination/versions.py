@@ -243,7 +243,8 @@ class Versions:
         The check asks the file server for the folder by its name, because listings may be late.
 
         Raises:
-            SaveNotReadyError: the step has no folder. The message lists the steps that have one.
+            SaveNotReadyError: the step has no folder. The message lists the steps that have a
+                folder.
             JobUnavailableError: the job directory is missing now, for example unmounted.
         """
         check_on_disk(self.job, step)

@@ -48,7 +48,7 @@ class Cancellation:
             raise CancelledError("the wait was cancelled, or its synchronizer closed")
 
     def pause(self, seconds: float) -> bool:
-        """Sleep for some seconds; :meth:`cancel` ends the sleep, and the result is then True."""
+        """Sleep for some seconds, or until :meth:`cancel`; return True if it was cancelled."""
         # Polls instead of waiting on an Event: a thread that waits on one may hold its lock, and a
         # signal handler on that thread that cancels would then deadlock.
         deadline = time.monotonic() + seconds

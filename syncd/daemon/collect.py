@@ -110,7 +110,7 @@ class Tidying:
             return False
 
     def run_once(self, leased: Iterable[str], leftover_grace: float) -> None:
-        """Do a bounded part of the work that is due.
+        """Do a bounded part of the work that has to be done now.
 
         Args:
             leased: the sessions that hold leases.

@@ -30,7 +30,7 @@ class Quantity:
     Attributes:
         unit: the unit of a number without a written unit, for messages.
         examples: texts with a unit, as examples in messages.
-        units: unit as written → its size in ``unit``.
+        units: a unit as people write it → its size, counted in ``unit``.
     """
 
     unit: str
@@ -120,10 +120,11 @@ class DaemonConfig(BaseModel):
         keep: how many of the newest versions to keep, LATEST included. Leased versions are kept in
             addition.
         deltas: whether to make a delta to each new version from the previous version. Explorers
-            that stage on another filesystem read the delta instead of the version. ``auto`` makes
-            deltas while two or more live explorers could use them.
-        keep_deltas: how many of the newest deltas to keep at most. Fewer are kept if together they
-            are larger than half a version.
+            that stage on another filesystem read the delta instead of the version. ``on`` makes
+            each delta, ``off`` makes none, and ``auto`` makes deltas while two or more live
+            explorers could use them.
+        keep_deltas: the most deltas to keep; the newest deltas are kept. Fewer are kept if together
+            they would be larger than half a version.
         digests: whether versions have xxh3-128 digests, which explorers check.
         cast: the dtype to cast the floating tensors of versions to: ``bf16``, ``fp16`` or ``fp32``,
             with torch's rounding. Integer, bool and fp8 tensors are not cast. None: no cast.
@@ -226,7 +227,7 @@ class RunConfig(DaemonConfig):
         metrics_port: the port on 127.0.0.1 where metrics are served; 0 to serve no metrics there.
         metrics_textfile: a file on this host to which the daemon writes metrics, for the node
             exporter.
-        log_format: ``human`` logs lines for people, ``json`` one JSON object per line.
+        log_format: ``human`` logs lines for people; ``json`` logs one JSON object per line.
         log_level: the lowest level to log.
     """
 

@@ -45,7 +45,7 @@ class GivenValue:
 
     Attributes:
         value: the value.
-        source: a text for people that names a file, an environment variable, or an option.
+        source: the file, environment variable or option that has the value, as text for people.
         is_local: whether the value may be a path relative to the working directory.
     """
 

@@ -162,7 +162,7 @@ class DeltaMaker:
 
     Args:
         job: the job.
-        epoch: the active daemon's room; a delta leaves it by one rename.
+        epoch: the active daemon's room; a finished delta leaves the room by one rename.
         work: the functions that make the deltas.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.
@@ -267,7 +267,7 @@ class DeltaMaker:
             self._ended = self._making
 
     def again(self, latest: Latest | None) -> None:
-        """If the delta to LATEST's version was cancelled, make it anew when its old work has ended.
+        """If the delta to LATEST's version was cancelled, make it again after its old work ended.
 
         Args:
             latest: the present LATEST.
@@ -277,7 +277,7 @@ class DeltaMaker:
             self._again = ended
 
     def finished(self) -> list[DeltaOutcome]:
-        """The outcomes of deltas since the previous call; may begin a cancelled delta anew."""
+        """The outcomes of deltas since the previous call; may begin a cancelled delta again."""
         self._collect()
         again = self._again
         if again is not None and self._making is None:

@@ -1,4 +1,4 @@
-"""Ending a process that hangs; otherwise its heartbeat thread would keep the job forever.
+"""Ending a process that hangs, because its heartbeat thread would keep the job forever.
 
 Progress means that shared storage has answered a call, even with an error. All of a daemon's work
 consists of such calls, also in the copying threads of a merge, and an idle daemon scans the job at
@@ -96,7 +96,7 @@ class HangGuard:
         return answered
 
     def silence(self, job: str) -> float:
-        """Seconds for which a job has made no progress; 0 if no progress is expected."""
+        """Seconds since a job's last progress; 0 if no progress of this job is expected."""
         now = self._clock()
         return now - self._answered.get(job, now)
 

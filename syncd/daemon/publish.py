@@ -368,7 +368,7 @@ class Publisher:
         self.served_request = None if back is None else back.request
 
     def _next_sequence(self) -> int:
-        """The next sequence; skips numbers whose names belong to something other than a folder."""
+        """The next sequence; skips a number if a file or link has one of its folders' names."""
         sequence = self._floor + 1
         while self._in_the_way(self._job.layout.version(sequence)) or self._in_the_way(
             self._job.layout.lease_folder(sequence)

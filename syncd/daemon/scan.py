@@ -153,7 +153,7 @@ class Scanner:
         return pointer.step is not None and pointer.step != step
 
     def is_needed(self, step: int) -> bool:
-        """Whether a step must stay: a pointer names it, or the last announced step is not above it.
+        """Whether a step must stay: a pointer names it, or the last announced step is not higher.
 
         Called when the step's folder is already in the trash; asks the server. Each file is opened
         twice, because on some storage the first open may still find an old file that was replaced.

@@ -56,8 +56,8 @@ class Service:
     Args:
         root: the job directory.
         config: the daemon's configuration.
-        may_end: asked before ``exit_when_idle`` ends :meth:`run`; if the answer is False,
-            :meth:`run` goes on.
+        may_end: called before ``exit_when_idle`` ends :meth:`run`. If it returns False, :meth:`run`
+            continues.
         answered: called after each call that storage has answered, to report progress.
         notice: receives the daemon's messages for the service manager.
         each_tick: called between two rounds, on the thread of :meth:`run`.

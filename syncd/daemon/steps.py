@@ -40,7 +40,7 @@ LOOK_AGAIN: Final = 60.0
 
 
 class Steps:
-    """Looks into step folders, and remembers which folders are due.
+    """Looks into step folders, and remembers which folders it has to look into next.
 
     Args:
         job: the job.
@@ -73,8 +73,8 @@ class Steps:
         """Look into some of the step folders that are due.
 
         Returns:
-            The folders with a recorded outcome; skipped saves that are not recorded yet; steps with
-            a recorded outcome but without a folder.
+            Three tuples: the folders with a recorded outcome; the skipped saves that are not
+            recorded yet; the steps with a recorded outcome but without a folder.
         """
         self._refill(pointer, key, outcomes)
         seen: list[StepSeen] = []

@@ -109,8 +109,8 @@ class Turns:
 
     A job that wants to merge again queues behind all jobs that asked meanwhile. If the storage of a
     merging or waiting job hangs, other jobs wait for that job at most :data:`PATIENCE` seconds.
-    After that time one more job may merge, until the first job's storage answers again and its
-    merge has ended.
+    After that time one more job may merge, until the storage of the hanging job answers again and
+    the job's merge has ended.
 
     A merge is *late* if it has taken :data:`FAIR_TIMES` times as long as its tensors should take,
     and at least :data:`LEAST` seconds. The first late merge goes on *beside* the others: it no

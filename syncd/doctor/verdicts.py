@@ -37,7 +37,7 @@ def compare(name: str, promise: str, wrong: Sequence[str], advice: str = _ELSEWH
 
 
 def expected(what: str, said: str, wanted: str | frozenset[str]) -> list[str]:
-    """The wrong results of an attempt: one sentence; none if the attempt had a wanted result.
+    """The wrong results of an attempt: one sentence, or nothing if it had a wanted result.
 
     Args:
         what: the attempt, as the subject of the sentence.

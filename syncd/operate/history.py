@@ -32,7 +32,7 @@ class Live:
         pause: for how many seconds the engine did not serve during the load; None if the explorer
             does not report this.
         delta_bytes: the bytes of the deltas that the explorer read instead of the version's files.
-            None if the explorer read the files, or if nobody knows what it read.
+            None if the explorer read the version's files, or if this is unknown.
     """
 
     explorer: str

@@ -294,7 +294,7 @@ class OutOfStepError(SyncdError):
     """Raised when a collective failed on one rank, so that the whole training must end.
 
     The other ranks may still be in the failed collective. If this rank began its next collective,
-    the other ranks would mistake it for the failed one.
+    the other ranks would mistake that collective for the failed collective.
     """
 
     exit_code = 21

@@ -142,7 +142,8 @@ class SyncSettings:
             explorer; None = sync_interval.
         sync_offset: steps that explorers do before they count the steps of ``sync_interval`` (a
             step-ahead pipeline).
-        sync_timeout: the most seconds that a trainer or an explorer waits for the other side.
+        sync_timeout: the most seconds that a trainer waits for explorers, or an explorer for the
+            trainer.
         save_interval: steps between two full checkpoints; 0 = no full checkpoints.
         save_timeout: seconds that rank 0 waits for all ranks' receipts before it gives up a save.
         max_staleness: the most steps by which an explorer may lag behind the newest version and
@@ -382,7 +383,7 @@ def pull_decision(held: Version | None, newest: Version | None) -> Pull:
 
     An engine begins with the weights of step 0. So if the first version is of step 0, the explorer
     adopts it without loading it. Among versions of one step, the version with the higher sequence
-    is newer. An explorer never takes a lower sequence than the one it holds.
+    is newer. An explorer never loads a version with a lower sequence than the version it holds.
 
     Args:
         held: the version that the engine serves; None before the engine's first version.

@@ -186,8 +186,8 @@ class VersionFile(BaseModel):
 class TensorEntry:
     """A tensor of a version; ``dtype`` is safetensors' name of its dtype.
 
-    The class is not a pydantic model, because each instance of a model takes a kilobyte, and a
-    version may have a million tensors.
+    This class is not a pydantic model. An instance of a model takes a kilobyte, and a version may
+    have a million tensors.
     """
 
     name: str

@@ -298,7 +298,7 @@ class DeltaProgress(Record):
     Attributes:
         sequence, base: the target version, and the version to which the delta is applied.
         state: ``making``: the daemon is making the delta; ``made``: the delta is in ``deltas/``;
-            ``none``: there is no delta, and ``why`` has the reason.
+            ``none``: the daemon made no delta, and ``why`` has the reason.
         done, total: the bytes of the version's tensors that were compared, and the bytes of all its
             tensors.
     """

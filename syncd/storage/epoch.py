@@ -48,8 +48,8 @@ class Epoch:
     not know that it was superseded before it calls such a method.
 
     Attributes:
-        number: the number of the epoch. Rooms are ordered by their number, and rooms of one number
-            by their suffix.
+        number: the number of the epoch. Rooms are ordered by their number, and rooms with equal
+            numbers by their suffix.
         building: the folder in which versions are made.
         in_background: the names in ``building`` on which another thread works. :meth:`sweep` does
             not delete them.
@@ -146,7 +146,7 @@ class Epoch:
         self._job.storage.sync_folder(target.parent)
 
     def publish_version(self, sequence: int) -> Path:
-        """Commit a built version: one rename to ``published/``, which also takes the sequence.
+        """Commit a built version by one rename to ``published/``, which also claims the sequence.
 
         Raises:
             SupersededError: this room was removed by another daemon, or the sequence is taken.

@@ -40,7 +40,7 @@ class Job:
 
         Args:
             root: the job directory.
-            storage: a seam for tests.
+            storage: the shared storage; by default the plain storage of ``root``.
         """
         layout = JobLayout(Path(root))
         return cls(storage or Storage(layout.root), layout)

@@ -254,7 +254,7 @@ class Lookout:
         return self._last
 
     def look_at(self, session: str) -> Liveness:
-        """Check one heartbeat now, out of turn.
+        """Check one heartbeat now, even if it is not its turn.
 
         Raises:
             OSError: :meth:`Judge.look` failed.

@@ -103,7 +103,7 @@ def unwritable(job: Job) -> Path | None:
 
 
 def unprunable(job: Job) -> str | None:
-    """The reason why this user could not delete existing steps, as far as their modes show.
+    """The reason why this user could not delete existing steps, as far as file modes show it.
 
     Returns:
         A sentence for people; the text :data:`TO_DELETE` can follow it. Empty if no reason was

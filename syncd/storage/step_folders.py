@@ -46,7 +46,7 @@ def check_on_disk(job: Job, step: int) -> None:
     whether the save in the folder is whole.
 
     Raises:
-        SaveNotReadyError: the step has no folder. The message names the steps that have one.
+        SaveNotReadyError: the step has no folder. The message lists the steps that have a folder.
         JobUnavailableError: the job is missing now, for example unmounted.
     """
     ask_server(job)

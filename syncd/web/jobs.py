@@ -234,7 +234,7 @@ class SharedLook(Generic[T]):
         self._read: float | None = None
 
     def begin(self) -> None:
-        """Start a new read, if no read is running and none has just ended."""
+        """Start a new read, if no read is running and the last read is old enough."""
         with self._changed:
             now = self._clock()
             if self._reading is not None or now < self._due:

@@ -56,7 +56,7 @@ class Broadcasting:
 
         Raises:
             BroadcastError: the broadcast did not end by the transfer's deadline, or a peer is gone.
-                The group has failed then.
+                In both cases the group has failed.
         """
         self._finish()
 
@@ -122,7 +122,7 @@ class WeightGroup:
         Args:
             rendezvous: the meeting place of all ranks.
             rank: this process's rank.
-            deadline: seconds to form the group; each transfer has the same deadline again.
+            deadline: seconds to form the group. Each transfer gets the same number of seconds.
             device: the device of the tensors to broadcast; for ``nccl`` a GPU.
             listening: for rank 0 only: a socket that listens at the rendezvous's address and port;
                 rank 0's store takes it over.

@@ -319,8 +319,8 @@ class ExplorerSide:
         """Leave the joined offer.
 
         Returns:
-            The offer, if the trainer had already decided that the transfer takes place: then this
-            explorer must take part. Otherwise None.
+            The offer, if the trainer had already decided that the transfer takes place. In that
+            case this explorer must take part. Otherwise the result is None.
         """
         joined, self._joined = self._joined, None
         if joined is None:
