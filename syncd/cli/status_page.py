@@ -273,7 +273,7 @@ def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[Ren
 
 
 def _pause(reload: dict[str, Any] | None) -> str:
-    """An engine's pause at its last reload. It is marked if a staged copy or a delta was used."""
+    """An engine's pause at its last reload; the text says if a staged copy or a delta was used."""
     if reload is None:
         return "-"
     staged = {None: "", True: ", staged", False: ", not staged"}[reload["staged"]]

@@ -96,7 +96,10 @@ class Bench:
             raise
 
     def is_of(self, manifest: Manifest, step: int) -> bool:
-        """True if a version is of a step, and of its present save if there still is a save."""
+        """True if a version has a step's weights.
+
+        If the step's folder still exists, the version must be of the save that is in it now.
+        """
         if manifest.step != step:
             return False
         folder = self._job.layout.step(step)

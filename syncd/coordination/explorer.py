@@ -307,15 +307,15 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         Args:
             current: the wait ends with a version of a higher sequence; None for any version.
             joins: called at each check; returns True to take part in transfers.
-            ends_with_trainer: True to begin and end like :meth:`wait_new_model_state_dict`; False
-                to ask again if the trainer says that nothing newer will come.
+            ends_with_trainer: if True, begin and end like :meth:`wait_new_model_state_dict`; if
+                False, ask again whenever the trainer says that nothing newer will come.
             timeout: seconds; None for no limit.
             cancel: ends the wait from another thread.
             look: called after each check that finds nothing newer; its errors end the wait.
 
         Returns:
             A version; or the offer of an agreed transfer, whose members must all meet next
-            (:meth:`rendezvous`); or None if the trainer's end ended the wait.
+            (:meth:`rendezvous`); or None if the wait ended because the trainer ended.
 
         Raises:
             WaitTimeoutError: no version or transfer came in time.

@@ -147,7 +147,7 @@ class Roster:
         return RunningStatus(report.status) if report else RunningStatus.STOPPED
 
     def has_had_trainer(self) -> bool:
-        """True if a trainer has ever registered; a trainer of another framework never does."""
+        """True if a trainer has ever registered; a trainer without syncd's hook never registers."""
         return self._job.storage.exists(self._job.layout.trainer_report)
 
     def check_alone(self, name: str, step: int) -> None:

@@ -55,7 +55,7 @@ class Participants:
 
     @property
     def gone(self) -> bool:
-        """Whether participants have been there since this process began, and none is alive now."""
+        """Whether a participant was alive since this process began, but none is alive now."""
         return self._seen and not self._alive
 
     def look(self, tick: float) -> None:

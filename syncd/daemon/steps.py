@@ -146,7 +146,7 @@ class Steps:
             self._passed = frozenset()
 
     def _skipped_save(self, step: int) -> Save | None:
-        """The save of a step below the pointer if it counts as skipped, else None."""
+        """The save of a step below the pointer; None if the save does not count as skipped."""
         folder = self._job.layout.step(step)
         if self._job.storage.exists(folder / FULL) or self._job.storage.exists(folder / SAVING):
             return None

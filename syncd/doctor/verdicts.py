@@ -105,7 +105,7 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
 
 
 def copying(copies: str, shares: str) -> Finding:
-    """Report the fast ways to copy a merge's bytes, of which syncd needs none.
+    """Report the fast ways to copy a merge's bytes; syncd works even without them.
 
     Args:
         copies: ``done``, or the error of a copy inside the kernel.

@@ -1,7 +1,7 @@
 """The fence: each active daemon works in its own room (a folder) and commits by a rename out of it.
 
 ``daemon.lock`` only says which daemon *should* work. A daemon that was paused for a minute would
-still rename, although another daemon has the lock. So a take-over makes a new room
+still rename files, although another daemon has the lock by then. So a take-over makes a new room
 ``.syncd/epoch/<n>-<suffix>/``, and empties every lower room until it can be removed. From then on a
 rename out of a lower room, or into it, finds no such folder. ``docs/protocol.md`` has the argument,
 and ``tests/model`` explores it.
