@@ -32,7 +32,7 @@ def ago(now: float, then: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """A time in this host's time zone, without the year: ``11-22 14:03:09``."""
+    """A time in this host's time zone, without the year, for example ``11-22 14:03:09``."""
     try:
         return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):  # others may write any number

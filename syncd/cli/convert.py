@@ -150,7 +150,7 @@ def command(
 
 
 def _alone(folder: Path, step: int | None) -> tuple[Path, int | None]:
-    """The job and the step to convert. If the folder is a step folder, it determines both."""
+    """The job and the step to convert; a step folder determines the job and the step."""
     found = parse_step_folder(folder.resolve().name)
     if found is None or holds_job(Job.at(folder)):
         return folder, step

@@ -36,12 +36,12 @@ _GAP: Final = "  "
 def command(job: Path, limit: int, *, as_json: bool) -> None:
     """Show the history of the versions of JOB, including pruned versions.
 
-    'published' is the time at which LATEST began to name the version. 'after' is the time until
-    then since the daemon first found the save complete; 'merge' is the time of the merge, a part of
-    'after'. 'live on' lists the explorers that served the version, and how long after the
-    publication each began to serve it. 'delta' is the size of the delta to the version, or 'none'
-    if a delta was planned but not made. Explorers that read the delta are marked. 'pruned' is the
-    time from the publication to the deletion.
+    'published' is the time at which LATEST began to name the version. 'after' is the time from the
+    moment when the daemon first found the save complete to 'published'. 'merge' is the time of the
+    merge, a part of 'after'. 'live on' lists the explorers that served the version, and how long
+    after the publication each began to serve it. 'delta' is the size of the delta to the version,
+    or 'none' if a delta was planned but not made. Explorers that read the delta are marked.
+    'pruned' is the time from the publication to the deletion.
 
     All times come from the daemon's clock. The daemon reads the explorers' reports once a tick.
     """
@@ -82,7 +82,7 @@ def _cells(version: VersionHistory) -> tuple[str, ...]:
 
 
 def _live(live: list[Live], room: int) -> str:
-    """The explorers, one on each line; a name that is too long loses its beginning."""
+    """The explorers, one on each line; if a name is too long, its beginning is cut off."""
     shown = [(printable(one.explorer), one) for one in live[:_EXPLORERS]]
     if len(live) > _EXPLORERS:
         shown.append((f"and {len(live) - _EXPLORERS} more", live[-1]))

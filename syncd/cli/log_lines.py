@@ -88,7 +88,7 @@ class JsonLines(logging.Formatter):
 
 
 class Flood(logging.Filter):
-    """Holds back repeated lines: after ten times in a minute a line is shown more and more rarely.
+    """Holds back repeated lines: after ten times in a minute a line is shown ever more rarely.
 
     Each shown line says how many times the line was held back before.
     """

@@ -135,9 +135,9 @@ def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_opt
 
     A second daemon on the same job stands by, and takes over when the first daemon dies.
 
-    A setting that is not given as an option comes from the environment (SYNCD_KEEP for --keep), or
-    else from the configuration file. On SIGHUP the daemon reads that file again. See 'syncd config
-    --help'.
+    If a setting is not given as an option, it comes from the environment (SYNCD_KEEP for --keep).
+    If it is not there either, it comes from the configuration file. On SIGHUP the daemon reads that
+    file again. See 'syncd config --help'.
     """
     said = options.given(ctx)
     if as_json:

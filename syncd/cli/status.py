@@ -36,10 +36,10 @@ _INTERVAL: Final = 2.0
 def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bool) -> None:
     """Show the published versions of JOBS, the explorers that serve them, and current waits.
 
-    JOBS are job directories, or folders that contain job directories. Each of several jobs is one
-    line. Without JOBS, the jobs that the configurations in /etc/syncd name are shown. If stdout is
-    not a terminal, --watch prints each refresh as text. With --watch and --json each refresh is one
-    line with a JSON object.
+    JOBS are job directories, or folders that contain job directories. If there are several jobs,
+    each job is one line. Without JOBS, the jobs that the configurations in /etc/syncd name are
+    shown. If stdout is not a terminal, --watch prints each refresh as text. With --watch and --json
+    each refresh is one line with a JSON object.
 
     The command changes nothing. Ages depend on the clocks of the hosts that wrote the files. An age
     is wrong if the writer's clock differs from the clock of this host.
@@ -95,7 +95,7 @@ def _print_json(found: list[Path], *, is_one: bool, indent: int | None) -> None:
 
 
 def _repeat(show: Callable[[], None], every: float | None) -> None:
-    """Show once; with an interval, show repeatedly until Ctrl-C, which is then the normal end."""
+    """Show once, or with an interval repeatedly until Ctrl-C, which is the normal end."""
     try:
         show()
         while every is not None:

@@ -30,7 +30,7 @@ _LABEL: Final = 9
 
 
 def page(seen: dict[str, Any], now: float, width: int, height: int | None = None) -> RenderableType:
-    """The page of one job; if it has a memory directory, also of the job in that directory.
+    """The page of one job, and of the job in its memory directory if it has one.
 
     Faults and events come before the explorers. On a low terminal fewer explorers are shown.
 
@@ -273,7 +273,7 @@ def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[Ren
 
 
 def _pause(reload: dict[str, Any] | None) -> str:
-    """An engine's pause at its last reload. It is marked if a staged copy or a delta was used."""
+    """An engine's pause at its last reload; the text says if a staged copy or a delta was used."""
     if reload is None:
         return "-"
     staged = {None: "", True: ", staged", False: ", not staged"}[reload["staged"]]

@@ -42,8 +42,9 @@ def command(jobs: tuple[Path, ...], port: int, limit: int, *, as_json: bool) -> 
     shown.
 
     The command changes nothing, and reads only while a browser has the page open. The page is
-    served only on this host's loopback address. To see the page from another host, run this command
-    on that host: ssh -L 8460:127.0.0.1:8460 HOST.
+    served only on the loopback address of this host. To see the page on your own machine, run 'ssh
+    -L 8460:127.0.0.1:8460 HOST' on that machine (HOST is the name of this host), and open
+    http://localhost:8460/ there.
     """
     for job in jobs:
         _check_is_there(job)

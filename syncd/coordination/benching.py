@@ -59,8 +59,8 @@ class Bench:
         """Hold a step.
 
         If the step is published, this method leases the published version. Otherwise it asks the
-        daemon to build the step, and waits for the build. The build begins once the step's save is
-        complete.
+        daemon to build the step, and waits for the build. The daemon begins the build when the
+        step's save is complete.
 
         Returns:
             The held version. Its sequence is 0 if the daemon built it.
@@ -96,7 +96,10 @@ class Bench:
             raise
 
     def is_of(self, manifest: Manifest, step: int) -> bool:
-        """True if a version was made from a step's present save, or the step folder was pruned."""
+        """True if a version has a step's weights.
+
+        If the step's folder still exists, the version must be of the save that is in it now.
+        """
         if manifest.step != step:
             return False
         folder = self._job.layout.step(step)
@@ -133,7 +136,7 @@ class Bench:
                 )
 
     def _is_built(self, request: BenchRequest) -> bool:
-        """Ask the file server if the build exists.
+        """Ask the file server whether the build exists.
 
         Raises:
             SaveFailedError: the daemon has refused the request.

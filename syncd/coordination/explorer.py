@@ -102,7 +102,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         Args:
             status: the new status.
-            old_status: the status that the caller expects this explorer to have; None for any.
+            old_status: the status that the caller expects now; None to accept any status.
 
         Raises:
             InvalidTransitionError: this change is not allowed, or ``old_status`` is wrong.
@@ -121,7 +121,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         super().close()
 
     def set_explorer_version(self, version: Version, refused: str | None = None) -> None:
-        """Report the served version; ``refused`` is a newer version that was refused, and why."""
+        """Report the served version, and a newer version that was refused, with the reason."""
         told = self._me.record.reload
         self._serve(version, refused=refused, received=None, bench=None, reload=told)
 
@@ -240,9 +240,10 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             cancel: ends the wait from another thread.
 
         Returns:
-            The newest version, or ``current`` if the trainer has stopped, died or said that nothing
-            newer will come. In that case the trainer's last save was published, skipped or
-            quarantined, or no daemon was alive for a lease time. This is logged once per version.
+            The newest version, which is never older than ``current``. It is ``current`` if the
+            trainer has stopped, died or said that nothing newer will come. In that case the
+            trainer's last save was published, skipped or quarantined, or no daemon was alive for a
+            lease time. This end of a wait is logged once per version.
 
         Raises:
             WaitTimeoutError: no newer version was published in time.
@@ -306,19 +307,19 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         Args:
             current: the wait ends with a version of a higher sequence; None for any version.
             joins: called at each check; returns True to take part in transfers.
-            ends_with_trainer: True to begin and end like :meth:`wait_new_model_state_dict`; False
-                to ask again if the trainer says that nothing newer will come.
+            ends_with_trainer: if True, begin and end like :meth:`wait_new_model_state_dict`; if
+                False, ask again whenever the trainer says that nothing newer will come.
             timeout: seconds; None for no limit.
             cancel: ends the wait from another thread.
             look: called after each check that finds nothing newer; its errors end the wait.
 
         Returns:
             A version; or the offer of an agreed transfer, whose members must all meet next
-            (:meth:`rendezvous`); or None if the trainer's end ended the wait.
+            (:meth:`rendezvous`); or None if the wait ended because the trainer ended.
 
         Raises:
             WaitTimeoutError: no version or transfer came in time.
-            CancelledError, InvalidTransitionError: as in :meth:`wait_for_newer`.
+            CancelledError, InvalidTransitionError: for the same reasons as :meth:`wait_for_newer`.
             OSError: LATEST or the offer cannot be read.
         """
         with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
@@ -336,7 +337,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         """Wait until a first version is published or a trainer is running.
 
         A trainer may load for minutes before it registers. This method returns at once if
-        ``current`` is given or a trainer was seen running before. It logs one warning if it waits.
+        ``current`` is given or a running trainer was seen before. If it waits, it logs one warning.
 
         Args:
             current: the version that this explorer serves; None before its first version.
@@ -345,6 +346,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         Raises:
             WaitTimeoutError: no version or trainer came in time.
+            CancelledError: the wait was cancelled.
         """
         if current is None and not self._weights.has_seen_trainer:
             with self._wait(timeout, cancel) as wait:
@@ -357,7 +359,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         return trainer.run_id if trainer and works else None
 
     def may_produce(self) -> bool:
-        """True if this explorer's weights are fresh enough to produce with (``max_staleness``)."""
+        """True if this explorer's weights are fresh enough for producing (``max_staleness``)."""
         if self.settings.max_staleness is None:
             return True
         newest, trainer = self._versions.newest(), None
@@ -445,7 +447,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         return self._group.open(met, rank, deadline=deadline, device=device)
 
     def group_failed(self) -> None:
-        """Leave the weight group and report that, so that the next transfer forms a new group."""
+        """Leave the weight group, and report this, so that the next transfer forms a new group."""
         self._group.close()
         self._met = None
         if self._me.record.group is not None:

@@ -22,7 +22,7 @@ _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every device of the
 
 
 class HostMemory:
-    """A block of host memory for copies to and from a device; pinned if that is not the CPU.
+    """A block of host memory for copies to and from a device; pinned if the device is no CPU.
 
     Keep a reference to this object during every copy to or from the block. A tensor that views the
     block keeps the content, but the memory is pinned only while this object exists. If pinning
@@ -74,7 +74,7 @@ def _unpin(content: Tensor) -> None:
 
 
 def _forget_last_error() -> None:
-    """Launch a kernel, because CUDA reports a refused pinning once more at the next launch."""
+    """Launch a kernel now: CUDA reports a refused pinning a second time, at the next launch."""
     try:
         torch.ones(1, device="cuda")
     except RuntimeError as error:

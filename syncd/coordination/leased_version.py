@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Hold(Protocol):
-    """Keeps a version's files on disk. A hold is a lease, or the equivalent for a local copy."""
+    """Keeps a version's files on disk: a lease, or for a local copy something equivalent."""
 
     def release(self) -> None:
         """Release the files. Safe to call twice."""
@@ -47,8 +47,8 @@ class LeasedVersion:
         kind: ``full``, ``adapter`` or ``remote``.
         folder: a complete Hugging Face model folder, or a LoRA adapter's folder. For kind
             ``remote`` the folder has no files to load.
-        source: the published folder. If ``folder`` is a copy on this host, ``source`` is another
-            folder, which may be pruned.
+        source: the published folder. If ``folder`` is a copy on this host, ``source`` is not held,
+            and may be pruned.
         remote_path: the location of the weights if the kind is ``remote``; else None.
         manifest: the version's manifest, which lists the files that the folder must hold.
         storage: the storage that has the folder.
@@ -92,7 +92,7 @@ class LeasedVersion:
 
         Args:
             storage: the storage of the copy.
-            folder: the folder for the copy: empty, and used by nobody else.
+            folder: the folder for the copy. It must be empty, and no other process may use it.
             cancel: called often; to stop the copy it raises an error.
 
         Raises:
@@ -108,7 +108,7 @@ class LeasedVersion:
         return LeasedVersion(self.storage, self.folder, self.manifest, hold, source=self.source)
 
     def open_weights(self) -> Iterator[SafetensorsFile]:
-        """Yield the version's safetensors files; each is closed when the next one is asked for."""
+        """Yield the version's safetensors files; each is open until the next file is requested."""
         for file in self.manifest.files:
             if file.name.endswith(WEIGHTS):
                 with self.open_file(file.name) as opened:

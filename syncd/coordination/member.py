@@ -77,8 +77,8 @@ class Member(Generic[Report]):
     dies, the participant counts as dead one lease time later. No other live participant of the
     same role has its name, and nobody else writes its status. At its end a wait always restores
     the status. A participant never gets an older version after a newer one. Not promised: that
-    others see a change at once. Storage may cache, so a participant asks it again after at most
-    :data:`POLL` seconds.
+    others see a change at once. Storage may cache, so a participant asks the storage again after at
+    most :data:`POLL` seconds.
 
     Methods block. Several threads may call them, but only one wait runs at a time. The timeout of a
     wait includes its time in the queue, so a queued wait can end with WaitTimeoutError. A fork of
@@ -169,7 +169,7 @@ class Member(Generic[Report]):
         self._me.update()
 
     def modules(self) -> list[Module]:
-        """The live participants and those that reported that they stopped."""
+        """The live participants, and the participants that reported that they stopped."""
         found = [
             Module("explorer", one.name, RunningStatus(one.status), self._lives(one))
             for one in self._roster.explorers()
@@ -296,12 +296,12 @@ class Member(Generic[Report]):
             cancel: ends the wait from another thread.
 
         Raises:
-            SaveNotReadyError: a shard is missing; or the step has no folder, and the pointer was
-                not changed.
+            SaveNotReadyError: a shard is missing, or the step has no folder. The pointer was not
+                changed.
             SaveFailedError: the daemon has refused the save.
             WaitTimeoutError: the step was not published in time.
-            InvalidSettingsError: an explorer calls this method while a trainer is running, or while
-                other explorers follow the job. Those explorers would get the step too.
+            InvalidSettingsError: this participant is an explorer, and a trainer is running or
+                another explorer follows the job. The other explorer would get the step too.
         """
         if step is None:
             return self._versions.newest()
@@ -354,7 +354,8 @@ class Member(Generic[Report]):
         participant, which can save a newer state at any time.
 
         Args:
-            role: another participant's role; ``trainer`` is the job's trainer, under any name.
+            role: another participant's role. For ``trainer`` no name is needed, because a job has
+                only one trainer.
             name: the explorer's name, if the role is ``explorer``.
 
         Returns:
@@ -386,7 +387,7 @@ class Member(Generic[Report]):
         """End all waits, report that this participant has stopped, and give its name up.
 
         It is safe to call this method twice. In a fork it does nothing. If a process ends without
-        this call, other participants notice that only one lease time later.
+        this call, other participants notice its end only one lease time later.
         """
         if not self.is_ours:
             return
@@ -419,7 +420,7 @@ class Member(Generic[Report]):
         return self._waits.one(self.settings.sync_timeout if timeout is None else timeout, cancel)
 
     def _is_there(self, session: str) -> bool:
-        """True if a session has a heartbeat file; the file of a killed process stays at first."""
+        """True if a session has a heartbeat file; the file of a killed process stays for a time."""
         return self._job.storage.exists(self._job.layout.session(session))
 
     def _trainer_there(self) -> TrainerReport | None:

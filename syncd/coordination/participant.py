@@ -100,7 +100,8 @@ class Participant(Generic[Report]):
         """Check that this participant still has its name.
 
         Raises:
-            InvalidSettingsError: this process is a fork of the process that registered.
+            InvalidSettingsError: this process is a fork of the process that registered the
+                participant.
             NameTakenError: another participant took the name while this participant counted as
                 dead.
             CancelledError: this participant is closed.

@@ -95,7 +95,7 @@ class Roster:
         self._thread: threading.Thread | None = None
 
     def explorers(self) -> list[ExplorerReport]:
-        """The live explorers, and those that reported that they stopped.
+        """The live explorers, and the explorers that reported that they stopped.
 
         Raises:
             ProtocolMismatchError: an explorer has a newer protocol, and is not known to be dead.
@@ -147,15 +147,15 @@ class Roster:
         return RunningStatus(report.status) if report else RunningStatus.STOPPED
 
     def has_had_trainer(self) -> bool:
-        """True if a trainer has ever registered; a trainer of another framework never does."""
+        """True if a trainer has ever registered; a trainer without syncd's hook never registers."""
         return self._job.storage.exists(self._job.layout.trainer_report)
 
     def check_alone(self, name: str, step: int) -> None:
         """Check that an explorer may choose the step to publish, for evaluating old steps.
 
         Raises:
-            InvalidSettingsError: a trainer is running; or another explorer is running, which would
-                get the step too.
+            InvalidSettingsError: a trainer is running, or another explorer follows the job. The
+                other explorer would get the step too.
         """
         if self.trainer_status() is not RunningStatus.STOPPED:
             raise InvalidSettingsError(
@@ -316,7 +316,7 @@ class Roster:
 
 
 def served(report: ExplorerReport, newest: Version | None, run: str | None) -> Version | None:
-    """The version that an explorer counts as serving; None if it has served none yet.
+    """The version that an explorer counts as serving; None before its first version.
 
     Args:
         report: the explorer's report.

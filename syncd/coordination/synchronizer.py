@@ -36,8 +36,8 @@ class Synchronizer:
     need, are in :attr:`blocking`; call them with ``await asyncio.to_thread(…)``.
 
     Each method here awaits the blocking twin's method of the same name, which has the full
-    documentation. :class:`~syncd.coordination.member.Member` has the methods that both twins
-    share; the others are in :class:`~syncd.coordination.trainer.TrainerSynchronizer` and
+    documentation. :class:`~syncd.coordination.member.Member` has the methods that both twins share;
+    the other methods are in :class:`~syncd.coordination.trainer.TrainerSynchronizer` and
     :class:`~syncd.coordination.explorer.ExplorerSynchronizer`. If the task of a wait is cancelled,
     the wait first restores the participant's status and then raises the cancellation.
 
@@ -248,7 +248,7 @@ class Synchronizer:
     ) -> SavedState | None:
         """The newest state that a participant has saved; None if it has saved no state.
 
-        By default it is this participant's own state.
+        By default this is the state of this participant itself.
         """
         return await self._run(self.blocking.load_state, role, name)
 

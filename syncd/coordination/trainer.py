@@ -123,7 +123,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         become(self._me, status)
 
     def explorer_requires_sync(self) -> bool:
-        """True if a live explorer waits for a sync that this trainer has not answered yet.
+        """True if a live explorer waits for a sync, and this trainer has not answered it yet.
 
         The next :meth:`set_model_state_dict`, transfer, or :meth:`notify_no_new_model_state_dict`
         answers the requests that this call has seen.
@@ -141,7 +141,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def begin_save(self, step: int) -> None:
         """Announce a save before its first byte is written.
 
-        The pruner then keeps the folders of this step and of higher steps, because a trainer that
+        After that the pruner keeps the folders of this step and of higher steps. A trainer that
         resumed at a lower step will write these folders again.
         """
         self._me.update(step=step)
@@ -203,15 +203,16 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """Wait while the slowest live explorer lags by more than ``max_explorer_lag`` steps.
 
         The method does not wait for an explorer that evaluates a step (``explorer_hooks.bench``).
-        Nor does it wait for an explorer that has refused a version, because such an explorer needs
-        a newer version.
+        It also does not wait for an explorer that has refused a version, because that explorer
+        needs a newer version from the trainer.
 
         Args:
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
         Returns:
-            False if the slowest explorer still lags at the timeout. Training should continue then.
+            False if the slowest explorer still lags at the timeout. In that case training should
+            continue.
         """
         if self.settings.max_explorer_lag is None:
             return True
@@ -275,8 +276,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def has_missed(self, save_id: SaveId) -> bool:
         """True if an explorer has missed the sent weights and is too stale (``max_staleness``).
 
-        A member of the last transfer is not counted until three times ``broadcast_timeout`` after
-        the agreement, because it may still be receiving or loading the weights.
+        A member of the last transfer may still be receiving or loading the weights. So it is not
+        counted for a time of three ``broadcast_timeout`` after the agreement.
 
         Args:
             save_id: the save id of the last transfer.
@@ -351,8 +352,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> None:
         """Form the weight group with all live explorers, without a transfer.
 
-        Each explorer must call the method of the same name. You need this method only to test
-        before training that the group can be formed, because a transfer also forms the group.
+        Each explorer must call the method of the same name. A transfer forms the group by itself.
+        So call this method only to test, before training, that the group can be formed.
 
         Args:
             timeout: seconds to wait for the explorers; the settings' ``sync_timeout`` by default.
@@ -379,7 +380,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
         Args:
             timeout: the most seconds to wait for the explorers; ``broadcast_timeout`` by default.
-            cancel: ends the wait from another thread. The group then stays open.
+            cancel: ends the wait from another thread. In that case the group stays open.
         """
         open_now = self._group.rendezvous
         if open_now is not None:

@@ -91,8 +91,8 @@ class Versions:
         """Hold a version inside the block, by default the newest; None if no version exists.
 
         Raises:
-            VersionGoneError: the wanted version was retired; or new versions are retired faster
-                than they can be held.
+            VersionGoneError: the wanted version was retired. Without a wanted version: new versions
+                are retired faster than this method can hold them.
             VerificationError: the version's manifest is damaged.
         """
         version = self._hold_newest() if wanted is None else self.holds.hold(wanted.sequence)
@@ -186,7 +186,7 @@ class Versions:
         )
 
     def _is_of_now(self, step: int, outcome: SaveOutcome) -> bool:
-        """True if the save that is in the step folder now has this outcome, by the save's receipt.
+        """True if this outcome is of the save that is in the step folder now, by its receipt.
 
         If the save has no receipt, or a receipt that this user may not read, the result is True.
         """
@@ -230,7 +230,7 @@ class Versions:
         return seen is Liveness.ALIVE
 
     def daemon_hint(self) -> str:
-        """A hint at the cause and the remedy, to end a message that nothing was published."""
+        """The cause and the remedy if nothing was published: the end of an error message."""
         try:
             lives = self.daemon_lives()
         except OSError as error:
@@ -243,7 +243,8 @@ class Versions:
         The check asks the file server for the folder by its name, because listings may be late.
 
         Raises:
-            SaveNotReadyError: the step has no folder. The message lists the steps that have one.
+            SaveNotReadyError: the step has no folder. The message lists the steps that have a
+                folder.
             JobUnavailableError: the job directory is missing now, for example unmounted.
         """
         check_on_disk(self.job, step)
@@ -283,7 +284,7 @@ class Versions:
         self.job.storage.replace(self.job.layout.step(step) / name, content)
 
     def announce(self, report: TrainerReport) -> None:
-        """Tell the memory directory's daemon, if there is one, which step will be written next."""
+        """Report to a memory directory's daemon which step is written next; else do nothing."""
         if self._own is not None:
             here = report.model_copy(update={"session": self._own.id})
             path, room = self.job.layout.trainer_report, self.job.layout.drafts

@@ -48,7 +48,7 @@ class Cancellation:
             raise CancelledError("the wait was cancelled, or its synchronizer closed")
 
     def pause(self, seconds: float) -> bool:
-        """Sleep for some seconds or until :meth:`cancel` is called; True if it was called."""
+        """Sleep for some seconds, or until :meth:`cancel`; return True if it was cancelled."""
         # Polls instead of waiting on an Event: a thread that waits on one may hold its lock, and a
         # signal handler on that thread that cancels would then deadlock.
         deadline = time.monotonic() + seconds
@@ -122,9 +122,10 @@ class Wait:
 
 
 class Waits:
-    """The waits of one participant. Only one runs at a time, because each restores the status.
+    """The waits of one participant, one at a time.
 
-    The timeout of a wait includes its time in the queue.
+    Two waits at a time could not both restore the participant's status. The timeout of a wait
+    includes its time in the queue.
 
     Args:
         name: the participant's name.
@@ -199,7 +200,7 @@ class Waits:
             yield
 
     def _hints(self) -> Watcher:
-        """The watcher that ends pauses early; a new one if the folders to watch have changed."""
+        """The watcher that ends pauses early; made anew if the folders to watch have changed."""
         names = self._worth_a_look()
         if self._watcher is None or names != self._watched:
             if self._watcher is not None:

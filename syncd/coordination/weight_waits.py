@@ -1,4 +1,4 @@
-"""Waits for weights: the loop that all these waits share, the request to the trainer, the end."""
+"""Waits for weights: the loop that they share, the request to the trainer, and when a wait ends."""
 
 from __future__ import annotations
 
@@ -162,7 +162,8 @@ class WeightWaits:
         """Check the trainer once.
 
         Returns:
-            The offer of the transfer to take part in, or None; and True if the wait is over.
+            A pair: the offer of the transfer to take part in, or None; and True if the wait is
+            over.
         """
         if joins is None and ending is None:
             return None, False
@@ -207,7 +208,7 @@ class WeightWaits:
 class SyncRequest:
     """One wait's request to the trainer for a sync.
 
-    If the trainer answers that nothing newer will come, the request is made again.
+    If the trainer answers that nothing newer will come, this object repeats the request.
 
     Args:
         me: the explorer that waits.
@@ -291,7 +292,8 @@ class Ending:
       needed because explorers see the trainer's end before the daemon has merged that save.
 
     If no daemon is alive to merge the save, the wait is over one lease time later, with a warning.
-    If no trainer has ever registered (verl), its saves are unknown, and the wait is over at once.
+    If no trainer has ever registered (verl), nothing is known about announced saves, and the wait
+    is over at once.
 
     Args:
         versions: the published versions of the job.

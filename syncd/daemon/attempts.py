@@ -1,4 +1,4 @@
-"""Attempts to make a version; after a failure the daemon tries again, or quarantines the save."""
+"""Attempts to make a version. After a failure the daemon tries again or quarantines the save."""
 
 from __future__ import annotations
 

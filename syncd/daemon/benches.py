@@ -1,4 +1,4 @@
-"""Benches: the daemon builds a step for one explorer that evaluates it, and never publishes it."""
+"""Benches: builds of a step for one explorer, which evaluates it. Builds are never published."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class _Asked:
 class Benches:
     """Builds the steps that explorers request, and deletes builds that no explorer needs any more.
 
-    Promised: LATEST, sequences, records of saves and the versions stay as they are. A build is
-    deleted after its request is removed, or after the session of its explorer has died. Not
-    promised: that a build begins while a save is merged. One call of :meth:`run_once` makes at most
-    one build, and the newest save is published first.
+    Promised: a build changes neither LATEST, nor the sequences, nor the records of saves, nor any
+    version. A build is deleted after its request is removed, or after the session of its explorer
+    has died. Not promised: that a build begins while a save is merged. One call of :meth:`run_once`
+    makes at most one build. The loop publishes the newest save before it makes a build.
 
     Args:
         job: the job.
@@ -247,8 +247,8 @@ class Benches:
     def _ready(self, asked: _Asked, tick: float) -> WholeSave | None:
         """The save of a requested step if a build can be made from it now.
 
-        Otherwise the result is None. ``asked.why`` is then the reason for waiting; it is empty if
-        the build exists already, or if the request was refused.
+        Otherwise the result is None, and ``asked.why`` is the reason for waiting. ``asked.why`` is
+        empty if the build exists already, or if the request was refused.
         """
         request, asked.why = asked.request, ""
         if self._is_built(request):

@@ -82,7 +82,7 @@ class Tidying:
         self._keep_room()
 
     def after(self, error: Exception) -> None:
-        """Note that some work failed in the middle, so that the next call removes its leftovers.
+        """Note that some work failed halfway, so that the next call removes its leftovers.
 
         If the work failed because the disk is full, all deltas and the reserve are deleted.
         """
@@ -92,7 +92,7 @@ class Tidying:
             self._reserve.relieve(error)
 
     def leftovers(self) -> None:
-        """Note that a failed delta may have left unfinished files; nothing else is affected."""
+        """Note that a failed delta may have left unfinished files; this deletes nothing now."""
         self._untidy = True
 
     def gave_up_deltas(self, error: Exception) -> bool:
@@ -110,7 +110,7 @@ class Tidying:
             return False
 
     def run_once(self, leased: Iterable[str], leftover_grace: float) -> None:
-        """Do a bounded part of the work that is due.
+        """Do a bounded part of the work that has to be done now.
 
         Args:
             leased: the sessions that hold leases.
@@ -149,8 +149,8 @@ class Collector:
     Promised: it removes nothing that changes, and a call does a bounded part of the work that is
     due. Among files without a temporary name it removes only the heartbeats of dead sessions that
     hold no lease, the reports and claims of sessions without a heartbeat, and answers that no
-    requester reads. If such a process runs again after all, its rename of the temporary file fails,
-    and it writes the file again.
+    requester reads. If the process of a removed temporary file was only paused, its rename of that
+    file fails, and the process writes the file again.
 
     Args:
         job: the job.
@@ -254,7 +254,7 @@ class Collector:
             self._watched.discard(path)
 
     def _found(self) -> Iterator[Path | None]:
-        """Leftovers and all heartbeats; None for each look that found nothing.
+        """Yield leftovers and all heartbeats; yield None for each look that found nothing.
 
         Temporary files of filelock count as leftovers.
         """
@@ -278,9 +278,9 @@ class Collector:
             yield layout.sessions / name
 
     def _orphans(self) -> Iterator[Path | None]:
-        """Reports and claims of sessions without a heartbeat.
+        """Yield the reports and claims of sessions without a heartbeat.
 
-        For each report or claim of another session this yields None.
+        Yield None for each report or claim of a session that has a heartbeat.
         """
         # This client's cached view of a heartbeat may be older than its participant.
         self._job.storage.refresh(self._job.layout.sessions)

@@ -30,7 +30,7 @@ class Quantity:
     Attributes:
         unit: the unit of a number without a written unit, for messages.
         examples: texts with a unit, as examples in messages.
-        units: unit as written → its size in ``unit``.
+        units: a unit as people write it → its size, counted in ``unit``.
     """
 
     unit: str
@@ -120,10 +120,11 @@ class DaemonConfig(BaseModel):
         keep: how many of the newest versions to keep, LATEST included. Leased versions are kept in
             addition.
         deltas: whether to make a delta to each new version from the previous version. Explorers
-            that stage on another filesystem read the delta instead of the version. ``auto`` makes
-            deltas while two or more live explorers could use them.
-        keep_deltas: how many of the newest deltas to keep at most. Fewer are kept if together they
-            are larger than half a version.
+            that stage on another filesystem read the delta instead of the version. ``on`` makes
+            each delta, ``off`` makes none, and ``auto`` makes deltas while two or more live
+            explorers could use them.
+        keep_deltas: the most deltas to keep; the newest deltas are kept. Fewer are kept if together
+            they would be larger than half a version.
         digests: whether versions have xxh3-128 digests, which explorers check.
         cast: the dtype to cast the floating tensors of versions to: ``bf16``, ``fp16`` or ``fp32``,
             with torch's rounding. Integer, bool and fp8 tensors are not cast. None: no cast.
@@ -138,8 +139,8 @@ class DaemonConfig(BaseModel):
         copy_threads: how many files of a version to write at a time; at most the number of
             processors.
         prune_steps: whether to delete step folders after their saves were published or skipped.
-        prune_foreign: whether to delete step folders also if their saves have no receipts and the
-            job's pointer is not ``latest_state_dict_iteration.txt``.
+        prune_foreign: whether ``prune_steps`` applies also to saves without receipts in a job whose
+            pointer is not ``latest_state_dict_iteration.txt``.
         refuse_nonfinite: whether to quarantine a save whose receipts name tensors with NaN or Inf,
             instead of publishing it with a warning.
         remote_timeout: how long to wait for a step folder that has neither weights nor the path of
@@ -151,7 +152,8 @@ class DaemonConfig(BaseModel):
             trainer, daemon and explorers of one host share. The daemon creates this directory if it
             is missing.
         exit_when_idle: whether the daemon ends when all trainers and explorers have left and no
-            save is left to publish. It ends only if a trainer or an explorer was there before.
+            save has to be published. A daemon that has never seen a trainer or an explorer does not
+            end.
         hang_time: if storage has not answered for this long, the process ends itself. The value
             must be above 300 s, the limit for reading a pickle, and above the time in which storage
             writes one file of ``max_shard_size``.
@@ -225,7 +227,7 @@ class RunConfig(DaemonConfig):
         metrics_port: the port on 127.0.0.1 where metrics are served; 0 to serve no metrics there.
         metrics_textfile: a file on this host to which the daemon writes metrics, for the node
             exporter.
-        log_format: ``human`` logs lines for people, ``json`` one JSON object per line.
+        log_format: ``human`` logs lines for people; ``json`` logs one JSON object per line.
         log_level: the lowest level to log.
     """
 

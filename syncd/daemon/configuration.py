@@ -45,8 +45,8 @@ class GivenValue:
 
     Attributes:
         value: the value.
-        source: a text for people that names a file, an environment variable, or an option.
-        is_local: whether the value may be a relative path, which starts at the working directory.
+        source: the file, environment variable or option that has the value, as text for people.
+        is_local: whether the value may be a path relative to the working directory.
     """
 
     value: object
@@ -185,7 +185,7 @@ class ConfigReloader:
 
     Attributes:
         current: the configuration in force.
-        whole: whether all values of the configuration that was read last are in force.
+        whole: whether all values of the most recently read configuration are in force.
     """
 
     def __init__(

@@ -301,7 +301,7 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
 
 
 def _rollback(request: RollbackRequest, seen: Observation) -> Republish | AnswerRequest:
-    """The action for a rollback request; it is carried out once, even if it is found again."""
+    """The action for a rollback request. Each request is carried out once, even if found again."""
     if request.id == seen.served_request:
         return AnswerRequest(request, made=seen.latest)
     name = version_folder(request.sequence)
@@ -352,7 +352,7 @@ def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:
 def _versions(
     seen: Observation, config: DaemonConfig
 ) -> Iterable[RetireVersion | CloseLeaseFolder]:
-    """Versions that no retention rule keeps; never LATEST, and never a version above LATEST.
+    """Versions below LATEST that no retention rule keeps.
 
     A lease folder above LATEST may belong to a version that a succeeding daemon is about to
     publish, so nothing above LATEST is ever touched. A version below LATEST without a lease folder

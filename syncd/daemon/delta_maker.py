@@ -1,8 +1,8 @@
 """The daemon's deltas: made in the background, after LATEST names the new version.
 
-A delta never delays its version, and never makes it fail. If the work on a delta fails, the version
-has no delta, and explorers read the version. ``docs/protocol.md`` ("Deltas") has the order of the
-writes.
+A delta never delays or prevents the publication of its version. If the work on a delta fails, the
+version has no delta, and explorers read the version's own files. ``docs/protocol.md`` ("Deltas")
+has the order of the writes.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class DeltaOutcome:
         seconds: how long the work took.
         delta: the record of the delta; None if no delta was made.
         why: the reason why no delta was made; empty if it was made.
-        is_overtaken: True if no delta was made because the daemon had newer work, which is no
+        is_overtaken: True if no delta was made because the daemon had newer work. This is not a
             failure.
         error: the failure; None if nothing failed.
     """
@@ -162,7 +162,7 @@ class DeltaMaker:
 
     Args:
         job: the job.
-        epoch: the active daemon's room; a delta leaves it by one rename.
+        epoch: the active daemon's room; a finished delta leaves the room by one rename.
         work: the functions that make the deltas.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.
@@ -202,7 +202,7 @@ class DeltaMaker:
         return self._making.base if self._making else None
 
     def forget_others(self) -> None:
-        """Remove the progress record of earlier daemons: their work on deltas ended with them."""
+        """Remove the progress record of earlier daemons, whose work on deltas ended with them."""
         try:
             self._job.storage.unlink_if_there(self._job.layout.delta_progress)
         except OSError as error:  # only a hint: without changes nobody waits for it
@@ -267,7 +267,7 @@ class DeltaMaker:
             self._ended = self._making
 
     def again(self, latest: Latest | None) -> None:
-        """If the delta to LATEST's version was cancelled, make it anew when its old work has ended.
+        """If the delta to LATEST's version was cancelled, make it again after its old work ended.
 
         Args:
             latest: the present LATEST.
@@ -277,7 +277,7 @@ class DeltaMaker:
             self._again = ended
 
     def finished(self) -> list[DeltaOutcome]:
-        """The outcomes of deltas since the previous call; may begin a cancelled delta anew."""
+        """The outcomes of deltas since the previous call; may begin a cancelled delta again."""
         self._collect()
         again = self._again
         if again is not None and self._making is None:

@@ -1,9 +1,9 @@
-"""Ending a process that hangs; otherwise its heartbeat thread would keep the job forever.
+"""Ending a process that hangs, because its heartbeat thread would keep the job forever.
 
 Progress means that shared storage has answered a call, even with an error. All of a daemon's work
 consists of such calls, also in the copying threads of a merge, and an idle daemon scans the job at
-each tick. The heartbeat thread counts as no progress, and neither does a thread that waits for
-other threads.
+each tick. The beats of the heartbeat thread do not count as progress. Neither does a thread that
+waits for other threads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class HangGuard:
     :func:`faulthandler.dump_traceback_later` ends the process: its C thread, which does not need
     Python, writes the stack of every thread to standard error and exits with status 1. The next
     daemon recovers the unfinished work, as after a kill. If a service manager expects signs of
-    life, the threads that make progress send them, but not after any job has made no progress for
-    ``hang_time``.
+    life, the threads that make progress send them. As soon as one job has made no progress for
+    ``hang_time``, no thread sends them any more.
 
     If ``together`` is False, the jobs are independent: the process ends, and signs of life stop,
     only if no job makes progress.
@@ -96,7 +96,7 @@ class HangGuard:
         return answered
 
     def silence(self, job: str) -> float:
-        """Seconds for which a job has made no progress; 0 if no progress is expected."""
+        """Seconds since a job's last progress; 0 if no progress of this job is expected."""
         now = self._clock()
         return now - self._answered.get(job, now)
 

@@ -79,7 +79,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
             self._room.release()
 
     def heard(self, request: socket.socket) -> None:
-        """Note that a connection has sent its whole request, so that it is not closed first."""
+        """Note that a connection has sent its whole request; the server closes others before it."""
         with self._changing:
             if request in self._open:
                 self._open[request] = True, self._open[request][1]

@@ -1,8 +1,8 @@
 """The names of tensors in versions: the hub's names, or the names of the trainer's module.
 
 A job keeps the names of its newest version, because its explorers were started for these names.
-LATEST repeats the names, because the newest version may be an adapter or a remote version, and
-these have no such names. A new job gets the hub's names, which every server knows, if all its live
+LATEST repeats the names, because the newest version may be an adapter or a remote version, which
+has no such names. A new job gets the hub's names, which every server knows, if all its live
 explorers take these names.
 """
 
@@ -25,11 +25,15 @@ _NAMED: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class NewNames:
-    """A version has other names than the previous version, or is the first with a choice of names.
+    """A change of the names of tensors.
+
+    The newest version has other names than the previous version. Or it is the job's first version
+    for which the hub's names and the trainer's names differ.
 
     Attributes:
-        names: the version's names.
-        before: the names of the previous version; None for the first version.
+        names: the names of the newest version.
+        before: the names that the job kept before; None if the newest version is the first version
+            for which the hub's names and the trainer's names differ.
         why: the reason why the daemon chose the trainer's names; empty if it chose the hub's names,
             or if a setting chose.
     """
@@ -70,7 +74,7 @@ class Naming:
     def look(self) -> None:
         """In a job without versions, look at the heartbeats of explorers.
 
-        So it is known which explorers are dead when the first version gets its names.
+        So the daemon knows which explorers are dead when it chooses the names of the first version.
 
         Raises:
             OSError: storage does not answer.
@@ -104,7 +108,7 @@ class Naming:
         return manifest.names if _differ(manifest) else self._kept
 
     def takes_over(self, latest: Latest | None) -> None:
-        """Keep the names of the LATEST that the previous daemon left."""
+        """Keep the names in the LATEST that the previous daemon wrote."""
         if latest is not None:
             self._kept = latest.names
 

@@ -46,7 +46,7 @@ class Outcomes:
         self._put_on_record(step, outcome)
 
     def found_published(self, manifest: Manifest) -> None:
-        """Record that a previous daemon made a version from a save."""
+        """Record that a save was published, by the manifest of a previous daemon's version."""
         recorded = self.of_step.get(manifest.step)
         # A later save of that step may have been quarantined: it is not tried again.
         if recorded is not None and recorded.outcome == "quarantined":

@@ -50,12 +50,12 @@ class Participants:
 
     @property
     def alive(self) -> bool:
-        """Whether a participant was alive, or may have been alive, at the last look."""
+        """Whether a participant was certainly or possibly alive at the last look."""
         return self._alive
 
     @property
     def gone(self) -> bool:
-        """Whether participants have been there since this process began, and none is alive now."""
+        """Whether a participant was alive since this process began, but none is alive now."""
         return self._seen and not self._alive
 
     def look(self, tick: float) -> None:

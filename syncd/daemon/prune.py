@@ -50,8 +50,8 @@ class Pruner:
         job: the job.
         epoch: the active daemon's room; folders are moved into it before they are deleted.
         session: this process's session, for the audit log.
-        needed: returns whether a step is needed after all; called after its folder was moved to the
-            trash.
+        needed: returns whether a step is needed after all; called after the step's folder was moved
+            to the trash.
         wall: seconds since the epoch, for the audit log.
     """
 
@@ -243,7 +243,7 @@ class Pruner:
         return True
 
     def _put_back(self, trash: Path, folder: Path) -> None:
-        """Put a folder back; if its name is in use again, put back only the files missing there."""
+        """Put a folder back; if its name is in use again, put back only the missing files."""
         try:
             self._job.storage.rename(trash, folder)
         except OSError as error:

@@ -65,11 +65,11 @@ class Publisher:
         latest: LATEST as this daemon last wrote or found it; None before the first version.
         latest_bytes: the bytes of the files of LATEST's version; None if that version is not whole.
         published_save: the identity of the save that LATEST was made from. If LATEST is a rollback:
-            the identity of the save that LATEST was made from before the rollback.
+            the identity of the save that the LATEST before the rollback was made from.
         served_request: the id of the rollback request that LATEST is the result of; None if LATEST
             was made from a save.
         outcomes: the record of saves.
-        naming: knows the names of LATEST's tensors.
+        naming: chooses and remembers the names of tensors.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class Publisher:
         build: Callable[[Path, int], Manifest],
         delta_from: DeltaFrom = _no_delta,
     ) -> Manifest:
-        """Publish a version; this function defines the order of all writes.
+        """Publish a version; this method defines the order of all writes.
 
         Everything is made in this daemon's room and leaves the room by a rename, which fails after
         another daemon has taken over. docs/protocol.md ("The fence: epochs") has the reasons.
@@ -368,7 +368,7 @@ class Publisher:
         self.served_request = None if back is None else back.request
 
     def _next_sequence(self) -> int:
-        """The next sequence; skips numbers whose names belong to something other than a folder."""
+        """The next sequence; skips a number if a file or link has one of its folders' names."""
         sequence = self._floor + 1
         while self._in_the_way(self._job.layout.version(sequence)) or self._in_the_way(
             self._job.layout.lease_folder(sequence)

@@ -38,8 +38,8 @@ class FoundVersions:
             version.
         unfinished: the incomplete versions above LATEST and above ``adopted``.
         deltas_above: the deltas to versions above ``adopted``, or above LATEST if no version is
-            adopted. No daemon makes a delta before LATEST names its version, so LATEST was lost or
-            restored.
+            adopted. A daemon makes a delta only after LATEST has named its version. So if there are
+            such deltas, LATEST was lost, or an older LATEST was restored.
         outcomes: step → the outcome of the step's last save.
         highest: the highest sequence that any file of the job names.
     """
@@ -140,7 +140,7 @@ class _Look:
         return self._job.read(model, path, _OURS, limit=limit)
 
     def _look_at(self, path: Path) -> None:
-        """Open a record once before it is read, because a first open may return a replaced file."""
+        """Open a file once before it is read: a first open may still find an old, replaced file."""
         try:
             self._job.storage.release(self._job.storage.open_read(path))
         except OSError as error:
@@ -207,7 +207,7 @@ class _Look:
         return manifest if manifest.sequence == sequence else None
 
     def highest_sequence(self, found: FoundVersions) -> int:
-        """The highest sequence that any file of the job names; new sequences must be higher."""
+        """The highest believable sequence in the files of the job; new sequences must be higher."""
         named = [0, *self.published(), *self.deltas()]
         if found.latest is not None:
             named.append(found.latest.sequence)

@@ -153,10 +153,10 @@ class Scanner:
         return pointer.step is not None and pointer.step != step
 
     def is_needed(self, step: int) -> bool:
-        """Whether a step must stay: a pointer names it, or the last announced step is not above it.
+        """Whether a step must stay: a pointer names it, or the last announced step is not higher.
 
         Called when the step's folder is already in the trash; asks the server. Each file is opened
-        twice, because on some storage the first open may return a replaced file.
+        twice, because on some storage the first open may still find an old file that was replaced.
         """
         for folder in (self._job.layout.root, self._job.layout.state):
             self._job.storage.refresh(folder)
@@ -286,8 +286,8 @@ class Scanner:
     def _announced(self) -> int | None:
         """The step that the trainer announced last; None if the trainer has no report.
 
-        It is 0 if the trainer has announced no step, or if its report cannot be read: then nothing
-        is pruned.
+        The result is 0 if the trainer has announced no step, or if its report cannot be read. In
+        these cases no step is pruned.
         """
         path = self._job.layout.trainer_report
         try:

@@ -50,14 +50,14 @@ class Service:
     """The daemon of one job in this process: active, or standing by for the active daemon.
 
     Promised: after :meth:`stop`, :meth:`run` returns within the time of one copy chunk, and leaves
-    no unfinished files. Not promised: that only one daemon considers itself active; but only one
-    daemon can commit.
+    no unfinished files. Not promised: that only one daemon considers itself active. Nevertheless
+    only one daemon can commit.
 
     Args:
         root: the job directory.
         config: the daemon's configuration.
-        may_end: asked before ``exit_when_idle`` ends :meth:`run`; if the answer is False,
-            :meth:`run` goes on.
+        may_end: called before ``exit_when_idle`` ends :meth:`run`. If it returns False, :meth:`run`
+            continues.
         answered: called after each call that storage has answered, to report progress.
         notice: receives the daemon's messages for the service manager.
         each_tick: called between two rounds, on the thread of :meth:`run`.
@@ -182,15 +182,16 @@ class Service:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no participant is alive and nothing is left to publish, or the job is missing."""
+        """Whether the job is missing, or has no live participant and nothing left to publish."""
         return self._away or (self._quiet_rounds >= _QUIET and not self._participants.alive)
 
     @property
     def _tick(self) -> float:
         """Seconds between two rounds: the setting ``tick``, or less if other settings require it.
 
-        It is at most a quarter of the lease time, because judges need looks that often. It is at
-        most a quarter of ``hang_time``, so that an idle daemon does not seem to hang.
+        It is at most a quarter of the lease time, because a judge must look at heartbeats that
+        often. It is at most a quarter of ``hang_time``, so that an idle daemon does not seem to
+        hang.
         """
         return min(self._config.tick, self._lease_time / 4, self._config.hang_time / 4)
 
@@ -242,7 +243,7 @@ class Service:
         self._remember_folder()
 
     def _is_made_anew(self) -> bool:
-        """Whether a trainer without hooks has begun a new job: a pointer, but no ``.syncd``.
+        """Whether a trainer without hooks has begun a new job: it has a pointer but no ``.syncd``.
 
         The new job must be another folder (inode) on the same device. A job that is being deleted
         keeps its folder, so nothing is created in it. A folder on another device means that the

@@ -40,7 +40,7 @@ LOOK_AGAIN: Final = 60.0
 
 
 class Steps:
-    """Looks into step folders, and remembers which folders are due.
+    """Looks into step folders, and remembers which folders it has to look into next.
 
     Args:
         job: the job.
@@ -73,8 +73,8 @@ class Steps:
         """Look into some of the step folders that are due.
 
         Returns:
-            The folders with a recorded outcome; skipped saves that are not recorded yet; steps with
-            a recorded outcome but without a folder.
+            Three tuples: the folders with a recorded outcome; the skipped saves that are not
+            recorded yet; the steps with a recorded outcome but without a folder.
         """
         self._refill(pointer, key, outcomes)
         seen: list[StepSeen] = []
@@ -110,8 +110,9 @@ class Steps:
     def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
         """Make step folders due: after a pointer moved, after a publication, and now and then.
 
-        The newest folders come first. After them, a cycle through all folders that has begun goes
-        on. So the oldest of very many folders get their turn even if the pointers move often.
+        The newest folders come first. If a cycle through all folders is not finished, it continues
+        after them. So the oldest of very many folders get their turn even if the pointers move
+        often.
         """
         now = self._clock()
         moved = key != self._key
@@ -145,7 +146,7 @@ class Steps:
             self._passed = frozenset()
 
     def _skipped_save(self, step: int) -> Save | None:
-        """The save of a step below the pointer if it counts as skipped, else None."""
+        """The save of a step below the pointer; None if the save does not count as skipped."""
         folder = self._job.layout.step(step)
         if self._job.storage.exists(folder / FULL) or self._job.storage.exists(folder / SAVING):
             return None

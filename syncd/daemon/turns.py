@@ -91,7 +91,7 @@ class _Merging:
 
 @dataclass(slots=True)
 class _Known:
-    """Data about a job that are kept between its merges.
+    """The data about a job that are kept between the job's merges.
 
     Attributes:
         rate: bytes per second in the job's last merge that was large enough to measure.
@@ -109,15 +109,16 @@ class Turns:
 
     A job that wants to merge again queues behind all jobs that asked meanwhile. If the storage of a
     merging or waiting job hangs, other jobs wait for that job at most :data:`PATIENCE` seconds.
-    After that time one more job may merge, until the first job's storage answers again and its
-    merge has ended.
+    After that time one more job may merge, until the storage of the hanging job answers again and
+    the job's merge has ended.
 
     A merge is *late* if it has taken :data:`FAIR_TIMES` times as long as its tensors should take,
     and at least :data:`LEAST` seconds. The first late merge goes on *beside* the others: it no
-    longer counts against the limit. If a second merge becomes late while the first goes on and a
-    job waits for a turn, the second merge is ended. Its save is put off until no other late merge
-    goes on beside the others, and is then merged beside them. So waiting jobs end the merge of a
-    save only once, and the second attempt delays no other job.
+    longer counts against the limit. Only one merge at a time goes on beside the others. If a second
+    merge becomes late while a job waits for a turn, the second merge is ended, and its save is put
+    off. As soon as no merge goes on beside the others, this save is merged beside them. So the
+    merge of a save is ended at most once because other jobs wait, and the second attempt delays no
+    other job.
 
     A late merge also ends if its trainer has announced a newer save, and the newer save is merged
     instead. Each such end in a row doubles the time after which a newer save may end the job's next
@@ -216,7 +217,7 @@ class Turns:
         return found_late
 
     def leave(self, job: str) -> None:
-        """Note that a job has stopped merging, or waiting for its turn."""
+        """Note that a job no longer merges, and no longer waits for its turn."""
         with self._lock:
             if job not in self._merging and job not in self._waiting:
                 return

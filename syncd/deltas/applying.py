@@ -94,9 +94,9 @@ def changed_positions(
 ) -> Iterator[tuple[TensorEntry, NDArray[np.int64]]]:
     """The positions of all elements that any delta of a chain changes.
 
-    Suppose that a tensor holds elements of any of the chain's versions, even mixed. If the caller
-    copies only the elements at these positions from a verified copy of the target, the whole tensor
-    has the target's values.
+    A caller may have a tensor whose elements come from several versions of the chain. If the caller
+    copies the elements at these positions from a verified copy of the target, the whole tensor has
+    the target's values.
 
     Args:
         storage: the storage of the deltas.

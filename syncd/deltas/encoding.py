@@ -11,8 +11,8 @@ An encoded block is a byte for its kind, followed by:
 
 The parts of kind ``1``, for changes at positions p₁ < p₂ < …:
 
-1. *gaps*: for each change pᵢ - pᵢ₋₁ - 1 (with p₀ = -1), as bytes that add up to it: as many bytes
-   255 as fit, and a last byte below 255.
+1. *gaps*: for each change the number pᵢ - pᵢ₋₁ - 1 (with p₀ = -1), as bytes whose sum is this
+   number: as many bytes 255 as fit, and a last byte below 255.
 2. *changes*: for each change one byte, min(z - 1, 255). z is the zigzag of d = (new - old) mod 2^w,
    where w is the number of bits of an element: z = 2d if d < 2^(w-1), otherwise 2(2^w - d) - 1.
 3. *large changes*: for each byte 255 in part 2, z - 1 as an element of w bits.
@@ -144,8 +144,8 @@ def count_changed(old: Elements, new: Elements) -> int:
 def _nonzero(flags: NDArray[np.bool_]) -> Positions:
     """The positions of all true flags.
 
-    In an array with few true flags, NumPy tests each flag by a branch. That is many times slower
-    than its search in an array with many true flags. So groups of eight flags are tested first.
+    If few flags are true, NumPy tests each flag by a branch. These tests are many times slower than
+    NumPy's search in an array with many true flags. So groups of eight flags are tested first.
     """
     if len(flags) % 8 or np.count_nonzero(flags) * _DENSE > len(flags):
         return np.flatnonzero(flags)
@@ -300,8 +300,9 @@ class Decoder:
 def _packer() -> Callable[[bytes], bytes]:
     """A function that makes a zstd frame.
 
-    Matches in gaps and changes are accidental, and cost more than the entropy coding of the same
-    bytes. So the options allow few matches. A frame takes half the time of level 1, and is smaller.
+    Repeated sequences in gaps and changes are accidental. To encode them as matches costs more than
+    the entropy coding of the same bytes. So the options allow few matches. A frame takes half the
+    time of level 1, and is smaller.
     """
     if sys.version_info >= (3, 14):
         options = {

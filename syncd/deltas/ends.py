@@ -19,7 +19,7 @@ LONGEST_CHAIN: Final = 64
 class NoDeltaError(Exception):
     """Raised when a delta cannot be made or used; the message has the reason.
 
-    The two versions may be fine, so the caller should read the full version instead.
+    The two versions may be undamaged, so the caller should read the whole version instead.
     """
 
 
@@ -113,7 +113,7 @@ def elements_of(tensor: TensorEntry) -> int:
 
 
 def find_chain(deltas: Iterable[Delta], base: str, target: str) -> list[Delta] | None:
-    """Find the chain of deltas from one content to another that has the fewest bytes.
+    """Find the chain with the fewest bytes among the chains of deltas from ``base`` to ``target``.
 
     A chain has at most :data:`LONGEST_CHAIN` deltas, because a reader opens two files of each delta
     in the engine's process. Deltas are joined by the contents of their ends, not by sequence

@@ -28,7 +28,7 @@ _STEPS: Final = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0)
 
 
 def rename(here: Here) -> Finding:
-    """Check that a rename replaces a file, but never a folder with content."""
+    """Check that a rename may replace a file, but never a folder with content."""
     here.must("write", "old", text="old")
     here.must("write", "new", text="new")
     wrong = verdicts.expected("a rename over a file", here.attempt("rename", "new", "old"), DONE)

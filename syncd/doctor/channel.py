@@ -133,12 +133,12 @@ class There(Party):
         return answer
 
     def _settle(self) -> None:
-        """Read an answer that is still due because a probe failed before it read the answer."""
+        """Read the answer that a failed probe has left unread."""
         if self._owes:
             self._hear()
 
     def dismiss(self, findings: tuple[Finding, ...]) -> None:
-        """Send the findings to the process and end its run; wait until it has received them."""
+        """Send the findings to the process, which ends its run; wait until it has received them."""
         try:
             self._settle()
             self._channel.say(PartyRequest(end=End(findings=findings)))

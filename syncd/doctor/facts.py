@@ -15,7 +15,7 @@ from syncd.doctor.party_calls import Facts
 
 
 class Mount(NamedTuple):
-    """The mount of a folder, as the kernel lists it; the texts are empty if it is unknown."""
+    """A folder's mount, as the kernel lists it; all texts are empty if the mount is unknown."""
 
     kind: str
     source: str

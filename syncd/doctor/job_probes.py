@@ -61,7 +61,7 @@ class DaemonProbe:
             self._failed = error
 
     def find(self, lease_time: float, longest: float) -> Finding:
-        """Judge whether the heartbeat moves. Wait at most until a lease time has passed.
+        """Judge whether the heartbeat moves; watch it for at most a lease time in all.
 
         Args:
             lease_time: the lease time of the job, in seconds.

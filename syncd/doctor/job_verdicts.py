@@ -26,7 +26,7 @@ _TORCH: Final = (2, 6)
 
 
 def mount(facts: Facts, name: str = "mount") -> Finding:
-    """Judge a host's mount of the job; the finding about the other host has another ``name``."""
+    """Judge a host's mount of the job; ``name`` is the finding's name, which differs by host."""
     words = f"{facts.filesystem or 'unknown'} from {facts.source or 'nowhere'} ({facts.options})"
     options = _options(facts)
     told: dict[str, Measured] = {"filesystem": facts.filesystem, "options": facts.options}

@@ -69,7 +69,7 @@ class Party(ABC):
         return self._ask(PartyCall(do="see", how=how, name=name)).text
 
     def until_changed(self, looks: list[Look], limit: float) -> tuple[float | None, ...]:
-        """Repeat the looks until the observation of each has changed, or ``limit`` seconds passed.
+        """Repeat the looks until each look's observation has changed, or ``limit`` seconds passed.
 
         Returns:
             For each look, the seconds until its observation changed; None if it did not change.

@@ -81,7 +81,7 @@ def replaced(parties: Sequence[Party], room: str) -> Finding:
 
 
 def seen(pair: tuple[Party, Party], room: str, limit: float, lease_time: float) -> list[Finding]:
-    """Measure the delay until a process sees that another one has replaced or touched a file."""
+    """Measure the delay until a process sees that another process replaced or touched a file."""
     late = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         replaced_file, heartbeat = f"{room}/latest-{number}", f"{room}/heartbeat-{number}"

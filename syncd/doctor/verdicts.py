@@ -37,7 +37,7 @@ def compare(name: str, promise: str, wrong: Sequence[str], advice: str = _ELSEWH
 
 
 def expected(what: str, said: str, wanted: str | frozenset[str]) -> list[str]:
-    """The wrong results of an attempt: one sentence, or none if it had a wanted result.
+    """The wrong results of an attempt: one sentence, or nothing if it had a wanted result.
 
     Args:
         what: the attempt, as the subject of the sentence.
@@ -105,7 +105,7 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
 
 
 def copying(copies: str, shares: str) -> Finding:
-    """Report the fast ways to copy a merge's bytes, of which syncd needs none.
+    """Report the fast ways to copy a merge's bytes; syncd works even without them.
 
     Args:
         copies: ``done``, or the error of a copy inside the kernel.
@@ -292,7 +292,7 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
 
 
 def remembered(late: Mapping[str, Sequence[float | None]], limit: float) -> Finding:
-    """Report the delay of a client's caches, by which syncd decides nothing.
+    """Report the delay of a client's caches. This delay does not affect syncd's decisions.
 
     Args:
         late: the kind of look → the delay in seconds in each direction; None if it was longer than
@@ -308,7 +308,7 @@ def remembered(late: Mapping[str, Sequence[float | None]], limit: float) -> Find
 
 
 def events(heard: Sequence[float | None], *, two_hosts: bool) -> Finding:
-    """Judge whether events of another process's changes arrive. They only shorten a wait.
+    """Judge whether events of another process's changes arrive. Events only shorten a wait.
 
     Args:
         heard: in each direction, the seconds until an event arrived; None if no event arrived.

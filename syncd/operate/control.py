@@ -136,7 +136,7 @@ class Control:
         return ""
 
     def _kept(self, mine: Pause) -> bool:
-        """Whether the daemon obeys this pause, or a newer pause that has replaced it."""
+        """Whether the daemon obeys this pause, or a newer pause that replaced this pause."""
         report = self._job.read(DaemonReport, self._job.layout.daemon_report, SILENT)
         if report is None or report.paused is None:
             return False

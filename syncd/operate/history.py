@@ -28,11 +28,11 @@ class Live:
         explorer: the explorer's name.
         time: about when the explorer loaded the version, in seconds since the epoch by the daemon's
             clock; None if no daemon has recorded the load.
-        seconds: from the update of LATEST to the load; None if this is unknown.
+        seconds: from the update of LATEST to the load; None if unknown.
         pause: for how many seconds the engine did not serve during the load; None if the explorer
             does not report this.
         delta_bytes: the bytes of the deltas that the explorer read instead of the version's files.
-            None if it read the files, or if this is unknown.
+            None if the explorer read the version's files, or if this is unknown.
     """
 
     explorer: str

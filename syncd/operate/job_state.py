@@ -59,7 +59,7 @@ def look_anyway(folder: Path) -> dict[str, Any]:
 
 
 def jobs_at(folder: Path) -> list[Path]:
-    """The folder itself if it is a job, else the jobs in it.
+    """The jobs that a folder stands for: the folder itself if it is a job, else the jobs in it.
 
     If the folder contains no job, the result is the folder itself.
 
@@ -76,7 +76,7 @@ def jobs_at(folder: Path) -> list[Path]:
 
 
 def _may_be_job(folder: Path) -> bool:
-    """Whether to list a folder as a job; True also if storage fails, so that its row shows that."""
+    """Whether to list a folder as a job. Also True if storage fails; the job's row shows that."""
     try:
         return Job.at(folder).is_there()
     except OSError as error:
@@ -227,7 +227,7 @@ def _free(storage: Storage, folder: Path) -> dict[str, int | None] | None:
 
 
 def _events(job: Job) -> list[dict[str, Any]]:
-    """The last events in the journal and in the audit log, merged, oldest first."""
+    """The newest events in the journal and in the audit log, merged, from old to new."""
     try:
         journal = read_journal(job, _TAIL)
         audit = last_lines(job.storage, job.layout.audit, _TAIL)

@@ -68,7 +68,7 @@ def prune_now(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Pruning]:
-    """Take over the job as a daemon does, prune, and end.
+    """Take over the job as a daemon does, prune, and release the job.
 
     Returns:
         The deletions that were carried out.

@@ -114,7 +114,7 @@ class TorchMissingError(InvalidSettingsError, ModuleNotFoundError):
 
 
 class RecordError(SyncdError):
-    """Raised when a file that should hold a record of syncd does not."""
+    """Raised when a file should hold a record of syncd, but holds none."""
 
     exit_code = 3
 
@@ -217,9 +217,9 @@ class NoRoomError(SyncdError):
 
 
 class EngineBrokenError(SyncdError):
-    """Raised when an engine took neither the new weights nor its previous weights again.
+    """Raised when an engine could load neither the new weights nor its previous weights.
 
-    It is also raised when the engine has weights but does not serve.
+    It is also raised when the engine has loaded weights but does not serve.
 
     Attributes:
         refuses: True if the new version broke the engine. That version is not tried again.
@@ -255,7 +255,7 @@ class ServerRefusedError(ServerError):
 
     Attributes:
         answer: the JSON of the answer; None if the answer is not JSON.
-        status: the HTTP status of the answer; None if that status reported no error.
+        status: the HTTP status of the answer, if the status reported the error; else None.
     """
 
     def __init__(self, message: str, *, answer: object = None, status: int | None = None) -> None:
@@ -294,7 +294,7 @@ class OutOfStepError(SyncdError):
     """Raised when a collective failed on one rank, so that the whole training must end.
 
     The other ranks may still be in the failed collective. If this rank began its next collective,
-    the other ranks would mistake it for the failed one.
+    the other ranks would mistake that collective for the failed collective.
     """
 
     exit_code = 21

@@ -37,8 +37,8 @@ class JournalLine(Record):
             - ``refused``: the daemon refused a rollback;
             - ``delta``: the daemon made a delta to the version;
             - ``no_delta``: the daemon began or wanted a delta to the version, but made none;
-            - ``names``: the version's tensors have, or could have, names from another origin than
-              the names of the previous version.
+            - ``names``: the names of the tensors have another origin than before. Also written for
+              the job's first version for which the hub's names and the trainer's names differ.
         version: the version that the line is about.
         step: the step of that version, or of the save.
         kind, bytes: the kind and size of the published version.
@@ -47,11 +47,12 @@ class JournalLine(Record):
             earlier daemon published the version.
         pause: for ``live``: seconds for which the explorer's engine did not serve while it loaded
             the version; None if the explorer's report has no pause.
-        latency: seconds from the time when the daemon found the save whole until LATEST named the
-            version.
-        of: the older version that is published again; for ``delta`` and ``no_delta``, the base.
-        changed: for ``delta``: the fraction of the elements that differ, 0 to 1.
-        delta_bytes: for ``delta``: the size of the delta. For ``live``: the bytes of the deltas
+        latency: for ``published``: seconds from the time when the daemon found the save whole until
+            LATEST named the version.
+        of: for ``rolled_back``: the older version that is published again. For ``delta`` and
+        ``no_delta``: the base. changed: for ``delta``: the fraction of the elements that differ, 0
+        to 1. delta_bytes: for ``delta``: the size of the delta. For ``live``: the bytes of the
+        deltas
             that the explorer read instead of the version's files; None if it read those files.
         by: the person or process that asked for a rollback.
         explorer: the explorer that serves the version.

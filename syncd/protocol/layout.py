@@ -127,7 +127,7 @@ class JobLayout:
 
     @property
     def sessions(self) -> Path:
-        """The folder of heartbeats, one per process."""
+        """The folder of heartbeats; each process has one heartbeat."""
         return self.state / "sessions"
 
     def session(self, session: str) -> Path:

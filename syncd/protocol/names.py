@@ -160,7 +160,7 @@ def is_dcp_file(name: str) -> bool:
 
 
 def is_rank_metadata(name: str) -> bool:
-    """True if a file with this name has the metadata of one rank alone, as DCP can write it."""
+    """True if a file with this name is a DCP file with the metadata of one rank only."""
     return _RANK_METADATA.fullmatch(name) is not None
 
 
@@ -203,7 +203,7 @@ def is_full_receipt_name(name: str) -> bool:
 
 
 def failure_name(rank: int) -> str:
-    """The name of the file in which a rank names a save (``save_id``) that it could not write."""
+    """The name of the file in which a rank reports the id of a save that it could not write."""
     return f"failed_rank_{rank}.txt"
 
 

@@ -56,8 +56,8 @@ def check_transition(
 
     Args:
         now: the present status.
-        status: the next status; may equal ``now`` if no old status is given.
-        old_status: the present status as the caller believes.
+        status: the next status. It is allowed to equal ``now`` if no old status is given.
+        old_status: the status that the caller believes to be the present status.
 
     Raises:
         InvalidTransitionError: ``status`` cannot follow ``now``, or ``now`` is not ``old_status``.
@@ -142,7 +142,8 @@ class SyncSettings:
             explorer; None = sync_interval.
         sync_offset: steps that explorers do before they count the steps of ``sync_interval`` (a
             step-ahead pipeline).
-        sync_timeout: the most seconds that a trainer or an explorer waits for the other side.
+        sync_timeout: the most seconds that a trainer waits for explorers, or an explorer for the
+            trainer.
         save_interval: steps between two full checkpoints; 0 = no full checkpoints.
         save_timeout: seconds that rank 0 waits for all ranks' receipts before it gives up a save.
         max_staleness: the most steps by which an explorer may lag behind the newest version and
@@ -214,7 +215,7 @@ class SyncSettings:
     def normalised(
         self, *, lora: bool = False, tinker: bool = False, alone: bool = False
     ) -> tuple[SyncSettings, str | None]:
-        """Settings that are possible in this case: method ``nccl`` may become ``checkpoint``.
+        """These settings, but with method ``checkpoint`` if this case rules out method ``nccl``.
 
         Args:
             lora: True if the model is trained with LoRA.
@@ -308,8 +309,8 @@ def trainer_decision(
         step: the step that was finished most recently; 0 if nothing was trained yet.
         last_sync_step: the step that was synced most recently; None before the first sync.
         requested: True if a live explorer waits for an answer to its request for a sync.
-        on_its_way: True if the daemon has not yet published or refused an announced save. Waiting
-            explorers will get that save.
+        on_its_way: True if there is an announced save that the daemon has neither published nor
+            refused yet. Waiting explorers will get that save.
         waiting: True if the trainer waits for data. In that case the decision never asks for a full
             checkpoint.
     """
@@ -382,7 +383,7 @@ def pull_decision(held: Version | None, newest: Version | None) -> Pull:
 
     An engine begins with the weights of step 0. So if the first version is of step 0, the explorer
     adopts it without loading it. Among versions of one step, the version with the higher sequence
-    is newer. An explorer never takes a lower sequence than the one it holds.
+    is newer. An explorer never loads a version with a lower sequence than the version it holds.
 
     Args:
         held: the version that the engine serves; None before the engine's first version.
@@ -409,8 +410,8 @@ def must_wait_for_explorers(
 ) -> bool:
     """True if the trainer waits for the slowest explorer (``max_explorer_lag``).
 
-    Only published versions count. For newer weights the explorer would have to wait for the
-    trainer, while the trainer waits for the explorer.
+    Only published versions count. If unpublished weights counted too, the explorer and the trainer
+    could wait for each other.
 
     Args:
         settings: the settings of the job.
@@ -425,9 +426,11 @@ def after_broadcast(held: Version, newest: Version) -> Version:
     """The version that an explorer counts as serving after a broadcast of the present run.
 
     Args:
-        held: the newest version that the explorer loaded, with the step of the broadcast.
+        held: the sequence of the newest version whose files the explorer loaded, and the step of
+            the broadcast.
         newest: the newest published version. If its step is not after the step of the broadcast,
-            it brings nothing new, and the result has the higher of the two sequences.
+            this version brings nothing new. In that case the result has the higher of the two
+            sequences.
     """
     return (
         Version(max(held.sequence, newest.sequence), held.step)
@@ -439,7 +442,7 @@ def after_broadcast(held: Version, newest: Version) -> Version:
 def _lag(held: Version | None, newest: Version | None) -> int:
     """The number of steps by which ``newest`` is ahead of ``held``.
 
-    If both have the same sequence, one of them may have a higher step because of a broadcast.
+    Even if the sequences are equal, the steps may differ, because a broadcast raises only the step.
     """
     if held is not None and newest is not None and held.sequence == newest.sequence:
         return max(0, newest.step - held.step)

@@ -1,8 +1,8 @@
 """The JSON records of the protocol, as pydantic models.
 
-All records are read by :func:`parse`, which tells a newer protocol's record from a broken record.
-Times are seconds since the epoch by the writer's clock. They are only for people: syncd decides
-nothing by them (``docs/protocol.md``, "Sessions and time").
+All records are read by :func:`parse`, which distinguishes the record of a newer protocol from a
+broken record. Times are seconds since the epoch by the writer's clock. They are only for people:
+syncd decides nothing by them (``docs/protocol.md``, "Sessions and time").
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class Latest(Record):
             :class:`~.reports.DeltaProgress` tells whether the delta was made.
         names: the origin of the tensor names that the job keeps for its next versions. It is the
             origin in the newest version for which the hub's names and the trainer's names differ.
-            None if there was no such version, or if a release before this field wrote LATEST.
+            None if there was no such version, or if an older release without this field wrote
+            LATEST.
     """
 
     sequence: Sequence
@@ -185,8 +186,8 @@ class VersionFile(BaseModel):
 class TensorEntry:
     """A tensor of a version; ``dtype`` is safetensors' name of its dtype.
 
-    The class is not a pydantic model, because each instance of a model takes a kilobyte, and a
-    version may have a million tensors.
+    This class is not a pydantic model. An instance of a model takes a kilobyte, and a version may
+    have a million tensors.
     """
 
     name: str
@@ -231,7 +232,8 @@ class NonFinite(BaseModel):
     """The tensors of one or several files that hold NaN or Inf.
 
     Attributes:
-        count: the number of these tensors; for the files of several ranks, a lower bound.
+        count: the number of these tensors. In a record for the files of several ranks it is a lower
+            bound.
         names: the names of at most four of these tensors, shortened, without control characters.
             The list is short, because a daemon reads the receipts of all ranks again and again.
     """
@@ -280,8 +282,8 @@ class Manifest(Record):
         digests: the kind of digests in ``files`` and ``tensors``.
         rolled_back: the older version that this version republishes; None if this version was made
             from a save.
-        names: the origin of the tensors' names. It is ``trainer`` also if the hub's names are the
-            same, or unknown.
+        names: the origin of the tensors' names. It is ``trainer`` also if the hub has the same
+            names, or if the hub's names are unknown.
         nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody
             checked, for example in a save without receipts.
         timings: the name of a part of the work → its seconds, measured by the daemon.

@@ -51,8 +51,9 @@ class Reload(BaseModel):
         staged: True if the version was read from a copy on the explorer's host; None if staging is
             off.
         not_staged: the reason why the version was not staged, although staging is on.
-        full_bytes: the bytes of the version's own files that this explorer read from the job for
-            the copy. It is 0 if another process on the host made the copy; None if staging is off.
+        full_bytes: the bytes of the version's own files that this explorer read from the job to
+            make the copy. It is 0 if another process on the host made the copy; None if staging is
+            off.
         delta_bytes: the bytes of deltas that were read for the version; None if no delta was used.
         no_delta: the reason why no delta was used, if a delta was possible.
     """
@@ -105,7 +106,7 @@ def loads_with(
 
 
 class SyncTerms(BaseModel):
-    """The settings that must be equal in a trainer and its explorers, as one participant has them.
+    """The settings of one participant that must be equal in a trainer and its explorers.
 
     Attributes:
         style: the side that decides when weights travel.
@@ -133,8 +134,9 @@ class SyncTerms(BaseModel):
     def unlike(self, explorer: SyncTerms) -> str:
         """The differences between an explorer's settings and a trainer's settings (this object).
 
-        An explorer with style ``fully_async`` uses no interval. Its style matters only if the
-        trainer's style is ``explorer_driven``, because that trainer waits for requests.
+        An explorer with style ``fully_async`` uses no interval. The style of such an explorer
+        matters only if the trainer's style is ``explorer_driven``, because such a trainer waits for
+        requests.
 
         Returns:
             The differences, in words; empty if there are none.
@@ -165,8 +167,8 @@ class ExplorerReport(Record):
         sequence, step: the version that the explorer serves; None before the first version.
         nothing_new: the number of waits that ended without a newer version.
         refused: the newest version that the explorer refused, and the reason.
-        requests: the number of syncs that the explorer has required. It waits for a sync while its
-            status is ``require_sync``.
+        requests: the number of syncs that the explorer has required. The explorer waits for a sync
+            while its status is ``require_sync``.
         joined: the id of the offer of a transfer that the explorer has joined.
         reload: the times of loading the version that the explorer serves.
         loads: the newest loads of versions of this job, from old to new. The list includes loads of
@@ -236,8 +238,8 @@ class TrainerReport(Record):
 
     Attributes:
         step: the step of the newest save that the trainer announced; None before the first save.
-        name, session: None if the trainer does not register. In that case only its status shows
-            whether it works.
+        name, session: the trainer's name and session; None if the trainer does not register. In
+            that case only ``status`` shows whether the trainer works.
         nothing_new: how often the trainer has told waiting explorers that no newer weights will
             follow.
         sync: the sync settings of the trainer; None if it was given none.
@@ -296,7 +298,7 @@ class DeltaProgress(Record):
     Attributes:
         sequence, base: the target version, and the version to which the delta is applied.
         state: ``making``: the daemon is making the delta; ``made``: the delta is in ``deltas/``;
-            ``none``: there is no delta, and ``why`` has the reason.
+            ``none``: the daemon made no delta, and ``why`` has the reason.
         done, total: the bytes of the version's tensors that were compared, and the bytes of all its
             tensors.
     """
@@ -318,8 +320,8 @@ class DaemonReport(Record):
         memory_dir: the memory directory: a second job, which the same process serves on its host.
         merge: the progress of the merge while the state is ``merging``. It may be some seconds old.
         release: the daemon's release; None for a release without bench requests.
-        names: the origin of the names of the tensors of LATEST's version; None if they could have
-            no other names.
+        names: the origin of the tensors' names in LATEST's version; None if the hub's names and the
+            trainer's names of that version are the same.
     """
 
     session: str

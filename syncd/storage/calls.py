@@ -205,7 +205,7 @@ class Calls:
         return os.pread(fd, count, offset)
 
     def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
-        """Read from an offset into ``part``, which one call may not fill.
+        """Read from an offset into ``part``; one call may read less than the length of ``part``.
 
         Returns:
             The number of bytes that were read; 0 at the end of the file.

@@ -63,17 +63,19 @@ class HeldName:
         clock: Clock = time.monotonic,
         pause: Callable[[float], object] = time.sleep,
     ) -> Self:
-        """Take a name. If another session has the name, wait until it is known to be alive or dead.
+        """Take a name.
 
-        This wait takes up to a lease time if that session is dead.
+        If another session has the name, this waits until that session is known to be alive or dead.
+        If that session is dead, the wait takes up to a lease time.
 
         Args:
             job: the job.
-            role: ``explorer``, or ``trainer``; a job has only one trainer, under any name.
+            role: ``explorer`` or ``trainer``. A job has only one trainer, so two trainers with
+                different names exclude each other too.
             name: the participant's name.
             session: this process's session, whose heartbeat beats already.
             clock: seconds, monotonic.
-            pause: sleeps for a number of seconds, between two checks of that session.
+            pause: sleeps for a number of seconds, between two checks of the other session.
 
         Raises:
             NameTakenError: a live participant has the name.
@@ -168,7 +170,7 @@ def read_claim(storage: Storage, path: Path) -> str | None:
 
 
 class _Holder:
-    """The present holder of a name, watched until its heartbeat beats or counts as dead."""
+    """The session that has a name, watched until its heartbeat beats or counts as dead."""
 
     def __init__(self, job: Job, path: Path, lease_time: float, clock: Clock) -> None:
         self._job = job

@@ -1,7 +1,7 @@
 """The fence: each active daemon works in its own room (a folder) and commits by a rename out of it.
 
 ``daemon.lock`` only says which daemon *should* work. A daemon that was paused for a minute would
-still rename, although another daemon has the lock. So a take-over makes a new room
+still rename files, although another daemon has the lock by then. So a take-over makes a new room
 ``.syncd/epoch/<n>-<suffix>/``, and empties every lower room until it can be removed. From then on a
 rename out of a lower room, or into it, finds no such folder. ``docs/protocol.md`` has the argument,
 and ``tests/model`` explores it.
@@ -48,8 +48,8 @@ class Epoch:
     not know that it was superseded before it calls such a method.
 
     Attributes:
-        number: the number of the epoch. Rooms are ordered by their number, and rooms of one number
-            by their suffix.
+        number: the number of the epoch. Rooms are ordered by their number, and rooms with equal
+            numbers by their suffix.
         building: the folder in which versions are made.
         in_background: the names in ``building`` on which another thread works. :meth:`sweep` does
             not delete them.
@@ -146,7 +146,7 @@ class Epoch:
         self._job.storage.sync_folder(target.parent)
 
     def publish_version(self, sequence: int) -> Path:
-        """Commit a built version: one rename to ``published/``, which also takes the sequence.
+        """Commit a built version by one rename to ``published/``, which also claims the sequence.
 
         Raises:
             SupersededError: this room was removed by another daemon, or the sequence is taken.
@@ -255,7 +255,7 @@ class Epoch:
         """Translate an error that occurred because another daemon removed this room.
 
         Raises:
-            SupersededError: another daemon has taken over: this room is gone, and the job is not.
+            SupersededError: another daemon has taken over: this room is gone, but the job is there.
         """
         if (
             is_gone(error)
@@ -278,10 +278,10 @@ class Epoch:
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it, which ends all unfinished work there.
 
-        The folders that the room's daemon renames out of, or into, are emptied and removed, never
-        moved. The reason: a rename uses the handle that a folder had when its name was looked up
-        (always on NFS, and for a moment on all filesystems). That handle stays usable until the
-        folder is removed.
+        The room's daemon renames files out of some folders of the room, and into some. These
+        folders are emptied and removed, never moved. The reason: a rename uses the handle that a
+        folder had when its name was looked up (always on NFS, and for a moment on all filesystems).
+        That handle stays usable until the folder is removed.
         """
         homes = {
             room / "building": self._doomed,
@@ -315,7 +315,7 @@ class Epoch:
             raise
 
     def _removed(self, folder: Path) -> bool:
-        """Remove an empty folder; False if it is not empty, even if its listing was empty."""
+        """Remove an empty folder; False if it is not empty although its listing was empty."""
         try:
             self._job.storage.rmdir(folder)
         except FileNotFoundError:
@@ -353,7 +353,7 @@ class Epoch:
         return target
 
     def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:
-        """Rename; after an error, check by ``ours`` if the server did the rename nevertheless.
+        """Rename; after an error, check by ``ours`` whether the server did the rename nevertheless.
 
         If the server's answer to a rename was lost, the client asks again, and gets ENOENT.
         """

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 def signature(status: os.stat_result) -> Signature:
-    """The signature of a file with this status."""
+    """A file's signature, by its status. It stays equal as long as nobody changes the file."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -95,7 +95,8 @@ class Storage(Calls):
         """Let ``target`` share blocks of ``source`` without copying a byte, if this storage can.
 
         Returns:
-            False if the storage cannot share these blocks, or not now. The caller should copy them.
+            False if the storage cannot share these blocks, or cannot do so now. In that case the
+            caller should copy them.
         """
         try:
             self.clone_range(source, target, count, at, to)
@@ -109,7 +110,7 @@ class Storage(Calls):
         """Give a file a second name by a hard link, if this storage can.
 
         Returns:
-            False if the storage cannot. In that case nothing was changed.
+            False if the storage cannot make a hard link. In that case nothing was changed.
         """
         try:
             self.link(source, target)
@@ -326,8 +327,8 @@ class Draft:
     """A file that is written under a temporary name, and gets its final name by one rename.
 
     The commit point is the rename in :meth:`commit`. Before the rename there is only garbage under
-    a ``.tmp-`` name; after the rename the file is whole and durable. Without a commit, leaving the
-    ``with`` block removes the garbage. If the process is killed, the garbage stays.
+    a ``.tmp-`` name; after the rename the file is whole and durable. If the ``with`` block ends
+    without a commit, the garbage is removed. If the process is killed, the garbage stays.
 
     Args:
         storage: the storage to write to.
@@ -362,7 +363,7 @@ class Draft:
     def finish(self, *, durable: bool = True) -> None:
         """Make the bytes durable and close the file, still under its temporary name.
 
-        If ``durable`` is False, which suffices for a hint, the file may be torn after a power loss.
+        If ``durable`` is False, the file may be torn after a power loss. This suffices for a hint.
         """
         if self._fd < 0:
             return

@@ -40,7 +40,7 @@ class Job:
 
         Args:
             root: the job directory.
-            storage: a seam for tests.
+            storage: the shared storage; by default the plain storage of ``root``.
         """
         layout = JobLayout(Path(root))
         return cls(storage or Storage(layout.root), layout)
@@ -148,7 +148,7 @@ class Job:
                 )
 
     def _agree(self, lease_time: float | None) -> Format:
-        """The format on disk. If there is none, write ours by a link, which replaces no file."""
+        """The format on disk. If it is missing, write it by a link, which replaces no file."""
         storage, layout = self.storage, self.layout
         if not storage.exists(layout.format):
             ours = Format() if lease_time is None else Format(lease_time=lease_time)
@@ -199,8 +199,8 @@ class Job:
     def previous_loads(self, name: str) -> tuple[Load, ...]:
         """The newest loads in the report of the previous explorer of this name.
 
-        The next explorer repeats them in its own report, because the daemon may not have read them
-        yet.
+        The new explorer repeats these loads in its own report, because the daemon may not have read
+        the previous report yet.
         """
         report = self.read(ExplorerReport, self.layout.explorer(name), IF_ANY)
         return (report.loads or ())[-LOADS_KEPT:] if report else ()
@@ -246,7 +246,7 @@ def registering(layout: JobLayout) -> Iterator[None]:
 
 
 def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
-    """The remedy if nothing was published in time, for the end of an error message.
+    """The end of an error message that nothing was published in time: it names the remedy.
 
     Args:
         folder: the job directory, or the memory directory of a job.

@@ -60,8 +60,8 @@ class Judge:
         storage: the shared storage.
         lease_time: seconds.
         clock: seconds, monotonic.
-        counts_pauses: True if a longer time between two checks counts as a third of a lease time.
-            Set this only if a wrong judgement does no harm.
+        counts_pauses: if True, a longer time between two checks counts as a third of a lease time;
+            if False, a longer time counts as zero. Set this only if a wrong judgement does no harm.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Judge:
         return watch is not None and watch.beats
 
     def look_again(self, path: Path) -> Liveness:
-        """Check a heartbeat that seems to be missing again, and make the client ask the server.
+        """Check again a heartbeat that seems to be missing, and make the client ask the server.
 
         The client's cache may still say that the file is missing.
         """
@@ -254,7 +254,7 @@ class Lookout:
         return self._last
 
     def look_at(self, session: str) -> Liveness:
-        """Check one heartbeat now, out of turn.
+        """Check one heartbeat now, even if it is not its turn.
 
         Raises:
             OSError: :meth:`Judge.look` failed.

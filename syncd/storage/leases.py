@@ -12,8 +12,8 @@ pinned version or step:
   earlier to retire the version.
 - The pin of a step is in the step folder. Pruning renames that folder into a trash, checks its
   content once more, and puts the folder back if anything changed. The call returns when it has seen
-  the pin under the step's own name. Every later prune sees this pin too, and every earlier prune
-  has put the folder back.
+  the pin under the step's own name. So a prune that begins later sees the pin, and a prune that
+  began earlier has put the folder back.
 """
 
 from __future__ import annotations

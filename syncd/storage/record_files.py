@@ -24,7 +24,7 @@ def _warn(path: Path, error: Exception) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPolicy:
-    """The failures of a read that are not raised: by default a missing file, or a damaged record.
+    """The failures of a read that raise no error: by default a missing file, or a damaged record.
 
     Attributes:
         absent: returns True for an OSError that counts as a missing file. Such an error is not
@@ -69,7 +69,7 @@ def readable_lines(model: type[R], lines: Iterable[bytes], path: Path) -> Iterat
 
 
 def move_away(storage: Storage, path: Path) -> None:
-    """Rename a foreign file or folder that has the name of a file of syncd; delete nothing."""
+    """Rename a foreign file or folder whose name syncd needs for its own file; delete nothing."""
     away = path.with_name(f"{path.name}.moved-{secrets.token_hex(6)}")
     storage.rename(path, away)
     log.error(

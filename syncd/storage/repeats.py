@@ -28,9 +28,9 @@ class _Said:
 class Repeats:
     """Decides whether a repeated message is logged now, or held back.
 
-    A message may be logged ``burst`` times in its first minute. If it comes more often, it is
-    logged again after a minute. While it keeps coming, the interval doubles each time, up to an
-    hour. Safe to use from any thread.
+    A message may be logged ``burst`` times in its first minute. If it occurs more often, it is
+    logged again only after a minute. As long as the message continues to occur, this interval
+    doubles each time, up to an hour. Safe to use from any thread.
 
     Args:
         burst: the number of times that a message may be logged in one interval.
@@ -51,7 +51,7 @@ class Repeats:
         """The number of times that the message was held back since it was last logged.
 
         Returns:
-            None if the message is held back now too.
+            None if the message must be held back now too.
         """
         with self._lock:
             now = self._clock()

@@ -56,7 +56,7 @@ class Reserve:
         """Remove the files if ``error`` says that the disk or the quota is full.
 
         Returns:
-            True if ``error`` says this.
+            True if ``error`` says that the disk or the quota is full.
         """
         if error.errno not in NO_ROOM:
             return False

@@ -1,6 +1,6 @@
 """Checks of this user's rights to write to a job, and to delete folders that trainers made.
 
-A daemon needs both rights. The results are no promise, because the storage decides at each call.
+A daemon needs both rights. A result may be wrong, because only the storage decides, at each call.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ def unwritable(job: Job) -> Path | None:
 
 
 def unprunable(job: Job) -> str | None:
-    """The reason why this user could not delete existing steps, as far as their modes show.
+    """The reason why this user could not delete existing steps, as far as file modes show it.
 
     Returns:
-        A sentence for people, which :data:`TO_DELETE` continues. Empty if no reason was found; None
-        if there is no step yet.
+        A sentence for people; the text :data:`TO_DELETE` can follow it. Empty if no reason was
+        found; None if there is no step yet.
     """
     steps = step_folders(job)[-_FEW:]
     if not steps:

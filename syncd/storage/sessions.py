@@ -1,4 +1,4 @@
-"""Sessions, with one heartbeat a process, and the lock that elects the working daemon.
+"""Sessions, each with a heartbeat of its process, and the lock that elects the working daemon.
 
 A heartbeat is a file under ``.syncd/sessions/`` that filelock's ``SoftFileLease`` creates,
 refreshes and releases. ``daemon.lock`` is such a file too. :mod:`.judge` judges whether the process
@@ -39,10 +39,10 @@ def new_session_id(prefix: str = "") -> str:
 
 
 def process_of(session: str) -> str:
-    """``process 12 on host h, `` for a message, from the name of a session made by syncd.
+    """Text for a message, for example ``process 12 on host h, ``, from the name of a session.
 
     Returns:
-        An empty text if the name has another form.
+        The text; it is empty if syncd did not make this name.
     """
     found = re.fullmatch(rf"(?:{DAEMON_SESSION})?(.+)-([0-9]+)-[0-9a-f]{{8}}", session)
     return f"process {found[2]} on host {found[1]}, " if found else ""
@@ -71,7 +71,7 @@ class Session:
         self._lock.take()
 
     def close(self) -> None:
-        """Remove the heartbeat; from now on other processes may break this session's leases."""
+        """Remove the heartbeat. After this, other processes may break this session's leases."""
         self._closed.set()
         with self._changing:
             self._lock.release()
@@ -91,7 +91,7 @@ class Session:
         threading.Thread(target=self._renew, name="syncd-session", daemon=True).start()
 
     def _renew(self) -> None:
-        """Make the heartbeat again under the same name, so that this session keeps its leases."""
+        """Create the heartbeat again under its old name, so that this session keeps its leases."""
         while not self._closed.wait(self.lease_time / 6):
             with self._changing:
                 if self._closed.is_set():

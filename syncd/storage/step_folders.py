@@ -46,7 +46,7 @@ def check_on_disk(job: Job, step: int) -> None:
     whether the save in the folder is whole.
 
     Raises:
-        SaveNotReadyError: the step has no folder. The message names the steps that have one.
+        SaveNotReadyError: the step has no folder. The message lists the steps that have a folder.
         JobUnavailableError: the job is missing now, for example unmounted.
     """
     ask_server(job)
@@ -70,8 +70,8 @@ def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
         job: the job.
         step: the step.
         mark: the name of an empty file that the folder has from the start. If another process makes
-            the folder at the same time, its rename would replace an empty folder, but not a folder
-            with a file in it.
+            the folder at the same time, the rename of that process would replace an empty folder,
+            but not a folder with a file in it.
     """
     folder = job.layout.step(step)
     for left in reversed(range(_ATTEMPTS)):

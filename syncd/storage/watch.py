@@ -110,11 +110,11 @@ class Watcher:
         return bool(ready)
 
     def wake(self) -> None:
-        """End the current wait; without a current wait, end the next wait at once."""
+        """End the current wait. If there is no current wait, the next wait ends at once."""
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """Stop watching. Safe to call twice, and in a forked child: its parent still watches."""
+        """Stop watching. Safe to call twice. In a forked child the parent's watch goes on."""
         while self._watched:
             watched = self._watched.pop()
             try:
@@ -148,7 +148,7 @@ class _Emitter(InotifyEmitter):
     """Ends its thread before it forgets its inotify watch.
 
     The library forgets the watch first. If a file was moved away, the library's thread delays the
-    event by half a second. After that it logs an error, because the watch is forgotten.
+    event by half a second. If the watch was forgotten in that time, the thread logs an error.
     """
 
     def on_thread_stop(self) -> None:
@@ -238,7 +238,7 @@ class _Shared:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock; a thread waits for it only for a limited time.
+        """Hold the lock; wait for the lock only for a limited time.
 
         Storage may stop answering just after ``begin`` has read the folder. A thread that is
         reading a folder under the lock at that time keeps the lock.

@@ -42,10 +42,10 @@ class Instance:
         writes: the only folders that the unit may write to.
         reads: files and folders that the unit must be able to read.
         groups: supplementary groups.
-        command: syncd's arguments, which replace the arguments in the template; empty to keep
-            those.
-        check: the arguments of the syncd command that runs before a reload, to check the
-            configuration; empty for none.
+        command: syncd's arguments, which replace the arguments in the template. If empty, the
+            arguments in the template stay.
+        check: the arguments of the syncd command that checks the configuration before a reload;
+            empty if no command should run.
         template: the file name of the unit's template.
         hang_time: after how many seconds without progress the daemon ends itself; None to keep the
             template's timeout.
@@ -80,7 +80,7 @@ def unit_files(instance: Instance) -> dict[str, str]:
 
 
 def is_untouched(text: str) -> bool:
-    """Whether a file is exactly as syncd wrote it; any release of syncd counts."""
+    """Whether a file is exactly as some release of syncd wrote it."""
     mark, _, rest = text.partition("\n")
     return mark == _MARK + _digest(rest)
 
@@ -106,7 +106,7 @@ def owner_of(folder: Path) -> tuple[str, str]:
 
 
 def quoted(word: object) -> str:
-    """A word quoted for a unit file, so that systemd reads it as one word without specifiers.
+    """Quote a word for a unit file; systemd then reads one word, in which it expands no specifiers.
 
     Raises:
         InvalidSettingsError: the word has characters that a unit file cannot hold.

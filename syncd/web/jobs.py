@@ -95,11 +95,11 @@ class Jobs:
         Args:
             number: the job's id.
             had: the ``read`` time of the history that the visitor already has. If there is no newer
-                history, ``history`` is null, because a history may have megabytes.
+                history, ``history`` in the result is null, because a history may have megabytes.
 
         Returns:
-            ``now`` and ``history``, and ``read`` and ``silent_since`` as in :meth:`overview`. None
-            if no job has this id.
+            A mapping with ``now``, ``history``, and the keys ``read`` and ``silent_since`` of
+            :meth:`overview`. None if no job has this id.
         """
         with self._changing:
             job = self._numbered.get(number)
@@ -187,8 +187,7 @@ class LastRead(Generic[T]):
     Attributes:
         found: the data; None before the first read has ended.
         read: when the last completed read began; None before the first read has ended.
-        silent_since: when a read began that storage has not answered; None if there is no such
-            read.
+        silent_since: when the current read began, if it counts as unanswered; else None.
     """
 
     found: T | None
@@ -235,7 +234,7 @@ class SharedLook(Generic[T]):
         self._read: float | None = None
 
     def begin(self) -> None:
-        """Start a new read, if no read is running and none has just ended."""
+        """Start a new read, if no read is running and the last read is old enough."""
         with self._changed:
             now = self._clock()
             if self._reading is not None or now < self._due:

@@ -18,7 +18,8 @@ def own_address() -> str:
     """The IP address at which other hosts can reach this host: the address of the default route.
 
     If this host has no default route, the result is ``127.0.0.1``, which no other host can reach.
-    For a host on several networks another address may be right; set ``master_address`` then.
+    For a host on several networks another address may be right. In that case set
+    ``master_address``.
     """
     for host in _ANYWHERE:
         try:

@@ -56,7 +56,7 @@ class Broadcasting:
 
         Raises:
             BroadcastError: the broadcast did not end by the transfer's deadline, or a peer is gone.
-                The group has failed then.
+                In both cases the group has failed.
         """
         self._finish()
 
@@ -70,8 +70,8 @@ class WeightGroup:
     Promised: no method waits longer than the transfer's deadline plus one second. An error ends the
     group for this rank; the other ranks end the group at their own deadlines.
 
-    Not promised: the content of tensors if :meth:`agree` did not return True. Nor is there
-    protection from strangers: any process that can reach the store can take part, as in any
+    Not promised: the content of tensors if :meth:`agree` did not return True. Also not promised:
+    protection from strangers, because any process that can reach the store can take part, as in any
     torch.distributed job.
 
     Only one thread at a time may call methods, except :meth:`close`, which any thread may call.
@@ -122,7 +122,7 @@ class WeightGroup:
         Args:
             rendezvous: the meeting place of all ranks.
             rank: this process's rank.
-            deadline: seconds to form the group; each transfer has the same deadline again.
+            deadline: seconds to form the group. Each transfer gets the same number of seconds.
             device: the device of the tensors to broadcast; for ``nccl`` a GPU.
             listening: for rank 0 only: a socket that listens at the rendezvous's address and port;
                 rank 0's store takes it over.
@@ -197,7 +197,7 @@ class WeightGroup:
         return Broadcasting(lambda: self._finish(work))
 
     def agree(self, ok: bool) -> bool:
-        """Tell the other ranks if all weights arrived here, and learn if they arrived everywhere.
+        """Tell the other ranks whether all weights arrived here; learn whether all ranks got them.
 
         Promised: all ranks that get an answer get the same answer. Rank 0 gets True only after all
         other ranks got True. If a rank may have missed the answer, rank 0 gets an error, and all
@@ -271,7 +271,7 @@ class WeightGroup:
         self._unfinished.remove(work)
 
     def _decide(self, store: Store, key: str, *, ok: bool) -> tuple[bool, list[int]]:
-        """The verdict, and the ranks that had not confirmed when the verdict was made."""
+        """The verdict; and if it is no, the ranks that have not confirmed the arrival."""
         if ok:
             store.set(f"{key}/yes/{self.rank}", _YES)
             if store.add(f"{key}/yes", 1) == self.world_size:

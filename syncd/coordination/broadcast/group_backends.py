@@ -1,4 +1,4 @@
-"""The parts of a weight group: rank 0's store, connections to the store, and a torch backend.
+"""The parts of a weight group: rank 0's store, connections to it, and a torch backend.
 
 Some calls into torch have no timeout, and would wait forever for a stopped peer; :func:`within`
 gives such a call a deadline.

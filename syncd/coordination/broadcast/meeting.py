@@ -1,4 +1,4 @@
-"""Meeting in the weight group: the steps of trainer and explorers between agreement and first byte.
+"""Meeting in the weight group: the steps from the agreement on a transfer to its first byte.
 
 The module imports code that needs torch only when it forms a group.
 """
@@ -87,12 +87,12 @@ class TrainerGroup:
         Args:
             agreed: the agreed transfer.
             save_id: the save id of the weights to transfer.
-            deadline: seconds to form a new group; each transfer has the same deadline again.
+            deadline: seconds to form a new group. Each transfer gets the same number of seconds.
             device: the device of the tensors.
 
         Raises:
-            BroadcastError: the group cannot be formed, or not all members connected. No group is
-                open then.
+            BroadcastError: the group cannot be formed, or not all members connected. After this
+                error no group is open.
         """
         group, known = self._group, self._rendezvous
         members = _with_ranks(agreed.offer)

@@ -1,9 +1,9 @@
 """Agreeing on a transfer of weights (``nccl``): all live explorers take part, or nobody does.
 
 The trainer makes an offer that names every live explorer. Each explorer joins by naming the offer
-in its own report. When all have joined, the trainer decides that the transfer takes place; an
-explorer that gives up decides that it does not. The decision is a file that only one participant
-can create, so all participants see the same decision.
+in its own report. When all have joined, the trainer decides that the transfer takes place. An
+explorer that gives up decides that the transfer does not take place. The decision is a file that
+only one participant can create, so all participants see the same decision.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Offers:
         )
 
     def decide(self, offer: str, wish: Decision, session: str) -> Decision:
-        """Decide an offer. If it was decided before, return the first decision, which counts."""
+        """Decide an offer, and return the decision that counts: the first decision."""
         path = self._job.layout.verdict(offer)
         draft = self._job.layout.drafts / f"{TEMPORARY}verdict-{secrets.token_hex(6)}"
         try:
@@ -319,8 +319,8 @@ class ExplorerSide:
         """Leave the joined offer.
 
         Returns:
-            The offer, if the trainer had already decided that the transfer takes place. This
-            explorer must take part then. Otherwise None.
+            The offer, if the trainer had already decided that the transfer takes place. In that
+            case this explorer must take part. Otherwise the result is None.
         """
         joined, self._joined = self._joined, None
         if joined is None:

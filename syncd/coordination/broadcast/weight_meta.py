@@ -236,8 +236,8 @@ class Image:
 
         A tensor of at least a sixteenth of ``bucket_bytes`` has one or more buckets of its own.
         These buckets are views of the tensor's memory, so the tensor need not be packed. Smaller
-        tensors are packed together, up to a quarter of ``bucket_bytes``, because copying them costs
-        less than one broadcast for each tensor.
+        tensors are packed together into buckets of up to a quarter of ``bucket_bytes``, because
+        copying them costs less than one broadcast for each tensor.
 
         Args:
             meta: the meta of the transfer.

@@ -23,7 +23,7 @@ _LOOK: Final = 0.2
 
 
 class Keeper:
-    """Serves one job until it is stopped or its daemon ends; a failed daemon is made again.
+    """Serves one job until it is stopped or its daemon ends.
 
     If the job cannot be served, or syncd has a bug, the error is logged, and a new daemon serves
     the job a few seconds later.

@@ -178,7 +178,7 @@ class RootServices:
     Each job has its own session, lock, epoch and thread, so that waits and failures of one job do
     not affect other jobs. At most ``concurrent_merges`` jobs merge at a time, in the order in which
     they asked. The thread of :meth:`run` makes no call to storage. So even if storage hangs, that
-    thread can supervise the other jobs, and end.
+    thread can supervise the other jobs, and :meth:`run` can return.
 
     If a job makes no progress for ``hang_time``, this process ends the job's heartbeats, so that
     another host's daemon may take over. When the job's thread no longer hangs, this process serves
@@ -410,8 +410,9 @@ def share_what_is_made(config: DaemonConfig) -> None:
 def _for_memory(config: DaemonConfig) -> DaemonConfig:
     """The configuration for the memory directory, which has no full checkpoints and no deltas.
 
-    The readers of the memory directory report in the first job. If no names are configured,
-    versions there have the trainer's names, because such a version is the trainer's own file.
+    Explorers that read the memory directory write their reports into the first job. If no names are
+    configured, versions in the memory directory have the trainer's names, because such a version is
+    the trainer's own file.
     """
     told: dict[str, object] = {"pointer": STATE_POINTER, "memory_dir": None, "deltas": "off"}
     return config.model_copy(update=told | {"names": config.names or "trainer"})

@@ -34,7 +34,7 @@ class SeenLive(NamedTuple):
         pause: seconds for which the engine did not serve during the load; None if the report has no
             pause.
         ago: seconds between the load and the explorer's report, by the explorer's clock.
-        is_first: whether no earlier load of this explorer is known.
+        is_first: True if no earlier load of this explorer is known.
         delta_bytes: the bytes of the deltas from which the version was read; None if its own files
             were read.
     """
@@ -53,7 +53,7 @@ class _LastLook(NamedTuple):
 
 
 class GoingLive:
-    """Finds each load of each explorer exactly once.
+    """Finds each load exactly once, by the reports of explorers.
 
     A report lists the last loads of its explorer, so that no load is missed even if the report is
     read seldom. A report is read only while its explorer does not serve LATEST, because an explorer
@@ -62,8 +62,8 @@ class GoingLive:
     once from the journal.
 
     Older releases do not list loads. The report of such a release counts as one load, but only if
-    the explorer was seen to lease the version in this job, because such reports also name versions
-    of a memory directory.
+    the daemon has seen the explorer's lease on the version in this job. The reason is that such
+    reports also name versions of a memory directory.
 
     Args:
         job: the job.
@@ -90,7 +90,7 @@ class GoingLive:
             latest: the sequence of LATEST.
 
         Raises:
-            OSError: storage does not answer; the next call goes on with the other reports.
+            OSError: storage does not answer; the next call continues with the other reports.
         """
         for lease in leases:
             if lease.dead_for is None and (marker := parse_lease_marker(lease.marker)):

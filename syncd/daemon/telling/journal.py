@@ -171,7 +171,7 @@ class Journal:
         )
 
     def named_anew(self, manifest: Manifest, change: NewNames) -> None:
-        """The tensors have new names, or this is the first version with a choice of names."""
+        """The names of tensors have changed, or the job has its first choice between names."""
         of = {"hub": "of the hub", "trainer": "of the trainer's module"}
         told = f"tensors have the names {of[change.names]}"
         if change.before is not None:

@@ -1,4 +1,4 @@
-"""The meter: the daemon calls a method of it for each event, and it counts metrics."""
+"""The meter: the daemon calls one of its methods for each event, and the meter counts metrics."""
 
 from __future__ import annotations
 

@@ -132,6 +132,6 @@ class Reporter:
     def may_say_more(self) -> bool:
         """Whether progress may be reported again.
 
-        This limits the writing of reports to about a twentieth of the time.
+        Because of this limit the daemon spends at most about a twentieth of its time on reports.
         """
         return self._clock() - self._reported_at >= max(_OFTEN, 20 * self._took)
