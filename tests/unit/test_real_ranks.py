@@ -284,7 +284,7 @@ def test_a_buffer_that_differs_between_ranks_is_named_with_both_files(
 def test_parts_of_one_name_that_ranks_of_other_meshes_hold_must_be_the_same(
     written: Path, tmp_path: Path, opened: Open
 ) -> None:
-    told = r"^weight differs between ranks 0 and 2, in .*_rank_0\.pt and .*_rank_2\.pt, which"
+    told = r"^weight differs between ranks 0 and 2, in .*_rank_0\.pt and .*_rank_2\.pt, but must"
     with pytest.raises(CoverageError, match=told):
         merge(opened(written / "experts_apart-4"), tmp_path / "out")
     # Tensor parallel leaves what FSDP alone has cut on as many meshes, and there it is the same.
