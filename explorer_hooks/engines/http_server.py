@@ -192,8 +192,8 @@ class HttpServer:
                 waited = now - begun
                 if waited >= timeout:
                     raise ServerUnreachableError(
-                        f"no server came up within {timeout:g} s: read its log, or raise "
-                        f"start_timeout (--start-timeout of syncd follow): {error}"
+                        f"the server did not start to answer within {timeout:g} s: read its log, "
+                        f"or raise start_timeout (--start-timeout of syncd follow): {error}"
                     ) from error
                 if now >= next_word:
                     next_word = now + _WORD
