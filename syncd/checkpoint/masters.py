@@ -45,8 +45,9 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
         names = storage.names(actor)
         if missing := next((name for name in masters if name not in names), None):
             raise SaveNotReadyError(
-                f"{actor} has no {missing}, but has other ranks' weights in the model's dtype; the "
-                "remaining weights there are cast for explorers: copy the whole folder again"
+                f"{actor} has no {missing}, although other ranks' weights in the model's "
+                "dtype are there: copy the whole folder again, because the other weights "
+                "there are cast for explorers"
             )
         return Shards(save.step, save.identity, masters) if masters else save
     if save.sync_dtype is None:

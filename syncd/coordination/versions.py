@@ -113,7 +113,7 @@ class Versions:
             except VersionGoneError as error:
                 if not left:
                     raise
-                log.info("%s; looking again", error)
+                log.info("%s; checking again for a newer version", error)
         return None
 
     def stream(self, wanted: Version | None = None) -> Iterator[tuple[str, Tensor]]:
