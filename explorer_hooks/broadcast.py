@@ -206,10 +206,12 @@ def _decoded(told: bytes | None, header: Header) -> WeightMeta:
         EngineMismatchError: the meta names a dtype that the installed torch lacks.
     """
     if told is None:
-        raise BroadcastError("the meta of the transfer was not sent")
+        raise BroadcastError("the trainer did not send the tensor list of the transfer")
     meta = WeightMeta.decode(told)
     if meta.digest != header.digest:
-        raise BroadcastError("the meta of the transfer differs from the announced meta")
+        raise BroadcastError(
+            "the tensor list of the transfer differs from the announced tensor list"
+        )
     for spec in meta.tensors:
         torch_dtype(spec.dtype)
     return meta

@@ -150,8 +150,8 @@ class SaveQueue:
         if left:
             errors.append(
                 SaveFailedError(
-                    f"{_steps(left)} was still being written after {self._patience:g} s, and was "
-                    "given up; announced saves remain"
+                    f"{_steps(left)} was still being written after {self._patience:g} s, "
+                    "and was cancelled; saves that were announced before remain"
                 )
             )
         return errors

@@ -302,7 +302,7 @@ class Loop:
         self._meter.failed(error)
         self._tidying.after(error)
         what = type(action).__name__
-        refused.setdefault(what, f"storage refuses {what}; trying again: {error}")
+        refused.setdefault(what, f"storage refuses the action {what}; trying again: {error}")
 
     def _tidy(self, refused: dict[str, str], seen: Observation) -> None:
         """Remove leftovers; later rounds retry any work that storage refuses here."""
@@ -323,7 +323,7 @@ class Loop:
             self._job.check_is_there()
             self._meter.failed(error)
             self._tidying.after(error)
-            refused["bench"] = f"storage refuses {self._job.layout.bench}: {error}"
+            refused["bench"] = f"storage refuses access to {self._job.layout.bench}: {error}"
             return ""
 
     def _look_at_deltas(self) -> None:

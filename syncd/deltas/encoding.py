@@ -240,7 +240,9 @@ class Decoder:
     ) -> tuple[Positions, _Bytes, Elements] | None:
         """Check a block, and return its positions, changes and large changes; None for kind 0."""
         if not 1 <= count <= elements <= BLOCK:
-            raise BlockError(f"{count} of {elements} elements are said to change: impossible")
+            raise BlockError(
+                f"it declares {count} changes for {elements} elements, which is impossible"
+            )
         if not block:
             raise BlockError("it is empty")
         if block[0] == _RAW:
@@ -271,7 +273,7 @@ class Decoder:
     def _part(self, stored: memoryview, length: int) -> _Bytes:
         """The unpacked bytes of a part, whose unpacked length the caller has checked."""
         if len(stored) > length:
-            raise BlockError("a part is longer than its content")
+            raise BlockError("a part is longer than its unpacked content")
         part = stored if len(stored) == length else self._unpack(stored, length)
         return np.frombuffer(part, np.uint8)
 

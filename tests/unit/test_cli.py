@@ -396,7 +396,7 @@ def test_pruning_beside_a_daemon_refuses_at_its_next_heartbeat_and_says_what_it_
         with pytest.raises(errors.JobUnavailableError, match="a daemon is working"):
             prune_now(served, DaemonConfig(keep=1), sleep=held.sleep)
         (line,) = (one.getMessage() for one in caplog.records if "heartbeat" in one.getMessage())
-    assert line.startswith(f"{served.layout.daemon_lock} is held: watching its heartbeat for up to")
+    assert line.startswith(f"{served.layout.daemon_lock} is locked: watching its heartbeat for up to")
     assert len(held.pauses) == 3
     assert max(held.pauses) < LEASE_TIME / 3 / 2, "the stopwatch for a silent one must run"
     assert everything(served) == before

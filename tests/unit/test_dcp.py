@@ -493,7 +493,7 @@ def test_every_bit_of_the_model_is_checked_and_none_of_the_optimizer(tmp_path: P
 def test_a_save_is_announced_once_it_is_done(tmp_path: Path) -> None:
     job = tmp_path / "job"
     job.mkdir()
-    with pytest.raises(SaveNotReadyError, match="announce a save after it is done"):
+    with pytest.raises(SaveNotReadyError, match="announce a save only when it is complete"):
         announce_dcp(job, 3)
     small().write(job / "global_step_3" / "actor")
     announce_dcp(job, 3)

@@ -249,7 +249,7 @@ def test_a_version_that_is_not_what_its_manifest_says_gets_no_delta(
     content[-1] ^= 1
     path.write_bytes(content)
     sequence = versions[2 * which].manifest.sequence
-    with pytest.raises(NoDeltaError, match=f"large of version {sequence} has other bytes"):
+    with pytest.raises(NoDeltaError, match=f"large of version {sequence} does not have the bytes"):
         make_delta(versions[0], versions[2], tmp_path / "d")
 
 

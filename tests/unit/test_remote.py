@@ -62,7 +62,7 @@ def test_a_path_becomes_a_version_of_kind_remote(job: SmallJob, clock: Clock) ->
 def test_a_path_must_lie_still_and_a_new_one_is_a_new_version(job: SmallJob, clock: Clock) -> None:
     with job.daemon(clock=clock) as loop:
         point_to(job, 9, b"half of a pa")
-        assert "must not change" in loop.run_once().waiting_for
+        assert "have not changed for" in loop.run_once().waiting_for
         point_to(job, 9, TINKER.encode())
         loop.run_once()
         assert not job.layout.latest.exists()

@@ -192,9 +192,13 @@ class ExplorerGroup:
                 break
             now = self._offers.current()
             if now is not None and now.offer != offer.offer:
-                raise BroadcastError("the trainer has given up this broadcast and offered another")
+                raise BroadcastError(
+                    "the trainer has cancelled this broadcast and offered a new one"
+                )
             if not wait.more():
-                raise BroadcastError("the trainer did not say in time where the weight group meets")
+                raise BroadcastError(
+                    "the trainer did not announce the address of the weight group in time"
+                )
         for member in found.members:
             if (member.name, member.session) == self._us:
                 return found, member.rank_offset
