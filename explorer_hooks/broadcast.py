@@ -187,7 +187,8 @@ def _go_on_if_all(group: WeightGroup) -> None:
     """Tell the other members that this member is ready; return only if all members are ready."""
     if not group.agree(ok=True):
         raise BroadcastError(
-            "another member of the weight group refuses the transfer: see its log for the reason"
+            "another member of the weight group refuses the transfer: see the log of that "
+            "member for the reason"
         )
 
 

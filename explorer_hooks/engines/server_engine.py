@@ -181,9 +181,7 @@ class ServerEngine(ServerCalls):
         if not self._can_label() and self._may_be_paused():
             self._torn = "a load may have been interrupted, and this server cannot report that"
             self._model_is_torn = True
-            log.warning(
-                "%s: %s; leaving the server as it is until the next load", self._whose, self._torn
-            )
+            log.warning("leaving %s as it is until the next load: %s", self._whose, self._torn)
         else:
             self._resume()
 
@@ -369,7 +367,7 @@ class ServerEngine(ServerCalls):
         """Treat the server as one whose hook was killed during a load."""
         self._torn = f"it was left in the middle of a load, because its hook was stopped ({said})"
         self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
-        log.warning("%s: %s; it stays paused until the next load", self._whose, self._torn)
+        log.warning("%s stays paused until the next load: %s", self._whose, self._torn)
 
     def _take_received(self, name: str, load: Callable[[], None]) -> None:
         """Let the server load a full model that its workers have received, under a label.
@@ -400,7 +398,7 @@ class ServerEngine(ServerCalls):
         if folder is None:
             # Without an adapter nothing was lost; the state of a model is unknown.
             return version.kind == "adapter"
-        log.warning("%s: loading %s again: %s", self._whose, folder, error)
+        log.warning("%s refused a load; loading %s again: %s", self._whose, folder, error)
         try:
             self._load_folder(version.kind, folder, name)
         except (ServerRefusedError, OSError) as again:

@@ -312,7 +312,9 @@ def _one_file(
     if save.receipts and digests and (told := file.told_content) is not None:
         found = content_digest(bytes.fromhex(tensor.digest or "") for tensor in merged.tensors)
         if found.hex() != told:
-            raise broken(str(actor / name), "its tensors differ from those that the trainer wrote")
+            raise broken(
+                str(actor / name), "its tensors differ from the tensors that the trainer wrote"
+            )
     return merged
 
 

@@ -117,6 +117,7 @@ def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[
 
 def _without_receipts(actor: Path, why: str) -> SaveNotReadyError:
     return SaveNotReadyError(
-        f"{actor} holds weights that were cast for explorers, and its full receipts do not name "
-        f"the weights in the model's dtype: {why}; copy the folder again, with {actor / RECEIPTS}"
+        f"{actor} holds weights that were cast for explorers, and its full receipts do not "
+        f"name the weights in the model's dtype: {why}; copy the folder again, together "
+        f"with {actor / RECEIPTS}"
     )

@@ -137,5 +137,5 @@ def _look(storage: Storage, actor: Path) -> SavedWeights:
     names = storage.names(actor)
     reason = save.reason if names else f"{actor} is empty: looked for {LOOKED_FOR}"
     if ACTOR in names:
-        reason += f"; merge its {ACTOR} folder: {actor / ACTOR}"
+        reason += f"; give its {ACTOR} folder instead: {actor / ACTOR}"
     raise SaveNotReadyError(reason)

@@ -200,7 +200,7 @@ def _how_to_start(seen: dict[str, Any], now: float) -> str:
     if not seen["daemon_lock_held"]:
         why = "no daemon works here; start one"
     elif daemon is not None and now - daemon["time"] > _SILENT * (seen["lease_time"] or 0.0):
-        why = "if this daemon is gone, start another one"
+        why = "if this daemon has ended, start another daemon"
     else:
         return ""
     memory = daemon["memory_dir"] if daemon else None

@@ -261,7 +261,7 @@ class Versions:
         for rank in range(world_size):
             if shard_name(world_size, rank) not in names:
                 raise SaveNotReadyError(
-                    f"{actor / shard_name(world_size, rank)} does not exist (yet)"
+                    f"{actor / shard_name(world_size, rank)} does not exist yet"
                 )
 
     def pointed(self) -> int | None:

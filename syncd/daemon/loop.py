@@ -397,9 +397,10 @@ class Loop:
             lambda: published is not None and self._scanner.points_elsewhere(published)
         ):
             log.warning(
-                "step %d: its merge takes far longer than the size of its tensors explains: check "
-                "whether storage is slow, or whether the files in %s are far larger than their "
-                "tensors; other jobs no longer wait for this merge, and a newer save ends it",
+                "step %d: its merge takes far longer than the size of its tensors "
+                "explains. Check whether storage is slow, or whether the files in %s are "
+                "far larger than their tensors. Other jobs no longer wait for this merge, "
+                "and syncd cancels it when a newer save is announced",
                 step,
                 self._job.layout.actor(step),
                 extra=Event.MERGE_LATE(step=step),

@@ -125,7 +125,7 @@ class Publisher:
         if found.adopted is not None:
             served = found.adopted
             log.info(
-                "adopting %s, which LATEST does not name yet",
+                "adopting %s, which an earlier daemon finished but did not write to LATEST",
                 version_folder(served.sequence),
                 extra=Event.VERSION_ADOPTED(version=served.sequence, step=served.step),
             )

@@ -330,7 +330,7 @@ def _unpacker() -> Callable[[memoryview, int], bytes]:
         def unpack(frame: memoryview, length: int) -> bytes:
             try:
                 if zstd.get_frame_info(frame).decompressed_size != length:
-                    raise BlockError("a part declares another length than it has")
+                    raise BlockError("a part declares another length than expected")
                 decompressor = zstd.ZstdDecompressor()
                 found = decompressor.decompress(frame, max_length=length + 1)
             except zstd.ZstdError as error:
@@ -346,7 +346,7 @@ def _unpacker() -> Callable[[memoryview, int], bytes]:
     def unpack(frame: memoryview, length: int) -> bytes:
         try:
             if zstandard.frame_content_size(frame) != length:
-                raise BlockError("a part declares another length than it has")
+                raise BlockError("a part declares another length than expected")
             return decompressor.decompress(frame, length, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise BlockError(f"a part is no zstd frame: {error}") from None

@@ -105,8 +105,8 @@ def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job
     if watched < lease_time:
         return ok(
             "daemon",
-            "a daemon holds this job; its heartbeat was not watched long enough to tell whether it "
-            f"is alive{last}",
+            "a daemon has locked this job, but its heartbeat was not watched long enough "
+            f"to know whether that daemon is alive{last}",
         )
     return warn(
         "daemon",

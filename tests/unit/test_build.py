@@ -302,7 +302,10 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
         {LORA: file_of("x.lora_A.weight"), **BASE},
         "without its adapter_config.json.*actor/lora_adapter",
     ),
-    "a torn config": ({SHARD: shard_of(*PEFT), TOLD: b"{"}, "is not an adapter config as PEFT writes it"),
+    "a torn config": (
+        {SHARD: shard_of(*PEFT), TOLD: b"{"},
+        "is not an adapter config as PEFT writes it",
+    ),
     "a huge config": (
         {SHARD: shard_of(*PEFT), TOLD: b" " * (1024 * 1024 + 1)},
         "is not an adapter config as PEFT writes it",
