@@ -58,7 +58,7 @@ def greet(
         arriving = Arriving(group, header, meta, image, prepare(meta, image))
     # Whatever the error is, the other members must learn that this one takes no part.
     except Exception as error:
-        raise _refused(group, f"cannot take the trainer's broadcast: {error}") from error
+        raise _refused(group, f"cannot receive the trainer's broadcast: {error}") from error
     _go_on_if_all(group)
     return arriving
 

@@ -122,7 +122,7 @@ class SaveQueue:
         if not self.thread.wait(most=0, timeout=timeout):
             steps = _steps(self.thread.under_way)
             raise SaveFailedError(
-                f"{steps} is still being written after {timeout:g} s; the writing goes on"
+                f"{steps} is still being written after {timeout:g} s; syncd continues to write it"
             )
 
     def raise_failure(self) -> None:

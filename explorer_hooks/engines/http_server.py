@@ -151,7 +151,9 @@ class HttpServer:
         except httpx2.TransportError as error:
             self.forget_routes()
             what = str(error) or type(error).__name__
-            hint = _DISTRUSTED if "CERTIFICATE_VERIFY_FAILED" in what else "is it up?"
+            hint = (
+                _DISTRUSTED if "CERTIFICATE_VERIFY_FAILED" in what else "check that the server runs"
+            )
             raise ServerUnreachableError(f"{self.url}: {route}: {what}: {hint}") from error
         said = f"{self.url}: {route}: {response.status_code} {response.text[:_LONGEST_TEXT]}"
         if response.status_code in _AWAY:

@@ -60,7 +60,7 @@ class SGLangServer(ServerEngine):
 
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _UPDATE, _FLUSH, _GENERATE):
-            self._server.require(route, "is this SGLang, 0.5 or newer?")
+            self._server.require(route, "use SGLang 0.5 or newer")
         try:
             self._info = next(route for route in _INFO if self._server.has(route))
         except StopIteration:

@@ -127,7 +127,7 @@ class IsolatedParser:
             for row in rows:
                 name, piece = wire.read_piece(row, known)
                 if name in found:
-                    raise ValueError("a name occurs twice")
+                    raise ValueError("the answer has a name twice")
                 found[name] = piece
             return found
 

@@ -114,7 +114,9 @@ class TrainerGroup:
             self._group = self._form(agreed.offer, members, save_id, deadline, device)
         except OSError as error:
             self.close()
-            raise BroadcastError(f"cannot write the group's meeting place: {error}") from error
+            raise BroadcastError(
+                f"cannot write the file with the address of the weight group: {error}"
+            ) from error
         except BaseException:
             self.close()
             raise

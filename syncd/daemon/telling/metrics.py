@@ -87,7 +87,9 @@ class Metrics:
         self.deltas = self._counter(
             "deltas", "Attempts to make a delta, by outcome: made or none.", JOB, "outcome"
         )
-        self.delta_bytes = self._counter("delta_bytes", "Bytes of deltas made.", JOB)
+        self.delta_bytes = self._counter(
+            "delta_bytes", "Bytes of the deltas that the daemon made.", JOB
+        )
         self.errors = self._counter("errors", "Errors, by class.", JOB, "error")
         self.tick = self._histogram(
             "tick_seconds", "Duration of one round of the daemon, with all its work.", _LONG
