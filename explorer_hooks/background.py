@@ -65,7 +65,7 @@ def follow(
         except (RefusedError, WaitTimeoutError):
             seconds = poll
         except (OSError, OnRemoteError, JobUnavailableError, EngineBrokenError) as error:
-            log.warning("trying again in %.3g s: %s", seconds, error)
+            log.warning("cannot load now, trying again in %.3g s: %s", seconds, error)
             if pause(seconds) or _await(is_away, pause):
                 return
             seconds = min(2 * seconds, _LONGEST_PAUSE)
@@ -158,7 +158,8 @@ class Follower:
         self.stop()  # the old thread may be about to report its death: never over a new thread
         raise NotFollowingError(
             f"the background thread of {self._name} has ended, and the engine stays at "
-            f"{self._serving.version or 'its initial weights'}: {error!r}; call start() or pull()"
+            f"{self._serving.version or 'its initial weights'}: {error!r}; to go on, call "
+            "start() or pull()"
         ) from error
 
     def check_off(self) -> None:
@@ -173,8 +174,8 @@ class Follower:
         self.check()
         if self.is_on:
             raise InvalidSettingsError(
-                f"{self._name} follows the job in the background: use version or "
-                "wait_until_served(), or call stop() first"
+                f"a background thread of {self._name} already follows the job: read version or "
+                "call wait_until_served(), or call stop() before this call"
             )
 
     def wait_until_served(

@@ -58,7 +58,7 @@ def greet(
         arriving = Arriving(group, header, meta, image, prepare(meta, image))
     # Whatever the error is, the other members must learn that this one takes no part.
     except Exception as error:
-        raise _refused(group, f"cannot take the trainer's broadcast: {error}") from error
+        raise _refused(group, f"cannot receive the trainer's broadcast: {error}") from error
     _go_on_if_all(group)
     return arriving
 
@@ -187,7 +187,8 @@ def _go_on_if_all(group: WeightGroup) -> None:
     """Tell the other members that this member is ready; return only if all members are ready."""
     if not group.agree(ok=True):
         raise BroadcastError(
-            "another member of the weight group refuses the transfer: see its log for the reason"
+            "another member of the weight group refuses the transfer: see the log of that "
+            "member for the reason"
         )
 
 
@@ -206,10 +207,12 @@ def _decoded(told: bytes | None, header: Header) -> WeightMeta:
         EngineMismatchError: the meta names a dtype that the installed torch lacks.
     """
     if told is None:
-        raise BroadcastError("the meta of the transfer was not sent")
+        raise BroadcastError("the trainer did not send the tensor list of the transfer")
     meta = WeightMeta.decode(told)
     if meta.digest != header.digest:
-        raise BroadcastError("the meta of the transfer differs from the announced meta")
+        raise BroadcastError(
+            "the tensor list of the transfer differs from the announced tensor list"
+        )
     for spec in meta.tensors:
         torch_dtype(spec.dtype)
     return meta

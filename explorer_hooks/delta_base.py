@@ -140,7 +140,9 @@ class DeltaBases:
         size = sum(delta.bytes for _, delta in links)
         whole = sum(file.size for file in target.manifest.files)
         if size > _MOST * whole:
-            raise NoDeltaError(f"its deltas have {size} bytes, and the whole version has {whole}")
+            raise NoDeltaError(
+                f"its deltas have {size} bytes, too many for a version of {whole} bytes"
+            )
         copy = hold(self._storage, self._room / name)
         if copy is None:
             raise NoDeltaError(f"{self._room / name} was removed")
@@ -205,7 +207,10 @@ def _wait(
         return f"{leads_from}, which is not on this host"
     no_room = [why for name in bases if (why := why_no_room(name)) is not None]
     if len(no_room) == len(bases):
-        return f"{leads_from}, whose copy here must be removed to make room: {no_room[0]}"
+        return (
+            f"{leads_from}, but this host's copy of that version must be removed to free "
+            f"space: {no_room[0]}"
+        )
     return _watch(job, sequence, patience, cancel)
 
 
@@ -229,9 +234,12 @@ def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None])
                 pace = (now - first[0]) / (told.done - first[1])
                 left = pace * (told.total - told.done)
                 if now + left > begun + patience:
-                    return f"{which} takes {left:.1f} s more: longer than {patience:.1f} s in all"
+                    return (
+                        f"{which} needs {left:.1f} s more, so the wait would exceed its limit of "
+                        f"{patience:.1f} s"
+                    )
         if now >= alive + _SILENCE:
-            return f"{which} has shown no sign of life for {_SILENCE:g} s"
+            return f"the daemon has reported no progress of {which} for {_SILENCE:g} s"
         if now >= begun + patience:
             return f"{which} was not made within {patience:.1f} s"
         time.sleep(min(_LOOK, max(begun + patience - now, 0.01)))
@@ -251,9 +259,9 @@ def _progress(job: Job, sequence: int) -> DeltaProgress | None:
 
 def _end_of(told: DeltaProgress | None, sequence: int) -> str:
     if told is None:
-        return "is not being made: the daemon has ended, or has not begun a delta"
+        return "is not being made: the daemon has ended, or has not started to make it"
     if told.sequence != sequence:
-        return f"was given up: the daemon is making the delta to version {told.sequence}"
+        return f"was cancelled: the daemon now makes the delta to version {told.sequence}"
     if told.state == "made":
         return "was made, but starts from a version that is not on this host"
     return f"was not made: {told.why}"

@@ -59,7 +59,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--link",
     type=click.Path(path_type=Path),
-    help="The symbolic link to point to the folder of each new version.",
+    help="A symbolic link: syncd lets it point to the folder of each new version.",
 )
 @click.option(
     "--engine",
@@ -104,7 +104,9 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     show_default=True,
     help="The model name under which adapters are loaded.",
 )
-@click.option("--spans-hosts", is_flag=True, help="The server also reads weights on other hosts.")
+@click.option(
+    "--spans-hosts", is_flag=True, help="Give this if the server also reads weights on other hosts."
+)
 @click.option(
     "--stage",
     type=_FOLDER,

@@ -66,7 +66,7 @@ class Pipeline:
         fast_path: ExplorerBroadcasts | None = None,
     ) -> None:
         if staging is not None and not engine.is_local:
-            log.warning("the engine also reads on other hosts: staging is off")
+            log.warning("the engine also reads weights on other hosts: staging is off")
             staging = None
         self._sync = sync
         self._staging = staging

@@ -204,7 +204,7 @@ class Puller:
         try:
             self._pipeline.receive(self._fast_path.meet(cancel))
         except BroadcastError as error:
-            log.warning("step %d did not come by broadcast: %s", newest.step, error)
+            log.warning("step %d was not received by broadcast: %s", newest.step, error)
             return False
         return True
 
@@ -223,7 +223,9 @@ class Puller:
         while not self.lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), self._poll))):
             self._check(cancel)
             if time.monotonic() >= deadline:
-                raise WaitTimeoutError(f"another thread of {self._sync.name} pulled all the time")
+                raise WaitTimeoutError(
+                    f"another thread of {self._sync.name} was pulling until the timeout"
+                )
         try:
             self._check(cancel)
             yield
@@ -251,7 +253,7 @@ class Puller:
             newest, floor = self._sync.get_latest_model_version(), self._pipeline.floor
             if newest is None or (floor is not None and newest.sequence <= floor.sequence):
                 raise
-            log.warning("%s; taking version %d instead", error, newest.sequence)
+            log.warning("%s; loading version %d instead", error, newest.sequence)
 
     def _check(self, cancel: Cancellation) -> None:
         self._cancel.check()
@@ -270,5 +272,5 @@ class Puller:
     def _look_again(self, error: Exception, deadline: float, cancel: Cancellation) -> None:
         if time.monotonic() >= deadline:
             raise WaitTimeoutError(str(error)) from error
-        log.info("%s; looking again", error)
+        log.info("%s; checking again for a newer version", error)
         cancel.pause(self._poll)

@@ -146,7 +146,7 @@ class Reader:
             except VersionGoneError as error:
                 if deadline is not None and self._clock() >= deadline:
                     raise WaitTimeoutError(str(error)) from error
-                log.info("%s; looking again", error)
+                log.info("%s; checking again for a newer version", error)
                 self._watcher.wait(self._poll)
 
     def report(

@@ -189,7 +189,7 @@ class Reloader:
             raise
         except Exception as error:
             raise EngineBrokenError(
-                f"the engine still does not take version {version.sequence} again: {error}"
+                f"the engine still cannot load version {version.sequence} again: {error}"
             ) from error
 
     def _load(self, version: LeasedVersion) -> None:
@@ -216,8 +216,8 @@ class Reloader:
         except Exception as again:  # noqa: BLE001 - raised with the error that came before it
             raise EngineBrokenError(
                 f"the engine did not take the new version ({error}), and could not load its "
-                f"previous version {before.sequence} again ({again}): the weights that it serves "
-                "are unknown; restart the engine",
+                f"previous version {before.sequence} again ({again}): the weights that it "
+                "serves are unknown; restart the engine",
                 refuses=refuses(error),
             ) from error
 

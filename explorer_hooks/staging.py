@@ -168,7 +168,9 @@ class Staging:
         try:
             is_there = copy is not None and self._storage.exists(copy.folder)
         except OSError as error:
-            log.debug("cannot tell whether %s exists: %s", copy.folder if copy else None, error)
+            log.debug(
+                "cannot check whether the copy %s exists: %s", copy.folder if copy else None, error
+            )
             return None
         return copy.sequence if copy is not None and is_there else None
 
@@ -266,7 +268,8 @@ class Staging:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(
-                        f"another process has been copying for longer than {self._patience:g} s"
+                        "another process on this host was copying into the stage folder for "
+                        f"longer than {self._patience:g} s"
                     ) from None
                 time.sleep(min(_LOOK, left))
         with lock:
@@ -327,7 +330,11 @@ class Staging:
             there = version.storage.status(version.folder)
             here = self._storage.status(self._room)
         except OSError as error:  # then the copy itself tells whether storage fails
-            log.debug("cannot tell the filesystem of %s: %s", version.folder, error)
+            log.debug(
+                "cannot check whether %s is on another filesystem than the stage folder: %s",
+                version.folder,
+                error,
+            )
             return False
         return there is not None and here is not None and there.st_dev != here.st_dev
 
@@ -394,8 +401,8 @@ class Staging:
         if self._budget is not None and used + size > self._budget:
             raise NotStagedError(
                 f"the version's {size} bytes do not fit into the stage folder's budget of "
-                f"{self._budget}, of which {used} are held: raise the budget, or release other "
-                "copies"
+                f"{self._budget}, because other copies take {used} of them: raise the budget, or "
+                "release other copies"
             )
         free = self._storage.free(self._room).bytes
         if free is not None and size + _SPARE > free + leaves:

@@ -63,8 +63,9 @@ def announce_dcp(
     parts = [name for name in names if parse_part_name(name) is not None]
     if DCP_UNFINISHED in names or not (DCP_METADATA in names or parts):
         raise SaveNotReadyError(
-            f"{source} has no {DCP_METADATA}, which torch.distributed.checkpoint writes last: "
-            "announce a save after it is done, and check that its checkpoint_id is that folder"
+            f"{source} has no {DCP_METADATA}, which torch.distributed.checkpoint writes "
+            "last: announce a save only when it is complete, and check that its "
+            "checkpoint_id is this folder"
         )
     is_elsewhere = folder is not None and source.absolute() != actor.absolute()
     others = [

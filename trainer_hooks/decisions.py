@@ -110,7 +110,8 @@ class Decisions:
             dist.broadcast(word, src=0, group=self._group)
         except RuntimeError as error:
             raise SaveFailedError(
-                f"rank 0 did not send its decision about what to save: {error}; has rank 0 ended?"
+                f"rank 0 did not send its decision about what to save: {error}; check "
+                "whether rank 0 has ended"
             ) from error
         plan = Plan(int(word.item()))
         if plan & Plan.UNDECIDED:
@@ -163,7 +164,7 @@ class Decisions:
             if time.monotonic() >= end:
                 late = [str(one) for one in range(world_size) if not store.check([f"{one}"])]
                 if late:
-                    late_ones = f"rank {', '.join(late)} has not called it"
+                    late_ones = f"rank {', '.join(late)} did not arrive"
                     store.compare_set("outcome", "", f"{late_ones} within {timeout:g} s")
         outcome: str = store.get("outcome").decode()
         read = store.add("read", 1)

@@ -192,8 +192,8 @@ class TrainerBroadcasts:
             is_alike = isinstance(error, BroadcastError | SaveFailedError)
             if not is_alike and Ranks().world_size > 1:
                 raise OutOfStepError(
-                    f"the weights could not be gathered for a broadcast: {error}; the ranks may "
-                    "be out of step: end this training, and resume it"
+                    f"the weights could not be gathered for a broadcast: {error}; the ranks "
+                    "may be out of step: end this training, and resume it"
                 ) from error
             if self._explorers is not None:
                 self._explorers.goes_by_files(step)

@@ -159,7 +159,8 @@ class Planner:
         if why_not is None:
             return self._decisions.agree(lambda: self._for_close(step))
         log.warning(
-            "close() makes no last save (of step %d), because %s; announced saves remain",
+            "close() makes no last save (of step %d), because %s; saves that were "
+            "announced before remain",
             step,
             why_not,
         )

@@ -122,7 +122,7 @@ class SaveQueue:
         if not self.thread.wait(most=0, timeout=timeout):
             steps = _steps(self.thread.under_way)
             raise SaveFailedError(
-                f"{steps} is still being written after {timeout:g} s; the writing goes on"
+                f"{steps} is still being written after {timeout:g} s; syncd continues to write it"
             )
 
     def raise_failure(self) -> None:
@@ -150,8 +150,8 @@ class SaveQueue:
         if left:
             errors.append(
                 SaveFailedError(
-                    f"{_steps(left)} was still being written after {self._patience:g} s, and was "
-                    "given up; announced saves remain"
+                    f"{_steps(left)} was still being written after {self._patience:g} s, "
+                    "and was cancelled; saves that were announced before remain"
                 )
             )
         return errors

@@ -139,7 +139,7 @@ def fsdp_upload_state_dict(
 
     # In place of the original's barrier, so that an error on rank 0 is raised everywhere.
     ranks.together(upload)
-    logger.info("step %d: its state dict is uploaded", global_step)
+    logger.info("step %d: its state dict was uploaded", global_step)
 
 
 @torch.no_grad()

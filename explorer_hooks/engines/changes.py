@@ -107,7 +107,7 @@ def find_changes(
         try:
             # A job that was deleted and made anew may have another version of that name.
             if read_manifest(base.storage, base.folder) != base.manifest:
-                raise CannotCompareError(f"{base.folder} is another version now")
+                raise CannotCompareError(f"{base.folder} now holds another version")
             old.open(names)
         except (OSError, SyncdError) as error:
             raise CannotCompareError(f"{base.folder} cannot be read any more: {error}") from error

@@ -47,9 +47,9 @@ def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
     what = named(version)
     if version.remote_path is not None:
         raise EngineMismatchError(
-            f"{what} is of kind remote, and this engine loads from storage alone: pass "
-            f"{shown(version.remote_path)} (LeasedVersion.remote_path) to the service that has the "
-            "weights"
+            f"{what} is of kind remote, but this engine loads only from storage: pass "
+            f"{shown(version.remote_path)} (LeasedVersion.remote_path) to the service that has "
+            "the weights"
         )
     if version.kind == "adapter":
         raise EngineMismatchError(
@@ -133,7 +133,8 @@ def refuse(what: str, whose: str, wrong: Iterable[str], *, remedy: str = "") -> 
         return
     more = len(ordered) - _MOST_NAMED
     raise EngineMismatchError(
-        f"{what} does not fit {whose}, which keeps its weights: {'; '.join(ordered[:_MOST_NAMED])}"
+        f"{what} does not fit {whose}, so the weights of {whose} stay as they were: "
+        f"{'; '.join(ordered[:_MOST_NAMED])}"
         + (f"; and {more} more" if more > 0 else "")
         + (f". {remedy}" if remedy else "")
     )

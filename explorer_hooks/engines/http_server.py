@@ -151,7 +151,9 @@ class HttpServer:
         except httpx2.TransportError as error:
             self.forget_routes()
             what = str(error) or type(error).__name__
-            hint = _DISTRUSTED if "CERTIFICATE_VERIFY_FAILED" in what else "is it up?"
+            hint = (
+                _DISTRUSTED if "CERTIFICATE_VERIFY_FAILED" in what else "check that the server runs"
+            )
             raise ServerUnreachableError(f"{self.url}: {route}: {what}: {hint}") from error
         said = f"{self.url}: {route}: {response.status_code} {response.text[:_LONGEST_TEXT]}"
         if response.status_code in _AWAY:
@@ -192,8 +194,8 @@ class HttpServer:
                 waited = now - begun
                 if waited >= timeout:
                     raise ServerUnreachableError(
-                        f"no server came up within {timeout:g} s: read its log, or raise "
-                        f"start_timeout (--start-timeout of syncd follow): {error}"
+                        f"the server did not start to answer within {timeout:g} s: read its log, "
+                        f"or raise start_timeout (--start-timeout of syncd follow): {error}"
                     ) from error
                 if now >= next_word:
                     next_word = now + _WORD

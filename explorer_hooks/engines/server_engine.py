@@ -169,8 +169,9 @@ class ServerEngine(ServerCalls):
             self._fits = fits_if_here(named, self._whose)
         if self._fits is None:
             log.warning(
-                "%s names no model folder on this host, so its first version is loaded without a "
-                "comparison; give the folder that the server was started with as the base",
+                "%s reports no model folder that exists on this host, so syncd cannot check "
+                "whether the first version fits; give the folder that the server was started "
+                "with as the base",
                 self._whose,
             )
         said = self._said_label()
@@ -181,11 +182,9 @@ class ServerEngine(ServerCalls):
         if named is not None and self._serves_what_it_names(said):
             self._loaded = {"full": named}
         if not self._can_label() and self._may_be_paused():
-            self._torn = "a load may have been interrupted, and the server cannot report that"
+            self._torn = "a load may have been interrupted, and this server cannot report that"
             self._model_is_torn = True
-            log.warning(
-                "%s: %s; leaving the server as it is until the next load", self._whose, self._torn
-            )
+            log.warning("leaving %s as it is until the next load: %s", self._whose, self._torn)
         else:
             self._resume()
 
@@ -361,18 +360,18 @@ class ServerEngine(ServerCalls):
             self._others = said, now
         if now < self._others[1] + self._load_timeout:
             raise EngineBrokenError(
-                f"{self._whose} is in the middle of a load by another hook ({said}): a server has "
-                f"one hook, so stop the other hook. If it was killed, this hook continues "
-                f"{self._load_timeout:g} s after it first saw that load, or after a restart of the "
-                "server"
+                f"{self._whose} is in the middle of a load by another hook ({said}), but a "
+                "server may have only one hook: stop the other hook. If the other hook was "
+                "killed, restart the server, or wait: this hook continues "
+                f"{self._load_timeout:g} s after it first saw that load"
             )
         self._was_left(said)
 
     def _was_left(self, said: str) -> None:
         """Treat the server as one whose hook was killed during a load."""
-        self._torn = f"it was left in the middle of a load ({said})"
+        self._torn = f"it was left in the middle of a load, because its hook was stopped ({said})"
         self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
-        log.warning("%s: %s; it stays paused until the next load", self._whose, self._torn)
+        log.warning("%s stays paused until the next load: %s", self._whose, self._torn)
 
     def _take_received(self, name: str, load: Callable[[], None]) -> None:
         """Let the server load a full model that its workers have received, under a label.
@@ -403,11 +402,14 @@ class ServerEngine(ServerCalls):
         if folder is None:
             # Without an adapter nothing was lost; the state of a model is unknown.
             return version.kind == "adapter"
-        log.warning("%s: loading %s again: %s", self._whose, folder, error)
+        log.warning("%s refused a load; loading %s again: %s", self._whose, folder, error)
         try:
             self._load_folder(version.kind, folder, name)
         except (ServerRefusedError, OSError) as again:
-            self._torn = f"it loaded neither version {version.sequence} nor {folder} again: {again}"
+            self._torn = (
+                f"it did not load version {version.sequence}, and then did not load "
+                f"{folder} again: {again}"
+            )
             log.error("%s: %s", self._whose, self._torn)
             return False
         return True
@@ -417,7 +419,9 @@ class ServerEngine(ServerCalls):
         try:
             return call()
         except ServerRefusedError as error:
-            raise EngineBrokenError(f"{self._whose} does not work as it should: {error}") from error
+            raise EngineBrokenError(
+                f"{self._whose} refused a request that should succeed: {error}"
+            ) from error
 
 
 def label(version: LeasedVersion) -> str:

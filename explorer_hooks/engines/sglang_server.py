@@ -60,7 +60,7 @@ class SGLangServer(ServerEngine):
 
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _UPDATE, _FLUSH, _GENERATE):
-            self._server.require(route, "is this SGLang, 0.5 or newer?")
+            self._server.require(route, "use SGLang 0.5 or newer")
         try:
             self._info = next(route for route in _INFO if self._server.has(route))
         except StopIteration:
@@ -113,7 +113,11 @@ class SGLangServer(ServerEngine):
         try:
             self._flush()
         except ServerRefusedError as error:
-            log.info("resuming %s to flush its caches: %s", self._whose, error)
+            log.info(
+                "resuming %s for a moment, because it cannot flush its caches now: %s",
+                self._whose,
+                error,
+            )
             # Running requests have prefixes of old weights, and must not end as if they were valid.
             mode = self._mode if self._is_flushed and not self._has_adapters else "abort"
             self._resume()
@@ -132,10 +136,11 @@ class SGLangServer(ServerEngine):
             except ServerRefusedError as error:
                 if seconds is None:
                     raise ServerBusyError(
-                        f"{self._whose} refuses to flush its caches whenever it is paused: {error}"
+                        f"{self._whose} is paused, and still refuses to flush its caches: {error}"
                     ) from error
                 log.info(
-                    "%s serves for %g s, then its caches are flushed: %s",
+                    "%s cannot flush its caches yet: letting it serve requests for %g s, and "
+                    "then trying again: %s",
                     self._whose,
                     seconds,
                     error,

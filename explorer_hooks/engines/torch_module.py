@@ -206,8 +206,8 @@ class TorchModule(InProcessEngine):
                 fill_directly(reader, targets, self._stage, self._threads)
             except Exception as error:
                 error.add_note(
-                    f"{self._whose} has parts of {named(version)} now: load the previous version "
-                    "again"
+                    f"{self._whose} now has parts of {named(version)} among its previous "
+                    "weights: load the previous version again"
                 )
                 raise
 
@@ -296,7 +296,9 @@ class TorchModule(InProcessEngine):
                 return find_changes(self._filled.version, version, targets, self._threads)
             except CannotCompareError as error:
                 why = str(error)
-        log.info("loading all of version %d into %s: %s", version.sequence, self._whose, why)
+        log.info(
+            "loading all tensors of version %d into %s: %s", version.sequence, self._whose, why
+        )
         return None
 
     def _holds_base(self, targets: list[Target]) -> bool:

@@ -104,9 +104,9 @@ class TransformersModel(TorchModule):
         except EngineMismatchError as error:
             if _converts(self._module):
                 raise EngineMismatchError(
-                    f"{error} (transformers converts the names and tensors of this model when it "
-                    "saves and loads them: a version must have those of the model's own "
-                    f"state_dict(), or a {NAME_MAP} that maps them)"
+                    f"{error} (transformers renames tensors of this model when it saves or loads "
+                    "the model. Publish versions with the tensor names of the model's "
+                    f"state_dict(), or with a {NAME_MAP} that maps other names to these)"
                 ) from error
             raise
         if self._config is not None:

@@ -369,8 +369,8 @@ class VLLMServer(ServerEngine):
         self._digests = dict([*self._digests.items(), (key, before)][-2:])
         if before != found:
             raise ServerRefusedError(
-                f"the digests of the server's weights of version {version.sequence} differ from "
-                "those after the first load of this version",
+                f"the digests of the server's weights of version {version.sequence} differ "
+                "from the digests after the first load of this version",
                 answer=told,
             )
 

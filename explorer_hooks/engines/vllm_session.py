@@ -70,7 +70,9 @@ class TransferSession:
             if not self._server.has(route):
                 return f"has no {route}"
         if (config.get("parallel_config") or {}).get("data_parallel_size") != 1:
-            return "has --data-parallel-size above 1, where only one replica reports its state"
+            return (
+                "has --data-parallel-size above 1, but only one of its replicas reports its state"
+            )
         return None
 
     def load(self, folder: str, name: str, deltas_from: DeltasFrom | None = None) -> None:

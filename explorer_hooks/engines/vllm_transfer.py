@@ -148,7 +148,7 @@ class FolderTransfer:
 
     def _patches(self, update: FolderUpdate) -> list[Any] | None:
         """Read the changed elements; None if a worker must load all elements."""
-        why, patches = "no deltas lead to it", None
+        why, patches = "no deltas lead to this version", None
         if update.deltas:
             try:
                 why = Worker(self._model, self._vllm_config).why_full() or ""

@@ -116,8 +116,8 @@ class VLLMWorkers:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "%s does not report whether it runs on a CPU: on a CPU it may keep the old "
-                    "weights of a tied output layer, or of experts, after a reload",
+                    "%s does not report whether it runs on a CPU: on a CPU, a reload may keep "
+                    "old weights in a tied output layer or in experts",
                     self._whose,
                 )
         elif str(device).startswith("cpu"):
@@ -126,11 +126,11 @@ class VLLMWorkers:
             stays = None if self._repacks else _left_by_reload(version)
             if stays is not None:
                 raise EngineMismatchError(
-                    f"{named(version)} is not loaded into {self._whose}, which runs on a CPU: "
-                    f"{stays}, which vLLM's own reload leaves wrong. Start the server with "
-                    f'--weight-transfer-config \'{{"backend": "syncd"}}\' (an LLM in this process '
-                    f"with --worker-extension-cls {EXTENSION}), or restart it from each version's "
-                    "folder (syncd follow --command)"
+                    f"not loading {named(version)} into {self._whose}: {stays}, so on a CPU "
+                    "vLLM's own reload would keep old weights. Start the server with "
+                    '--weight-transfer-config \'{"backend": "syncd"}\' (an LLM in this '
+                    f"process with --worker-extension-cls {EXTENSION}), or restart it from each "
+                    "version's folder (syncd follow --command)"
                 )
 
     def load_folder(self, folder: str, timeout: float) -> None:

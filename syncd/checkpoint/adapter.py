@@ -112,8 +112,8 @@ def read_config(content: bytes, where: object) -> AdapterConfig:
         return AdapterConfig.model_validate_json(content)
     except pydantic.ValidationError:
         raise CheckpointError(
-            f"{where} is not what PEFT writes: a JSON object with a peft_type, in which all names "
-            "are text; write the file with PeftConfig.save_pretrained"
+            f"{where} is not an adapter config as PEFT writes it, which is a JSON object "
+            "with text keys and a peft_type: write the file with PeftConfig.save_pretrained"
         ) from None
 
 
@@ -223,8 +223,9 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
     for lora, found in halves[adapter].items():
         if len(found) != 2:
             raise CheckpointError(
-                f"{shown(lora)}{found.pop()} of the adapter {shown(adapter)!r} has no other half: "
-                "LoRA's A and B belong together; save all of the adapter's tensors"
+                f"{shown(lora)}{found.pop()} of the adapter {shown(adapter)!r} has no "
+                "counterpart, although LoRA stores A and B as a pair: save all of the "
+                "adapter's tensors"
             )
     return Adapter(
         adapter,

@@ -197,9 +197,9 @@ def _write_manifest(storage: Storage, actor: Path, folder: Path, manifest: Manif
     content = encode(manifest)
     if len(content) > LONG_RECORD_LIMIT:
         raise CheckpointError(
-            f"{actor} has {len(manifest.tensors)} tensors, whose names make a {MANIFEST} of "
-            f"{len(content)} bytes, over the limit of {LONG_RECORD_LIMIT}: save the model's own "
-            "state dict"
+            f"{actor} has {len(manifest.tensors)} tensors, whose names would make the "
+            f"{MANIFEST} {len(content)} bytes long, over the limit of {LONG_RECORD_LIMIT}: "
+            "save the model's own state dict"
         )
     storage.write_new(folder / MANIFEST, content)
     storage.sync_folder(folder)
@@ -312,7 +312,9 @@ def _one_file(
     if save.receipts and digests and (told := file.told_content) is not None:
         found = content_digest(bytes.fromhex(tensor.digest or "") for tensor in merged.tensors)
         if found.hex() != told:
-            raise broken(str(actor / name), "its tensors differ from those that the trainer wrote")
+            raise broken(
+                str(actor / name), "its tensors differ from the tensors that the trainer wrote"
+            )
     return merged
 
 
@@ -458,8 +460,8 @@ class FreeSpace:
             needed = _SMALL_FILES + self._sized[1]
         if free.bytes is not None and free.bytes < needed:
             raise NoRoomError(
-                f"step {save.step} needs {needed / 1e6:.1f} MB, and {free.bytes / 1e6:.1f} MB are "
-                f"free in {self._root}: {self._advice}"
+                f"step {save.step} needs {needed / 1e6:.1f} MB, but only "
+                f"{free.bytes / 1e6:.1f} MB are free in {self._root}: {self._advice}"
             )
         if free.inodes is not None and free.inodes < _FEW_INODES:
             raise NoRoomError(

@@ -138,7 +138,7 @@ def _read_metadata(
         if error.errno != errno.EFBIG:
             raise
         raise ShardFormatError(
-            f"{path} has over {_METADATA_MIB} MiB: save the model alone, from fewer ranks"
+            f"{path} is larger than {_METADATA_MIB} MiB: save the model alone, from fewer ranks"
         ) from None
     return parser.read_metadata(data, str(path), prefix=prefix)
 

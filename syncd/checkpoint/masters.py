@@ -45,8 +45,9 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
         names = storage.names(actor)
         if missing := next((name for name in masters if name not in names), None):
             raise SaveNotReadyError(
-                f"{actor} has no {missing}, but has other ranks' weights in the model's dtype; the "
-                "remaining weights there are cast for explorers: copy the whole folder again"
+                f"{actor} has no {missing}, although other ranks' weights in the model's "
+                "dtype are there: copy the whole folder again, because the other weights "
+                "there are cast for explorers"
             )
         return Shards(save.step, save.identity, masters) if masters else save
     if save.sync_dtype is None:
@@ -116,6 +117,7 @@ def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[
 
 def _without_receipts(actor: Path, why: str) -> SaveNotReadyError:
     return SaveNotReadyError(
-        f"{actor} holds weights that were cast for explorers, and its full receipts do not name "
-        f"the weights in the model's dtype: {why}; copy the folder again, with {actor / RECEIPTS}"
+        f"{actor} holds weights that were cast for explorers, and its full receipts do not "
+        f"name the weights in the model's dtype: {why}; copy the folder again, together "
+        f"with {actor / RECEIPTS}"
     )

@@ -218,12 +218,12 @@ def _regular_files(
         return
     if not below.parts and not stat.S_ISDIR(status.st_mode):
         raise CheckpointError(
-            f"{root} is a {_kind(status)}, and not the folder of the model's config and tokenizer: "
-            f"remove this {_kind(status)}, and save the step again"
+            f"{root} is a {_kind(status)}, but must be the folder of the model's config and "
+            f"tokenizer: remove this {_kind(status)}, and save the step again"
         )
     if len(below.parts) > _DEPTH_LIMIT:
         raise CheckpointError(
-            f"{root} has nested folders that are over {_DEPTH_LIMIT} deep: remove them"
+            f"{root} has folders nested more than {_DEPTH_LIMIT} levels deep: remove them"
         )
     for name, kind in storage.kinds(root / below).items():
         cancel()
@@ -252,8 +252,8 @@ def _copy(
                 size += len(data)
                 if size > limit:
                     raise CheckpointError(
-                        f"{source} is over 1 GiB, or its folder is over 4 GiB: remove "
-                        "all files but the config and the tokenizer"
+                        f"{source} is larger than 1 GiB, or its folder is larger than 4 "
+                        "GiB: remove all files except the config and the tokenizer"
                     )
                 hasher.update(data)
                 storage.write_all(writing, data)

@@ -194,6 +194,7 @@ def _check_vouched(
 
 def _too_many(path: Path, limits: ParseLimits, what: str) -> ShardFormatError:
     return ShardFormatError(
-        f"{path}: the shards up to this one have over {limits.tensors} {what}, which would take "
-        "gigabytes of memory to merge: save the model's own state dict, from fewer ranks"
+        f"{path}: the shards up to this one have more than {limits.tensors} {what}, which "
+        "would take gigabytes of memory to merge: save the model's own state dict, from "
+        "fewer ranks"
     )

@@ -188,9 +188,9 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
     # A tensor without elements may be of any such shape: FSDP2 leaves (0, 0) where (2, 0) belongs.
     if local_shape != tuple(sizes) and not (0 in local_shape and 0 in sizes):
         raise CoverageError(
-            f"{file}: {tensor} has local shape ({_told(*local_shape)}), but by its placement in "
-            f"({_told(*layout.global_shape)}) that shape must be ({_told(*sizes)}): save again "
-            "from ranks of one job"
+            f"{file}: {tensor} has local shape ({_told(*local_shape)}), but by its "
+            f"placements this rank must have ({_told(*sizes)}) of the global shape "
+            f"({_told(*layout.global_shape)}): save again from ranks of one job"
         )
     return Position(layout.global_shape, tuple(offsets), layout.mesh)
 
@@ -228,8 +228,9 @@ def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
             at += 1
         if blocks != factor:
             return {}, (
-                "and a split_factor that no order of cuts by the mesh dimensions gives: "
-                "redistribute the tensor to Shard() before saving, or report it and keep the save"
+                "and a split_factor that does not fit any order of the mesh dimensions: "
+                "redistribute the tensor to Shard() before saving, or report it and keep "
+                "the save"
             )
         order.insert(at, mesh_dim)
     if layout.order is None:

@@ -85,7 +85,7 @@ def _look_at_path(storage: Storage, path: Path, step: int) -> Unfinished | Remot
         if is_gone(error):
             why = f"{path} is not there, and there are no weights in {path.parent / ACTOR}"
         elif is_no_record(error):
-            why = f"{path} is not a file of at most {_LONGEST} bytes"
+            why = f"{path} is not a file, or is longer than {_LONGEST} bytes"
         else:
             raise
         return Unfinished(step, why, awaits_path=True)

@@ -50,7 +50,7 @@ def republish(
         status = storage.status(target)
         if status is None or status.st_size != file.size:
             raise VerificationError(
-                f"{source / file.name} is not {file.size} bytes: the file is damaged"
+                f"{source / file.name} does not have {file.size} bytes: the file is damaged"
             )
     storage.write_new(folder / MANIFEST, encode(manifest))
     for path in sorted(made, reverse=True):

@@ -55,8 +55,8 @@ RECEIPTS_LIMIT: Final = 16 * 1024 * 1024
 
 ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
 _MIXED: Final = (
-    "holds model_world_size_*.pt shards and files of torch.distributed.checkpoint, and nothing "
-    "says which of them are of an older save: remove the older files"
+    "holds both model_world_size_*.pt shards and files of torch.distributed.checkpoint, "
+    "and syncd cannot know which of them belong to an older save: remove the older files"
 )
 #: The possible names of the files of weights, for messages.
 LOOKED_FOR: Final = (
@@ -376,7 +376,10 @@ def _parts(names: Sequence[str]) -> tuple[str, ...] | str:
     counts = {files for _, _, files in used.values()}
     if len(counts) > 1:
         told = " and ".join(map(str, sorted(counts)[:5]))
-        return f"holds model files of sets of {told} files: remove the set of the older save"
+        return (
+            f"holds model files from several saves (sets of {told} files): remove the set of "
+            "the older save"
+        )
     shards = {shard for shard, _, _ in used.values() if shard is not None}
     numbers = {number for _, number, _ in used.values()}
     (count,) = counts

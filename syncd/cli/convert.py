@@ -128,9 +128,7 @@ def command(
             try:
                 found = look_at_step(source, one)
                 if found.why_not and step is not None:
-                    raise SaveNotReadyError(
-                        f"{source.layout.step(one)} is left out: {found.why_not}"
-                    )
+                    raise SaveNotReadyError(f"skipping {source.layout.step(one)}: {found.why_not}")
                 completed = "" if found.why_not else complete(found)
                 if completed and not dry_run:
                     found = look_at_step(source, one)  # it may count as another save now

@@ -94,7 +94,7 @@ def command(
             except OSError as error:
                 if error.errno in NOT_EMPTY:
                     raise InvalidSettingsError(
-                        f"another process has filled {out_dir} meanwhile"
+                        f"another process has written to {out_dir} meanwhile: give a new folder"
                     ) from error
                 raise
             storage.sync_folder(out.parent)
@@ -137,5 +137,5 @@ def _look(storage: Storage, actor: Path) -> SavedWeights:
     names = storage.names(actor)
     reason = save.reason if names else f"{actor} is empty: looked for {LOOKED_FOR}"
     if ACTOR in names:
-        reason += f"; merge its {ACTOR} folder: {actor / ACTOR}"
+        reason += f"; give its {ACTOR} folder instead: {actor / ACTOR}"
     raise SaveNotReadyError(reason)

@@ -156,34 +156,43 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=click.Choice([STATE_POINTER, CHECKPOINT_POINTER]),
         default=_DEFAULTS.pointer,
         show_default=True,
-        help="The file that names the step to publish; plain verl jobs have only the second file.",
+        help=(
+            "The file in the job that names the step to publish. Jobs of plain verl have only "
+            "the second of these files."
+        ),
     ),
     click.option(
         "--keep",
         type=click.IntRange(min=1),
         default=_DEFAULTS.keep,
         show_default=True,
-        help="How many of the newest versions to keep, besides leased versions.",
+        help="How many of the newest versions to keep. Leased versions are kept in addition.",
     ),
     click.option(
         "--deltas",
         type=click.Choice(["auto", "on", "off"]),
         default=_DEFAULTS.deltas,
         show_default=True,
-        help="Make deltas between versions; auto: only while two live explorers could use them.",
+        help=(
+            "Make deltas between versions. With auto, make them only while at least two live "
+            "explorers could use them."
+        ),
     ),
     click.option(
         "--keep-deltas",
         type=click.IntRange(min=1),
         default=_DEFAULTS.keep_deltas,
         show_default=True,
-        help="The most deltas to keep. Together they never exceed half the size of a version.",
+        help=(
+            "How many deltas to keep at most. Together they never exceed half the size of a "
+            "version."
+        ),
     ),
     click.option(
         "--prune-steps/--no-prune-steps",
         default=_DEFAULTS.prune_steps,
         show_default=True,
-        help="Delete published and skipped step folders, except full checkpoints.",
+        help="Delete step folders that were published or skipped, except full checkpoints.",
     ),
     click.option(
         "--prune-foreign/--no-prune-foreign",
@@ -195,7 +204,7 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=SecondsRange(min=0),
         default=_DEFAULTS.dead_reader_grace,
         show_default=True,
-        help="How long to keep the lease of a dead explorer.",
+        help="How long to keep the lease of an explorer that has died.",
     ),
     click.option(
         "--leftover-grace",
@@ -209,7 +218,10 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=SecondsRange(min=0, min_open=True, max=3600),
         default=_DEFAULTS.lease_time,
         show_default=True,
-        help="A process without a heartbeat for this long counts as dead. Affects only a new job.",
+        help=(
+            "A process without a heartbeat for this long counts as dead. The value is fixed "
+            "when the job is created."
+        ),
     ),
 )
 
@@ -231,7 +243,10 @@ names = click.option(
     type=click.Choice(["hub", "trainer"]),
     default="hub",
     show_default=True,
-    help="The tensors' names: as on the hub (a tensor for each expert), or as saved.",
+    help=(
+        "The names of tensors: as on the Hugging Face hub (one tensor for each expert), or as "
+        "saved."
+    ),
 )
 config_file = click.option(
     "--config",
@@ -273,12 +288,12 @@ max_shard_size = click.option(
     type=BytesRange(min=1),
     default=_DEFAULTS.max_shard_size,
     show_default=True,
-    help="The most bytes of tensors in one file.",
+    help="The largest size of one file, in bytes of tensors.",
 )
 copy_threads = click.option(
     "--copy-threads",
     type=click.IntRange(min=1, max=64),
     default=_DEFAULTS.copy_threads,
     show_default=True,
-    help="How many files to write at a time; at most one for each processor.",
+    help="How many files to write at the same time, at most one for each processor.",
 )

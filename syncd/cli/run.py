@@ -45,7 +45,7 @@ _DEFAULTS = RunConfig()
     type=options.SecondsRange(min=0, min_open=True, max=60),
     default=_DEFAULTS.tick,
     show_default=True,
-    help="How often to check the job if no event reports a change.",
+    help="How often to check the job for changes that no file event has reported.",
 )
 @click.option(
     "--memory-dir",
@@ -74,14 +74,19 @@ _DEFAULTS = RunConfig()
 @click.option(
     "--refuse-nonfinite/--no-refuse-nonfinite",
     default=_DEFAULTS.refuse_nonfinite,
-    help="Quarantine a save if the trainer found NaN or Inf in it, instead of only warning.",
+    help=(
+        "Quarantine a save in which the trainer found NaN or Inf. Without this option, only warn."
+    ),
 )
 @click.option(
     "--remote-timeout",
     type=options.SecondsRange(min=0),
     default=_DEFAULTS.remote_timeout,
     show_default=True,
-    help="How long to wait for a remote path in a step folder that has no weights.",
+    help=(
+        "If a step folder has no weights, wait this long for its remote_path file; then "
+        "quarantine the save."
+    ),
 )
 @click.option(
     "--dcp-prefix",
@@ -93,7 +98,7 @@ _DEFAULTS = RunConfig()
     type=options.SecondsRange(min=0, min_open=True),
     default=_DEFAULTS.hang_time,
     show_default=True,
-    help="Exit if storage has not answered for this long, so that another daemon can take over.",
+    help="Exit if storage does not answer for this long, so that another daemon can take over.",
 )
 @click.option(
     "--shared-group",
@@ -107,8 +112,11 @@ _DEFAULTS = RunConfig()
     "--names",
     type=click.Choice(["hub", "trainer"]),
     default=None,
-    help="The names of tensors in versions: as on the hub, or as in the trainer's module.  "
-    "[default: as in the newest version; for a new job hub, if all explorers accept hub names]",
+    help=(
+        "The names of tensors in versions: as on the Hugging Face hub, or as in the trainer's "
+        "module.  [default: as in the newest version; in a new job as on the hub, if all "
+        "explorers accept hub names]"
+    ),
 )
 @options.max_shard_size
 @options.copy_threads

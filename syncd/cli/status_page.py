@@ -97,7 +97,7 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
     daemon, latest, trainer = seen["daemon"], seen["latest"], seen["trainer"]
     facts = [("job", seen["job"])]
     if daemon is None:
-        facts.append(("daemon", "no daemon has worked here yet"))
+        facts.append(("daemon", "no daemon has served this job yet"))
     else:
         detail = f": {daemon['detail']}" if daemon["detail"] else ""
         who = f"{daemon['host']} pid {daemon['pid']}, epoch {daemon['epoch']}"
@@ -133,7 +133,7 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
         facts.append(("trainer", f"{trainer['status']}{step} ({ranks}, heard {heard})"))
     if seen["paused"]:
         by = seen["paused"]["by"]
-        facts.append(("paused", f"by {by}: nothing is published or pruned until resume"))
+        facts.append(("paused", f"by {by}: nothing is published or pruned until 'syncd resume'"))
     leased = [
         f"{version['sequence']}"
         + (" pinned" if version["pinned"] else "")
@@ -187,7 +187,9 @@ def _names(seen: dict[str, Any]) -> str:
         if one["status"] != "stopped" and not one["hub_names"]
     ]
     told = "of the hub" if names == "hub" else "of the trainer's module"
-    return told + (f"; {_few(without)} did not report to take the hub's" if without else "")
+    return told + (
+        f"; {_few(without)} did not report support for the hub's names" if without else ""
+    )
 
 
 def _how_to_start(seen: dict[str, Any], now: float) -> str:
@@ -198,7 +200,7 @@ def _how_to_start(seen: dict[str, Any], now: float) -> str:
     if not seen["daemon_lock_held"]:
         why = "no daemon works here; start one"
     elif daemon is not None and now - daemon["time"] > _SILENT * (seen["lease_time"] or 0.0):
-        why = "if this daemon is gone, start another one"
+        why = "if this daemon has ended, start another daemon"
     else:
         return ""
     memory = daemon["memory_dir"] if daemon else None
@@ -268,7 +270,7 @@ def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[Ren
     if not rest:
         return [found]
     behind = [one["behind"] for one in rest if one["status"] != "stopped"]
-    which = f"at most {max(behind)} behind" if behind else "all stopped"
+    which = f"at most {max(behind)} versions behind" if behind else "all stopped"
     return [found, _text(f"and {len(rest)} more, {which} (--json)")]
 
 
@@ -325,7 +327,7 @@ def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each
         case "quarantined":
             return f"refused step {step}: {event.get('why')}"
         case _:
-            what = "a dead lease, " if event.get("what") == "lease" else ""
+            what = "the lease of a dead explorer, " if event.get("what") == "lease" else ""
             return f"pruned {what}{event.get('name')}: {event.get('why')}"
 
 

@@ -221,8 +221,8 @@ def _folder_of(path: Path) -> Path:
         return path
     if path.parent == Path(path.anchor):
         raise InvalidSettingsError(
-            f"{path} is in the root folder, which the unit would need to write to: give a path in "
-            "another folder"
+            f"{path} is in the root folder (/), but the unit must not write there: give a "
+            "path in another folder"
         )
     return path.parent
 

@@ -375,8 +375,9 @@ class Member(Generic[Report]):
             checked_name(name, "the explorer's name")
         elif role != "trainer":
             raise InvalidSettingsError(
-                f"role {role!r} and name {name!r} identify no saved state: call load_state() for "
-                "your own, load_state('trainer') or load_state('explorer', NAME) for another"
+                f"no saved state can have role {role!r} and name {name!r}: call "
+                "load_state() for your own state, or load_state('trainer') or "
+                "load_state('explorer', NAME) for the state of another participant"
             )
         path = self._job.layout.saved_state(role, name or "")
         return StateFile(self._job, path).load()
@@ -396,7 +397,9 @@ class Member(Generic[Report]):
                 try:
                     become(self._me, RunningStatus.STOPPED)
                 except (OSError, SyncdError) as error:
-                    log.warning("%s cannot announce its stop: %s", self.name, error)
+                    log.warning(
+                        "%s cannot write in its report that it has stopped: %s", self.name, error
+                    )
             try:
                 self._stack.close()
             except OSError as error:

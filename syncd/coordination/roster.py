@@ -159,8 +159,8 @@ class Roster:
         """
         if self.trainer_status() is not RunningStatus.STOPPED:
             raise InvalidSettingsError(
-                f"explorer {name} cannot have step {step} published: the trainer is running, "
-                "and only the trainer decides that"
+                f"explorer {name} cannot have step {step} published: the trainer is "
+                "running, and only the trainer decides which steps are published"
             )
         others = [one.name for one in self.working() if one.name != name and one.bench is None]
         if others:

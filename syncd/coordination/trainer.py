@@ -219,7 +219,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
         with self._wait(timeout, cancel) as wait:
             while self._must_wait():
                 if not wait.more():
-                    log.warning("the slowest explorer still lags; training continues")
+                    log.warning(
+                        "the slowest explorer still lags by more than max_explorer_lag; "
+                        "training continues"
+                    )
                     return False
         return True
 

@@ -113,7 +113,7 @@ class Versions:
             except VersionGoneError as error:
                 if not left:
                     raise
-                log.info("%s; looking again", error)
+                log.info("%s; checking again for a newer version", error)
         return None
 
     def stream(self, wanted: Version | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -262,7 +262,7 @@ class Versions:
         for rank in range(world_size):
             if shard_name(world_size, rank) not in names:
                 raise SaveNotReadyError(
-                    f"{actor / shard_name(world_size, rank)} does not exist (yet)"
+                    f"{actor / shard_name(world_size, rank)} does not exist yet"
                 )
 
     def pointed(self) -> int | None:

@@ -202,7 +202,11 @@ class WeightWaits:
         if current is None:
             log.warning("no version was published: %s continues without a version", self._name)
         else:
-            log.warning("nothing newer than step %d: %s keeps serving it", current.step, self._name)
+            log.warning(
+                "nothing newer than step %d was published: %s keeps its weights",
+                current.step,
+                self._name,
+            )
 
 
 class SyncRequest:
@@ -278,7 +282,11 @@ class SyncRequest:
             try:
                 me.update(nothing_new=count)
             except OSError as error:
-                log.warning("%s cannot report that nothing newer came: %s", me.record.name, error)
+                log.warning(
+                    "%s cannot report that no newer version was published: %s",
+                    me.record.name,
+                    error,
+                )
 
 
 class Ending:
@@ -341,8 +349,8 @@ class Ending:
         if now - self._alone_since < self._versions.lease_time:
             return False
         log.warning(
-            "step %d is saved and not published, and no daemon has worked in %s for %g s: "
-            "not waiting for it; start `syncd run` there",
+            "step %d is saved but not published, and no daemon has worked in %s for %g s: "
+            "not waiting for this step; start `syncd run` there",
             step,
             self._versions.job.layout.root,
             self._versions.lease_time,

@@ -306,7 +306,7 @@ def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer
         return AnswerRequest(request, made=seen.latest)
     name = version_folder(request.sequence)
     if request.sequence == seen.latest:
-        return AnswerRequest(request, why=f"{name} is LATEST")
+        return AnswerRequest(request, why=f"{name} is already LATEST")
     leasable = set(seen.versions) & set(seen.lease_folders)
     if request.sequence > seen.latest or request.sequence not in leasable:
         return AnswerRequest(
@@ -325,7 +325,7 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish | G
         return (), why
     save = seen.save
     if save is None:
-        return (), f"step {seen.pointer.step} has not been looked at yet"
+        return (), f"step {seen.pointer.step} has not been examined yet"
     if save.known_as is not None and (seen.quarantined or save.known_as == seen.published_save):
         return (), ""
     if isinstance(save, Unfinished):
@@ -334,7 +334,8 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish | G
     if not save.receipts and seen.save_still_for < config.tick:
         return (
             (),
-            f"step {save.step} has no receipts: its files must not change for {config.tick:g} s",
+            f"step {save.step} has no receipts, so the daemon waits until its files have "
+            f"not changed for {config.tick:g} s",
         )
     return (Publish(save),), ""
 

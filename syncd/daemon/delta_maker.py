@@ -289,7 +289,7 @@ class DeltaMaker:
 
     def leave(self) -> None:
         """Cancel the work, and wait for its end, but only a few seconds."""
-        self.end("the daemon ends")
+        self.end("the daemon is stopping")
         self._ended = self._again = None
         if self._making is not None and self._making.background is not None:
             self._making.background.join(_PATIENCE)

@@ -302,7 +302,7 @@ class Loop:
         self._meter.failed(error)
         self._tidying.after(error)
         what = type(action).__name__
-        refused.setdefault(what, f"storage refuses {what}; trying again: {error}")
+        refused.setdefault(what, f"storage refuses the action {what}; trying again: {error}")
 
     def _tidy(self, refused: dict[str, str], seen: Observation) -> None:
         """Remove leftovers; later rounds retry any work that storage refuses here."""
@@ -323,7 +323,7 @@ class Loop:
             self._job.check_is_there()
             self._meter.failed(error)
             self._tidying.after(error)
-            refused["bench"] = f"storage refuses {self._job.layout.bench}: {error}"
+            refused["bench"] = f"storage refuses access to {self._job.layout.bench}: {error}"
             return ""
 
     def _look_at_deltas(self) -> None:
@@ -397,9 +397,10 @@ class Loop:
             lambda: published is not None and self._scanner.points_elsewhere(published)
         ):
             log.warning(
-                "step %d: its merge takes far longer than the size of its tensors explains: check "
-                "whether storage is slow, or whether the files in %s are far larger than their "
-                "tensors; other jobs no longer wait for this merge, and a newer save ends it",
+                "step %d: its merge takes far longer than the size of its tensors "
+                "explains. Check whether storage is slow, or whether the files in %s are "
+                "far larger than their tensors. Other jobs no longer wait for this merge, "
+                "and syncd cancels it when a newer save is announced",
                 step,
                 self._job.layout.actor(step),
                 extra=Event.MERGE_LATE(step=step),

@@ -100,7 +100,7 @@ class Naming:
         if not without:
             return "hub"
         shown = ", ".join(map(printable, without[:_NAMED])) + ", …" * (len(without) > _NAMED)
-        self._why = f"{shown} did not report that it takes the hub's names"
+        self._why = f"{shown} did not report support for the hub's names"
         return "trainer"
 
     def kept_with(self, manifest: Manifest) -> Names | None:

@@ -125,7 +125,7 @@ class Publisher:
         if found.adopted is not None:
             served = found.adopted
             log.info(
-                "adopting %s, which LATEST does not name yet",
+                "adopting %s, which an earlier daemon finished but did not write to LATEST",
                 version_folder(served.sequence),
                 extra=Event.VERSION_ADOPTED(version=served.sequence, step=served.step),
             )
@@ -149,7 +149,7 @@ class Publisher:
         """Discard a delta to a version above LATEST; a failure is harmless and only logged."""
         name = delta_folder(sequence)
         log.warning(
-            "discarding %s: LATEST does not name its version",
+            "discarding the delta %s: it leads to a version that is newer than LATEST",
             name,
             extra=Event.DELTA_DISCARDED(version=sequence),
         )

@@ -60,7 +60,7 @@ class DeltaReader:
         if xxhash.xxh3_128_hexdigest(index) != files[INDEX].digest:
             raise self._broken("its index has another digest than its record says")
         if len(index) % ENTRY.size:
-            raise self._broken("its index is no whole number of entries")
+            raise self._broken("its index does not hold a whole number of entries")
         self._entries = np.frombuffer(index, _ENTRIES)
         self._offsets = self._checked(delta, counts, widths, files[BLOCKS].size)
         keys = (self._entries["tensor"].astype(np.int64) << 32) | self._entries["block"]
@@ -91,9 +91,9 @@ class DeltaReader:
         if (lengths < 1).any() or (lengths > inside * widths[tensors] + 1).any():
             raise self._broken("its index has a block that is longer than its elements, or empty")
         if int(lengths.sum()) != size:
-            raise self._broken("its blocks do not fill their file")
+            raise self._broken("its blocks together are not as long as the file that holds them")
         if int(changed.sum()) != delta.changed or int(counts.sum()) != delta.elements:
-            raise self._broken("its record counts other elements than its index")
+            raise self._broken("its record and its index count different numbers of elements")
         return np.cumsum(lengths) - lengths
 
     def __enter__(self) -> Self:

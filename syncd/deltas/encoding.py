@@ -240,7 +240,9 @@ class Decoder:
     ) -> tuple[Positions, _Bytes, Elements] | None:
         """Check a block, and return its positions, changes and large changes; None for kind 0."""
         if not 1 <= count <= elements <= BLOCK:
-            raise BlockError(f"{count} of {elements} elements are said to change: impossible")
+            raise BlockError(
+                f"it declares {count} changes for {elements} elements, which is impossible"
+            )
         if not block:
             raise BlockError("it is empty")
         if block[0] == _RAW:
@@ -271,7 +273,7 @@ class Decoder:
     def _part(self, stored: memoryview, length: int) -> _Bytes:
         """The unpacked bytes of a part, whose unpacked length the caller has checked."""
         if len(stored) > length:
-            raise BlockError("a part is longer than its content")
+            raise BlockError("a part is longer than its unpacked content")
         part = stored if len(stored) == length else self._unpack(stored, length)
         return np.frombuffer(part, np.uint8)
 
@@ -329,7 +331,7 @@ def _unpacker() -> Callable[[memoryview, int], bytes]:
         def unpack(frame: memoryview, length: int) -> bytes:
             try:
                 if zstd.get_frame_info(frame).decompressed_size != length:
-                    raise BlockError("a part declares another length than it has")
+                    raise BlockError("a part declares another length than expected")
                 decompressor = zstd.ZstdDecompressor()
                 found = decompressor.decompress(frame, max_length=length + 1)
             except zstd.ZstdError as error:
@@ -345,7 +347,7 @@ def _unpacker() -> Callable[[memoryview, int], bytes]:
     def unpack(frame: memoryview, length: int) -> bytes:
         try:
             if zstandard.frame_content_size(frame) != length:
-                raise BlockError("a part declares another length than it has")
+                raise BlockError("a part declares another length than expected")
             return decompressor.decompress(frame, length, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise BlockError(f"a part is no zstd frame: {error}") from None

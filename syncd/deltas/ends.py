@@ -160,8 +160,8 @@ def why_no_chain(chain: Sequence[Delta], base: Manifest, target: Manifest) -> st
     for delta in chain:
         if delta.base.content != at:
             return (
-                f"the delta to version {delta.target.sequence} begins with other bytes than "
-                "the chain has at this point"
+                f"the delta to version {delta.target.sequence} does not start from the "
+                "version that comes before it in the chain"
             )
         at = delta.target.content
     if at != content_of(target):

@@ -227,6 +227,6 @@ class DeltaChild:
     def _differs(self, number: int, in_target: int) -> NoDeltaError:
         sequence = (self._target_end if in_target else self._base_end).sequence
         return NoDeltaError(
-            f"{shown(self._names[number])} of version {sequence} has other bytes than its manifest "
-            "says: run 'syncd verify'"
+            f"{shown(self._names[number])} of version {sequence} does not have the bytes "
+            "that the manifest says: run 'syncd verify'"
         )

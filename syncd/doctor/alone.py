@@ -33,7 +33,7 @@ def rename(here: Here) -> Finding:
     here.must("write", "new", text="new")
     wrong = verdicts.expected("a rename over a file", here.attempt("rename", "new", "old"), DONE)
     wrong += verdicts.expected("the file that a rename replaced", here.see("open", "old"), "new")
-    wrong += verdicts.expected("the name that a rename left", here.see("exists", "new"), "False")
+    wrong += verdicts.expected("the old name after a rename", here.see("exists", "new"), "False")
     for folder in ("version", "full"):
         here.must("mkdir", folder)
         here.must("write", f"{folder}/file", text=folder)

@@ -88,10 +88,10 @@ class Channel:
 
 def _silent(path: Path, limit: float, *, ended: bool) -> str:
     if ended:
-        return "the other measuring process has ended: run both again"
+        return "the other measuring process has ended: run both processes again"
     return (
-        f"{path} was not written within {limit:.0f} s: the other measuring process has ended, or "
-        "storage lags by more than this time; run both again"
+        f"{path} was not written within {limit:.0f} s: the other measuring process has "
+        "ended, or storage lags by more than this time; run both processes again"
     )
 
 

@@ -105,8 +105,8 @@ def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job
     if watched < lease_time:
         return ok(
             "daemon",
-            "a daemon holds this job; its heartbeat was not watched long enough to tell whether it "
-            f"is alive{last}",
+            "a daemon has locked this job, but its heartbeat was not watched long enough "
+            f"to know whether that daemon is alive{last}",
         )
     return warn(
         "daemon",
@@ -220,7 +220,7 @@ def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
         writers: path, mode, owner and group of each folder that was read.
     """
     if not writers:
-        return warn("others", "no folder of the job could be looked at", "check its mode and owner")
+        return warn("others", "no folder of the job could be examined", "check its mode and owner")
     for path, mode, _, _ in writers:
         if mode & _OTHERS_WRITE:
             sticky = ", but delete only their own files" if mode & _STICKY else ""

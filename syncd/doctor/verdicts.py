@@ -137,12 +137,16 @@ def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) 
         seen = "never" if step is None else f"only {_seconds(step)} after the previous touch"
         return fail(
             "heartbeats",
-            f"a touch of a file shows {seen}: live processes would count as dead",
+            f"a touch of a file becomes visible {seen}: live processes would count as dead",
             _ELSEWHERE,
             step=step,
         )
     again = f"{_seconds(step)} later" if step else "right after it"
-    return ok("heartbeats", f"a touch shows, and a second touch {again} shows too", step=step)
+    return ok(
+        "heartbeats",
+        f"a touch of a file is visible, and a second touch {again} is visible too",
+        step=step,
+    )
 
 
 def owner(made: tuple[int, int], us: tuple[int, int]) -> Finding:
@@ -187,10 +191,10 @@ def race(
         nobody = rounds - len(set(won))
         if several:
             wrong.append(
-                f"{how} of one name was done by two processes, {several} of {rounds} times"
+                f"{how} of one name succeeded in two processes, {several} of {rounds} times"
             )
         if nobody:
-            wrong.append(f"{how} of a new name was done by nobody, {nobody} of {rounds} times")
+            wrong.append(f"{how} of a new name succeeded in no process, {nobody} of {rounds} times")
     if wrong:
         said = f" ({', '.join(sorted(errors))})" if errors else ""
         return fail("exclusive", f"{'; '.join(wrong)}{said}", _ELSEWHERE, wrong=wrong)
@@ -261,7 +265,7 @@ def _opened(changed: Sequence[float | None], limit: float) -> Finding:
     words = f"a replaced file is read {_late(late)}"
     if late > _SLOW:
         return warn(
-            "open", f"{words}: explorers see new versions that much later", _MOUNT, seconds=late
+            "open", f"{words}: explorers see new versions with this delay", _MOUNT, seconds=late
         )
     return ok("open", words, seconds=late)
 

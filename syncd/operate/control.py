@@ -129,7 +129,7 @@ class Control:
         while not done():
             if not self.working():
                 # It may have answered just before it ended.
-                return "" if done() else "no daemon runs on this job now; the next one will"
+                return "" if done() else "no daemon runs on this job now; the next daemon will"
             if self._clock() >= deadline:
                 return f"the daemon has not answered within {self._timeout:g} s, but will"
             self._sleep(_POLL)

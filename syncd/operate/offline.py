@@ -132,8 +132,8 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
     while not lock.try_acquire():
         if not waited:
             log.info(
-                "%s is held: watching its heartbeat for up to %g s, to see whether the daemon that "
-                "holds this lock is alive",
+                "%s is locked: watching its heartbeat for up to %g s, to see whether the "
+                "daemon that holds this lock is alive",
                 job.layout.daemon_lock,
                 judge.lease_time,
                 extra=Event.WATCHING(path=job.layout.daemon_lock, seconds=judge.lease_time),

@@ -255,6 +255,6 @@ def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
     """
     path = shlex.quote(str(folder))
     if lives:
-        return f"see `syncd status {path}`, which says what its daemon waits for"
+        return f"see `syncd status {path}`, which shows what the daemon waits for"
     job = f"JOB --memory-dir {path}" if is_memory else path
     return f"no daemon works there: start `syncd run {job}`"

@@ -94,7 +94,7 @@ class Judge:
                 self._watched.pop(path, None)
                 if self._repeats.due(path):
                     log.error(
-                        "treating %s as held until it is fixed: %s",
+                        "cannot read %s, so its owner counts as alive until the file is fixed: %s",
                         path,
                         error,
                         extra=Event.LEFT_ALONE(path=path, reason=error),

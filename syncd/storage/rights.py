@@ -133,8 +133,8 @@ def unprunable(job: Job) -> str | None:
 
 def _sentence(folder: Path, why: str) -> str:
     return (
-        f"old steps cannot be deleted, and the disk will fill up: {folder} {why} (user "
-        f"{os.geteuid()})"
+        f"old steps cannot be deleted, and the disk will fill up: {folder} {why} (this "
+        f"process runs as user {os.geteuid()})"
     )
 
 

@@ -100,7 +100,9 @@ class Session:
                     self._lock.release()
                     self._lock.take()
                 except (OSError, LeaseSettingsMismatch) as error:
-                    log.debug("session %s cannot be renewed yet: %s", self.id, error)
+                    log.debug(
+                        "the heartbeat of session %s cannot be renewed yet: %s", self.id, error
+                    )
                     continue
             log.info(
                 "the heartbeat of session %s resumed",

@@ -36,7 +36,11 @@ def ask_server(job: Job) -> None:
         if not is_refused_here(error):
             raise
         # A user who may only read the job sees changes when this client's cache expires.
-        log.debug("reading %s as this client has cached it: %s", job.layout.root, error)
+        log.debug(
+            "cannot refresh %s, so reading the content that this client has cached: %s",
+            job.layout.root,
+            error,
+        )
 
 
 def check_on_disk(job: Job, step: int) -> None:

@@ -81,7 +81,7 @@ def test_one_that_fails_is_opened_again_and_the_other_goes_on(job: SmallJob) -> 
         nonlocal attempts
         attempts += 1
         if attempts < 3:
-            raise ServerUnreachableError("no server came up")
+            raise ServerUnreachableError("the server did not start to answer")
         return ExplorerHook(job.layout.root, "late", FakeEngine(), poll=0.01)
 
     served: list[tuple[str, Version]] = []

@@ -232,7 +232,7 @@ def test_a_server_without_the_routes_is_said_so(base: Path) -> None:
 
 def test_a_server_that_is_not_up_is_waited_for_and_then_an_error(fake: FakeSGLang) -> None:
     fake.is_up = False
-    with pytest.raises(ServerUnreachableError, match="is it up"):
+    with pytest.raises(ServerUnreachableError, match="check that the server runs"):
         engine_of(fake).attach()
 
 

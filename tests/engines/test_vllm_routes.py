@@ -488,5 +488,5 @@ def test_a_version_that_is_given_again_must_have_the_digests_that_it_had_first(
         engine.load(version)
     routes.told["/weight_checker"] = {"checksums": "another"}
     for _ in range(2):
-        with pytest.raises(ServerRefusedError, match="differ from those after"):
+        with pytest.raises(ServerRefusedError, match="differ from the digests after"):
             engine.load(first)

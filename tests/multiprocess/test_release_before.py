@@ -254,7 +254,7 @@ def test_an_explorer_of_the_release_before_keeps_a_new_job_at_the_names_that_it_
             old.kill()
     assert status["daemon"]["names"] == "trainer"
     (line,) = [line for line in journal(new) if line["event"] == "names"]
-    assert line["why"] == "explorer-before did not report that it takes the hub's names"
+    assert line["why"] == "explorer-before did not report support for the hub's names"
 
 
 def sparse(job: Path, step: int) -> None:

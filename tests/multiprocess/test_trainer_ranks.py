@@ -228,7 +228,7 @@ def test_the_last_step_is_saved_by_all_ranks_or_by_none(job: Path, tmp_path: Pat
             (warning,) = said[0]
             assert said == [[warning], [warning]]
             assert f"of step {step}" in warning
-            assert f"rank {late} has not called it within {save_timeout:g} s" in warning
+            assert f"rank {late} did not arrive within {save_timeout:g} s" in warning
             assert ranks[late].ask("close") == [warning]
             assert pointed(job) == 2
 

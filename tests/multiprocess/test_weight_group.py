@@ -181,7 +181,7 @@ def test_a_group_serves_many_transfers_a_refusal_ends_none_and_nothing_is_left(
         one.tell("bucket", 1)
         answer = one.hear()
         assert answer.error is not None
-        assert "is closed" in answer.error
+        assert "was closed" in answer.error
         assert not one("left_behind")
 
 

@@ -302,10 +302,13 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
         {LORA: file_of("x.lora_A.weight"), **BASE},
         "without its adapter_config.json.*actor/lora_adapter",
     ),
-    "a torn config": ({SHARD: shard_of(*PEFT), TOLD: b"{"}, "is not what PEFT writes"),
+    "a torn config": (
+        {SHARD: shard_of(*PEFT), TOLD: b"{"},
+        "is not an adapter config as PEFT writes it",
+    ),
     "a huge config": (
         {SHARD: shard_of(*PEFT), TOLD: b" " * (1024 * 1024 + 1)},
-        "is not what PEFT writes",
+        "is not an adapter config as PEFT writes it",
     ),
     "a config of another kind": (
         {SHARD: shard_of(*PEFT), TOLD: b'{"peft_type": "IA3"}'},
@@ -321,7 +324,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
         },
         r"2 adapters \(a, b\)",
     ),
-    "half an adapter": ({SHARD: shard_of(*PEFT[:3]), TOLD: CONFIG}, "has no other half"),
+    "half an adapter": ({SHARD: shard_of(*PEFT[:3]), TOLD: CONFIG}, "has no counterpart"),
     "an adapter by other names": (
         {LORA: file_of(*PEFT[2:4]), TOLD: CONFIG},
         "with the tensor names of its model",

@@ -198,7 +198,9 @@ def test_a_child_that_is_killed_says_nothing_about_the_save() -> None:
         tiles = made.cast(reader(bytes(8 * TILE)), 2 * TILE, "F32", "BF16", cancel=nothing)
         next(tiles)
         os.kill(made._child.pid, signal.SIGKILL)
-        with pytest.raises(OSError, match="the process to cast this path ended with SIGKILL"):
+        with pytest.raises(
+            OSError, match="the process that casts the weights of this path ended with SIGKILL"
+        ):
             list(tiles)
 
 

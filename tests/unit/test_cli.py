@@ -177,7 +177,7 @@ def test_a_folder_without_a_save_says_what_was_looked_for(tmp_path: Path) -> Non
         said = str(result.exception)
         assert said.startswith(f"{folder} ")
         assert "looked for model_world_size_N_rank_R.pt, model.safetensors, " in said
-        assert (f"merge its actor folder: {actor}" in said) == (folder == actor.parent)
+        assert (f"give its actor folder instead: {actor}" in said) == (folder == actor.parent)
     assert not out.parent.exists()
 
 
@@ -396,7 +396,9 @@ def test_pruning_beside_a_daemon_refuses_at_its_next_heartbeat_and_says_what_it_
         with pytest.raises(errors.JobUnavailableError, match="a daemon is working"):
             prune_now(served, DaemonConfig(keep=1), sleep=held.sleep)
         (line,) = (one.getMessage() for one in caplog.records if "heartbeat" in one.getMessage())
-    assert line.startswith(f"{served.layout.daemon_lock} is held: watching its heartbeat for up to")
+    assert line.startswith(
+        f"{served.layout.daemon_lock} is locked: watching its heartbeat for up to"
+    )
     assert len(held.pauses) == 3
     assert max(held.pauses) < LEASE_TIME / 3 / 2, "the stopwatch for a silent one must run"
     assert everything(served) == before

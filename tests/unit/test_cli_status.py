@@ -169,7 +169,7 @@ def test_where_no_daemon_works_the_command_that_starts_one_is_shown(
     reports(served, 0, time=1000.0 - 91.0)
     assert (
         start(served)
-        == f"if this daemon is gone, start another one: syncd run {served.layout.root}"
+        == f"if this daemon has ended, start another daemon: syncd run {served.layout.root}"
     )
     empty = tmp_path / "empty"
     empty.mkdir()

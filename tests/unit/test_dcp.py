@@ -325,7 +325,7 @@ def test_other_weights_in_the_folder_come_first(tmp_path: Path) -> None:
         (["shard-00002-model-00001-of-00001"], "no data of rank 1 of 2"),
         (["shard-00001-model-00002-of-00002"], "no data of file 1 of 2"),
         (["model-00001-of-00002"], "no data of file 2 of 2"),
-        (["model-00001-of-00001", "model-00001-of-00002"], "model files of sets of 1 and 2 files"),
+        (["model-00001-of-00001", "model-00001-of-00002"], "model files from several saves"),
         (["model-00000-of-00001"], "holds no weights"),
         (["model-00003-of-00002", "shard-00000-model-00001-of-00001"], "holds no weights"),
     ],
@@ -493,7 +493,7 @@ def test_every_bit_of_the_model_is_checked_and_none_of_the_optimizer(tmp_path: P
 def test_a_save_is_announced_once_it_is_done(tmp_path: Path) -> None:
     job = tmp_path / "job"
     job.mkdir()
-    with pytest.raises(SaveNotReadyError, match="announce a save after it is done"):
+    with pytest.raises(SaveNotReadyError, match="announce a save only when it is complete"):
         announce_dcp(job, 3)
     small().write(job / "global_step_3" / "actor")
     announce_dcp(job, 3)

@@ -230,7 +230,7 @@ def test_of_shards_and_a_checkpoint_in_one_folder_neither_is_served(
     job.point(4)
     with job.daemon(clock=clock) as loop:
         rounds(loop, clock)
-        assert "nothing says which of them are of an older save" in detail(job)
+        assert "syncd cannot know which of them belong to an older save" in detail(job)
         (job.layout.actor(4) / "model_world_size_1_rank_0.pt").unlink()
         rounds(loop, clock)
         assert served(job) == [1, 1]

@@ -96,7 +96,7 @@ def test_a_quarantined_save_is_not_tried_again() -> None:
 def test_a_foreign_save_must_lie_still_for_a_tick() -> None:
     moving = job(save=FOREIGN, save_still_for=CONFIG.tick / 2)
     assert actions(moving) == []
-    assert "must not change for 1 s" in decide(moving, CONFIG).waiting_for
+    assert "have not changed for 1 s" in decide(moving, CONFIG).waiting_for
     still = job(save=FOREIGN, save_still_for=CONFIG.tick)
     assert actions(still) == [Publish(FOREIGN)]
 
@@ -127,7 +127,7 @@ def test_a_job_with_the_other_pointer_alone_says_how_to_serve_it(state: PointerS
 def test_a_save_that_is_not_whole_says_what_is_missing() -> None:
     decision = decide(job(save=Unfinished(9, "no shard of rank 1")), CONFIG)
     assert decision.waiting_for == "no shard of rank 1"
-    assert decide(job(save=None), CONFIG).waiting_for == "step 9 has not been looked at yet"
+    assert decide(job(save=None), CONFIG).waiting_for == "step 9 has not been examined yet"
 
 
 def test_versions_outside_the_retention_rules_are_retired_oldest_first() -> None:

@@ -93,8 +93,8 @@ def test_a_delta_that_breaks_no_rule_is_opened(given: Given) -> None:
         (0, LENGTH, 0, "longer than its elements, or empty"),
         (1, LENGTH, 200 * 4 + 2, "longer than its elements, or empty"),
         (2, LENGTH, 2**32 - 1, "longer than its elements, or empty"),
-        (0, LENGTH, 1, "do not fill their file"),
-        (0, COUNT, 1, "counts other elements than its index"),
+        (0, LENGTH, 1, "not as long as the file"),
+        (0, COUNT, 1, "count different numbers of elements"),
     ],
 )
 def test_an_entry_that_breaks_a_rule_is_refused(
@@ -194,11 +194,11 @@ def no_digest(given: Given) -> Link:
     [
         (no_tensor_twice, "a block twice"),
         (more_entries, "more entries than the version has blocks"),
-        (half_an_entry, "no whole number of entries"),
+        (half_an_entry, "not hold a whole number of entries"),
         (other_index, "another digest than its record says"),
         (longer_index, "longer than 48 bytes"),
-        (other_count, "counts other elements than its index"),
-        (other_elements, "counts other elements than its index"),
+        (other_count, "count different numbers of elements"),
+        (other_elements, "count different numbers of elements"),
         (short_blocks, "another size than its record says"),
         (long_blocks, "another size than its record says"),
         (no_blocks, "another size than its record says"),

@@ -176,9 +176,9 @@ def test_a_chain_from_another_base_or_to_another_version_is_refused(
     tmp_path: Path, versions: list[WholeVersion], chain: list[Link]
 ) -> None:
     for base, links, target, why in (
-        (versions[1], chain, versions[2], "begins with other bytes"),
+        (versions[1], chain, versions[2], "does not start from the version"),
         (versions[0], chain[:1], versions[2], "does not end with"),
-        (versions[0], chain[::-1], versions[2], "begins with other bytes"),
+        (versions[0], chain[::-1], versions[2], "does not start from the version"),
         (versions[0], [], versions[2], "does not end with"),
     ):
         with pytest.raises(NoDeltaError, match=why):
@@ -249,7 +249,7 @@ def test_a_version_that_is_not_what_its_manifest_says_gets_no_delta(
     content[-1] ^= 1
     path.write_bytes(content)
     sequence = versions[2 * which].manifest.sequence
-    with pytest.raises(NoDeltaError, match=f"large of version {sequence} has other bytes"):
+    with pytest.raises(NoDeltaError, match=f"large of version {sequence} does not have the bytes"):
         make_delta(versions[0], versions[2], tmp_path / "d")
 
 

@@ -417,8 +417,8 @@ def test_a_race_without_a_winner_or_with_two_is_no_race() -> None:
     two = verdicts.race({"mkdir": [(0, 1), (1, 2)]}, 3, {})
     none = verdicts.race({"mkdir": [(0,), (1,)]}, 3, {"EIO": 1})
     assert [found.verdict for found in (fair, two, none)] == [OK, FAIL, FAIL]
-    assert "by two processes, 1 of 3" in two.words
-    assert "by nobody, 1 of 3 times (EIO)" in none.words
+    assert "in two processes, 1 of 3" in two.words
+    assert "in no process, 1 of 3 times (EIO)" in none.words
 
 
 def facts(**changed: Any) -> Facts:
@@ -471,7 +471,7 @@ def facts(**changed: Any) -> Facts:
         (job_verdicts.others([("/job", 0o2775, 7, 8)]), OK, "group 8 may write"),
         (job_verdicts.others([("/job", 0o777, 7, 8)]), WARN, "every user"),
         (job_verdicts.others([("/job", 0o1777, 7, 8)]), WARN, "delete only their own files"),
-        (job_verdicts.others([]), WARN, "could be looked at"),
+        (job_verdicts.others([]), WARN, "could be examined"),
         (job_verdicts.rights(None, None, "", facts()), OK, "user 1"),
         (job_verdicts.rights("it is refused", None, "", facts()), FAIL, "it is refused"),
         (job_verdicts.rights(None, "steps stay", "be root", facts()), WARN, "steps stay"),

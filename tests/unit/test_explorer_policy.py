@@ -236,7 +236,7 @@ def test_a_hook_follows_in_the_background(job: SmallJob, engine: FakeEngine) -> 
         publish(job, 1)
         first = hook.wait_until_served(LONG)
         assert first == Version(1, 1)
-        with pytest.raises(InvalidSettingsError, match="follows the job in the background"):
+        with pytest.raises(InvalidSettingsError, match="already follows the job"):
             hook.pull(0)
         publish(job, 2)
         engine.fail("check", EngineMismatchError("no"), sequence=3)

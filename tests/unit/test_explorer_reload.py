@@ -95,7 +95,7 @@ def test_an_engine_that_takes_neither_version_is_broken_until_it_takes_one(
     assert not hook.may_produce()
     assert "the weights that it serves are unknown" in str(hook.fault)
     assert "the weights that it serves are unknown" in str(report(job).fault)
-    with pytest.raises(EngineBrokenError, match="still does not take version 1"):
+    with pytest.raises(EngineBrokenError, match="still cannot load version 1"):
         hook.pull(0)
     with pytest.raises(WaitTimeoutError):  # it takes version 1 again; version 2 was refused
         hook.pull(0)

@@ -184,7 +184,7 @@ def test_a_budget_is_kept_and_what_is_not_held_makes_room(job: SmallJob, stage: 
         first = staging.stage(version)
     publish(job, 2)
     with held(job) as version:
-        with pytest.raises(NotStagedError, match="of which"):
+        with pytest.raises(NotStagedError, match="because other copies take"):
             staging.stage(version)
         first.release()
         staging.stage(version)

@@ -131,8 +131,8 @@ LIES = {
         zip_of([Entry(b"a/data.pkl", b"}.", local_flags=1)]),
         "header of another record",
     ),
-    "fewer than said": (zip_of([PKL], count=2), "fewer records than it says"),
-    "more than said": (zip_of([PKL, PKL], count=1), "more records than it says"),
+    "fewer than said": (zip_of([PKL], count=2), "fewer records than the directory declares"),
+    "more than said": (zip_of([PKL, PKL], count=1), "more records than the directory declares"),
     "a name beyond the end": (
         PLAIN.replace(struct.pack("<3H", 10, 0, 0), struct.pack("<3H", 99, 0, 0)),
         "ends inside a record|header of another",
@@ -200,7 +200,7 @@ def test_a_pickle_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) ->
         file.seek(at - 2 + size)  # a hole
         end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, len(directory), at - 2 + size, 0)
         file.write(directory + end)
-    with pytest.raises(ShardFormatError, match="over 256 MiB"):
+    with pytest.raises(ShardFormatError, match="larger than 256 MiB"):
         read(tmp_path / "shard.pt")
 
 

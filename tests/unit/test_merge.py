@@ -395,7 +395,7 @@ def test_a_huge_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "huggingface" / "dump").write_bytes(bytes(11))
     (tmp_path / "version").mkdir()
-    with pytest.raises(CheckpointError, match="dump is over"):
+    with pytest.raises(CheckpointError, match="dump is larger than"):
         copy_model_files(
             STORAGE, tmp_path / "huggingface", tmp_path / "version", cancel=lambda: None
         )

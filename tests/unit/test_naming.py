@@ -90,9 +90,9 @@ def test_a_new_job_gets_the_hubs_names_if_all_live_explorers_take_them(
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(page(seen, 0.0, 100))
     shown = console.export_text()
-    assert ("old did not report to take the hub's" in shown) == (names == TRAINER)
+    assert ("old did not report support for the hub's names" in shown) == (names == TRAINER)
     assert ("names    of the hub" in shown) == (names == HUB)
-    why = "old did not report that it takes the hub's names" if names == TRAINER else None
+    why = "old did not report support for the hub's names" if names == TRAINER else None
     assert said(job) == [(1, names[0], why)]  # type: ignore[index] # one of the two above
     assert seen["daemon"]["names"] == names[0]  # type: ignore[index]
 

@@ -401,7 +401,7 @@ def test_a_config_whose_settings_differ_from_the_version_before_is_said_once(
             assert len(told(caplog)) == (step >= 2)
     (line,) = told(caplog)
     assert line.startswith(
-        "config.json of version 3 differs from that of version 2: "
+        "config.json of version 3 differs from the config.json of version 2: "
         'eos (absent → "\\u001b[2J"); layers ([1, 2] → absent); rope_scaling.factor (2.0 → 4.0);'
     )
 

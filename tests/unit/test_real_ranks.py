@@ -299,7 +299,10 @@ def test_parts_of_one_name_that_ranks_of_other_meshes_hold_must_be_the_same(
     [
         ("partial-2", r"half has placements \(Partial\("),
         ("fsdp1_local-2", r"_flat_param is a flat parameter of FSDP1"),
-        ("scrambled-4", "weight is sharded over a device mesh whose ranks do not ascend"),
+        (
+            "scrambled-4",
+            "weight is sharded over a device mesh whose ranks are not in ascending order",
+        ),
         ("strided-4", r"several has placements \(_StridedShard\(dim=0, split_factor=3\), Shard"),
     ],
 )

@@ -144,7 +144,7 @@ def test_a_version_that_latest_never_named_is_adopted_and_counts_as_the_answer(
 
 
 @pytest.mark.parametrize(
-    ("sequence", "why"), [(1, "was retired"), (9, "never published"), (3, "is LATEST")]
+    ("sequence", "why"), [(1, "was retired"), (9, "never published"), (3, "is already LATEST")]
 )
 def test_what_cannot_be_served_again_is_refused_and_says_why(
     job: SmallJob, sequence: int, why: str
@@ -370,7 +370,7 @@ def test_who_asks_waits_for_a_working_daemon_and_leaves_nothing(job: SmallJob) -
         assert list(job.layout.requests.iterdir()) == []
         assert asking.resume()
         assert not asking.resume()
-        with pytest.raises(VersionGoneError, match="is LATEST"):
+        with pytest.raises(VersionGoneError, match="is already LATEST"):
             asking.roll_back(4)
     assert list(job.layout.requests.iterdir()) == []
 

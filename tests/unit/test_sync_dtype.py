@@ -422,7 +422,7 @@ def test_a_cast_checkpoint_is_not_converted_without_its_full_receipts(
         path.write_bytes(content.replace(full.save_id.encode(), b"other-1-0"))
     done = CliRunner().invoke(cli, ["convert", str(job.layout.root)])
     assert done.exit_code != 0
-    assert "copy the folder again, with" in " ".join(done.output.split())
+    assert "copy the folder again, together with" in " ".join(done.output.split())
     assert not (job.layout.actor(1) / "huggingface" / "model.safetensors").exists()
 
 

@@ -220,7 +220,7 @@ def test_a_version_that_nothing_replaces_is_warned_of_once(
         trainer.notify_no_new_model_state_dict()
         assert waiting.result(LONG) == held
     assert [line for line in caplog.messages if "nothing newer" in line] == [
-        f"nothing newer than step 3: {explorer.name} keeps serving it"
+        f"nothing newer than step 3 was published: {explorer.name} keeps its weights"
     ]
 
 

@@ -385,7 +385,7 @@ def test_a_checkpoint_without_the_base_is_not_resumed_on_another_base(
     saved(job, model, 3)
     again = lora(qwen(), target_modules=["q_proj"])
     again.get_base_model().name_or_path = "org/two"
-    with pytest.raises(CheckpointError, match="trained on org/one, without that model, but"):
+    with pytest.raises(CheckpointError, match="without their base model, org/one, but"):
         load_checkpoint(job.layout.root, again)
     again.get_base_model().name_or_path = "/data/one"
     assert load_checkpoint(job.layout.root, again) is not None

@@ -178,7 +178,7 @@ def test_a_wait_for_the_last_save_ends_a_lease_time_after_no_daemon_lives(
         begun = fast()
         assert explorer.wait_new_model_state_dict(HELD, timeout=LEASE_TIME * LONG) == HELD
         assert fast() - begun >= LEASE_TIME
-    assert f"step 2 is saved and not published, and no daemon has worked in {job.layout.root}" in (
+    assert f"step 2 is saved but not published, and no daemon has worked in {job.layout.root}" in (
         caplog.text
     )
 

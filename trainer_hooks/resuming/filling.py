@@ -123,13 +123,14 @@ def plan(
     for goal, boxes in left:
         if not any(goal.name in file.tensors for file in files.opened.values()):
             raise CheckpointError(
-                f"'{shown(goal.name)}' is in none of the files from {files.paths[0]} on: the files "
-                "are of another model or optimizer"
+                f"'{shown(goal.name)}' is not in {files.paths[0]}, nor in the other ranks' "
+                "files of this save: the files are of another model or optimizer"
             )
         box = boxes[0]
         raise CheckpointError(
-            f"'{shown(goal.name)}': the part of shape {box.shape} at {box.offsets} is in none of "
-            f"the files from {files.paths[0]} on: a rank did not save its part; {ADVICE}"
+            f"'{shown(goal.name)}': the part of shape {box.shape} at {box.offsets} is not "
+            f"in {files.paths[0]}, nor in the other ranks' files of this save: a rank did "
+            f"not save its part; {ADVICE}"
         )
     return copies
 
@@ -279,9 +280,9 @@ def _copy(
             into.copy_(values)
         elif not _same(into, values):
             raise CheckpointError(
-                f"'{shown(copy.goal.name)}' is not the same in {files.paths[copy.file]} and in "
-                "another rank's file, which is of another device mesh: if ranks saved different "
-                "experts by the same name, only the same ranks can resume them"
+                f"'{shown(copy.goal.name)}' is not the same in {files.paths[copy.file]} and "
+                "in another rank's file, which is of another device mesh: if ranks saved "
+                "different experts under the same name, only the same ranks can resume them"
             )
     return read
 

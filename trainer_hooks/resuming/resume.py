@@ -286,13 +286,13 @@ def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> Non
     differs = are_two_models(saved, here)
     if differs:
         raise CheckpointError(
-            f"{folder} holds adapters that were trained on {shown(saved)}, without that model, but "
-            f"the adapters here are on {shown(here)}: use the same base model"
+            f"{folder} holds adapters without their base model, {shown(saved)}, but the "
+            f"base model here is {shown(here)}: use the same base model"
         )
     if differs is None:
         log.warning(
-            "%s holds adapters that were trained on %s, and the adapters here are on %s: cannot "
-            "tell whether these base models are the same",
+            "%s holds adapters that were trained on the base model %s, and the base model "
+            "here is %s: cannot tell whether these base models are the same",
             folder,
             shown(saved),
             shown(here),

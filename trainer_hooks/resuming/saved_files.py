@@ -183,7 +183,8 @@ class SavedFiles:
         except (pickle.UnpicklingError, RuntimeError) as error:
             first = str(error).partition("\n")[0]
             raise CheckpointError(
-                f"{path} cannot be loaded ({first}), so trainer_hooks has not written it: {ADVICE}"
+                f"{path} cannot be loaded ({first}), so it was not written by "
+                f"trainer_hooks: {ADVICE}"
             ) from error
 
     def reader(self, checked: Sequence[int]) -> tuple[SourceReader, dict[int, int]]:
@@ -212,8 +213,8 @@ class SavedFiles:
         told = self._vouched.get(path.name)
         if told is None:
             raise CheckpointError(
-                f"{path} is in none of the receipts of its save: it was saved without this "
-                f"file; {ADVICE}"
+                f"{path} is not listed in the receipts of its save, so it is not part of "
+                f"that save; {ADVICE}"
             )
         return told
 
@@ -277,9 +278,7 @@ def _compare(path: Path, told: ReceiptFile | None, size: int, digest: str) -> No
 
 
 def _differs(path: Path, how: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is not the file that its receipt vouches for (it {how}): {ADVICE}"
-    )
+    return CheckpointError(f"{path} is not the file that its receipt lists (it {how}): {ADVICE}")
 
 
 def names_in(files: Mapping[int, OpenFile]) -> Iterator[str]:

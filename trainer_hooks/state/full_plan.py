@@ -103,8 +103,9 @@ def agree_on_plan(
             raise SaveFailedError(f"rank {number} cannot save its full state dict: {other.fault}")
         if other.digest != outlines[0].digest:
             raise SaveFailedError(
-                f"rank {number} has {other.count} tensors that differ from the {outlines[0].count} "
-                "of rank 0 in name, kind, dtype or shape: pipeline stages can only save shards"
+                f"the {other.count} tensors of rank {number} differ from the "
+                f"{outlines[0].count} tensors of rank 0 in name, kind, dtype or shape: "
+                "pipeline stages can only save shards"
             )
     try:
         return FullPlan(_planned(state, outlines[0].memory, tied=tied, cast=cast))

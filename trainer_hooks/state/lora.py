@@ -82,7 +82,7 @@ class PeftState:
         why = None if chosen is SaveLora.MERGED else self.not_an_adapter
         if chosen is SaveLora.ADAPTER and why is not None:
             raise InvalidSettingsError(
-                f"the adapter alone is not the model that is trained: {why}; set "
+                f"the adapter alone does not hold everything that is trained: {why}; set "
                 "SaveSettings(lora='merged')"
             )
         if chosen is SaveLora.AUTO:

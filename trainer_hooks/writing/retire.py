@@ -64,7 +64,7 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
     pointed = pointed_step(job)
     if pointed != newest:
         log.warning(
-            "%s names step %s and not %d: not retiring any full checkpoint",
+            "%s names step %s instead of step %d, so no full checkpoint is retired",
             job.layout.checkpoint_pointer, pointed, newest,
         )  # fmt: skip
         return []

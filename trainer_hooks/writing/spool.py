@@ -82,8 +82,8 @@ class Spool:
             self._named = True
         elif not self._job.storage.exists(self.path):
             raise SaveFailedError(
-                f"{self.path} was deleted during the save, and its gathered tensors are freed: "
-                "save the step again"
+                f"{self.path} was deleted during the save, and the gathered tensors are no "
+                "longer in memory: save the step again"
             )
         self._job.storage.sync_folder(self.path.parent)
         return self._file

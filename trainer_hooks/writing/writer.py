@@ -127,8 +127,9 @@ class RankWriter:
         except OSError as error:
             self._after_failure(attempt)
             raise SaveFailedError(
-                f"rank {self._rank} could not write the save of step {save_id.step}: {error}; "
-                "its unannounced parts are never served, and the previous version stays published"
+                f"rank {self._rank} could not write the save of step {save_id.step}: "
+                f"{error}; the unannounced parts of this save are never served, and the "
+                "previous version stays published"
             ) from error
         except BaseException:
             self._after_failure(attempt)  # for example a tokenizer that cannot be saved
@@ -186,7 +187,7 @@ class RankWriter:
             except OSError as error:
                 if error.errno not in PASSING or self._stopped.wait(0 if is_gone(error) else pause):
                     raise
-                log.warning("step %d: trying again: %s", save_id.step, error)
+                log.warning("step %d: storage failed, trying again: %s", save_id.step, error)
         return work()
 
     # -- the order of a save ---------------------------------------------------------------------
@@ -284,7 +285,7 @@ class RankWriter:
         except OSError as error:
             if self._rank == 0 or not self._files.is_vouched(save_id, name):
                 raise
-            log.warning("step %d: trying again: %s", save_id.step, error)
+            log.warning("step %d: storage failed, trying again: %s", save_id.step, error)
             try:
                 self.again(save_id, lambda: self._files.vouch(save_id, name, files, sync_dtype))
             except OSError as again:

@@ -357,8 +357,9 @@ def _parent(entries: Mapping[str, SavedName], where: str) -> Keys:
             f"of their names with --prefix (dcp_prefix); {_told(entries)}"
         )
     raise CheckpointError(
-        f"{where} holds tensors in several places, and does not say which are the model's: give "
-        f"--prefix (dcp_prefix), such as --prefix model. ; {_told(entries)}"
+        f"{where} holds tensors under several prefixes, and does not say which of them "
+        "belong to the model: give --prefix (dcp_prefix), such as --prefix model. ; "
+        f"{_told(entries)}"
     )
 
 

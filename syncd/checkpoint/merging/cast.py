@@ -165,7 +165,8 @@ class Caster:
     def _failed(self) -> OSError:
         return OSError(
             errno.EAGAIN,
-            f"the process to cast this path ended with {described(self._child.end())}: check that "
-            "'python -c \"import torch\"' works, and that memory is free",
+            "the process that casts the weights of this path ended with "
+            f"{described(self._child.end())}: check that 'python -c \"import torch\"' "
+            "works, and that memory is free",
             self._where,
         )

@@ -221,10 +221,10 @@ class FileCopy:
             )
         first, other = source_at(tensor.parts, offset), source_at(copy.parts, offset)
         return CoverageError(
-            f"{name} differs between ranks {first} and {other}, in {self._sources[first].path} and "
-            f"{self._sources[other].path}, but must be the same in both: broadcast the tensor "
-            "before saving, or give tensors that differ between ranks different names, or a device "
-            "mesh with all of these ranks"
+            f"{name} differs between ranks {first} and {other}, in "
+            f"{self._sources[first].path} and {self._sources[other].path}, but must be the "
+            "same in both: broadcast the tensor before saving. If the tensors differ on "
+            "purpose, give them different names, or a device mesh with all of these ranks"
         )
 
     def _flush(self) -> None:

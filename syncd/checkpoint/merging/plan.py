@@ -305,8 +305,9 @@ def _joined(
     dtypes = {tensor.dtype for tensor in tensors}
     if len(pieces) != len(names.trainer(name)) or len(dtypes) != 1:
         raise CoverageError(
-            f"{shown(name)} of the hub is joined from {', '.join(map(shown, sorted(missing)))}, "
-            "but some of these are missing, or have different dtypes: save the whole model"
+            f"{shown(name)} of the hub is joined from "
+            f"{', '.join(map(shown, sorted(missing)))}, but some of these trainer tensors "
+            "are missing, or have different dtypes: save the whole model"
         )
     parts = [tensor.parts for tensor in tensors]
     copies = [

@@ -127,7 +127,7 @@ class IsolatedParser:
             for row in rows:
                 name, piece = wire.read_piece(row, known)
                 if name in found:
-                    raise ValueError("a name occurs twice")
+                    raise ValueError("the answer has a name twice")
                 found[name] = piece
             return found
 
@@ -216,7 +216,7 @@ class IsolatedParser:
         except EndedError as error:
             fault = self._fault(error)
         except ValueError as error:
-            fault = f"made the process that reads it give an impossible answer ({error})"
+            fault = f"made the process that reads it send an invalid answer ({error})"
         except CheckpointError:
             raise  # the child has reported this error itself, and goes on
         except BaseException:
@@ -225,7 +225,7 @@ class IsolatedParser:
         self.close()
         raise ShardFormatError(
             f"{where}: its {what} {fault}; the file is damaged, or was made to exhaust this "
-            "machine: save it again, or touch it, and syncd tries it again"
+            "machine: save it again, or run touch on the file to let syncd try once more"
         )
 
     def _rows(self, child: ChildProcess, where: str, limit: int) -> Iterator[wire.Row]:
@@ -239,11 +239,13 @@ class IsolatedParser:
             if tag == wire.FAILED:
                 self._raise_failure(content, where)
             if tag != wire.ROWS:
-                raise ValueError("a frame is of an unknown kind")
+                raise ValueError("the answer has a frame of an unknown kind")
             size += len(content)
             self._answered += len(content)
             if size > limit:
-                raise ValueError(f"the answer has over {limit} bytes: more than its input")
+                raise ValueError(
+                    f"the answer has over {limit} bytes, the limit for a file of this size"
+                )
             if self._answered > self._limits.answers:
                 raise ValueError(
                     f"the index of this save is longer than {self._limits.answers // _MIB} MiB"
@@ -280,8 +282,9 @@ class IsolatedParser:
         if tag != wire.READY:
             raise OSError(
                 errno.EAGAIN,
-                f"the process to read this file failed at its start ({described(child.end())}): "
-                f"check that '{self._python} -c \"import syncd\"' works, and that memory is free",
+                "the process to read this file failed when it started "
+                f"({described(child.end())}): check that '{self._python} -c \"import "
+                "syncd\"' works, and that memory is free",
                 where,
             )
         return child
@@ -315,5 +318,5 @@ class IsolatedParser:
 def _frame(child: ChildProcess) -> tuple[bytes, bytes]:
     tag, length = wire.FRAME.unpack(child.read(wire.FRAME.size))
     if length > wire.FRAME_LIMIT:
-        raise ValueError(f"a frame has {length} bytes, over the limit")
+        raise ValueError(f"the answer has a frame of {length} bytes, over the limit")
     return tag, child.read(length)

@@ -123,7 +123,7 @@ def read_rows(content: bytes) -> list[Row]:
     """
     rows = _json(content)
     if not isinstance(rows, list):
-        raise ValueError("a frame is not a list")  # noqa: TRY004 - all that a child says is a value
+        raise ValueError("the answer has a frame that is not a list")  # noqa: TRY004 - all that a child says is a value
     return rows
 
 
@@ -131,7 +131,7 @@ def _json(content: bytes) -> Row:
     try:
         return json.loads(content)
     except RecursionError:
-        raise ValueError("the answer is nested too deep") from None
+        raise ValueError("the answer is JSON with too many nested lists") from None
 
 
 def piece_row(name: str, piece: Piece | Pieces) -> Row:
@@ -157,7 +157,7 @@ def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Piece
         ValueError: the row does not have the form that :func:`piece_row` writes.
     """
     if not isinstance(row, list) or not row or name_fault(row[0]) is not None:
-        raise ValueError("a row is not a piece of a tensor")
+        raise ValueError("the answer lists something that is not a piece of a tensor")
     name, *fields = row
     if len(fields) == 5:
         return name, _read_piece(fields, known)
@@ -171,7 +171,7 @@ def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Piece
                     for piece in pieces
                 ):
                     return name, Pieces(dtype, shape, pieces)
-    raise ValueError("a row is not a piece of a tensor")
+    raise ValueError("the answer lists something that is not a piece of a tensor")
 
 
 def read_bare(row: Row) -> Piece:
@@ -184,7 +184,7 @@ def read_bare(row: Row) -> Piece:
         piece = _read_piece(row[1:], {})
         if piece.position is None:
             return piece
-    raise ValueError("the answer is not a tensor without a name")
+    raise ValueError("the answer is not an unnamed tensor")
 
 
 def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:
@@ -202,7 +202,7 @@ def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:
             shape = known.setdefault(shape, shape)
             position = None if where is None else _position(where, shape, known)
             return Piece(sys.intern(dtype), shape, sys.intern(key), offset, position)
-    raise ValueError("a row is not a piece of a tensor")
+    raise ValueError("the answer lists something that is not a piece of a tensor")
 
 
 def read_entry(row: Row) -> HeaderEntry:
@@ -213,7 +213,7 @@ def read_entry(row: Row) -> HeaderEntry:
     """
     entry = checked_entry(*row) if isinstance(row, list) and len(row) == 5 else None
     if entry is None:
-        raise ValueError("a row is not an entry of a header")
+        raise ValueError("the answer lists something that is not an entry of the file's header")
     return entry
 
 
@@ -232,7 +232,7 @@ def read_chunked(row: Row) -> tuple[HeaderEntry, Shape]:
         entry, offsets = read_entry(row[:-1]), shape_of(row[-1])
         if offsets is not None and len(offsets) == len(entry.shape):
             return entry, offsets
-    raise ValueError("a header entry has wrong offsets")
+    raise ValueError("the answer has a header entry with wrong offsets")
 
 
 def contents_rows(contents: StoredModel) -> Iterator[Row]:
@@ -255,7 +255,7 @@ def read_contents(rows: Iterable[Row]) -> StoredModel:
         case [bool(is_model_only)]:
             pass
         case _:
-            raise ValueError("the answer does not begin with the row of a checkpoint")
+            raise ValueError("the answer does not begin with a description of the checkpoint")
     name = ""
     for row in left:
         match row:
@@ -263,15 +263,15 @@ def read_contents(rows: Iterable[Row]) -> StoredModel:
                 shape = shape_of(sizes)
                 known = name_fault(name) is None and name not in found and dtype in ITEMSIZE
                 if shape is None or not known:
-                    raise ValueError("a tensor is not valid")
+                    raise ValueError("the answer has an invalid tensor")
                 found[name] = dtype, shape, []
             case [begin, sizes, str(file), at, length] if name in found:
                 chunk = _chunk(begin, sizes, file, at, length)
                 if chunk is None or len(chunk.shape) != len(found[name][1]):
-                    raise ValueError("a chunk is not valid")
+                    raise ValueError("the answer has an invalid chunk")
                 found[name][2].append(chunk)
             case _:
-                raise ValueError("a row is not a tensor or a chunk")
+                raise ValueError("the answer lists something that is neither a tensor nor a chunk")
     tensors = {
         name: Stored(dtype, shape, tuple(chunks)) for name, (dtype, shape, chunks) in found.items()
     }
@@ -294,14 +294,14 @@ def _position(row: Row, shape: Shape, known: dict[Hashable, Any]) -> Position:
             try:
                 position: Position | None = known.get(key)
             except TypeError:
-                raise ValueError("a value is not a position") from None
+                raise ValueError("the answer has an invalid position of a tensor's piece") from None
             if position is None:
                 sizes, begin = shape_of(whole), shape_of(offsets)
                 if sizes is None or begin is None:
-                    raise ValueError("a value is not a position")
+                    raise ValueError("the answer has an invalid position of a tensor's piece")
                 position = known[key] = Position(sizes, begin, mesh)
             # A part without elements may be of any such shape.
             dimensions = len(position.global_shape)
             if len(position.offsets) == dimensions and (dimensions == len(shape) or 0 in shape):
                 return position
-    raise ValueError("a value is not a position")
+    raise ValueError("the answer has an invalid position of a tensor's piece")

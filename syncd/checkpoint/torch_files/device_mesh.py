@@ -218,23 +218,24 @@ def sharding(spec: Spec, mesh: Mesh | None, *, tensor: str, file: str) -> Shardi
     """
     if mesh is None or spec.placed is None or len(spec.placed) != len(mesh.shape):
         raise PlacementError(
-            f"{file}: {tensor} is on a device mesh of another torch release, and this syncd does "
-            "not know the layout of such a mesh: report it, and keep the save"
+            f"{file}: {tensor} is on a device mesh from a torch release whose format this "
+            "syncd does not know: report it, and keep the save"
         )
     if spec.shape is None or spec.told_shape != spec.shape:
         raise ShardFormatError(f"{file}: '{tensor}' is a DTensor whose global shape cannot be read")
     for ascends, placed in zip(mesh.ascends, spec.placed, strict=True):
         if not ascends and placed != placement.Replicate():
             raise PlacementError(
-                f"{file}: {tensor} is sharded over a device mesh whose ranks do not ascend, and on "
-                "such a mesh torch itself is inconsistent about the part of each rank: make the "
-                "mesh with init_device_mesh"
+                f"{file}: {tensor} is sharded over a device mesh whose ranks are not in "
+                "ascending order. On such a mesh, torch itself is inconsistent about the "
+                "part of each rank: make the mesh with init_device_mesh"
             )
     cut = [placed.dim for placed in spec.placed if isinstance(placed, placement.Shard)]
     if spec.unordered and len(cut) > len(set(cut)):
         raise PlacementError(
-            f"{file}: {tensor} has one dimension that several mesh dimensions shard, and torch "
-            "before 2.5 does not save the order of these cuts: save with a newer torch"
+            f"{file}: {tensor} has one dimension that is sharded by several mesh "
+            "dimensions, but torch before 2.5 does not save the order of these cuts: save "
+            "with a newer torch"
         )
     if mesh.coordinate is None:
         return spec.shape

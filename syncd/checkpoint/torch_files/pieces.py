@@ -145,8 +145,9 @@ def check_name(name: object, where: str) -> str:
         raise _wrong(where, name, fault or "")
     if name.endswith(_FLAT_PARAMETER) and name.rpartition(".")[2] == _FLAT_PARAMETER:
         raise PlacementError(
-            f"{where}: {shown(name)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT), which does "
-            "not name the tensors in it: save with StateDictType.SHARDED_STATE_DICT"
+            f"{where}: {shown(name)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT), which "
+            "does not contain the names of its tensors: save with "
+            "StateDictType.SHARDED_STATE_DICT"
         )
     return name
 

@@ -149,7 +149,8 @@ class ShardFile:
         record = self.records.get("data.pkl")
         if record is None or record.size > PICKLE_LIMIT:
             raise ShardFormatError(
-                f"{self.path} has no data.pkl, or its data.pkl is over 256 MiB: save it again"
+                f"{self.path} has no data.pkl, or its data.pkl is larger than 256 MiB: save "
+                "it again"
             )
         data = self._storage.pread_all(self.fd, record.size, record.offset)
         if len(data) != record.size or (self.has_crc and crc32(data) != record.crc32):

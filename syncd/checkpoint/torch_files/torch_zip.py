@@ -130,7 +130,7 @@ def read_directory(storage: Bytes, fd: int, size: int, path: Path) -> Directory:
             raise _broken(path, "the file has two zip directories that disagree")
         end = at
     if disk or first_disk or here != count or comment:
-        raise _broken(path, "the file has a zip directory of another kind than torch writes")
+        raise _broken(path, "the file has a zip directory in a form that torch does not write")
     if length > DIRECTORY_LIMIT or count > RECORD_LIMIT:
         raise _broken(
             path,
@@ -233,7 +233,9 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
     at = 0
     for _ in range(directory.count):
         if at + _ENTRY.size > len(raw) or not raw.startswith(b"PK\1\2", at):
-            raise _broken(path, "the file has a zip directory with fewer records than it says")
+            raise _broken(
+                path, "the file has a zip directory with fewer records than the directory declares"
+            )
         (_, _, _, flags, method, _, _, crc32, packed, size, names, extras, comments, disk, _, _,
          header) = _ENTRY.unpack_from(raw, at)  # fmt: skip
         begin = at + _ENTRY.size
@@ -250,7 +252,9 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
             )
         entries.append(_Entry(name, header, size, crc32))
     if at != len(raw):
-        raise _broken(path, "the file has a zip directory with more records than it says")
+        raise _broken(
+            path, "the file has a zip directory with more records than the directory declares"
+        )
     return entries
 
 

@@ -233,17 +233,19 @@ class WeightGroup:
             within(self._deadline + _GRACE, lambda: self._wait_for_readers(store, key))
         except TimeoutError:
             raise self._fail(
-                "the outcome was not known at the deadline: the trainer's host is stopped or "
-                "unreachable"
+                "this rank could not read the outcome of the broadcast before the "
+                "deadline: the trainer's host is stopped or unreachable"
             ) from None
         except RuntimeError as error:
-            raise self._fail(f"not all ranks know the outcome: {in_words(error)}") from error
+            raise self._fail(
+                f"not all ranks have read the outcome of the broadcast: {in_words(error)}"
+            ) from error
         return True
 
     def close(self) -> None:
         """Leave the group, without waiting for anybody. Safe to call twice."""
         with self._lock:
-            self._failure = self._failure or "it is closed"
+            self._failure = self._failure or "it was closed"
             backend, self._backend = self._backend, None
             self._stores.clear()  # rank 0's store ends with its last reference: its port is free
         if backend is not None:

@@ -114,7 +114,9 @@ class TrainerGroup:
             self._group = self._form(agreed.offer, members, save_id, deadline, device)
         except OSError as error:
             self.close()
-            raise BroadcastError(f"cannot write the group's meeting place: {error}") from error
+            raise BroadcastError(
+                f"cannot write the file with the address of the weight group: {error}"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -192,9 +194,13 @@ class ExplorerGroup:
                 break
             now = self._offers.current()
             if now is not None and now.offer != offer.offer:
-                raise BroadcastError("the trainer has given up this broadcast and offered another")
+                raise BroadcastError(
+                    "the trainer has cancelled this broadcast and offered a new one"
+                )
             if not wait.more():
-                raise BroadcastError("the trainer did not say in time where the weight group meets")
+                raise BroadcastError(
+                    "the trainer did not announce the address of the weight group in time"
+                )
         for member in found.members:
             if (member.name, member.session) == self._us:
                 return found, member.rank_offset

@@ -166,7 +166,11 @@ class TrainerSide:
                 if not wait.more():
                     late = [one.name for one in working if not self._has_joined(one)]
                     names = ", ".join(late) or "unknown"
-                    log.error("explorers that were not ready for a transfer in time: %s", names)
+                    log.error(
+                        "skipping the transfer, because these explorers were not ready for it "
+                        "in time: %s",
+                        names,
+                    )
                     return None
         finally:
             try:
@@ -220,7 +224,8 @@ class TrainerSide:
             self._offers.put(offer.model_copy(update={"decided": decided}))
         except OSError as error:
             log.warning(
-                "cannot write a transfer's outcome; explorers learn it at their deadline: %s",
+                "cannot write the outcome of a transfer, so explorers wait until their "
+                "deadline: %s",
                 error,
             )
         return decided
@@ -249,7 +254,7 @@ class ExplorerSide:
         try:
             past = offers.current()
         except OSError as error:
-            log.debug("cannot read the present offer, which may end the first wait: %s", error)
+            log.debug("cannot read the trainer's current offer of a transfer: %s", error)
         else:
             if past is not None and past.decided is not None:
                 self._over.add(past.offer)  # it was for explorers that were there then
@@ -275,7 +280,9 @@ class ExplorerSide:
                 if given_up and trainer is RunningStatus.RUNNING:
                     break  # the trainer gave this offer up, and has made no new one
                 if not wait.more():
-                    log.error("the trainer was not ready for a transfer in time")
+                    log.error(
+                        "skipping the transfer, because the trainer was not ready for it in time"
+                    )
                     break
         finally:
             try:

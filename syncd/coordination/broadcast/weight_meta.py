@@ -121,14 +121,14 @@ class WeightMeta:
         try:
             told = json.loads(content) if len(content) <= META_LIMIT else None
         except (ValueError, RecursionError) as error:
-            raise BroadcastError(f"the meta of a transfer is not JSON: {error}") from error
+            raise BroadcastError(f"the tensor list of a transfer is not JSON: {error}") from error
         if not isinstance(told, list) or not 0 < len(told) <= TENSOR_LIMIT:
-            raise BroadcastError("the meta of a transfer is not a list of tensors")
+            raise BroadcastError("the tensor list of a transfer is not a list of tensors")
         meta = cls(tuple(map(_spec, told)))
         if len({one.name for one in meta.tensors}) < len(meta.tensors):
-            raise BroadcastError("the meta of a transfer has a tensor name twice")
+            raise BroadcastError("the tensor list of a transfer has a tensor name twice")
         if meta.nbytes >= NUMBER_LIMIT:
-            raise BroadcastError("the meta of a transfer has an impossible number of bytes")
+            raise BroadcastError("the tensor list of a transfer has an impossible number of bytes")
         return meta
 
 
@@ -138,8 +138,10 @@ def _spec(told: object) -> WeightSpec:
         is_dtype = isinstance(dtype, str) and dtype in ITEMSIZE
         if name_fault(name) is None and is_dtype and shape is not None:
             return WeightSpec(name, dtype, shape)
-        raise BroadcastError(f"the meta of a transfer: the tensor {shown(name)} cannot be sent")
-    raise BroadcastError("the meta of a transfer has an entry that is not a tensor")
+        raise BroadcastError(
+            f"the tensor list of a transfer: the tensor {shown(name)} cannot be sent"
+        )
+    raise BroadcastError("the tensor list of a transfer has an entry that is not a tensor")
 
 
 class Header(NamedTuple):

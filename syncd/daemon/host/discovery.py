@@ -159,5 +159,5 @@ class Discovery:
         try:
             return any(map(self._storage.exists, (layout.state, layout.root / self._pointer)))
         except OSError as error:  # for example another user's
-            log.debug("%s is left alone: %s", layout.root, error)
+            log.debug("leaving %s alone for now: %s", layout.root, error)
             return False

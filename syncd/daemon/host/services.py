@@ -346,8 +346,8 @@ class RootServices:
                 continue
             served.hangs = True
             log.error(
-                "%s: storage has not answered for %.0f s; another daemon may take over the job; "
-                "its thread waits in %s",
+                "%s: storage has not answered for %.0f s; another daemon may take over the "
+                "job; this job's thread waits in %s",
                 path,
                 silence,
                 _stack_of(served.thread),

@@ -160,8 +160,9 @@ class Journal:
     def model_config_changed(self, manifest: Manifest, before: int, changes: list[str]) -> None:
         """The model settings of a new version differ from the settings of the previous version."""
         log.warning(
-            "config.json of version %d differs from that of version %d: %s; engines that reload "
-            "only the weights keep the old settings: restart these engines if the settings matter",
+            "config.json of version %d differs from the config.json of version %d: %s; "
+            "engines that reload only the weights keep the old settings: restart these "
+            "engines if the settings matter",
             manifest.sequence,
             before,
             "; ".join(changes),

@@ -62,11 +62,13 @@ class Metrics:
         )
         self.reloaded.set(1)
         self.active = self._gauge("daemon_active", "1 while this daemon serves, 0 in standby.", JOB)
-        self.paused = self._gauge("paused", "1 while people have paused publishing.", JOB)
+        self.paused = self._gauge("paused", "1 while publishing is paused by 'syncd pause'.", JOB)
         self.last_scan = self._gauge(
             "last_scan_timestamp_seconds", "Time of the last successful scan of the job.", JOB
         )
-        self.latest_version = self._gauge("latest_version", "The sequence of LATEST.", JOB)
+        self.latest_version = self._gauge(
+            "latest_version", "The number of the version that LATEST names.", JOB
+        )
         self.versions = self._gauge("versions", "Version folders on disk.", JOB)
         self.leases = self._gauge("leases", "Leases on versions.", JOB)
         self.free_bytes = self._gauge(
@@ -83,9 +85,11 @@ class Metrics:
         )
         self.merged_bytes = self._counter("merge_bytes", "Bytes of published versions.", JOB)
         self.deltas = self._counter(
-            "deltas", "Deltas that were to be made, by outcome: made or none.", JOB, "outcome"
+            "deltas", "Attempts to make a delta, by outcome: made or none.", JOB, "outcome"
         )
-        self.delta_bytes = self._counter("delta_bytes", "Bytes of deltas made.", JOB)
+        self.delta_bytes = self._counter(
+            "delta_bytes", "Bytes of the deltas that the daemon made.", JOB
+        )
         self.errors = self._counter("errors", "Errors, by class.", JOB, "error")
         self.tick = self._histogram(
             "tick_seconds", "Duration of one round of the daemon, with all its work.", _LONG
@@ -95,17 +99,21 @@ class Metrics:
         )
         self.latency = self._histogram(
             "publish_latency_seconds",
-            "Time from the first look at the complete save to the update of LATEST.",
+            "Time from when the daemon first saw the complete save to the update of LATEST.",
             _LONG,
         )
         self.delta_changed = self._gauge(
             "delta_changed_ratio", "Fraction of elements that the last delta changes, 0 to 1.", JOB
         )
         self.delta_seconds = self._histogram(
-            "delta_seconds", "Time from the update of LATEST until the delta to it exists.", _LONG
+            "delta_seconds",
+            "Time from the update of LATEST until the delta to that version exists.",
+            _LONG,
         )
         self.live = self._histogram(
-            "live_seconds", "Time from the update of LATEST until an explorer serves it.", _SHORT
+            "live_seconds",
+            "Time from the update of LATEST until an explorer serves that version.",
+            _SHORT,
         )
         self.load_pause = self._histogram(
             "load_pause_seconds", "How long a load kept an explorer from serving.", _SHORT
