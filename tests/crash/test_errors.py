@@ -22,7 +22,7 @@ CODES = (
     errno.ETIMEDOUT,
 )  # fmt: skip
 #: How far apart the calls are that fail, one a run; 1 for every call.
-STRIDE = int(os.environ.get("SYNCD_STRIDE", "23"))
+STRIDE = int(os.environ.get("SYNCD_STRIDE", "59"))
 #: How often whoever runs a process starts it again: the service, or the trainer's launcher.
 STARTS = 4
 

@@ -624,7 +624,7 @@ def search(rules: Rules, **more: Any) -> None:
 
 def test_every_promise_holds_however_they_are_interleaved() -> None:
     COUNTED.clear()
-    search(Rules(), max_examples=800 if "SYNCD_DEEP" in os.environ else 60)
+    search(Rules(), max_examples=800 if "SYNCD_DEEP" in os.environ else 30)
     print(f"{COUNTED['worlds']} worlds, {COUNTED['calls']} calls")
 
 

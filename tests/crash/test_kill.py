@@ -18,7 +18,7 @@ from tests.jobs import SmallJob
 from tests.storages import CHANGES, Clock, FastStorage, RuledStorage
 
 #: How far apart the moments are; 1 for every one.
-STRIDE = int(os.environ.get("SYNCD_KILL_STRIDE", "7"))
+STRIDE = int(os.environ.get("SYNCD_KILL_STRIDE", "17"))
 #: A guard against a child that hangs, in seconds.
 _HANGS = 60
 

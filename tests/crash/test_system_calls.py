@@ -31,7 +31,7 @@ from tests.storages import Clock, FastStorage
 straceable = pytest.mark.skipif(bool(straced.why_not()), reason=straced.why_not())
 
 #: How many kills a process gets, where not all are asked for.
-_KILLS = 0 if "SYNCD_DEEP" in os.environ else 10
+_KILLS = 0 if "SYNCD_DEEP" in os.environ else 5
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def test_a_damaged_version_is_discarded_and_never_a_whole_one_that_took_its_numb
     assert "discard" in places(fence)
 
 
+@pytest.mark.deep
 def test_a_step_that_is_written_again_while_it_is_pruned_is_never_deleted() -> None:
     fence = Fence(daemons=3, take_overs=3, last_sequence=1, steps=True)
     exploration = search(fence)
@@ -152,6 +153,7 @@ def test_a_number_used_again_after_a_clean_stop_lets_a_superseded_daemon_back_in
     assert found.broken == "LATEST names v2, which is not there or not whole"
 
 
+@pytest.mark.deep
 def test_a_number_used_again_after_an_old_listing_makes_latest_go_back() -> None:
     # A third daemon listed epoch/ before the number was used, and makes it after it was removed.
     # Looking again does not help the first daemon, which has looked already.

@@ -29,6 +29,7 @@ from tests.multiprocess.processes import (
     wait_for_step,
     wait_until,
 )
+from tests.products import product
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 DAY = 86400.0
@@ -358,8 +359,14 @@ def test_report_heartbeat_and_claim_of_a_killed_explorer_are_collected_and_a_liv
 # -- 1: every style and method ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("style", ["fixed", "explorer_driven", "trainer_driven", "fully_async"])
-@pytest.mark.parametrize("method", ["checkpoint", "memory"])
+@pytest.mark.parametrize(
+    ("method", "style"),
+    product(
+        ("checkpoint", "memory"),
+        ("fixed", "explorer_driven", "trainer_driven", "fully_async"),
+        usual=lambda method, style: method == "checkpoint" or style == "fixed",
+    ),
+)
 def test_two_explorers_of_different_speed_end_with_the_newest_version(
     job: Path, tmp_path: Path, started: ExitStack, method: str, style: str
 ) -> None:

@@ -427,6 +427,6 @@ def test_whatever_call_is_the_last_one_nothing_is_made_in_an_empty_folder(
         return calls
 
     calls = attempt(10**9)
-    stride = 1 if DEEP else max(1, calls // 5)
+    stride = 1 if DEEP else max(1, calls // 3)
     for moment in range(1, calls + 1, stride):
         attempt(moment)

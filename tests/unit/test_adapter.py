@@ -212,7 +212,7 @@ def test_half_of_an_adapter_is_an_error_that_names_it(missing: int) -> None:
     names = wrapped(Q)
     (gone,) = names[missing : missing + 1]
     names.remove(gone)
-    with pytest.raises(CheckpointError, match=r"q_proj\.lora_[AB] of the adapter .* no other half"):
+    with pytest.raises(CheckpointError, match=r"q_proj\.lora_[AB] of .* has no counterpart"):
         find_adapter(names)
 
 
@@ -333,5 +333,5 @@ def test_the_base_model_is_the_one_that_the_config_names(
     ids=len,
 )  # fmt: skip
 def test_what_peft_cannot_read_is_an_error_that_says_how_to_write_it(content: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"^its config is not what PEFT writes.*PeftConfig"):
+    with pytest.raises(CheckpointError, match=r"^its config is not an adapter config.*PeftConfig"):
         read_config(content, "its config")

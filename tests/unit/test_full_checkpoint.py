@@ -445,7 +445,7 @@ def test_what_was_saved_without_cannot_be_asked_for(root: Path) -> None:
         load_checkpoint(root, model, optimizer=optimizer)
     with pytest.raises(CheckpointError, match="without a scheduler"):
         load_checkpoint(root, model, scheduler=halved(optimizer))
-    with pytest.raises(CheckpointError, match=rf"critic/{SHARD}.*saved without"):
+    with pytest.raises(CheckpointError, match=rf"critic/{SHARD} is not listed"):
         load_checkpoint(root, model, critic=Net())
 
 
@@ -454,7 +454,7 @@ def test_a_critic_of_an_earlier_save_of_the_step_is_not_taken(root: Path) -> Non
     critic, critic_optimizer = trained(1)
     write_full(root, 1, model, optimizer, critic=critic, critic_optimizer=critic_optimizer)
     write_full(root, 1, model, optimizer, counter=1)
-    with pytest.raises(CheckpointError, match=rf"critic/{SHARD}.*saved without"):
+    with pytest.raises(CheckpointError, match=rf"critic/{SHARD} is not listed"):
         load_checkpoint(root, model, critic=Net())
 
 
