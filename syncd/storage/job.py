@@ -14,7 +14,7 @@ from typing import Self
 
 from syncd.protocol.errors import JobUnavailableError, ProtocolMismatchError, RecordError
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import TEMPORARY
+from syncd.protocol.names import TEMPORARY, parse_step_folder
 from syncd.protocol.records import Format, R, encode, parse
 from syncd.protocol.reports import LOADS_KEPT, ExplorerReport, Load
 from syncd.storage.errnos import is_gone, is_no_record, unwritable_storage
@@ -67,6 +67,7 @@ class Job:
             status = storage.status(layout.root)
             if status is None or not os.path.isdir(layout.root):
                 raise no_folder(layout.root)
+            self._check_is_no_part()
             for folder in (
                 layout.published,
                 layout.epochs,
@@ -94,6 +95,19 @@ class Job:
             raise JobUnavailableError(
                 f"{error}: move it away, because syncd needs a file or folder there"
             ) from error
+
+    def _check_is_no_part(self) -> None:
+        """Refuse a folder that another job consists of, for example its ``published``."""
+        root = self.layout.root
+        for outer in map(JobLayout, (root.parent, root.parent.parent)):
+            below = root.relative_to(outer.root).parts[:1]
+            own = {outer.published.name, outer.deltas.name, outer.state.name}
+            if any(name in own or parse_step_folder(name) is not None for name in below) and (
+                self.storage.exists(outer.format)
+            ):
+                raise JobUnavailableError(
+                    f"{root} is a part of the job {outer.root}: give {outer.root}"
+                )
 
     def is_there(self) -> bool:
         """True if this job, which was opened before, is still present.
@@ -225,7 +239,9 @@ class Job:
 
 
 def no_folder(path: object) -> JobUnavailableError:
-    """The error for a folder that does not exist."""
+    """The error for a folder that does not exist, or is no folder."""
+    if os.path.exists(str(path)):
+        return JobUnavailableError(f"{path} is not a folder: give the folder of a job")
     return JobUnavailableError(f"no such folder: {path}: create it, or mount its storage")
 
 

@@ -1,0 +1,42 @@
+"""The folders that can be a job."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from syncd.protocol.errors import JobUnavailableError
+from syncd.storage.job import Job
+
+
+def test_a_file_is_no_job(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(JobUnavailableError, match=f"^{file} is not a folder"):
+        Job.at(file).open()
+
+
+@pytest.mark.parametrize(
+    "part", ["published", "published/v000001", ".syncd", "global_step_3", "global_step_3/actor"]
+)
+def test_a_part_of_a_job_is_no_job(tmp_path: Path, part: str) -> None:
+    outer = tmp_path / "outer"
+    folder = outer / part
+    folder.mkdir(parents=True)
+    Job.at(outer).open()
+    with pytest.raises(JobUnavailableError, match=f"^{folder} is a part of the job {outer}"):
+        Job.at(folder).open()
+    assert not (folder / ".syncd").exists()
+    # Elsewhere the same name is a job's own.
+    shutil.rmtree(outer / ".syncd")
+    folder.mkdir(parents=True, exist_ok=True)
+    Job.at(folder).open()
+
+
+def test_a_job_in_a_folder_of_jobs_or_of_another_job_is_one(tmp_path: Path) -> None:
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    Job.at(inner.parent).open()
+    Job.at(inner).open()
