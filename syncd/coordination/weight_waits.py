@@ -73,6 +73,7 @@ class WeightWaits:
         self._warned: Version | Literal["nothing yet"] | None = "nothing yet"
         self.has_seen_trainer = False
         self._has_said_absent = False
+        self._has_said_alone = False
         self.unlike = ""
 
     def for_trainer(self, current: Version | None, wait: Wait) -> None:
@@ -143,12 +144,23 @@ class WeightWaits:
                     raise WaitTimeoutError(f"{told}; {self._why_nothing()}")
                 if not watches_daemon:  # two looks tell a killed daemon from a live one
                     watches_daemon = True
-                    self._versions.daemon_hint()
+                    self._warn_without_daemon()
         finally:
             try:
                 self._transfer.leave()
             finally:
                 request.end(missed=missed)
+
+    def _warn_without_daemon(self) -> None:
+        """Log once that no daemon works; a killed daemon still counts as live here."""
+        try:
+            if self._has_said_alone or self._versions.daemon_lives():
+                return
+        except OSError as error:
+            log.debug("cannot check whether a daemon works in %s: %s", self._root, error)
+            return
+        self._has_said_alone = True
+        log.warning("%s waits for weights, but %s", self._name, self._versions.daemon_hint())
 
     def _why_nothing(self) -> str:
         why = self._versions.daemon_hint()

@@ -243,6 +243,19 @@ def test_without_a_trainer_nobody_who_holds_a_version_waits(members: Members) ->
     assert members.report().requests == 0
 
 
+def test_a_wait_without_a_daemon_says_so_at_once_and_once(
+    members: Members, caplog: pytest.LogCaptureFixture
+) -> None:
+    explorer = members.explorer()
+    waiting = members.aside(explorer.wait_for_newer, None, timeout=LONG)
+    wait_until(lambda: "no daemon works there: start `syncd run " in caplog.text, "it says so")
+    version = members.publish(1)
+    assert waiting.result(LONG) == version
+    with pytest.raises(WaitTimeoutError):
+        explorer.wait_for_newer(version, timeout=0.1)
+    assert caplog.text.count("waits for weights, but no daemon works") == 1
+
+
 def test_a_timeout_is_an_error_and_puts_the_status_back(members: Members) -> None:
     members.trainer()
     explorer = members.explorer()
