@@ -47,7 +47,8 @@ class FakeSGLang:
         served_model_name: the model's name in OpenAI's routes.
         adapters: adapter's name → path.
         loaded: the folders that were loaded, in order.
-        serves: tensor's name → the folder that it was last loaded from; only with ``knows``.
+        serves: tensor's name → the folder that the tensor was last loaded from; only with
+            ``knows``.
         is_paused: whether requests wait.
         running: the number of running requests.
         compiling: the number of requests that wait for a grammar. A paused server compiles no

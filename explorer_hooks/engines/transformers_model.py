@@ -41,8 +41,8 @@ class TransformersModel(TorchModule):
     A full version must have the names of the model's own ``state_dict()``. The versions of a
     trainer that uses the same class have these names. For some models, above all mixtures of
     experts, ``save_pretrained`` writes other names and shapes, which ``from_pretrained`` converts
-    back. A version with such names is loaded if it has a name map (``syncd run --names hub``), and
-    refused otherwise.
+    back. A version with such names is loaded if the version has a name map (``syncd run --names
+    hub``). Without a name map, such a version is refused.
 
     If the version has a ``generation_config.json``, it is applied with the weights, so that
     ``generate`` samples with the trainer's settings. Tied weights stay tied. Buffers that are not
