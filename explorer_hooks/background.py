@@ -114,8 +114,8 @@ class Follower:
         """Start a thread that follows the job; do nothing if a thread already follows it.
 
         Args:
-            pull: the ``pull`` of :func:`follow`. It gets a Cancellation as its argument, and ends
-                when this Cancellation is cancelled.
+            pull: the ``pull`` of :func:`follow`. ``pull`` gets a Cancellation as its argument, and
+                ends when this Cancellation is cancelled.
         """
         if self._thread is not None and self._thread.is_alive():
             return

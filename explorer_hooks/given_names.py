@@ -2,8 +2,8 @@
 
 The trainer's module and the hub can name tensors differently, and can split or join tensors
 differently. A version's :class:`~syncd.checkpoint.name_map.NameMap` maps the trainer's names to the
-hub's names. This module applies the map to parts of tensors and to views. It reads and copies no
-data.
+hub's names. This module applies the map to parts of tensors and to views. The module reads and
+copies no data.
 """
 
 from __future__ import annotations

@@ -282,11 +282,11 @@ class ExplorerHook:
     def load_step(self, step: int, timeout: float | None = None) -> Version:
         """Load a saved step into this engine only, to evaluate it.
 
-        LATEST and the other explorers do not change, and a trainer may run meanwhile. If the step
-        is published already, the hook leases the published version. Otherwise the daemon builds the
-        step for this explorer. The daemon deletes the build once the next step or version is
-        loaded, or the hook is closed. The next :meth:`pull` loads the newest version again, except
-        if the engine already serves the newest version.
+        LATEST and the other explorers do not change, and a trainer can run at the same time. If the
+        step is published already, the hook leases the published version. Otherwise the daemon
+        builds the step for this explorer. The daemon deletes the build once the next step or
+        version is loaded, or the hook is closed. The next :meth:`pull` loads the newest version
+        again, except if the engine already serves the newest version.
 
         Args:
             step: the step of the save.

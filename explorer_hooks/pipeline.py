@@ -400,7 +400,8 @@ class Pipeline:
         """Every few seconds, check whether the engine still has its version.
 
         Raises:
-            EngineBrokenError: the engine has lost its version; :meth:`restore` loads it again.
+            EngineBrokenError: the engine has lost its version; :meth:`restore` loads the version
+                again.
         """
         now = time.monotonic()
         held = self.held

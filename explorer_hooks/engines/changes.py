@@ -128,8 +128,8 @@ def write_changes(targets: Sequence[Target], changes: Changes) -> None:
     """Write changes into the targets, and wait until every device has them.
 
     Args:
-        targets: the targets that :func:`find_changes` got. They must still hold the ``base`` of
-            :func:`find_changes`.
+        targets: the targets that :func:`find_changes` got. These targets must still hold the
+            ``base`` of :func:`find_changes`.
         changes: the result of :func:`find_changes`.
     """
     devices = {target.tensor.device for target in targets} - {_CPU}

@@ -414,7 +414,7 @@ def make_version(
     names: Names = "trainer",
     storage: Storage | None = None,
 ) -> LeasedVersion:
-    """Write a version's folder as the daemon publishes it, and lease it.
+    """Write a version's folder as the daemon would publish it, and lease the version.
 
     Args:
         folder: a path that does not exist yet, in an existing folder.

@@ -152,7 +152,7 @@ class ServerEngine(ServerCalls):
         self._told_waiting = told
 
     def attach(self) -> None:
-        """Wait until the server is up, find out its features, and resume it if it is paused.
+        """Wait until the server is up, find out its features, and resume a paused server.
 
         If a hook was killed during a load, the server stays paused until a version is loaded.
 

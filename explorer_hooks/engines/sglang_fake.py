@@ -1,7 +1,7 @@
 """A fake of SGLang's HTTP interface without a model, for tests of programs that drive a server.
 
-It follows the sources of SGLang 0.5.23, but was not compared with a real server. It copies SGLang's
-unexpected behaviour:
+The fake follows the sources of SGLang 0.5.23, but was not compared with a real server. The fake
+copies SGLang's unexpected behaviour:
 
 - A flush is refused while a request runs, or while a paused server has a grammar to compile.
 - An update can be reported as failed although the weights have changed.

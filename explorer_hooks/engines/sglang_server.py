@@ -1,6 +1,6 @@
 """The engine for an SGLang server, over HTTP.
 
-It follows the sources of SGLang 0.5.23. It is tested only against
+The engine follows the sources of SGLang 0.5.23. The engine is tested only against
 :mod:`explorer_hooks.engines.sglang_fake`, because there is no build of SGLang for CPUs.
 """
 

@@ -156,9 +156,9 @@ def find_targets(
     """Find the target of each tensor of a version.
 
     Each tensor of the module must be in the version; for tied tensors, one name is enough. If the
-    version's names differ from the module's names, ``names`` maps between them. Then a tensor of
-    the module may consist of parts of several tensors of the version, and one tensor of the version
-    may fill several tensors of the module.
+    version's names differ from the module's names, ``names`` maps between them. In this case a
+    tensor of the module can consist of parts of several tensors of the version, and one tensor of
+    the version can fill several tensors of the module.
 
     Args:
         entries: the tensors of the version; their content is not read.

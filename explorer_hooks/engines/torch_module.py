@@ -51,7 +51,7 @@ _THREADS: Final = 4
 class TorchModule(InProcessEngine):
     """Copies versions into a live ``nn.Module``, in place.
 
-    It takes broadcasts of method ``nccl``, too.
+    This engine takes broadcasts of method ``nccl``, too.
 
     Promised: parameters and buffers stay the same objects with the same data pointers. So CUDA
     graphs, compiled code and optimizers that hold these objects stay valid. Every tensor is filled
@@ -83,10 +83,11 @@ class TorchModule(InProcessEngine):
     fewer bytes are copied to the GPU. On a CPU ``sparse`` gains little, and costs memory bandwidth.
     The previous version is read once more, so let the hook stage versions on this host.
 
-    The whole version is loaded nevertheless if more than about a tenth of the elements differ, if
-    the version has other tensors, or if anything but a load has changed the module. Examples of
-    such a change are a broadcast, an error, and an in-place operation of torch. A write that torch
-    does not count is not noticed, for example a write to ``.data`` or by a kernel of your own.
+    Even with ``sparse``, the whole version is loaded if more than about a tenth of the elements
+    differ, if the version has other tensors, or if anything but a load has changed the module.
+    Examples of such a change are a broadcast, an error, and an in-place operation of torch. A write
+    that torch does not count is not noticed, for example a write to ``.data`` or by a kernel of
+    your own.
 
     Args:
         module: the module. The names, shapes and dtypes in its ``state_dict()`` must be exactly

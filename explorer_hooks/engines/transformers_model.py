@@ -51,8 +51,8 @@ class TransformersModel(TorchModule):
     A version of kind ``adapter`` replaces the values of one adapter of the PEFT model, whether that
     adapter is active or not. The version must have the same ranks and scaling on the same modules,
     and the model's adapter must not be merged. If the version names another base model than the
-    model's own, it is refused. That comparison needs two names on a hub. If one of the two names is
-    a folder, the check is skipped, and a warning is logged once.
+    model's own, the version is refused. That comparison needs two names on a hub. If one of the two
+    names is a folder, the check is skipped, and a warning is logged once.
 
     Args:
         model: a model from ``from_pretrained``, on any device; or a ``PeftModel``; or a model to

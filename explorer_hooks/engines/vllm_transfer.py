@@ -1,8 +1,8 @@
 """syncd's weight transfer inside vLLM's workers: loads a version's folder into all workers.
 
-It uses the interface of vLLM 0.32. Start vLLM with
-``--weight-transfer-config '{"backend": "syncd"}'``. :mod:`.vllm_plugin` registers the transfer, and
-:mod:`.vllm_session` drives it.
+The transfer uses the interface of vLLM 0.32. Start vLLM with ``--weight-transfer-config
+'{"backend": "syncd"}'``. :mod:`.vllm_plugin` registers the transfer, and :mod:`.vllm_session`
+drives it.
 """
 
 from __future__ import annotations
