@@ -40,20 +40,20 @@ def follow(
     """Pull again and again, until cancelled.
 
     If a version is refused, the next pull waits for a newer version. After an error of storage or
-    of ``on_remote``, the function waits and pulls again. It does the same while the job is
-    unavailable or the engine is broken.
+    of ``on_remote``, the function waits and pulls again. The function also waits and pulls again if
+    the job is unavailable or the engine is broken.
 
     Args:
         pull: waits for a newer version, and loads it.
         pause: waits for the given number of seconds; returns whether the wait was cancelled.
         poll: seconds to wait after the first failure. The wait doubles with each further failure,
             up to 4 seconds.
-        is_away: returns whether the engine does not answer at all; called after a failure. While
-            the engine does not answer, nothing is pulled, because a pull could read a whole version
-            in vain.
+        is_away: called after a failure; returns True if the engine does not answer at all. The
+            function does not pull until the engine answers, because a pull could read a whole
+            version in vain.
 
     Raises:
-        Exception: ``pull`` raised another error.
+        Exception: ``pull`` raised an error after which the function does not pull again.
     """
     poll = min(poll, _LONGEST_PAUSE)
     seconds = poll
@@ -89,8 +89,8 @@ class Follower:
 
     Args:
         name: the explorer's name.
-        serving: the pipeline that the thread's pulls use. It is notified when a thread starts or
-            dies.
+        serving: the pipeline that the thread's pulls use. The pipeline is notified when a thread
+            starts or dies.
         poll, is_away: see :func:`follow`.
     """
 
@@ -107,14 +107,15 @@ class Follower:
 
     @property
     def is_on(self) -> bool:
-        """True while a thread follows the job, and after its death until the death is reported."""
+        """True from :meth:`start` until the thread is stopped, or its death is reported."""
         return self._thread is not None
 
     def start(self, pull: Callable[[Cancellation], object]) -> None:
         """Start a thread that follows the job; do nothing if a thread already follows it.
 
         Args:
-            pull: see :func:`follow`; it also ends when the given Cancellation is cancelled.
+            pull: the ``pull`` of :func:`follow`. ``pull`` gets a Cancellation as its argument, and
+                ends when this Cancellation is cancelled.
         """
         if self._thread is not None and self._thread.is_alive():
             return
@@ -189,8 +190,9 @@ class Follower:
             cancel: ends the wait.
 
         Raises:
-            InvalidSettingsError: the engine serves no such version, and no thread follows the job.
-            WaitTimeoutError: the engine did not serve such a version in time.
+            InvalidSettingsError: the engine does not serve the awaited version, and no thread
+                follows the job.
+            WaitTimeoutError: the engine did not serve the awaited version in time.
             NotFollowingError: the background thread has died.
             CancelledError: the wait was cancelled.
         """
@@ -231,7 +233,7 @@ class Follower:
 
 
 def _is_other(version: Version | None, than: Version | None) -> bool:
-    """Whether ``version`` is newer than ``than``; after a broadcast only their steps differ."""
+    """Whether ``version`` is newer than ``than``; a broadcast changes only a version's step."""
     return version is not None and (
         than is None or (version != than and version.sequence >= than.sequence)
     )

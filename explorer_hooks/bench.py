@@ -1,8 +1,8 @@
 """Evaluate saved weights: the newest version, one step, or every full checkpoint in order.
 
 These functions resemble the bench and serve modes of Trinity-RFT's explorer. A trainer and other
-explorers may run meanwhile, because only the explorer that asks for a step loads that step. A
-daemon must run, because the daemon builds the steps that are not published.
+explorers can run at the same time, because only the explorer that asks for a step loads that step.
+A daemon must run, because the daemon builds the steps that are not published.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def full_checkpoints(job_dir: str | Path) -> list[int]:
     """List the steps of all full checkpoints that are fully saved, in ascending order.
 
     A step is a full checkpoint if its folder has ``.full_checkpoint``. Some trainers do not write
-    that file. Their step is a full checkpoint if its folder has the state of an optimizer.
+    ``.full_checkpoint``. A step of such a trainer is a full checkpoint if the step's folder has the
+    state of an optimizer.
     """
     job = Job.at(Path(job_dir).absolute())
     return [step for step in step_folders(job) if _is_full(job, step)]

@@ -43,7 +43,8 @@ def greet(
 
     Args:
         group: the weight group in which a transfer begins.
-        known: the meta of an earlier transfer. If the meta has not changed, it is not sent again.
+        known: the meta of an earlier transfer. If the meta has not changed, the trainer does not
+            send the meta again.
         prepare: prepares for the announced tensors. If ``prepare`` raises, no tensor is sent.
 
     Raises:
@@ -203,7 +204,7 @@ def _decoded(told: bytes | None, header: Header) -> WeightMeta:
     """Decode the meta that a header announced.
 
     Raises:
-        BroadcastError: the meta is damaged, or it was not sent.
+        BroadcastError: the meta is damaged, or was not sent.
         EngineMismatchError: the meta names a dtype that the installed torch lacks.
     """
     if told is None:
@@ -228,13 +229,14 @@ class WeightReceiver:
 
     Promised: before the first byte of a tensor is sent, every receiver has accepted the names,
     dtypes and shapes. A transfer is complete only if every member has confirmed the last byte.
-    After an error, leave the group, because it cannot be used any more.
+    After an error, leave the group, because the group cannot be used any more.
 
     Not promised: thread safety.
 
     Args:
         group: the weight group, which this process has already joined.
-        known: the meta of an earlier transfer. If the meta has not changed, it is not sent again.
+        known: the meta of an earlier transfer. If the meta has not changed, the trainer does not
+            send the meta again.
 
     Attributes:
         meta: the meta of the most recently begun transfer; ``known`` before the first transfer.
@@ -253,14 +255,15 @@ class WeightReceiver:
 
         Args:
             fits: called with the names, dtypes and shapes, before the first byte of a tensor is
-                sent. It raises an error if such tensors cannot be loaded.
+                sent. ``fits`` raises an error if tensors with these properties cannot be loaded.
 
         Yields:
-            Name and whole tensor, contiguous, on the CPU: a view of the block.
+            The name and the whole tensor. The tensor is contiguous, on the CPU, and a view of the
+            block.
 
         Raises:
-            BroadcastError: a receiver did not get the transfer, or refused it. No tensor was
-                yielded.
+            BroadcastError: a receiver did not get the transfer, or refused the transfer. No tensor
+                was yielded.
         """
 
         def prepare(meta: WeightMeta, image: Image) -> HostMemory:
@@ -277,12 +280,12 @@ class WeightReceiver:
     def receive_into(self, stage: HostStage, fit: Callable[[WeightMeta], Fit]) -> list[Target]:
         """Receive the new content of the engine's targets into a stage, without changing them.
 
-        It returns once every receiver has confirmed the last byte. If a target is a part of a
-        tensor, only that part is kept.
+        This method returns once every receiver has confirmed the last byte. If a target is only a
+        part of a tensor, the stage keeps only that part.
 
         Args:
             stage: host memory, which gets a new layout. After an error the stage is closed, because
-                bytes may still arrive in its memory.
+                bytes can still arrive in the stage's memory.
             fit: returns the targets of the announced tensors, or raises an error.
 
         Returns:
@@ -315,11 +318,12 @@ class WeightReceiver:
     ) -> None:
         """Fill the engine's targets in place, with each tensor as it arrives.
 
-        When it returns, the copies to all devices are complete.
+        When this method returns, the copies to all devices are complete.
 
         Args:
             fit: see :meth:`receive_into`.
-            changing: entered before the first target changes, and exited after the last change.
+            changing: a context manager, entered before the first target changes, and exited after
+                the last change.
 
         Raises:
             BroadcastError: see :meth:`receive`. No target was changed.

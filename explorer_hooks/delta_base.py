@@ -110,7 +110,8 @@ class DeltaBases:
             names: the names of the copies.
             patience: seconds to wait for a delta.
             why_no_room: returns the reason why the version does not fit on the disk beside the
-                named copy, or None if it fits. If the version does not fit, there is no wait.
+                named copy, or None if the version fits. If the version does not fit, this method
+                does not wait for a delta.
             cancel: called often; raises an error to stop.
 
         Raises:
@@ -187,7 +188,7 @@ def _wait(
     why_no_room: Callable[[str], str | None],
     cancel: Callable[[], None],
 ) -> str:
-    """If the daemon is making a delta from a copy here to a version, wait for that delta.
+    """If the daemon is making a delta from a copy on this host, wait for that delta.
 
     Returns:
         The reason to report if no delta exists after the wait.
@@ -246,7 +247,7 @@ def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None])
 
 
 def _progress(job: Job, sequence: int) -> DeltaProgress | None:
-    """Read the progress of the delta to LATEST's version; None if there is no record of it."""
+    """Read the progress of the delta to LATEST's version; None if no progress is recorded."""
     for is_asked in (False, True):
         if is_asked:
             # It is written before LATEST names the version: this client's cache may be older.
@@ -268,7 +269,7 @@ def _end_of(told: DeltaProgress | None, sequence: int) -> str:
 
 
 def _refreshed(job: Job, folder: Path) -> bool:
-    """Refresh this client's cached names of a folder; return False if it does not exist."""
+    """Refresh this client's cached names of a folder; return False if there is no such folder."""
     try:
         job.storage.refresh(folder)
     except OSError as error:

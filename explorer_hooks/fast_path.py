@@ -38,9 +38,10 @@ class ExplorerBroadcasts:
         engine: takes the weights.
 
     Attributes:
-        fits: whether the engine takes part. It is False after the tensors of a transfer did not fit
-            the engine, until the engine has loaded a version.
-        group: the weight group that all workers of the engine are in; None if there is none.
+        fits: whether the engine takes part in transfers. After a transfer whose tensors did not fit
+            the engine, ``fits`` is False until the engine has loaded a version.
+        group: the weight group that all workers of the engine are in; None if the workers have
+            joined no group.
     """
 
     def __init__(self, sync: ExplorerSynchronizer, engine: WeightTaker) -> None:

@@ -1,7 +1,7 @@
 """``syncd follow``: an explorer beside a server, as a separate process. It never imports torch.
 
 The explorer passes versions to an inference server, to a command, or to the readers of a link. The
-package ``syncd`` does not import this package: it finds the command by an entry point.
+package ``syncd`` does not import this package. ``syncd`` finds the command by an entry point.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ class CommandEngine(InProcessEngine):
     Args:
         command: the shell command.
         timeout: seconds until the command and all processes that it started are killed.
-        fits: the model to compare versions with; None to compare each version with the last one
+        fits: the model to compare versions with; None to compare each version with the last version
             that the command accepted.
     """
 

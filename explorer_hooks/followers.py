@@ -31,9 +31,9 @@ Opens = Callable[[Callable[[], None]], ExplorerHook]
 class Followers:
     """Explorers that follow one job, each with its own thread and server.
 
-    If an explorer fails, the other explorers go on. The error is logged, and the explorer's hook is
-    opened again after ``again`` seconds, until :meth:`end` is called. If no explorer can be
-    opened because of its settings, its name or the job, all explorers end.
+    If an explorer fails, the other explorers go on. The error is logged. After ``again`` seconds,
+    the explorer's hook is opened again, except if :meth:`end` was called. If no explorer at all can
+    be opened, because settings or names are wrong or the job is unavailable, all explorers end.
 
     Args:
         opens: explorer's name → the function that opens the explorer's hook.

@@ -1,8 +1,9 @@
 """Map between a version's tensors under the trainer's names and under the hub's names.
 
-The trainer's module and the hub can name tensors differently, and split or join them differently. A
-version's :class:`~syncd.checkpoint.name_map.NameMap` maps the trainer's names to the hub's. This
-module applies the map to parts of tensors and to views. It reads and copies no data.
+The trainer's module and the hub can name tensors differently, and can split or join tensors
+differently. A version's :class:`~syncd.checkpoint.name_map.NameMap` maps the trainer's names to the
+hub's names. This module applies the map to parts of tensors and to views. The module reads and
+copies no data.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class NamedPiece(NamedTuple):
     Attributes:
         own: the name of the version's tensor.
         own_box: the part of that tensor.
-        other: the tensor's name in the other set: the trainer's name if the version has the hub's
-            names, or else the hub's name.
+        other: the other name of the tensor: the trainer's name if the version has the hub's names,
+            or else the hub's name.
         other_box: the same part in ``other``. If ``other`` is a trainer's stack of tensors, the box
             has one more dimension, of size 1.
         swaps: whether the last two dimensions are swapped.
@@ -111,7 +112,7 @@ class GivenNames:
         return pieces if fits else []
 
     def by_hub(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """Rename tensors to the hub's names. Tensors that have the hub's names keep them."""
+        """Rename tensors to the hub's names. Tensors with the hub's names are not renamed."""
         found: dict[str, TensorSpec] = {}
         joined: set[str] = set()
         for name, spec in tensors.items():

@@ -46,7 +46,7 @@ class ExplorerHook:
 
     Promised:
 
-    - The engine loads only versions that were verified and that fit it.
+    - The engine loads only versions that were verified and that fit the engine.
     - The engine's version never goes back, except by :meth:`load_step`.
     - The version that the engine serves stays on disk until the next version is loaded. So the
       engine can be restarted from that folder.
@@ -60,17 +60,17 @@ class ExplorerHook:
         name: this explorer's name, unique in the job.
         engine: the engine to load versions into.
         settings: decide when to sync. With method ``nccl``, an engine that supports broadcasts
-            receives them, and loads versions from files if broadcasts fail. Any other engine always
-            loads versions from files.
+            receives broadcasts. If broadcasts fail, the engine loads versions from files. Any other
+            engine always loads versions from files.
         staging: copies each version to this host before the load, while the engine still serves.
         memory_dir: the second job directory, which holds the versions (method ``memory``).
         before_load: called with each version before the version is loaded, so that you can finish
             running requests. The weights of a broadcast have no version yet, so before a broadcast
             ``before_load`` gets the newest version that this explorer has leased.
         on_remote: called with the path of each version of kind ``remote``, and with the version.
-            Without ``on_remote``, such a version is refused if the engine does not support it. If
-            ``on_remote`` raises EngineMismatchError, the version is refused. After any other error
-            the hook tries the version again.
+            Without ``on_remote``, a version of this kind is refused if the engine does not support
+            the kind. If ``on_remote`` raises EngineMismatchError, the version is refused. After any
+            other error the hook tries the version again.
         poll: the most seconds between two checks for news, if the filesystem sends no events.
         storage: the seam for tests.
 
@@ -156,8 +156,9 @@ class ExplorerHook:
         """The folder that the engine's version was read from; None before the first pull.
 
         The folder stays until the next version is loaded. With a stage folder, it is the folder of
-        the copy. After a broadcast, it is still the folder of the version that was leased before.
-        It changes once a version with the broadcast's weights is published and leased.
+        the copy. After a broadcast, the folder is still the folder of the version that was leased
+        before the broadcast. The folder changes once a version with the broadcast's weights is
+        published and leased.
         """
         held = self._pipeline.held
         return held.folder if held else None
@@ -224,10 +225,10 @@ class ExplorerHook:
     # -- taking newer versions --------------------------------------------------------------------
 
     def pull(self, timeout: float | None = None) -> Version:
-        """Wait for a newer version than the engine has, and load it.
+        """Wait for a version that is newer than the engine's version, and load the newer version.
 
-        The hook requests a sync while it waits. It repeats the request each time the trainer
-        reports that the trainer has nothing newer.
+        While the hook waits, it requests a sync. The hook repeats the request each time the trainer
+        reports that there are no newer weights.
 
         Args:
             timeout: seconds to wait; None to wait without a limit. With 0, the hook loads a newer
@@ -244,7 +245,8 @@ class ExplorerHook:
             OSError, or an error of ``on_remote``: storage or the callback failed. The engine is
                 unchanged, and the next pull tries the version again.
             EngineBrokenError: the weights that the engine serves are unknown. The next pull loads a
-                newer version, or, if there is none, tries to load the previous version again.
+                newer version. If there is no newer version, the next pull tries to load the
+                previous version again.
             CancelledError: the hook was cancelled or closed.
             NotFollowingError: the background thread has died.
             InvalidSettingsError: a background thread follows the job (:meth:`start`).
@@ -259,7 +261,7 @@ class ExplorerHook:
         """Let the daemon publish a saved step as the newest version, and load that version.
 
         Every explorer of the job would load the step too, so call this method only while no trainer
-        and no other explorer runs. Use :meth:`load_step` to change this explorer alone.
+        and no other explorer runs. Use :meth:`load_step` to change only this explorer.
 
         Args:
             step: the step of the save.
@@ -280,11 +282,11 @@ class ExplorerHook:
     def load_step(self, step: int, timeout: float | None = None) -> Version:
         """Load a saved step into this engine only, to evaluate it.
 
-        LATEST and the other explorers do not change, and a trainer may run meanwhile. If the step
-        is published already, the hook leases its version. Otherwise the daemon builds the step for
-        this explorer. The daemon deletes the build once the next step or version is loaded, or the
-        hook is closed. The next :meth:`pull` loads the newest version again, except if the
-        engine serves it already.
+        LATEST and the other explorers do not change, and a trainer can run at the same time. If the
+        step is published already, the hook leases the published version. Otherwise the daemon
+        builds the step for this explorer. The daemon deletes the build once the next step or
+        version is loaded, or the hook is closed. The next :meth:`pull` loads the newest version
+        again, except if the engine already serves the newest version.
 
         Args:
             step: the step of the save.
@@ -307,30 +309,30 @@ class ExplorerHook:
         return self._step(self._puller.step_alone, step, timeout)
 
     def sync_is_due(self, step: int) -> bool:
-        """Whether :meth:`after_step` will sync. If so, finish running requests first."""
+        """Whether :meth:`after_step` will sync. Before a sync, finish running requests."""
         return explorer_sync_is_due(self._settings, step)
 
     def after_step(self, step: int) -> Version | None:
         """Sync after a step of rollouts, if a sync is due by the settings.
 
-        The hook waits until newer weights are available, the trainer reports that it has nothing
-        newer, or the trainer stops. If the trainer stops while a daemon runs, the hook waits until
-        the last save is published or refused. An explorer without weights first waits until there
-        is a version or a trainer.
+        The hook waits until newer weights are available, the trainer reports that there are no
+        newer weights, or the trainer stops. If the trainer stops while a daemon runs, the hook
+        waits until the last save is published or refused. An explorer without weights first waits
+        until there is a version or a trainer.
 
         If a version is refused or cannot be read, the hook logs and reports the error, and the
         engine keeps its weights. If the engine has lost its weights, for example because its server
-        was restarted, the hook first loads them again. With style ``fully_async``, the thread of
-        :meth:`start` does all of this.
+        was restarted, the hook first loads the weights again. With style ``fully_async``, the
+        thread of :meth:`start` does all of this.
 
         Args:
             step: the number of the last step that was begun; the first step is 1.
 
         Returns:
-            The version that the engine serves now; None if it serves none yet.
+            The version that the engine serves now; None if the engine serves no version yet.
 
         Raises:
-            WaitTimeoutError: none of these events happened within ``sync_timeout``.
+            WaitTimeoutError: no event that ends the wait happened within ``sync_timeout``.
             EngineBrokenError, CancelledError, NotFollowingError: see :meth:`pull`.
             InvalidSettingsError: the style is ``fully_async`` and :meth:`start` was not called, or
                 ``step`` is not a whole number.
@@ -385,9 +387,9 @@ class ExplorerHook:
             newer_than: wait for a version newer than this version; None to wait for any version.
 
         Raises:
-            InvalidSettingsError: the engine serves no such version, and :meth:`start` was not
-                called.
-            WaitTimeoutError: the engine did not serve such a version in time.
+            InvalidSettingsError: the engine does not serve the awaited version, and :meth:`start`
+                was not called.
+            WaitTimeoutError: the engine did not serve the awaited version in time.
             NotFollowingError: the background thread has died.
             CancelledError: the hook was cancelled or closed.
         """
@@ -403,8 +405,8 @@ class ExplorerHook:
     def close(self) -> None:
         """End pulls in other threads, release the version, and report that this explorer stopped.
 
-        Before you call this method, stop every reader of the version's folder. You can call it
-        twice. In a forked process it does nothing.
+        Before you call this method, stop every reader of the version's folder. You can call this
+        method twice. In a forked process this method does nothing.
 
         Raises:
             Exception: the engine could not be closed. Everything else is closed nevertheless.

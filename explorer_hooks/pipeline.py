@@ -50,8 +50,9 @@ class Pipeline:
         fast_path: the engine's part in broadcasts; None if the engine takes no broadcasts.
 
     Attributes:
-        held: the leased version that the engine serves; None before the first load. If the engine
-            has newer weights by a broadcast, this is the newest version up to these weights.
+        held: the leased version that the engine serves; None before the first load. If a broadcast
+            has given the engine newer weights, ``held`` is the newest version that is not newer
+            than these weights.
         last: the measurements of the last load or broadcast.
     """
 
@@ -113,7 +114,7 @@ class Pipeline:
 
     @property
     def floor(self) -> Version | None:
-        """The version that the next version must exceed: the served or a newer refused version."""
+        """The served version, or a newer refused version; the next version must be newer."""
         served = self.version
         if self._refused is None or (served and served.sequence > self._refused[0].sequence):
             return served
@@ -211,7 +212,7 @@ class Pipeline:
     # -- the next version: one thread at a time --------------------------------------------------
 
     def receive(self, transfer: Transfer) -> None:
-        """Let the engine receive the weights of a broadcast, and report them.
+        """Let the engine receive the weights of a broadcast, and report the new weights.
 
         Raises:
             BroadcastError: the broadcast failed. The engine is unchanged.
@@ -293,7 +294,7 @@ class Pipeline:
         self._take(leased, cancel, benches=True)
 
     def _take(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
-        """Load a leased version into the engine; release the version if that fails.
+        """Load a leased version into the engine; release the version if the load fails.
 
         Before this method is called, a pull has accessed these files in this order: it has read
         LATEST, created the lease ``leases/VERSION/EXPLORER.SESSION`` (an empty file), and read
@@ -399,7 +400,8 @@ class Pipeline:
         """Every few seconds, check whether the engine still has its version.
 
         Raises:
-            EngineBrokenError: the engine has lost its version; :meth:`restore` loads it again.
+            EngineBrokenError: the engine has lost its version; :meth:`restore` loads the version
+                again.
         """
         now = time.monotonic()
         held = self.held

@@ -30,8 +30,9 @@ class Puller:
     """Waits for newer weights, and lets the pipeline load them.
 
     If a version cannot be leased, because it is retired or not visible yet, the wait starts again.
-    The methods first load the previous version of a broken engine again. But :meth:`newest` does so
-    only if there is no newer version, or if loading a newer version did not repair the engine.
+    If the engine is broken, the methods first load the engine's previous version again. The
+    exception is :meth:`newest`: it first tries to load a newer version, and loads the previous
+    version only if there is no newer version, or if the newer version did not repair the engine.
     Each method can also raise CancelledError, and the errors of
     :meth:`~explorer_hooks.pipeline.Pipeline.take`.
 
@@ -89,10 +90,10 @@ class Puller:
                     raise
 
     def sync(self, timeout: float) -> None:
-        """Wait until newer weights are loaded, or until the trainer reports that it has none.
+        """Wait until newer weights are loaded, or until the trainer reports that there are none.
 
         Raises:
-            WaitTimeoutError: neither happened in time.
+            WaitTimeoutError: neither event happened in time.
         """
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):

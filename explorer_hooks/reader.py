@@ -1,4 +1,4 @@
-"""Follow a job without torch: wait, lease, verify. You can call each step alone."""
+"""Follow a job without torch: wait, lease, verify. You can call each of these steps separately."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 class Reader:
     """Lets one explorer read the versions of a job.
 
-    Promised: a version returned by :meth:`next_version` is complete, newer than the given version,
-    and stays until it is released. A reader does not get every version, only the newest.
+    Promised: a version returned by :meth:`next_version` is complete, and newer than the given
+    version. The version stays on disk until you release it. A reader does not get every version,
+    only the newest.
 
     Args:
         job_dir: the job directory.
@@ -163,8 +164,9 @@ class Reader:
 
         Args:
             status: the explorer's present status.
-            sequence: the sequence of the version that the explorer serves; None if it serves none.
-            step: the step of that version.
+            sequence: the sequence of the version that the explorer serves; None if the explorer
+                serves no version.
+            step: the step of the served version.
             nothing_new: the number of waits that have ended without a newer version.
             refused: the newer version that the explorer refuses, and the reason.
             hub_names: whether the explorer takes versions whose tensors have the hub's names. In a

@@ -49,10 +49,10 @@ class OnRemoteError(Exception):
 
 
 def refuses(error: BaseException) -> bool:
-    """Whether an error is the fault of the version. If so, the version is not tried again.
+    """Whether the version caused an error. A version that caused an error is not tried again.
 
-    After an error of storage, a connection (any OSError) or ``on_remote``, or a cancellation, the
-    next try may succeed. So these errors are not the version's fault.
+    The version does not cause a cancellation, or an error of storage, of a connection (any OSError)
+    or of ``on_remote``. After these errors, the next try can succeed.
     """
     if isinstance(error, EngineBrokenError):
         return error.refuses
@@ -64,7 +64,8 @@ class Reloader:
     """Loads versions into one engine.
 
     Promised: a paused engine is always resumed. If the engine does not take the new version, the
-    previous version is loaded again. If that fails too, EngineBrokenError is raised.
+    previous version is loaded again. If the previous version cannot be loaded either,
+    EngineBrokenError is raised.
 
     Args:
         engine: the engine to load into.
@@ -79,13 +80,13 @@ class Reloader:
         """Check that the engine or ``on_remote`` takes versions of this kind.
 
         Raises:
-            EngineMismatchError: neither of them takes this kind.
+            EngineMismatchError: neither the engine nor ``on_remote`` takes this kind.
         """
         if not self._is_elsewhere(version):
             check_kind(version, self._engine.kinds)
 
     def check(self, version: LeasedVersion) -> None:
-        """Let the engine compare the names, shapes and dtypes of a version with its own.
+        """Let the engine compare a version's names, shapes and dtypes with those of its model.
 
         Raises:
             EngineMismatchError: the version does not fit the engine.
@@ -94,7 +95,7 @@ class Reloader:
             self._engine.check(version)
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Let the engine prepare the load while it still serves."""
+        """Let the engine prepare the load while the engine still serves."""
         if not self._is_elsewhere(version):
             self._engine.prepare(version)
 
@@ -103,7 +104,7 @@ class Reloader:
 
         Args:
             version: the new version.
-            before: the version that the engine serves; None if it serves none yet.
+            before: the version that the engine serves; None if the engine serves no version yet.
             told: the measurements of this pull so far.
 
         Returns:
@@ -134,8 +135,8 @@ class Reloader:
         """Let the engine receive the weights of a broadcast.
 
         Args:
-            take: receives the weights into the engine. If it raises BroadcastError, it has changed
-                no weight of the engine.
+            take: receives the weights into the engine. If ``take`` raises BroadcastError, all
+                weights of the engine are unchanged.
             told: the measurements of this pull so far.
 
         Returns:

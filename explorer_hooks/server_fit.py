@@ -1,7 +1,8 @@
 """Compare a version with the model that a server serves, because the server cannot compare.
 
 An in-process engine compares a version with its torch module. For a server, the comparison uses the
-model folder that the server was started with, or the manifest of a version that it has loaded.
+model folder that the server was started with, or the manifest of a version that the server has
+loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def check_names(version: LeasedVersion, whose: str) -> None:
 
     Raises:
         EngineMismatchError: the tensors have the trainer's names, and the hub's names differ from
-            them or are unknown.
+            the trainer's names or are unknown.
     """
     names = names_of(version)
     if names.given == "hub":
@@ -66,7 +67,7 @@ class Fits:
     Args:
         of: the manifest of a version that the server serves, or the model folder that the server
             was started with. The headers of the folder's files are read once, at construction.
-        casts: whether the server casts the tensors that it loads, as vLLM does. If so, floating
+        casts: whether the server casts the tensors that it loads, as vLLM does. If True, floating
             dtypes may differ.
         whose: the name of the server, for messages.
 
@@ -131,11 +132,11 @@ class Fits:
 def fits_if_here(named: str, whose: str) -> Fits | None:
     """Make a :class:`Fits` of the model path that a server reports.
 
-    A relative path is relative to the server's working directory, or is a name on the hub. So it is
-    not read.
+    A relative path is relative to the server's working directory, or is a name on the hub. So this
+    function does not read a relative path.
 
     Returns:
-        None if the path is not a folder on this host that holds weights.
+        The :class:`Fits`. None if the path is not a folder on this host, or holds no weights.
     """
     if not (Path(named).is_absolute() and Path(named).is_dir()):
         return None

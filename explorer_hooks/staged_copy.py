@@ -43,7 +43,7 @@ class StagedCopy:
     def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
         """Yield True if no process holds a copy.
 
-        In this case no process can hold the copy until the context ends.
+        If the result is True, no process can get a hold on the copy until the context ends.
         """
         try:
             fd = storage.open_read(folder / MANIFEST)

@@ -137,7 +137,7 @@ class Staging:
     def stage(
         self, version: LeasedVersion, *, cancel: Callable[[], None] = lambda: None
     ) -> LeasedVersion:
-        """Copy and verify a version in one pass, or wait until another process has done so.
+        """Copy and verify a version in one pass, or wait for another process that makes the copy.
 
         Args:
             version: leased, and not verified yet; the caller releases it.
@@ -162,7 +162,8 @@ class Staging:
     def base(self) -> int | None:
         """The sequence of the last version of :meth:`stage`, if deltas can apply to its copy.
 
-        It is None if the copy was removed, or if the job is on the same filesystem as the copy.
+        The result is None if the copy was removed, or if the job is on the same filesystem as the
+        copy.
         """
         copy = self._base
         try:
@@ -175,7 +176,7 @@ class Staging:
         return copy.sequence if copy is not None and is_there else None
 
     def hold_again(self, copy: LeasedVersion) -> LeasedVersion:
-        """Hold a version of :meth:`stage` for a second time, while the first hold lasts.
+        """Get a second hold on a version that :meth:`stage` returned, while the first hold lasts.
 
         Raises:
             FileNotFoundError: the copy was removed although it was held.
@@ -276,7 +277,7 @@ class Staging:
             yield
 
     def _make(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        """Make a copy from an older copy here and deltas, or else from the version's files."""
+        """Make a copy from an older copy and deltas, or else from the version's files."""
         why = None
         if version.kind == "full" and self._is_elsewhere(version):
             why = self._make_by_deltas(version, name, cancel)
@@ -291,11 +292,11 @@ class Staging:
     ) -> str | None:
         """Make a copy from an older copy on this host and deltas.
 
-        No error here causes the version to be refused. Only an error in the version's own files can
-        cause that.
+        No error of this method causes a refusal of the version. Only an error in the version's own
+        files can cause a refusal.
 
         Returns:
-            None if the copy was made, or else the reason why not.
+            None if the copy was made, or else the reason why the copy was not made.
         """
         try:
             base = self._bases.find(
@@ -325,7 +326,10 @@ class Staging:
         return None
 
     def _is_elsewhere(self, version: LeasedVersion) -> bool:
-        """Whether a version is on another filesystem. If not, its files are linked, not copied."""
+        """Whether the version and the stage folder are on different filesystems.
+
+        On the same filesystem, the version's files are linked, not copied.
+        """
         try:
             there = version.storage.status(version.folder)
             here = self._storage.status(self._room)

@@ -51,10 +51,11 @@ class _OtherNames(NamedTuple):
     These are the hub's names if the version has the trainer's names, or else the trainer's names.
 
     Attributes:
-        pieces: other name → the parts of the version's tensors that make up that tensor.
+        pieces: other name → the parts of the version's tensors that make up the tensor with this
+            other name.
         of: name of a version's tensor → the other names of its parts. If one other name stands for
-            several tensors of the version joined together, it is listed only for the first of these
-            tensors.
+            several tensors of the version joined together, the other name is listed only for the
+            first of these tensors.
     """
 
     pieces: Mapping[str, Sequence[NamedPiece]]
@@ -96,9 +97,9 @@ class WeightsReader:
 
     Args:
         version: a version of kind ``full`` or ``adapter``, leased until the reader is closed.
-        mmap: map the files into memory and copy nothing. The bytes of a tensor are read at the
-            first access. Writing into a tensor changes no file. Use ``mmap`` only for local
-            filesystems, because if a file server loses a mapped file, or someone truncates the
+        mmap: whether to map the files into memory and copy nothing. The bytes of a tensor are read
+            at the first access. Writing into a tensor changes no file. Use ``mmap`` only for local
+            filesystems. If a file server loses a mapped file, or if someone truncates a mapped
             file, the kernel kills the process (SIGBUS). The version must stay leased while any of
             its tensors is in use. By default each tensor is read by pread into its own memory.
     """
@@ -122,7 +123,7 @@ class WeightsReader:
             self._open.popitem()[1].file.close()
 
     def open(self, names: Iterable[str]) -> None:
-        """Open the files that contain these tensors, and compare them with the manifest.
+        """Open the files that contain these tensors, and compare the files with the manifest.
 
         Raises:
             InvalidSettingsError, VerificationError, ShardFormatError, OSError: see
@@ -138,7 +139,7 @@ class WeightsReader:
     def get_weight(self, name: str) -> Tensor:
         """Read one tensor by its name in the version.
 
-        If no tensor of the version has that name, it is looked up among the other names: the
+        If no tensor of the version has this name, the name is looked up among the other names: the
         trainer's or the hub's.
 
         Raises:
@@ -190,7 +191,7 @@ class WeightsReader:
     def state_dict_iterator(self, names: Names | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and content of each tensor, in the order of the files.
 
-        Each tensor is read when the iterator reaches it, and the reader does not keep it.
+        Each tensor is read only when the iterator reaches the tensor. The reader keeps no tensor.
 
         Args:
             names: ``trainer`` for the names of the trainer's module, or ``hub`` for the hub's

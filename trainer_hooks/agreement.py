@@ -46,7 +46,7 @@ class Ranks:
         Raises:
             Exception: the error of ``work`` on this rank. If ``work`` failed only on other ranks,
                 the error has the rank, the message and the class of the first failure. If that
-                class is not one of syncd's, it is a :class:`CheckpointError`.
+                class is not a class of syncd, the error is a :class:`CheckpointError`.
         """
         result: T | None = None
         failure: tuple[type[SyncdError], str] | None = None

@@ -20,9 +20,10 @@ LIMIT: Final = 2
 class SaveThread:
     """Runs queued functions, one after another.
 
-    Promised: an error of a function is kept until :meth:`take_error` returns it, and the functions
-    after it run nevertheless. Not promised: that the interpreter waits for this thread when it
-    exits. The exit cuts off the running function, as a kill would.
+    Promised: if a function raises an error, the next functions run nevertheless. The thread keeps
+    the error until :meth:`take_error` returns the error. Not promised: that the interpreter waits
+    for this thread at exit. The exit of the interpreter cuts off the running function, as a kill
+    would.
     """
 
     def __init__(self) -> None:

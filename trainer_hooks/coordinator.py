@@ -39,16 +39,17 @@ class CheckpointCoordinator:
     of all ranks. No actor is needed.
 
     Promised: the pointer names a step only when every rank's shard of one save is complete and
-    durable. If a save fails on a rank, the next call on that rank raises the error once, and so
-    does the next call on rank 0. Not promised: that a save is announced when a call returns;
+    durable. If a save fails on a rank, the next call on that rank and the next call on rank 0 raise
+    the error, once each. Not promised: that a save is announced when a call returns;
     :meth:`wait_all` waits for the announcement. This class never moves the checkpoint pointer,
     ``latest_checkpointed_iteration.txt``.
 
-    Construct it on every rank, and call the same methods in the same order on every rank.
+    Construct the coordinator on every rank, and call the same methods in the same order on every
+    rank.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
-        settings: only ``save_timeout`` and ``method``, which must be ``checkpoint``, are used.
+        settings: only ``save_timeout`` and ``method`` are used. ``method`` must be ``checkpoint``.
         name: the name of the trainer; a job has one trainer.
         storage: set only by tests.
 
@@ -135,7 +136,7 @@ class CheckpointCoordinator:
         *,
         model_files: tuple[Callable[[Path], object], ...] = (),
     ) -> None:
-        """Copy this rank's part of a model to host memory; a thread writes and announces it.
+        """Copy this rank's part of a model to host memory; a thread writes and announces the copy.
 
         Args:
             model: a plain module, or one under DDP, FSDP1, FSDP2 or tensor parallelism. With FSDP1

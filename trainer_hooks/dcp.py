@@ -32,25 +32,26 @@ def announce_dcp(
 ) -> None:
     """Announce a save that ``dcp.save`` has written: move the pointer that the daemon follows.
 
-    Call it on one rank, after all ranks have written: when ``dcp.save`` has returned, or the future
-    of ``dcp.async_save`` has a result. The save is in ``JOB/global_step_N/actor``, or in ``folder``
-    on the same filesystem. The files of ``folder`` are hard-linked into the job, so nothing is
-    copied, and the trainer may delete its own files later. A step that was linked counts as a
-    checkpoint that may be deleted when a newer step is announced.
+    Call this function on one rank, after all ranks have written: when ``dcp.save`` has returned, or
+    the future of ``dcp.async_save`` has a result. The save is in ``JOB/global_step_N/actor``, or in
+    ``folder`` on the same filesystem. The files of ``folder`` are hard-linked into the job, so
+    nothing is copied, and the trainer may delete its own files later. A linked step counts as a
+    checkpoint. The daemon may delete this step once a newer step is announced.
 
-    Promised: the pointer moves by one rename, and only to a folder with a finished DCP save.
-    Not promised: that the daemon can merge the save; if it cannot, it logs the reason.
+    Promised: the pointer moves by one rename, and only to a folder with a finished DCP save. Not
+    promised: that the daemon can merge the save. If the daemon cannot merge the save, it logs the
+    reason.
 
     Args:
-        job_dir: the job directory; ``.syncd`` is created in it if it is missing.
+        job_dir: the job directory. If the job directory has no ``.syncd``, this folder is created.
         step: the step that was saved.
         folder: the folder of the save; ``JOB/global_step_N/actor`` by default.
         storage: set only by tests.
 
     Raises:
         SaveNotReadyError: the folder has no finished save.
-        InvalidSettingsError: the folder is on another filesystem, or its filesystem has no hard
-            links; or the step also holds weights of another kind, which the daemon would prefer.
+        InvalidSettingsError: the folder is on another filesystem, or on a filesystem without hard
+            links. Or the step also holds weights of another kind, which the daemon would prefer.
         JobUnavailableError: the job directory is missing or not writable.
         OSError: storage failed.
     """

@@ -35,15 +35,16 @@ _ALL: Final = "all"
 class Plan(IntFlag):
     """The actions that all ranks take now.
 
-    - ``SYNC``, ``FULL``: save the weights for explorers, or a full checkpoint. Both together are
-      one save, unless the sync is written to a memory folder.
+    - ``SYNC``, ``FULL``: save the weights for explorers, or a full checkpoint. If both are set,
+      they are one save, except if the sync is written to a memory folder.
     - ``COMPLETE``: extend the existing save of this step to a full checkpoint.
     - ``AGAIN``: like ``COMPLETE``, but the weights are written again.
     - ``HUGGING_FACE``: the full checkpoint also gets the full weights. Without ``FULL``, they are
       added to an existing full checkpoint.
-    - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the save is due and stays due, because the writer is busy.
+    - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the save is due, but is not made now, because the writer
+      is busy. The save stays due.
     - ``BROADCAST``: send the weights to the weight group that rank 0 has opened. In the decision
-      after the broadcast, it means that the weights have arrived.
+      after the broadcast, ``BROADCAST`` means that the weights have arrived.
     - ``UNDECIDED``: rank 0 could not decide.
     """
 
@@ -62,13 +63,13 @@ class Plan(IntFlag):
 class Decisions:
     """Sends rank 0's decisions to all ranks of the default process group.
 
-    It uses a separate gloo group, so the training's own messages do not wait, and no accelerator is
-    used.
+    This class uses a separate gloo group, so the training's own messages do not wait, and no
+    accelerator is used.
 
-    Promised: :meth:`agree` returns the same plan on all ranks. It is not a barrier: rank 0 waits
-    for no rank. The other ranks wait only for rank 0, and for the ranks that forward rank 0's
-    message in gloo's tree. If rank 0 has died, :meth:`agree` ends at once if the connection is
-    closed, and otherwise after the timeout.
+    Promised: :meth:`agree` returns the same plan on all ranks. :meth:`agree` is not a barrier: rank
+    0 waits for no rank. The other ranks wait only for rank 0, and for the ranks that forward rank
+    0's message in gloo's tree. If rank 0 has died and its connection is closed, :meth:`agree` ends
+    at once. If the connection is still open, :meth:`agree` ends after the timeout.
 
     Args:
         timeout: seconds that the other ranks wait for rank 0.
@@ -121,8 +122,8 @@ class Decisions:
     def meet(self, name: str, *, timeout: float) -> str | None:
         """Wait until all ranks have called this method: a barrier with a timeout.
 
-        It uses the store of the process group. The first outcome in the store counts for all ranks,
-        so no rank enters a collective if another rank has stopped waiting.
+        This method uses the store of the process group. The first outcome in the store counts for
+        all ranks, so no rank enters a collective if another rank has stopped waiting.
 
         Args:
             name: the name of this barrier; use each name only once.

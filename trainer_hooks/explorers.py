@@ -32,8 +32,8 @@ class Explorers:
     """Calls rank 0's Synchronizer so that storage errors do not end the training.
 
     Only :meth:`begin_save` raises storage errors, because a save that was not announced must not be
-    written. The other methods log them, and try again when they are called next. A request that
-    cannot be read counts as no request.
+    written. The other methods log storage errors. The next call of the method tries again. A
+    request that cannot be read counts as no request.
 
     Args:
         synchronizer: a registered synchronizer; its status is set to running.
@@ -103,7 +103,7 @@ class Explorers:
         return self._tried(lambda: self.synchronizer.have_received(save_id)) is True
 
     def has_missed(self, save_id: SaveId) -> bool:
-        """Whether an explorer lacks this broadcast and may not produce; False if storage fails."""
+        """Whether an explorer lacks this broadcast and must not produce; False if storage fails."""
         return self._tried(lambda: self.synchronizer.has_missed(save_id)) is True
 
     def open_group(self, step: int, save_id: SaveId, device: torch.device) -> WeightGroup:
@@ -137,7 +137,7 @@ class Explorers:
         self._tried(self.synchronizer.group_failed)
 
     def goes_by_files(self, step: int) -> None:
-        """Tell explorers that they get a step's weights as files, not by a broadcast."""
+        """Tell explorers that the weights of a step come as files, not by a broadcast."""
         self._tried(lambda: self.synchronizer.goes_by_files(step))
 
     # -- back-pressure, and the end ----------------------------------------------------------------

@@ -119,7 +119,7 @@ class TrainerBroadcasts:
         cast: the dtype to which floating tensors are cast; None to keep the model's dtypes.
 
     Attributes:
-        cadence: rank 0's count of syncs, by which it chooses what to broadcast.
+        cadence: rank 0's count of syncs, by which rank 0 chooses what to broadcast.
         broadcasts: the number of broadcasts that succeeded, as far as this rank knows.
         failures: the number of broadcasts that failed, as far as this rank knows.
     """
@@ -295,13 +295,13 @@ class WeightSender:
             The measurements; on ranks other than 0, ``buckets`` is 0.
 
         Raises:
-            BroadcastError: only on rank 0: some receivers may not have the weights. Leave the
-                group, because it cannot be used again.
+            BroadcastError: only on rank 0: some receivers may lack the weights. Leave the group,
+                because it cannot be used again.
             SaveFailedError: on all ranks: the ranks' tensors differ, or a tensor cannot be sent.
                 Leave the group.
             Exception: a gathering failed, perhaps only on this rank, for example for lack of
-                memory. The other ranks may still wait in that collective, and would mistake
-                this rank's next collective for the failed one.
+                memory. The other ranks may still wait in that collective, and would mistake this
+                rank's next collective for the failed collective.
         """
         begun = time.monotonic()
         ranks = Ranks()

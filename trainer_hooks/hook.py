@@ -45,8 +45,8 @@ class TrainerHook:
 
     - Explorers get the model as it was on all ranks when ``after_step(step)`` was called.
     - A pointer always names a complete save.
-    - If a save fails, the next call does its own work, and then raises the error of that save once,
-      with its step. If you catch the error, training can continue.
+    - If a save fails, the next call does its own work, and then raises the error of the failed save
+      once. The error names the step. If you catch the error, training can continue.
 
     Not promised:
 
@@ -60,7 +60,7 @@ class TrainerHook:
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
         model: a plain module, or one under DDP, FSDP1, FSDP2 or tensor parallelism. PEFT adapters
-            are saved alone, or merged into the weights (``SaveSettings.lora``).
+            are saved without the base model, or merged into the weights (``SaveSettings.lora``).
         optimizer, scheduler: saved in full checkpoints.
         tokenizer: its files and those of ``model.config`` become part of each version.
         settings: when to sync and when to save; the same on all ranks.
@@ -199,8 +199,8 @@ class TrainerHook:
     def sync_while_waiting(self) -> dict[str, float]:
         """Sync if a sync is due now; for a trainer that waits for data.
 
-        Call it equally often on all ranks, and between the same steps. It never makes a full
-        checkpoint.
+        Call this method equally often on all ranks, and between the same steps. This method never
+        makes a full checkpoint.
 
         Returns:
             Metrics, as :meth:`after_step` returns them.
@@ -271,12 +271,12 @@ class TrainerHook:
         ``save_as_hf = last``), the last step becomes a full checkpoint too. The model is saved as
         it is now, under the number of the last step.
 
-        If a rank does not close within the ``save_timeout``, the other ranks log a warning and
-        make no last save. After that, each rank waits at most twice the ``save_timeout`` for each
+        If a rank does not close within the ``save_timeout``, the other ranks log a warning and make
+        no last save. After that, each rank waits at most twice the ``save_timeout`` for each
         unfinished save. If ranks write one at a time, this limit is multiplied by the number of
-        ranks. You can call it twice; in a forked process it does nothing. Do not call it in a
-        signal handler, because the signal may interrupt an optimizer step: raise ``SystemExit``
-        there instead.
+        ranks. You can call this method twice. In a forked process this method does nothing. Do not
+        call this method in a signal handler, because the signal may interrupt an optimizer step:
+        raise ``SystemExit`` there instead.
 
         Raises:
             SaveFailedError: the last save failed, or was given up because it took too long.
@@ -329,7 +329,7 @@ class TrainerHook:
         return time.monotonic()
 
     def _carry_out(self, plan: Plan, step: int | None) -> dict[str, float]:
-        """Carry out a plan; returns the seconds that training waited for each part of it."""
+        """Carry out a plan; returns the seconds that training waited for each action."""
         metrics: dict[str, float] = {}
         if step is None or not plan:
             return metrics

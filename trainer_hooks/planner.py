@@ -147,8 +147,8 @@ class Planner:
             step: the last finished step; None if no step was finished.
 
         Returns:
-            The plan. It is ``NOTHING``, and a warning is logged, if some rank does not call this
-            method within the ``save_timeout``.
+            The plan. If some rank does not call this method within the ``save_timeout``, the plan
+            is ``NOTHING``, and a warning is logged.
 
         Raises:
             SaveFailedError: rank 0 sent no decision.
@@ -197,7 +197,7 @@ class Planner:
         return self._sent
 
     def after_broadcast(self, plan: Plan, sent: SaveId, *, arrived: bool) -> Plan:
-        """Return the remaining plan after its broadcast has ended.
+        """Return the actions that remain of a plan after its broadcast has ended.
 
         Args:
             plan: the plan.
@@ -264,7 +264,7 @@ class Planner:
     # -- on rank 0 ---------------------------------------------------------------------------------
 
     def _decide(self, step: int | None, due: Plan, *, waiting: bool) -> Plan:
-        """Choose the actions from those that are due and those that explorers request."""
+        """Choose from the actions that are due and the actions that explorers request."""
         if self._explorers_want(step, waiting=waiting):
             due |= Plan.SYNC
         if step is None:
@@ -284,7 +284,7 @@ class Planner:
         return plan
 
     def _is_missed(self) -> bool:
-        """Whether the last sync was only broadcast, and an explorer that may not produce lacks it.
+        """Whether an explorer that must not produce has missed the last sync, which was not saved.
 
         Such an explorer waits for the next sync, while the trainer waits for the explorer's data.
         So the trainer must sync now.
@@ -303,7 +303,8 @@ class Planner:
 
         Args:
             step: the step.
-            is_saved: whether the same save is also a full checkpoint, which is made anyway.
+            is_saved: whether the sync's save is also a full checkpoint, which is written in any
+                case.
         """
         if self._fast_path is None:
             return self._by_files(is_saved=is_saved)
@@ -325,7 +326,7 @@ class Planner:
         return Plan.NOTHING
 
     def _by_files(self, *, is_saved: bool) -> Plan:
-        """Sync as files; skip the sync if the writer is busy, unless the step is saved anyway."""
+        """Sync as files; skip the sync if the writer is busy and ``is_saved`` is False."""
         busy = bool(self._thread.under_way)
         if busy and self._saving.when_busy_sync is WhenBusy.SKIP and not is_saved:
             return Plan.SYNC_SKIPPED

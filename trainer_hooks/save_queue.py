@@ -63,7 +63,7 @@ class SaveQueue:
         return self.thread.wait(most=LIMIT - 1, timeout=self._patience)
 
     def buffers(self) -> HostBuffers:
-        """Take free buffers for a copy of a save. Call it after :meth:`has_room` returned True."""
+        """Take free buffers for a copy of a save, after :meth:`has_room` returned True."""
         return self._buffers.pop()
 
     def submit(

@@ -44,7 +44,7 @@ class Trained:
 
     Attributes:
         model: the actor.
-        optimizer, scheduler: those of the actor.
+        optimizer, scheduler: the optimizer and the scheduler of the actor.
         critic, critic_optimizer: another model, saved only in full checkpoints.
         user_state: called at each full checkpoint; returns this rank's other state for resuming.
         model_files: on rank 0: functions that write config and tokenizer into a folder.
@@ -234,7 +234,7 @@ class Saver:
         )
 
     def _publishes_adapter(self, peft: PeftState) -> bool:
-        """Whether explorers get the adapter alone; the same on all ranks."""
+        """Whether explorers get only the adapter; all ranks return the same value."""
         published = peft.published_as(self._trained.lora)
         if published is not self._trained.lora and published is SaveLora.MERGED:
             if self._rank == 0 and not self._said_merged:

@@ -60,7 +60,7 @@ class SaveSettings:
         when_busy_sync: for a sync that is due while the previous save is still being written.
             ``skip``: nothing is copied; the sync is counted as skipped and stays due, until a step
             at which the writer is free. ``wait``: training waits if two saves are unfinished.
-        when_busy_full: the same choice for full checkpoints.
+        when_busy_full: like ``when_busy_sync``, but for full checkpoints.
         save_as_hf: which full checkpoints also have the full weights in ``actor/huggingface/``.
         max_to_keep: how many of the newest full checkpoints to keep; 0 = all.
         keep_every: also keep full checkpoints of steps that are multiples of this number; 0 = none.
@@ -75,8 +75,9 @@ class SaveSettings:
             model's dtypes. The cast runs on the device during the copy, and gives the same bits as
             ``Tensor.to``. Integers, bool and fp8 are not cast. Full checkpoints also keep the
             weights in the model's dtype, and training resumes only from those weights.
-        final: whether ``close`` saves the last step's weights as files, if that was not done. Set
-            it to ``False`` if the model no longer has these weights when ``close`` is called.
+        final: whether ``close`` saves the last step's weights as files, if they were not saved as
+            files before. Set ``final`` to ``False`` if the model no longer has these weights when
+            ``close`` is called.
 
     Raises:
         InvalidSettingsError: a value is out of range, or not one of the choices.

@@ -47,8 +47,8 @@ class SaveFolder:
 class TrainerJob:
     """The resources that a rank opens to save.
 
-    Promised: if the construction fails on one rank, it raises an error on all ranks, and the
-    trainer's name is released.
+    Promised: if the constructor fails on one rank, it raises an error on all ranks, and releases
+    the trainer's name.
 
     Args:
         job_dir, memory_dir: the folders.

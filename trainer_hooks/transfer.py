@@ -94,7 +94,7 @@ class Outgoing:
         self._unless_failed(self._greet)
 
     def put(self, number: int, whole: Tensor) -> None:
-        """Send a tensor. You may drop it afterwards, but must not change it before :meth:`end`.
+        """Send a tensor. You may drop the tensor, but must not change it before :meth:`end`.
 
         Args:
             number: the tensor's number in the plan; call this method in the order of the numbers.
@@ -112,7 +112,7 @@ class Outgoing:
         """Wait until all receivers have the last byte.
 
         Raises:
-            BroadcastError: some receivers may not have all bytes.
+            BroadcastError: some receivers may lack some of the bytes.
         """
         self._unless_failed(self._end)
         if self.error is not None:
@@ -232,7 +232,7 @@ class Buffers:
         return buffer.content[:size]
 
     def close(self) -> None:
-        """Release the buffers; torch keeps the ones that it is still sending."""
+        """Release the buffers; torch keeps the buffers that it is still sending."""
         self._made.clear()
 
 

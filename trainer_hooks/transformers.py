@@ -42,14 +42,15 @@ _SUMMED: Final = frozenset(
 class SyncdCallback(TrainerCallback):
     """Lets a Trainer sync its model after the optimizer steps that are due, on every rank.
 
-    It wraps :class:`~trainer_hooks.hook.TrainerHook`, and calls it at each optimizer step
-    (``state.global_step``). It also publishes the steps that the Trainer saves, and the weights of
-    the last step. The Trainer itself makes checkpoints and resumes from them.
+    The callback wraps a :class:`~trainer_hooks.hook.TrainerHook`, and calls the hook at each
+    optimizer step (``state.global_step``). The callback also publishes the steps that the Trainer
+    saves, and the weights of the last step. The Trainer itself makes checkpoints and resumes from
+    them.
 
     Promised: explorers get the whole model as it was after the step, with the names of the plain
     model, even if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only:
 
-    - if :class:`~trainer_hooks.settings.SaveSettings` tell it to wait,
+    - if :class:`~trainer_hooks.settings.SaveSettings` ask for a wait,
     - if the Trainer saves a step while two saves are unfinished,
     - at the end, for the last save.
 
@@ -71,8 +72,8 @@ class SyncdCallback(TrainerCallback):
         saving: how saves are written; the same on all ranks. ``save_as_hf`` must be ``never``.
         memory_dir: only with method ``memory``; see :class:`~trainer_hooks.hook.TrainerHook`.
         publish_first: whether to publish the weights before the first step, for explorers that have
-            no weights yet. They are published as step 0, or as the step from which the Trainer
-            resumes.
+            no weights yet. These weights are published as step 0, or as the step from which the
+            Trainer resumes.
         stop_on_failure: whether a failed save ends the training. If False, the failure is logged
             and counted in ``sync/failed``; the previous version stays published, and the next due
             step is saved as usual.
@@ -80,7 +81,8 @@ class SyncdCallback(TrainerCallback):
         storage: set only by tests.
 
     Raises:
-        InvalidSettingsError: the settings ask for full checkpoints, but the Trainer makes them.
+        InvalidSettingsError: the settings ask for full checkpoints, but only the Trainer makes full
+            checkpoints.
     """
 
     def __init__(
@@ -114,14 +116,14 @@ class SyncdCallback(TrainerCallback):
 
     @property
     def hook(self) -> TrainerHook | None:
-        """The hook of the running training; None before and after it."""
+        """The hook of the running training; None before and after the training."""
         return self._hook
 
     def add_to(self, trainer: Trainer) -> Self:
-        """Add this callback before those that report to W&B, TensorBoard and the like.
+        """Add this callback before the callbacks that report to W&B, TensorBoard and so on.
 
-        ``add_callback`` would add it after the reporting callbacks, which would then report each
-        log without the metrics of this callback.
+        ``add_callback`` would add this callback after the reporting callbacks. The reporting
+        callbacks would then report each log without the metrics of this callback.
         """
         trainer.callback_handler.callbacks.insert(0, self)
         return self

@@ -101,11 +101,11 @@ def fsdp_upload_state_dict(
 ) -> None:
     """Gather the full state dict on rank 0, and give it to the Synchronizer. Call it on all ranks.
 
-    Rank 0 holds the whole state dict in host memory, and training waits until it is written. The
-    other ranks wait in a collective of the default process group, so the timeout of that group (10
-    minutes for NCCL by default) must be longer than the write. A
-    :class:`~trainer_hooks.hook.TrainerHook` with method ``memory`` avoids this memory and this
-    wait.
+    Rank 0 holds the whole state dict in host memory, and training waits until the state dict is
+    written. The other ranks wait in a collective of the default process group, so the timeout of
+    that group (10 minutes for NCCL by default) must be longer than the write. A
+    :class:`~trainer_hooks.hook.TrainerHook` with method ``memory`` needs neither this memory nor
+    this wait.
 
     Args:
         engine: the FSDPEngine.
@@ -150,8 +150,8 @@ def fsdp_sync_weight_nccl(engine: FSDPEngine, model_update_group: dist.ProcessGr
     sent in the order of :func:`fsdp_state_dict_meta`, which receivers need to know.
 
     Args:
-        engine: the FSDPEngine. If its ``_strategy`` is not ``fsdp`` (FSDP1), and it has
-            ``get_per_tensor_param()``, the weights are the result of that method.
+        engine: the FSDPEngine. If the engine's ``_strategy`` is not ``fsdp`` (FSDP1), and the
+            engine has ``get_per_tensor_param()``, the weights are the result of that method.
         model_update_group: a process group of any backend, with the trainer's rank 0 and the
             receivers; the trainer must be rank 0 of this group. Ignored on other ranks.
 

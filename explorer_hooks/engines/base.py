@@ -32,22 +32,22 @@ class Engine(Protocol):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of versions that it can load: some of ``full``, ``adapter``, ``remote``."""
+        """The kinds of versions the engine can load: some of ``full``, ``adapter``, ``remote``."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the engine reads versions on this host only. If not, staging is off."""
+        """Whether the engine reads versions on this host only. Staging is used only if True."""
 
     def attach(self) -> None:
         """Repair the state that a killed hook left, for example resume a paused server.
 
-        The hook calls this once, before the first version.
+        The hook calls this method once, before the first version.
         """
 
     def check(self, version: LeasedVersion) -> None:
         """Compare the version's names, shapes and dtypes with the served model's.
 
-        This must not change the served model.
+        The check must not change the served model.
 
         Raises:
             EngineMismatchError: the version does not fit the served model, or the engine cannot
@@ -71,8 +71,8 @@ class Engine(Protocol):
     def load(self, version: LeasedVersion) -> None:
         """Load the weights of the version.
 
-        If ``load`` raises an error, no weight may have changed. An engine that cannot promise this
-        must say so in its documentation. After a failed load, such an engine has unknown weights
+        If ``load`` raises an error, all weights must be unchanged. If an engine cannot promise
+        this, its documentation must say so. After a failed load, such an engine has unknown weights
         until a version is loaded again.
         """
 
@@ -85,8 +85,9 @@ class Engine(Protocol):
     def still_serves(self, version: LeasedVersion) -> bool:
         """Whether the engine still has the version that it loaded last.
 
-        A restarted server, for example, has lost that version. The hook calls this every few
-        seconds while there is nothing newer. It must be quick, and must not raise an error.
+        A restarted server, for example, has lost that version. The hook calls this method every few
+        seconds while there is no newer version. The method must be quick, and must not raise an
+        error.
         """
 
     def close(self) -> None:
@@ -108,13 +109,13 @@ class WeightTaker(Protocol):
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Join the weight group with all workers, and take the weights of one transfer.
 
-        If an engine is already in this generation of the group, it stays in the group. It leaves a
-        group of an earlier generation.
+        An engine that is already in this generation of the group stays in the group. An engine that
+        is in an earlier generation leaves the earlier group.
 
         Args:
             rendezvous: the record with the group's address.
             rank_offset: the group rank of the first worker. The next workers have the next ranks.
-            deadline: the limit in seconds for joining, and the same limit for the transfer.
+            deadline: the limit in seconds for joining the group, and also for the transfer.
 
         Raises:
             BroadcastError: the transfer failed. The engine has its old weights, and has left this
@@ -129,7 +130,7 @@ class WeightTaker(Protocol):
 
 @runtime_checkable
 class MayBeAway(Protocol):
-    """The additional method of an :class:`Engine` in another process, which may not be running.
+    """The additional method of an :class:`Engine` in another process, which is not always running.
 
     While the engine does not answer, a hook that follows the job in the background loads nothing.
     """
@@ -151,7 +152,8 @@ class TakesHubNames(Protocol):
     """An :class:`Engine` that also finds tensors by the hub's names.
 
     In a new job, versions get the hub's names if all explorers take the hub's names (``syncd run
-    --names``). An engine without this property counts as one that takes only the trainer's names.
+    --names``). An engine without this property counts as an engine that takes only the trainer's
+    names.
     """
 
     @property
@@ -173,7 +175,7 @@ class InProcessEngine:
         """Do nothing. A subclass may read ahead here."""
 
     def pause(self) -> None:
-        """Do nothing. The caller serves requests itself, so it serves none during a pull."""
+        """Do nothing. The caller serves the requests itself, and not during a pull."""
 
     def reset_cache(self) -> None:
         """Do nothing, because there is no cache."""

@@ -1,8 +1,8 @@
 """Find the elements in which two versions differ, and write only these elements into tensors.
 
 Both versions are on this host, whole and verified, so they are compared element by element. The
-positions in a delta are not used, because no digest of the module is computed that could check
-them. If a delta left an element out, that element would stay wrong in the module.
+positions in a delta are not used, because nothing would check these positions: no digest of the
+module is computed. If a delta left an element out, that element would stay wrong in the module.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def find_changes(
     """Compare the parts of two versions that fill the targets. The targets are not read.
 
     Args:
-        base: the version that the targets hold; it need not be leased any more.
+        base: the version that the targets hold. A lease on ``base`` is not needed.
         version: the verified version to fill the targets with.
         targets: the targets of ``version``.
         threads: the most threads that compare at a time.
 
     Raises:
-        CannotCompareError: ``base`` was deleted or replaced, its tensors have other names, shapes
-            or dtypes, or the versions differ in too many elements. The message has the reason.
+        CannotCompareError: ``base`` was deleted or replaced. Or the two versions differ in the
+            names, shapes or dtypes of tensors, or in too many elements. The message has the reason.
         VerificationError, ShardFormatError, OSError: ``version`` cannot be read.
     """
     told = {entry.name: entry for entry in version.manifest.tensors}
@@ -128,7 +128,8 @@ def write_changes(targets: Sequence[Target], changes: Changes) -> None:
     """Write changes into the targets, and wait until every device has them.
 
     Args:
-        targets: the targets that :func:`find_changes` got; they still hold its ``base``.
+        targets: the targets that :func:`find_changes` got. These targets must still hold the
+            ``base`` of :func:`find_changes`.
         changes: the result of :func:`find_changes`.
     """
     devices = {target.tensor.device for target in targets} - {_CPU}

@@ -66,7 +66,8 @@ class Subject:
         served: returns the content that an engine serves: a map from each tensor's name to its
             bytes, or a value in the form that ``expected`` returns.
         tensors: the tensors that a version must have, by name. List tied tensors under one name.
-        expected: returns the content that the engine must serve after it has loaded a version.
+        expected: returns the content that the engine must serve after the engine has loaded a
+            version.
         kind: the kind of the versions.
         files: additional files in each version, by name.
         names: whether the tensors have the trainer's or the hub's names. This matters only if
@@ -295,7 +296,7 @@ def _fails(call: Callable[[LeasedVersion], None], version: LeasedVersion) -> boo
 
 
 def _survives(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
-    """Load the previous version again, as a hook does, if a failed load may change weights."""
+    """Load the previous version again, as a hook does, if a failed load can change weights."""
     if not subject.all_or_nothing:
         engine.load(version)
 
@@ -413,7 +414,7 @@ def make_version(
     names: Names = "trainer",
     storage: Storage | None = None,
 ) -> LeasedVersion:
-    """Write a version's folder as the daemon publishes it, and lease it.
+    """Write a version's folder as the daemon would publish it, and lease the version.
 
     Args:
         folder: a path that does not exist yet, in an existing folder.

@@ -134,7 +134,7 @@ class HttpServer:
 
         Raises:
             ServerUnreachableError: there is no server, or no answer in time. The server may have
-                carried out the request, or may still do so later.
+                carried out the request, or may carry out the request later.
             ServerRefusedError: the answer is an error.
         """
         method, _, path = route.partition(" ")

@@ -27,9 +27,9 @@ _CPU: Final = torch.device("cpu")
 
 
 class HostStage:
-    """Host memory for new content, which is copied from there into the targets.
+    """Host memory from which new content is copied into the targets.
 
-    The first use allocates the memory. Later uses that need no more bytes allocate nothing. The
+    The first use allocates the memory. Later uses allocate memory only if they need more bytes. The
     memory is pinned if the targets are on another device than the CPU.
 
     Args:
@@ -76,7 +76,7 @@ class HostStage:
 
     @torch.no_grad()
     def copy(self, targets: Sequence[Target]) -> None:
-        """Copy the new content into the targets, and wait until every device has it.
+        """Copy the new content into the targets, and wait until every device has the content.
 
         Before the copy, this method waits for earlier work on the devices, for example a forward
         that still reads the old values.
@@ -116,11 +116,11 @@ class HostStage:
 def fill_directly(
     reader: WeightsReader, targets: Sequence[Target], stage: HostStage, threads: int
 ) -> None:
-    """Read directly into the targets. After an error some targets are filled, and others are not.
+    """Read directly into the targets. An error can leave the targets partly filled.
 
     Targets that are contiguous, on the CPU and of the version's dtype are read in place. The other
     targets are read batch by batch through the stage. The stage then has at most 256 MiB of host
-    memory, or the size of the largest target if that is larger.
+    memory. If a target is larger than 256 MiB, the stage is as large as the largest target.
 
     Raises:
         VerificationError, ShardFormatError: a file differs from the manifest.
@@ -212,7 +212,8 @@ def _move(moves: Sequence[_Move], threads: int) -> None:
     """Copy memory, in up to ``threads`` batches at a time.
 
     ``Tensor.copy_`` is not used, because its threads must all wait for one another at the end of
-    each tensor. On processors that are busy with other work, this makes the copy many times slower.
+    each tensor. On processors that are busy with other work, these waits make the copy many times
+    slower.
     """
     tasks = []
     batch: list[_Move] = []
@@ -241,7 +242,7 @@ def is_plain(target: Target) -> bool:
 
 
 def _bounded(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Put targets into groups of at most ``_BOUND`` bytes. A larger target is its own group."""
+    """Put targets into groups of at most ``_BOUND`` bytes. A larger target gets its own group."""
     group: list[Target] = []
     size = 0
     for target in targets:

@@ -20,7 +20,7 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _find_kinds(self) -> frozenset[str]:
-        """Find out from the server's routes which kinds of versions it can load.
+        """Find out from the server's routes which kinds of versions the server can load.
 
         Raises:
             InvalidSettingsError: the server lacks routes that are needed.
@@ -30,7 +30,7 @@ class ServerCalls(ABC):
     def _named_folder(self) -> str | None:
         """The model folder that the server reports.
 
-        Its tensors have the names and shapes of the served model.
+        The tensors in this folder have the names and shapes of the served model's tensors.
         """
 
     @abstractmethod
@@ -39,7 +39,7 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _said_label(self) -> str | None:
-        """The label of the server's weights; None if they have no label."""
+        """The label of the server's weights; None if the weights have no label."""
 
     @abstractmethod
     def _set_label(self, text: str) -> None:
@@ -51,11 +51,11 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _may_be_paused(self) -> bool:
-        """Whether the server may be paused. Only called for a server without labels."""
+        """Whether the server is perhaps paused. Only called for a server without labels."""
 
     @abstractmethod
     def _serves_adapter(self) -> bool:
-        """Whether running requests may use an adapter that syncd loaded."""
+        """Whether running requests can use an adapter that syncd loaded."""
 
     @abstractmethod
     def _pause(self) -> None:
@@ -76,7 +76,7 @@ class ServerCalls(ABC):
         Args:
             kind: ``full`` or ``adapter``.
             folder: the path of the folder on the server.
-            name: the label, for servers that set it with the weights.
+            name: the label, for servers that set the label together with the weights.
 
         Raises:
             ServerRefusedError: the server reports that the load failed.

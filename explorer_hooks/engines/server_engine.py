@@ -40,13 +40,14 @@ class ServerEngine(ServerCalls):
     """Loads versions into a server, from folders that the server can read.
 
     Promised: a version that does not fit is never loaded. After each load the server must generate
-    one token before the version counts as served; otherwise an error is raised. If the server's
-    weights are unknown, or its caches hold results of other weights, an error is raised and the
-    server stays paused. If a load fails, the previous version is loaded again.
+    one token. Only then does the version count as served. If the server generates no token, an
+    error is raised. If the server's weights are unknown, or its caches hold results of other
+    weights, an error is raised and the server stays paused. If a load fails, the previous version
+    is loaded again.
 
     Not promised: that the server serves while no hook runs, or that nothing else changes its
-    weights. A second hook on the server is noticed only during a load by that hook, or after that
-    load.
+    weights. A second hook on the server is noticed only while the second hook loads a version, or
+    after this load.
 
     The server shows the :func:`label` of the loaded version beside generated text.
 
@@ -56,11 +57,12 @@ class ServerEngine(ServerCalls):
         base: the model folder that the server was started with. By default it is the folder that
             the server names. If that folder is not on this host, the first version is loaded
             unchecked.
-        is_local: whether the server reads files on this host only; if not, staging is off. By
-            default True if the address is this host's. Give False for a server on several hosts.
+        is_local: whether the server reads files on this host only. False switches staging off. The
+            default is True if the address is an address of this host. Give False for a server on
+            several hosts.
         api_key: the key that the server was started with.
-        admin_api_key: the ``--admin-api-key`` that an SGLang server was started with, if any. Such
-            a server accepts only this key for its weight routes.
+        admin_api_key: the ``--admin-api-key`` that an SGLang server was started with, if any. A
+            server with this key accepts only this key for its weight routes.
         cacert: a file of PEM certificates to trust instead of the host's certificates, for
             ``https``.
         lora_name: the model name under which the server serves adapters.
@@ -150,7 +152,7 @@ class ServerEngine(ServerCalls):
         self._told_waiting = told
 
     def attach(self) -> None:
-        """Wait until the server is up, find out its features, and resume it if it is paused.
+        """Wait until the server is up, find out its features, and resume a paused server.
 
         If a hook was killed during a load, the server stays paused until a version is loaded.
 
@@ -292,8 +294,8 @@ class ServerEngine(ServerCalls):
 
         Raises:
             ServerUnreachableError: the server does not answer.
-            EngineBrokenError: the server does not generate, or its weights are unknown. If they
-                are unknown, the server stays paused.
+            EngineBrokenError: the server does not generate, or the server's weights are unknown. If
+                the weights are unknown, the server stays paused.
         """
         if self._torn is not None:
             raise EngineBrokenError(f"{self._whose} stays paused: {self._torn}")
@@ -310,8 +312,8 @@ class ServerEngine(ServerCalls):
     def still_serves(self, version: LeasedVersion) -> bool:
         """Whether the server reports this version, or weights of a later broadcast.
 
-        A restarted server reports neither. If a server cannot report its weights, the result is
-        True if the server answers.
+        A restarted server reports neither of them. For a server that cannot report its weights, the
+        result is True if the server answers.
         """
         if self._torn is not None or self._uncached is not None:
             return False
@@ -376,12 +378,12 @@ class ServerEngine(ServerCalls):
     def _take_received(self, name: str, load: Callable[[], None]) -> None:
         """Let the server load a full model that its workers have received, under a label.
 
-        If that fails, the server's weights are unknown, and the server stays paused until a version
-        is loaded. The old weights are not loaded again, because a folder with them may not exist
-        any more.
+        If the load fails, the server's weights are unknown, and the server stays paused until a
+        version is loaded. The old weights are not loaded again, because a folder with them may not
+        exist any more.
 
         Raises:
-            EngineBrokenError: the server did not load it.
+            EngineBrokenError: the server did not load the model.
         """
         self._torn = f"it has not loaded {name}"
         self._model_is_torn = True
@@ -415,7 +417,7 @@ class ServerEngine(ServerCalls):
         return True
 
     def _must(self, call: Callable[[], T]) -> T:
-        """Make a call; convert a refusal to an EngineBrokenError, because no version causes it."""
+        """Make a call; convert a refusal to an EngineBrokenError: the version is not the cause."""
         try:
             return call()
         except ServerRefusedError as error:

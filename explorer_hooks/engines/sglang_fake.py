@@ -1,7 +1,7 @@
 """A fake of SGLang's HTTP interface without a model, for tests of programs that drive a server.
 
-It follows the sources of SGLang 0.5.23, but was not compared with a real server. It copies SGLang's
-unexpected behaviour:
+The fake follows the sources of SGLang 0.5.23, but was not compared with a real server. The fake
+copies SGLang's unexpected behaviour:
 
 - A flush is refused while a request runs, or while a paused server has a grammar to compile.
 - An update can be reported as failed although the weights have changed.
@@ -47,7 +47,8 @@ class FakeSGLang:
         served_model_name: the model's name in OpenAI's routes.
         adapters: adapter's name → path.
         loaded: the folders that were loaded, in order.
-        serves: tensor's name → the folder that it was last loaded from; only with ``knows``.
+        serves: tensor's name → the folder that the tensor was last loaded from; only with
+            ``knows``.
         is_paused: whether requests wait.
         running: the number of running requests.
         compiling: the number of requests that wait for a grammar. A paused server compiles no

@@ -1,6 +1,6 @@
 """The engine for an SGLang server, over HTTP.
 
-It follows the sources of SGLang 0.5.23. It is tested only against
+The engine follows the sources of SGLang 0.5.23. The engine is tested only against
 :mod:`explorer_hooks.engines.sglang_fake`, because there is no build of SGLang for CPUs.
 """
 
@@ -33,14 +33,14 @@ class SGLangServer(ServerEngine):
     """Loads versions into an SGLang server.
 
     New requests wait during a load. The mode decides what happens to running requests. With
-    ``retract`` they go back to the queue, and continue with the new weights after their prefixes
-    are computed again. With ``abort`` they are returned unfinished. If the server has an adapter or
-    will get an adapter, ``retract`` works like ``abort``. SGLang's mode ``in_place`` is not
-    supported, because it would keep prefixes of the old weights.
+    ``retract`` these requests go back to the queue, and continue with the new weights after their
+    prefixes are computed again. With ``abort`` these requests are returned unfinished. If the
+    server has an adapter or will get an adapter, ``retract`` works like ``abort``. SGLang's mode
+    ``in_place`` is not supported, because it would keep prefixes of the old weights.
 
     A paused server compiles no grammars, and refuses to flush its caches while a request waits for
-    a grammar. So the caches are flushed before the load, too. If the server refuses that flush, it
-    is resumed with its old weights for a moment, and paused again.
+    a grammar. So the caches are flushed before the load, too. If the server refuses that flush, the
+    server is resumed with its old weights for a moment, and then paused again.
 
     See :class:`~explorer_hooks.engines.server_engine.ServerEngine` for the arguments and the
     promises.

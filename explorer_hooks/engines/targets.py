@@ -39,7 +39,7 @@ class DescribedTensor(Described, Protocol):
 
     @property
     def digest(self) -> str | None:
-        """The digest of the tensor's bytes; None if it is unknown."""
+        """The digest of the tensor's bytes; None if the digest is unknown."""
 
 
 class Target(NamedTuple):
@@ -117,9 +117,9 @@ class Fit(NamedTuple):
 
     Attributes:
         targets: the parts of the module to fill, in the order of the version's tensors.
-        unknown: pairs of the version's tensors, by name, that share one tensor in the module. They
-            have no digests, so it is not known yet whether their values are equal. The earlier
-            tensor is first in each pair.
+        unknown: pairs of the version's tensors, by name, that share one tensor in the module. The
+            tensors of these pairs have no digests, so it is not known yet whether their values are
+            equal. The earlier tensor is first in each pair.
     """
 
     targets: list[Target]
@@ -156,16 +156,16 @@ def find_targets(
     """Find the target of each tensor of a version.
 
     Each tensor of the module must be in the version; for tied tensors, one name is enough. If the
-    version's names differ from the module's names, ``names`` maps between them. Then a tensor of
-    the module may consist of parts of several tensors of the version, and one tensor of the version
-    may fill several tensors of the module.
+    version's names differ from the module's names, ``names`` maps between them. In this case a
+    tensor of the module can consist of parts of several tensors of the version, and one tensor of
+    the version can fill several tensors of the module.
 
     Args:
         entries: the tensors of the version; their content is not read.
         tensors: the module's tensors by name, as :func:`tensors_of` returns them.
-        rename: returns the module's name of a tensor, from either of the version's two names for
-            it (the trainer's or the hub's).
-        names: maps between the version's names and the other side's names.
+        rename: returns the module's name of a tensor. The argument of ``rename`` is one of the
+            version's two names of the tensor: the trainer's name or the hub's name.
+        names: maps between the trainer's names and the hub's names.
         cast: whether floating dtypes may differ. An fp8 dtype must always be equal.
         what: the version, for messages.
         whose: the module, for messages.

@@ -51,57 +51,61 @@ _THREADS: Final = 4
 class TorchModule(InProcessEngine):
     """Copies versions into a live ``nn.Module``, in place.
 
-    It takes broadcasts of method ``nccl``, too.
+    This engine takes broadcasts of method ``nccl``, too.
 
     Promised: parameters and buffers stay the same objects with the same data pointers. So CUDA
-    graphs, compiled code and optimizers that hold them stay valid. Every tensor is filled with the
-    bits of the version. A DTensor gets this rank's own part, and only that part is read, for any
-    mesh of ``Shard``, ``_StridedShard`` and ``Replicate``. On return the copies are complete on
-    every device. Work launched later sees the new weights, and work launched earlier has seen only
-    the old weights.
+    graphs, compiled code and optimizers that hold these objects stay valid. Every tensor is filled
+    with the bits of the version. A DTensor gets this rank's own part, and only that part is read,
+    for any mesh of ``Shard``, ``_StridedShard`` and ``Replicate``. On return the copies are
+    complete on every device. Work launched later sees the new weights, and work launched earlier
+    has seen only the old weights.
 
-    Not promised: that a forward in another thread sees only one version. To make sure, let that
-    thread hold the ``lock``. Also not promised: that ranks that share a model change it at the same
-    moment. So let all ranks pull between two batches.
+    Not promised: that a forward in another thread sees only one version. To make sure that a
+    forward sees only one version, let its thread hold the ``lock``. Also not promised: that ranks
+    that share a model change the model at the same moment. So let all ranks pull between two
+    batches.
 
     ``in_place`` selects how the bytes are copied:
 
     - ``staged``: all bytes are first read into host memory, and then copied into the module. If
-      storage fails, the module is unchanged. The memory is kept from one load to the next. It is as
-      large as this rank's part of the module, and pinned if the module is on a GPU. A hook reads
-      ahead while the module still serves, so a pause is as long as one copy of the bytes.
-    - ``direct``: bytes are read directly into the parameters if these are on the CPU, or else
-      through 256 MiB of host memory. This copies the bytes half as often, and needs no second copy
-      of the model in memory. If storage fails half-way, the module is torn: it has parts of two
-      versions. The hook then loads the previous version again. If that is not possible, the module
-      stays torn.
+      storage fails, the module is unchanged. The memory is kept from one load to the next. The
+      memory is as large as this rank's part of the module, and pinned if the module is on a GPU. A
+      hook reads ahead while the module still serves, so a pause is as long as one copy of the
+      bytes.
+    - ``direct``: bytes are read directly into the parameters if the parameters are on the CPU, or
+      else through 256 MiB of host memory. This copies the bytes half as often, and needs no second
+      copy of the model in memory. If storage fails half-way, the module is torn: it has parts of
+      two versions. The hook then loads the previous version again. If the hook cannot load the
+      previous version, the module stays torn.
 
     With ``sparse``, only the elements that differ from the previous version are written. The two
     versions are compared while the module serves. On a GPU this makes the pause shorter, because
-    fewer bytes are copied to the GPU. On a CPU it gains little, and costs memory bandwidth. The
-    previous version is read once more, so let the hook stage versions on this host.
+    fewer bytes are copied to the GPU. On a CPU ``sparse`` gains little, and costs memory bandwidth.
+    The previous version is read once more, so let the hook stage versions on this host.
 
-    The whole version is loaded nevertheless if more than about a tenth of the elements differ, if
-    the version has other tensors, or if anything but a load has changed the module. Examples of
-    such a change are a broadcast, an error, and an in-place operation of torch. A write that torch
-    does not count is not noticed, for example a write to ``.data`` or by a kernel of your own.
+    Even with ``sparse``, the whole version is loaded if more than about a tenth of the elements
+    differ, if the version has other tensors, or if anything but a load has changed the module.
+    Examples of such a change are a broadcast, an error, and an in-place operation of torch. A write
+    that torch does not count is not noticed, for example a write to ``.data`` or by a kernel of
+    your own.
 
     Args:
         module: the module. The names, shapes and dtypes in its ``state_dict()`` must be exactly
-            those of the versions. It may also have the other names that a version lists (the hub's
-            or the trainer's). Then its tensors are filled part by part, without a copy of them.
+            those of the versions. The names may also be the other names that a version lists (the
+            hub's or the trainer's). In this case the module's tensors are filled part by part, and
+            are not copied.
         rename: maps the version's name of each tensor to the module's name; a mapping or a
             function. A name that is not in the mapping does not change. The function returns None
             for a tensor that the module does not take. The function is also called with the
             version's other names.
         prefix: only tensors whose names in the version begin with the prefix belong to the module.
             The prefix is removed before ``rename`` is applied.
-        cast: whether to cast floating values if the module has another floating dtype; never from
-            or to fp8. By default such a version is refused.
+        cast: whether to cast floating values if the module has another floating dtype. Values are
+            never cast from or to fp8. By default a version with other dtypes is refused.
         in_place: ``staged`` or ``direct``, see above.
         lock: held while the module changes, for example a ``threading.Lock`` that the computing
-            thread holds. With FSDP2 it is also held briefly while a version is compared with the
-            module.
+            thread holds. With FSDP2 the lock is also held briefly while a version is compared with
+            the module.
         threads: the most threads that read at a time; never more than there are processors.
         sparse: whether to write only changed elements, see above.
 
@@ -155,8 +159,8 @@ class TorchModule(InProcessEngine):
         Raises:
             EngineMismatchError: some tensors differ, and the message lists them; or the module
                 cannot take versions of this kind.
-            VerificationError, ShardFormatError, OSError: tied weights cannot be read. They are only
-                read to compare them if the manifest has no digests.
+            VerificationError, ShardFormatError, OSError: tied weights cannot be read. Tied weights
+                are read and compared only if the manifest has no digests.
         """
         compare_tied(version, self._fit(version).unknown, self._whose)
 
@@ -172,8 +176,8 @@ class TorchModule(InProcessEngine):
         Raises:
             EngineMismatchError: the version does not fit. The module is unchanged.
             VerificationError, ShardFormatError, OSError: the version cannot be read. With
-                ``staged``, the module is unchanged. With ``direct``, it may have parts of two
-                versions, and a note of the error says so.
+                ``staged``, the module is unchanged. With ``direct``, the module may have parts of
+                two versions, and a note on the error says so.
         """
         targets = self._targets(version)
         if self._prepared != _reading(version, targets) or not self._holds_base(targets):
@@ -215,7 +219,7 @@ class TorchModule(InProcessEngine):
 
     @property
     def workers(self) -> int:
-        """Always 1: each process is one worker, also if several processes share the module."""
+        """Always 1: each process is one worker, even if several processes share the module."""
         return 1
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
@@ -227,7 +231,7 @@ class TorchModule(InProcessEngine):
         Args:
             rendezvous: the record with the group's address.
             rank_offset: the rank of this process in the group.
-            deadline: the limit in seconds for joining, and the same limit for the transfer.
+            deadline: the limit in seconds for joining the group, and also for the transfer.
 
         Raises:
             BroadcastError: the transfer failed, or its tensors do not fit. The module is unchanged.
@@ -310,7 +314,7 @@ class TorchModule(InProcessEngine):
         self._prepared = self._changes = self._filled = None
 
     def _lock_to_look(self) -> AbstractContextManager[Any]:
-        """The lock with FSDP2, whose ``state_dict`` frees parameters that a forward needs."""
+        """The lock with FSDP2, because its ``state_dict`` frees parameters that a forward needs."""
         return self._lock if gathers(self._module) else nullcontext()
 
     @contextmanager

@@ -41,8 +41,8 @@ class TransformersModel(TorchModule):
     A full version must have the names of the model's own ``state_dict()``. The versions of a
     trainer that uses the same class have these names. For some models, above all mixtures of
     experts, ``save_pretrained`` writes other names and shapes, which ``from_pretrained`` converts
-    back. A version with such names is loaded if it has a name map (``syncd run --names hub``), and
-    refused otherwise.
+    back. A version with such names is loaded if the version has a name map (``syncd run --names
+    hub``). Without a name map, such a version is refused.
 
     If the version has a ``generation_config.json``, it is applied with the weights, so that
     ``generate`` samples with the trainer's settings. Tied weights stay tied. Buffers that are not
@@ -51,8 +51,8 @@ class TransformersModel(TorchModule):
     A version of kind ``adapter`` replaces the values of one adapter of the PEFT model, whether that
     adapter is active or not. The version must have the same ranks and scaling on the same modules,
     and the model's adapter must not be merged. If the version names another base model than the
-    model's own, it is refused. That comparison needs two names on a hub. If one of the two names is
-    a folder, the check is skipped, and a warning is logged once.
+    model's own, the version is refused. That comparison needs two names on a hub. If one of the two
+    names is a folder, the check is skipped, and a warning is logged once.
 
     Args:
         model: a model from ``from_pretrained``, on any device; or a ``PeftModel``; or a model to

@@ -37,7 +37,7 @@ class LLM(Protocol):
         """Call a method of each worker."""
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; return whether that worked."""
+        """Empty the prefix cache; return whether the cache is empty now."""
 
     def get_default_sampling_params(self) -> Any:
         """The default options of a request."""
@@ -112,7 +112,7 @@ class VLLMEngine(InProcessEngine):
 
     @cached_property
     def workers(self) -> int:
-        """The number of the LLM's ranks in a weight group; 0 if it cannot take broadcasts."""
+        """The number of the LLM's ranks in a weight group; 0 if the LLM cannot take broadcasts."""
         return workers_of(self._llm.llm_engine.vllm_config.parallel_config)
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:

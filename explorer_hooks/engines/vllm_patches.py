@@ -119,7 +119,7 @@ def _record(storage: Storage, folder: Path) -> Delta:
 
 
 def _values(file: SafetensorsFile, entry: HeaderEntry, indices: torch.Tensor) -> torch.Tensor:
-    """Read the elements at the given positions, as integers. Only their pages are read."""
+    """Read elements as integers, by their positions; only the pages of these elements are read."""
     width = ITEMSIZE[entry.dtype]
     with mmap.mmap(file.fd, file.size, access=mmap.ACCESS_COPY) as memory:
         count = (entry.end - entry.begin) // width

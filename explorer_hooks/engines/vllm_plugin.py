@@ -17,7 +17,7 @@ _ENGINES: Final = "explorer_hooks.engines.vllm_transfer"
 
 
 def register() -> None:
-    """Register the transfer with the vLLM of this process, once. This raises no error."""
+    """Register the transfer with the vLLM of this process, once. This function raises no error."""
     try:
         version: str = importlib.import_module("vllm").__version__
         factory = importlib.import_module("vllm.distributed.weight_transfer.factory")

@@ -38,7 +38,7 @@ def reload_whole(
 
 
 def _end_reload(model: Any, vllm_config: Any) -> None:
-    """End a failed reload. Otherwise vLLM 0.32 counts its layers as part of the next reload."""
+    """End a failed reload: vLLM 0.32 would count its layers as part of the next reload."""
     try:
         # Importable only in vLLM's own environment.
         config = importlib.import_module("vllm.config")
@@ -52,10 +52,10 @@ def _end_reload(model: Any, vllm_config: Any) -> None:
 def _reload_packed(reload_weights: Callable[[], object], model: Any, vllm_config: Any) -> None:
     """Reload on a CPU, including the weights that vLLM keeps in another layout.
 
-    vLLM 0.32 packs weights for its CPU kernels when it starts. Its own reload has two faults.
-    First, if an output layer shares the embedding's weight, its packed copy stays unchanged,
-    because nothing is loaded under the layer's name. Second, unpacked experts are copied over
-    packed experts.
+    vLLM 0.32 packs weights for its CPU kernels when it starts. vLLM's own reload has two faults.
+    First, if an output layer shares the embedding's weight, the layer's packed copy stays
+    unchanged, because nothing is loaded under the layer's name. Second, unpacked experts are copied
+    over packed experts.
 
     Raises:
         RuntimeError: the experts are of an unknown kind.

@@ -57,26 +57,26 @@ class VLLMServer(ServerEngine):
 
     New requests wait during a load. The mode decides what happens to running requests. With
     ``keep`` the requests are held, and continue with the new weights after their prefixes are
-    computed again. With ``wait`` they are finished with the old weights before the load. With
-    ``abort`` they are returned unfinished. If the server has an adapter or will get an adapter,
-    ``keep`` works like ``wait``.
+    computed again. With ``wait`` the requests are finished with the old weights before the load.
+    With ``abort`` the requests are returned unfinished. If the server has an adapter or will get an
+    adapter, ``keep`` works like ``wait``.
 
-    If a hook was killed during a load, the next hook does not let requests finish. It keeps held
-    requests, or aborts them if they may need an adapter. See
-    :class:`~explorer_hooks.engines.server_engine.ServerEngine` for the promises and the other
-    arguments.
+    If a hook was killed during a load, the next hook does not let requests finish. The next hook
+    keeps held requests. If these requests perhaps need an adapter, the next hook aborts the
+    requests instead. See :class:`~explorer_hooks.engines.server_engine.ServerEngine` for the
+    promises and the other arguments.
 
     If the server was started with ``--weight-transfer-config '{"backend": "syncd"}'``, full models
-    are loaded by syncd's own weight transfer. Otherwise they are loaded by vLLM's
+    are loaded by syncd's own weight transfer. Without this option, full models are loaded by vLLM's
     ``reload_weights``. The server can take broadcasts if it was started with
     ``--worker-extension-cls`` and :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
     Args:
         url: the address of one server.
         checksums: whether the server computes digests of its weights after each load. If a version
-            is loaded again, its digests must be equal to those of its first load. The server stays
-            paused meanwhile, and reads all weights on one core. If the server runs on a CPU, some
-            of its digests are digests of empty tensors.
+            is loaded again, its digests must be equal to those of its first load. While the server
+            computes digests, it stays paused, and reads all weights on one core. If the server runs
+            on a CPU, some of its digests are digests of empty tensors.
         sparse: whether to load only the changed elements, if the server has syncd's weight transfer
             and deltas lead from its version to the new version. Otherwise all elements are loaded.
         options: the options of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
@@ -106,10 +106,10 @@ class VLLMServer(ServerEngine):
 
     @property
     def workers(self) -> int:
-        """The number of the server's ranks in a weight group; 0 if it cannot take broadcasts.
+        """The number of the server's ranks in a weight group; 0 if it takes no broadcasts.
 
-        Before :meth:`attach` it is 0. The first use after :meth:`attach` asks the server, which
-        needs seconds to answer, because the server examines its host. The first use also cleans up
+        Before :meth:`attach` the number is 0. The first use after :meth:`attach` asks the server.
+        The answer takes seconds, because the server examines its host. The first use also cleans up
         after a killed hook: the workers leave a weight group, and release received weights.
         """
         if self._world is None:
@@ -122,7 +122,7 @@ class VLLMServer(ServerEngine):
         return self._world
 
     def attach(self) -> None:
-        """Attach as any server does. The workers are counted later, at the first use."""
+        """Do as :meth:`ServerEngine.attach`. The workers are counted later, at the first use."""
         super().attach()
         self._world = None
         self._workers.half_loaded = self._model_is_torn
@@ -171,7 +171,7 @@ class VLLMServer(ServerEngine):
     # -- weights from folders ----------------------------------------------------------------------
 
     def check(self, version: LeasedVersion) -> None:
-        """Check as for any server, and check that vLLM's reload changes all weights of the model.
+        """Do as :meth:`ServerEngine.check`; also check that vLLM's reload changes all weights.
 
         Raises:
             EngineMismatchError: the version does not fit, or its kind is not supported. Or vLLM
@@ -190,7 +190,7 @@ class VLLMServer(ServerEngine):
             raise
 
     def load(self, version: LeasedVersion) -> None:
-        """Load as any server does; with ``sparse``, load only changed elements if possible.
+        """Do as :meth:`ServerEngine.load`. With ``sparse``, load only changed elements if possible.
 
         Raises:
             ServerError: see :meth:`ServerEngine.load`.

@@ -44,10 +44,10 @@ class TransferSession:
         self._said: str | None = None
 
     def is_there(self, config: Mapping[str, Any] | None) -> bool:
-        """Whether the server has the transfer. If it is configured but unusable, log the reason.
+        """Whether the server has the transfer. If the transfer is unusable, log the reason.
 
         Args:
-            config: the server's configuration; None if it does not report one.
+            config: the server's configuration; None if the server reports no configuration.
 
         Raises:
             ServerError: the server does not answer.

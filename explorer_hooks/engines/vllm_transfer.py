@@ -1,8 +1,8 @@
 """syncd's weight transfer inside vLLM's workers: loads a version's folder into all workers.
 
-It uses the interface of vLLM 0.32. Start vLLM with
-``--weight-transfer-config '{"backend": "syncd"}'``. :mod:`.vllm_plugin` registers the transfer, and
-:mod:`.vllm_session` drives it.
+The transfer uses the interface of vLLM 0.32. Start vLLM with ``--weight-transfer-config
+'{"backend": "syncd"}'``. :mod:`.vllm_plugin` registers the transfer, and :mod:`.vllm_session`
+drives it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class FolderUpdate:
         folder: a model folder that every worker sees under this path. The folder must not be
             deleted during the load.
         label: the name of the folder's weights.
-        deltas: the folders of the deltas from the workers' version to the new version, in order.
-            If there are any, only the changed elements are loaded.
+        deltas: the folders of the deltas from the workers' version to the new version, in order. If
+            there are deltas, only the changed elements are loaded.
     """
 
     folder: str
@@ -58,8 +58,9 @@ class FolderTransfer:
     The whole load is one call, so a client that dies cannot leave a half load.
 
     If any worker fails, only the last worker raises the error, because vLLM stops reading answers
-    at the first error. It would take the unread answers for answers to the next call. A client gets
-    the state of each worker by ``collective_rpc``, with vLLM's name for this object as the method.
+    at the first error. vLLM would take the unread answers for answers to the next call. A client
+    gets the state of each worker by ``collective_rpc``, with vLLM's name for this object as the
+    method.
 
     Args:
         config: vLLM's ``WeightTransferConfig``.
@@ -94,8 +95,9 @@ class FolderTransfer:
         Returns:
             ``is_open``: whether an update was started and not finished. ``holds``: the label of the
             loaded weights; None before the first load and after a failed load. ``content``: the
-            digest of the tensors of that version; None if it has no digests. ``why_full``: the
-            reason why the last load was of all elements; None if only changed elements were loaded.
+            digest of the loaded tensors; None if the loaded version has no digests. ``why_full``:
+            the reason why the last load included all elements; None if only changed elements were
+            loaded.
         """
         content = content_of(self._manifest) if self._manifest is not None else None
         return {
@@ -162,7 +164,7 @@ class FolderTransfer:
         return None if reasons else patches
 
     def _patched(self, patches: list[Any]) -> bool:
-        """Load the changed elements; return False if vLLM failed, and must load all elements."""
+        """Load the changed elements; return False if vLLM failed and must load all elements."""
         loader = importlib.import_module("vllm.model_executor.model_loader.checkpoint_weight_patch")
         try:
             loader.load_checkpoint_weight_patches(

@@ -1,7 +1,8 @@
 """Methods that syncd adds to vLLM's workers: broadcasts, and reloads that are correct on a CPU.
 
 Start vLLM with ``--worker-extension-cls explorer_hooks.engines.vllm_worker.SyncdWorker``. vLLM then
-adds the class to its own worker class. :mod:`.vllm_workers` calls it by ``collective_rpc``.
+adds the class to its own worker class. :mod:`.vllm_workers` calls the methods of this class by
+``collective_rpc``.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class SyncdWorker:
     """The methods that syncd adds to vLLM's worker.
 
     Received weights stay in host memory until a separate call loads them. So all workers have the
-    weights before the first worker changes. Each worker needs host memory for the whole model.
+    weights before any worker changes its model. Each worker needs host memory for the whole model.
 
     No method raises an error, because after an error vLLM does not read the answers of the other
     workers. vLLM would take these answers for answers to the next call. Instead, the answer of a
-    method holds the error as ``failed``. Its ``misfits`` is True if the transfer does not fit the
-    model.
+    method holds the error as ``failed``. The ``misfits`` of the answer is True if the transfer does
+    not fit the model.
     """
 
     _syncd_membership: Membership | None = None
@@ -61,7 +62,7 @@ class SyncdWorker:
         Args:
             rendezvous: the record with the group's address, as JSON.
             rank_offset: the group rank of the engine's first worker.
-            deadline: the limit in seconds for joining, and the same limit for the transfer.
+            deadline: the limit in seconds for joining the group, and also for the transfer.
         """
         member = self._syncd_membership
         if member is None:
@@ -114,10 +115,10 @@ class Membership:
         Args:
             rendezvous: the record of the transfer's group.
             rank: this worker's rank in the group.
-            deadline: the limit in seconds for joining, and the same limit for the transfer.
+            deadline: the limit in seconds for joining the group, and also for the transfer.
             device: the worker's device. With gloo the transfer uses host memory nevertheless.
-            model: the folder that the worker has loaded; the transfer must fit its model. If it is
-                not a folder of this host, nothing is compared.
+            model: the folder of the model that the worker has loaded. The transfer must fit this
+                model. If the folder is not on this host, nothing is compared.
 
         Raises:
             BroadcastError: the transfer did not arrive at every member, or does not fit. This

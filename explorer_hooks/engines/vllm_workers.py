@@ -1,8 +1,9 @@
 """Call the methods of :class:`~.vllm_worker.SyncdWorker` on all workers of a vLLM.
 
 This module needs no torch. Broadcasts do not use vLLM's own ``nccl`` transfer, for three reasons.
-Its waits have no deadline, so the server hangs if the trainer dies during a transfer. vLLM's
-transfer also changes the model before all weights have arrived, and works only on GPUs.
+The waits of vLLM's transfer have no deadline, so the server hangs if the trainer dies during a
+transfer. vLLM's transfer also changes the model before all weights have arrived, and works only on
+GPUs.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class VLLMWorkers:
 
         On a CPU, vLLM 0.32 keeps packed copies of weights. vLLM's own reload leaves some of these
         copies unchanged: those of experts, and of an output layer that is tied to the embedding.
-        syncd's extension packs them again. Without the extension such a model is refused.
+        syncd's extension packs these copies again. Without the extension, a model with such copies
+        is refused.
 
         Args:
             version: the version, of kind ``full``.
@@ -163,7 +165,7 @@ class VLLMWorkers:
         Args:
             rendezvous: the record with the group's address.
             rank_offset: the group rank of the first worker.
-            deadline: the limit in seconds for joining, and the same limit for the transfer.
+            deadline: the limit in seconds for joining the group, and also for the transfer.
 
         Raises:
             BroadcastError: a worker did not receive the transfer. All workers have left the group.

@@ -98,10 +98,10 @@ def plan(
     own: int | None,
     optional: Container[str] = (),
 ) -> list[BoxRead]:
-    """Plan the reads that fill the goals, and open the files that they need.
+    """Plan the reads that fill the goals, and open the files that the reads need.
 
-    If the number of ranks is the same, a rank's own file is planned first. It is usually enough,
-    so no other file is opened.
+    If as many ranks resume as have saved, reads from the rank's own file are planned first. This
+    file is usually enough. In that case no other file is opened.
 
     Args:
         goals: this rank's goals.
@@ -110,8 +110,8 @@ def plan(
         optional: the names of goals that stay as they are if no file has them.
 
     Raises:
-        CheckpointError: a tensor, or a part of it, is in no file; it has another shape than the
-            goal; or its dtype cannot be cast to the dtype of the goal.
+        CheckpointError: a tensor, or a part of a tensor, is in no file. Or the tensor in a file has
+            another shape than the goal, or a dtype that cannot be cast to the goal's dtype.
         OSError: a file cannot be read now.
     """
     if own is not None:

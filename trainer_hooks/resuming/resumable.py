@@ -14,14 +14,14 @@ in the step's folder::
 
 A step is **whole** if it has ``.full_checkpoint``, and full receipts of all ranks for the same
 save. The mark alone is not enough: if a step is saved twice, a rank can make the mark of the first
-save after another rank has begun the second save. A save of another trainer has no receipts.
-It is whole if all shards exist, ``.saving`` does not, and either a mark or the checkpoint pointer
-says that training can resume from it.
+save after another rank has begun the second save. A save of another trainer has no receipts. A step
+without receipts is whole if all shards exist, ``.saving`` does not exist, and either a mark or the
+checkpoint pointer says that training can resume from the step.
 
-If the step that the checkpoint pointer names is whole, this step is chosen. If it is not whole
-(because it was being saved again, or was deleted), the newest whole step is chosen. A whole step
-that lacks a file is damaged, because a crash does not remove files. Then loading fails, and no
-other step is chosen silently.
+If the step that the checkpoint pointer names is whole, this step is chosen. If that step is not
+whole (because the step was being saved again, or was deleted), the newest whole step is chosen. A
+whole step that lacks a file is damaged, because a crash does not remove files. Then loading fails,
+and no other step is chosen silently.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class FullCheckpoint:
 
     @property
     def optimizers(self) -> tuple[str, ...]:
-        """The names of all ranks' optimizer files, the same in ``actor`` and ``critic``."""
+        """The names of all ranks' optimizer files; ``actor`` and ``critic`` have the same names."""
         return tuple(optimizer_name(self.world_size, rank) for rank in range(self.world_size))
 
 
@@ -101,20 +101,20 @@ class FoundSteps(NamedTuple):
 def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) -> int | None:
     """The step to resume from: a complete full checkpoint, never one that a crash interrupted.
 
-    If the step that ``latest_checkpointed_iteration.txt`` names is complete, it is chosen, even if
-    a newer step is complete too. Otherwise the newest complete step is chosen.
+    If the step that ``latest_checkpointed_iteration.txt`` names is complete, this step is chosen,
+    even if a newer step is complete too. Otherwise the newest complete step is chosen.
 
     Each rank that calls this function chooses for itself;
     :func:`~trainer_hooks.resuming.resume.load_checkpoint` chooses the same step for all ranks. Not
-    promised: that all files of the step exist and are undamaged; loading checks them.
+    promised: that all files of the step exist and are undamaged; loading checks the files.
 
     Args:
         job_dir: the job directory; nothing in it is changed.
         storage: set only by tests.
 
     Returns:
-        The step, or None if there is no complete full checkpoint. If there are incomplete ones,
-        the log says why each is incomplete.
+        The step, or None if there is no complete full checkpoint. For each incomplete full
+        checkpoint, the log has the reason why it is incomplete.
 
     Raises:
         JobUnavailableError: the job directory does not exist.
@@ -149,7 +149,7 @@ def find_checkpoint(job: Job) -> FoundSteps:
 
 
 def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoint | str:
-    """A step's full checkpoint if it is complete; otherwise the reason why it is not.
+    """A step's full checkpoint if it is complete, or else the reason why it is incomplete.
 
     Args:
         job: the job.
@@ -187,7 +187,7 @@ def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ..
 
 
 def _foreign(job: Job, step: int, names: list[str], *, is_marked: bool) -> FullCheckpoint | str:
-    """A checkpoint without receipts: another trainer saved it, or it was copied without them."""
+    """A checkpoint without receipts: of another trainer, or copied without its receipts."""
     if not is_marked or SAVING in names:
         return f"{job.layout.step(step)} is being written, or is not a full checkpoint"
     save = look_at_save(job.storage, job.layout.actor(step), step)

@@ -66,11 +66,11 @@ class Resumed:
     Attributes:
         step: the saved step; training continues with the next step.
         user_state: the result of the hook's ``user_state`` on this rank; None if there was none. If
-            the number of ranks has changed, all ranks get rank 0's.
+            the number of ranks has changed, all ranks get the user state of rank 0.
         save_id: the id of the save; None for a save of another trainer.
         world_size: the number of ranks that saved the checkpoint.
-        is_exact: whether as many ranks resumed as have saved, so that the random number generators
-            continue, too.
+        is_exact: whether the number of ranks is the same as at the save, so that the random number
+            generators continue, too.
     """
 
     step: int
@@ -102,8 +102,9 @@ def load_checkpoint(
     Promised:
 
     - All loaded data are of the same save, and are the bytes that were written. Every file is
-      checked against its receipt, and some rank checks every byte of it against its CRC-32.
-      ``model.safetensors``, and files of a trainer that switched CRC-32 off, have no CRC-32.
+      checked against its receipt, and some rank checks every byte of the file against the file's
+      CRC-32. ``model.safetensors``, and files of a trainer that switched CRC-32 off, have no
+      CRC-32.
     - Either all ranks return, or all ranks raise.
     - With the same number of ranks and the same mesh, training continues as if it had never
       stopped.
@@ -112,17 +113,17 @@ def load_checkpoint(
 
     - That model and optimizer are unchanged after an error. A damaged file may be found after a
       part of it was loaded.
-    - That the result of a module's ``get_extra_state`` is restored: it is ignored.
+    - That the result of a module's ``get_extra_state`` is restored: the result is ignored.
     - With another number of ranks: that each rank's random number generators, user state and
-      scheduler are restored. The generators stay as they are, user state and scheduler are those of
-      rank 0, and a warning says so.
+      scheduler are restored. In this case the generators stay unchanged, all ranks get the user
+      state and the scheduler of rank 0, and a warning says so.
 
     Args:
         job_dir: the job directory; nothing in it is changed.
         model: gets the actor's weights, in place.
-        optimizer: gets the saved state. It is a ``torch.optim.Optimizer`` of this model, or any
-            other object with ``load_state_dict``; such an object needs as many ranks as have saved.
-            With None the saved state is ignored.
+        optimizer: gets the saved state. A ``torch.optim.Optimizer`` of this model, or any other
+            object with ``load_state_dict``. Any other object can resume only on as many ranks as
+            have saved. With None the saved state is ignored.
         scheduler: the learning rate's scheduler. With None its saved state is ignored.
         critic: another model, which gets the weights in ``critic/``.
         critic_optimizer: the critic's optimizer.
@@ -133,8 +134,8 @@ def load_checkpoint(
         The checkpoint; None if no ``step`` is given, and nothing was ever saved.
 
     Raises:
-        CheckpointError: a file of the step is missing or damaged, or is not of this model or
-            optimizer; the message names the file. This error is also raised if there are full
+        CheckpointError: a file of the step is missing or damaged, or belongs to another model or
+            optimizer. The message names the file. This error is also raised if there are full
             checkpoints, but none is complete.
         JobUnavailableError: the job directory does not exist.
         OSError: the job directory cannot be read now.

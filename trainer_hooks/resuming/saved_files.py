@@ -192,8 +192,8 @@ class SavedFiles:
 
         Args:
             checked: the numbers of the files to open and to check from the first byte to the last.
-                A file of a trainer that switched CRC-32 off, or a safetensors file, has no CRC-32,
-                so it is not checked.
+                A safetensors file, or a file of a trainer that switched CRC-32 off, has no CRC-32.
+                A file without CRC-32 is not checked.
         """
         for number in checked:
             _ = self[number]

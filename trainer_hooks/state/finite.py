@@ -103,7 +103,7 @@ class LookedAtBytes:
         self._begun = b""
 
     def add(self, part: memoryview) -> None:
-        """Check the next bytes. They must be in writable memory, which may change afterwards."""
+        """Check the next bytes, in writable memory; you may change this memory afterwards."""
         size = self._dtype.itemsize
         if self._begun:  # a part has ended inside an element
             missing = size - len(self._begun)

@@ -64,8 +64,8 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
 
     Args:
         model: the model whose parameters the optimizer updates.
-        optimizer: the optimizer, before or after ``zero_grad``. This function changes neither its
-            state nor the gradients, even before the first step.
+        optimizer: the optimizer, before or after ``zero_grad``. This function changes neither the
+            optimizer's state nor the gradients, even before the first step.
 
     Returns:
         For a ``torch.optim.Optimizer``, a flat dict. For each parameter, the dict has the state
@@ -73,11 +73,11 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
         ``param_groups.P.lr``). P is the parameter's name in the plain model. Each value is a
         Tensor, a DTensor, a ShardedTensor, or a value that is_plain() accepts. For any other
         object, the result is ``{"state_dict": optimizer.state_dict()}``. Only the same number of
-        ranks can resume from that.
+        ranks can resume from this result.
 
     Raises:
-        InvalidSettingsError: a value could not be loaded again, or the optimizer has parameters
-            that the model lacks.
+        InvalidSettingsError: a saved value could not be loaded again, or the optimizer has
+            parameters that the model lacks.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return {RAW: checked(optimizer.state_dict(), f"{type(optimizer).__name__}.state_dict()")}

@@ -63,10 +63,10 @@ class FullStateStream:
     On every rank the training thread calls :meth:`gather`. On rank 0 a writer thread calls
     :meth:`write` once, at the same time. The threads share a buffer of at most ``limit`` bytes. In
     addition, rank 0 has one whole tensor at a time on the device of the collectives. Under FSDP1
-    without a mesh it has this tensor twice: as parts, and whole.
+    without a mesh, rank 0 has this tensor twice: as parts, and whole.
 
-    Promised: the state is written as it was during :meth:`gather`. No thread waits for the other
-    thread after that thread has failed, or after :meth:`abort`. Not promised: that :meth:`write`
+    Promised: the state is written as it was during :meth:`gather`. After one thread has failed, or
+    after :meth:`abort`, no thread waits for the other thread. Not promised: that :meth:`write`
     works twice; make a new stream for another attempt.
 
     Args:
@@ -108,8 +108,8 @@ class FullStateStream:
     def gather(self) -> None:
         """Gather every tensor, and give it to the writer on rank 0. Collective.
 
-        It waits for a slower writer. If the writer has failed, this method still gathers the other
-        tensors, and the writer reports the error.
+        This method waits for a slower writer. If the writer has failed, this method still gathers
+        the other tensors, and the writer reports the error.
 
         Raises:
             SaveFailedError: on every rank: the ranks' tensors differ, a tensor cannot be written,
@@ -155,7 +155,7 @@ class FullStateStream:
             return None
 
     def write(self, draft: Draft) -> ReceiptFile:
-        """Write the tensors into the draft as they arrive; the caller must finish and commit it.
+        """Write arriving tensors into the draft; the caller must finish and commit the draft.
 
         The header holds the digest of the tensors, and the receipt holds the digest of the header.
         So files with equal headers have equal contents.

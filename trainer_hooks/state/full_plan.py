@@ -46,7 +46,7 @@ class FullPlan:
         yield from (str(copy.tied) for tensor in self.tensors for copy in tensor.copies)
 
     def header(self, content: bytes) -> bytes:
-        """The header of the file for a digest of its tensors; the length is always the same."""
+        """The file's header with this digest of the tensors; all digests give the same length."""
         return header_bytes(header_entries(self.tensors), {CONTENT: content.hex()})
 
 

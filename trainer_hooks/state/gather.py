@@ -34,8 +34,9 @@ class Derived:
 
     Attributes:
         parts: this rank's parts of the tensors to gather; the keys are names for ``make``.
-        make: called on rank 0 with the whole tensors. It must not change them, because they may be
-            the model's own. It returns a tensor of the announced dtype and shape.
+        make: called on rank 0 with the whole tensors. ``make`` must not change these tensors,
+            because they may be the model's own tensors. ``make`` returns a tensor of the announced
+            dtype and shape.
     """
 
     parts: Mapping[str, Tensor]

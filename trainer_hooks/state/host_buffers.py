@@ -59,7 +59,7 @@ def nonfinite_names(state: Mapping[str, Any]) -> list[str]:
     """The names of the weights whose part on this rank holds NaN or Inf.
 
     The function reads each tensor that was not checked yet. A tensor subclass or a sparse tensor
-    cannot be checked: it counts as finite.
+    cannot be checked, so it counts as finite.
 
     Args:
         state: a state dict of Tensors, DTensors and ShardedTensors on the CPU.
@@ -82,7 +82,7 @@ class HostBuffers:
     The first copy makes the buffers. Later copies of the same names, shapes and dtypes use no new
     memory, so on the CPU they are no slower than ``clone``. For tensors of an accelerator the
     buffers are pinned. The copies run on the current stream of each device, and there is one wait
-    for all of them.
+    for all copies.
 
     Each copy overwrites the previous one.
     """
@@ -95,7 +95,7 @@ class HostBuffers:
         """Copy each tensor of a state to contiguous host memory, complete on return.
 
         Tensors on a GPU are cast and checked for NaN and Inf on the GPU, before they are copied.
-        Only one tensor at a time has a cast copy there. Tensors on the CPU are cast during the
+        Only one tensor at a time has a cast copy on the GPU. Tensors on the CPU are cast during the
         copy.
 
         DTensors and ShardedTensors keep their type and layout; this rank's parts are copied.

@@ -89,8 +89,8 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
     """The names by which transformers would save a model, tensor by tensor.
 
     A model is saved as it was loaded: under the hub's names if it came from a checkpoint of the
-    hub. If it was not loaded, or came from a checkpoint with the model's own names, it is saved
-    under the names that transformers has for its type.
+    hub. If the model was not loaded, or came from a checkpoint with the model's own names, the
+    model is saved under the names that transformers has for this type of model.
 
     Args:
         model: the model of transformers, without wrappers, on any device.
@@ -98,8 +98,8 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
             and shapes are used.
 
     Returns:
-        The map. It is ``refused`` if transformers cannot convert the names, or if a tensor of the
-        hub is not made of whole rows of the model's tensors. None if the model is not of
+        The map. The map is ``refused`` if transformers cannot convert the names, or if a tensor of
+        the hub is not made of whole rows of the model's tensors. None if the model is not of
         transformers, or transformers is older than version 5, which cannot convert names.
     """
     if not _is_pretrained(model):
@@ -197,7 +197,7 @@ class _Trace:
 
     Args:
         sources: the trainer's tensors.
-        views: the mode under which they were converted.
+        views: the mode under which the sources were converted.
     """
 
     def __init__(self, sources: Mapping[str, Tensor], views: _Views) -> None:

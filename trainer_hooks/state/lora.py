@@ -40,7 +40,8 @@ class PeftState:
         model: the model, in any wrappers.
         state: the result of :func:`~trainer_hooks.state.state_dict.sharded_state_dict`.
         base_vocabulary: the number of the base model's tokens (:func:`base_vocabulary`); None if
-            unknown. If the model has another number now, the adapter also holds the embeddings.
+            unknown. If the model has another number of tokens now, the adapter also holds the
+            embeddings.
         updated: parameters that an optimizer has changed, even if they are frozen now.
 
     Raises:
@@ -154,7 +155,7 @@ class PeftState:
     def config_writer(self) -> Callable[[Path], object]:
         """A function that writes ``adapter_config.json`` as ``PeftModel.save_pretrained`` does.
 
-        The function writes the config as it is now, even if the function is called later.
+        The function writes the config of the present moment, even if the function is called later.
         """
         config: Any = copy.deepcopy(self._configs[self.active[0]])
         told = {}

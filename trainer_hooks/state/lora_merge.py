@@ -1,8 +1,9 @@
 """A PEFT model's adapters merged into the weights of its base, one weight at a time.
 
-The arithmetic is PEFT's own, so the result has the same bits as that of ``merge_and_unload()``.
-PEFT's ``merge`` is called on a copy of one layer, with the whole tensors of this layer only. The
-model itself is never merged, because unmerging an adapter leaves rounding errors.
+The arithmetic is PEFT's own, so the result has the same bits as the result of
+``merge_and_unload()``. PEFT's ``merge`` is called on a copy of one layer, with the whole tensors of
+this layer only. The model itself is never merged, because unmerging an adapter leaves rounding
+errors.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class _Layer(NamedTuple):
     targets: tuple[tuple[str, str], ...]
 
     def derived(self, target: str, state: Mapping[str, Tensor]) -> Derived:
-        """The way to compute one target; all ranks try it here on tensors without content."""
+        """The way to compute one target; all ranks first try it on tensors without content."""
         parts = {name: state[name] for name in self.parts}
         held = state[dict(self.targets)[target]]
 
@@ -147,7 +148,7 @@ class _Base:
     layers: list[_Layer] = field(default_factory=list)
 
     def look_into(self, module: nn.Module, path: str, out: str) -> None:
-        """Note a module's tensors, and those of all modules inside.
+        """Note the tensors of a module, and the tensors of all modules inside it.
 
         Args:
             module: the module.

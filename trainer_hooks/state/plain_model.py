@@ -1,8 +1,8 @@
 """Copies a model's modules without wrappers, with other tensors: for PEFT, not for training.
 
-PEFT's functions use a model's modules, for example their adapters and names, or to merge a layer.
+PEFT's functions use a model's modules, for example to find adapters and names, or to merge a layer.
 Inside wrappers (FSDP, DDP, ``torch.compile``, activation checkpointing) modules have other names,
-and only parts of their tensors. So PEFT gets a copy of the modules without wrappers.
+and hold only parts of their tensors. So PEFT gets a copy of the modules without wrappers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def plain_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 
     Modules keep their classes and attributes. Dicts, lists and sets in attributes are copied at the
     first level, so that calling methods leaves the model unchanged. Hooks are kept, so do not call
-    ``forward``. The tensors are shared: if they will be changed in place, do not pass the model's
-    own tensors.
+    ``forward``. The copy shares the given tensors. If you will change tensors of the copy in place,
+    do not pass the model's own tensors.
 
     Args:
         model: the model, in any wrappers.

@@ -26,11 +26,11 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The rank's own part of a model's state dict, by the names of the plain model.
 
     The names and values are the same as those of
-    ``torch.distributed.checkpoint.state_dict.get_model_state_dict``. That function is slower,
-    because it looks up every name twice, and it fails on names that a module's hook has added.
+    ``torch.distributed.checkpoint.state_dict.get_model_state_dict``. That function looks up every
+    name twice, so it is slower. That function also fails on names that a module's hook has added.
 
-    With FSDP1 it is collective, because FSDP1 gathers each unit and shards it again. The model is
-    unchanged afterwards.
+    With FSDP1 this function is collective, because FSDP1 gathers each unit and shards it again. The
+    model is unchanged afterwards.
 
     Args:
         model: a plain module, or one under FSDP1, FSDP2, tensor parallelism or DDP, also inside
@@ -38,8 +38,8 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         name → Tensor, DTensor or ShardedTensor, on the model's device. The tensors are the model's
-        own parameters (with their gradients) and buffers; with FSDP1 they are copies. The value of
-        an ``_extra_state`` has any type.
+        own parameters (with their gradients) and buffers. With FSDP1 the tensors are copies. The
+        value of an ``_extra_state`` has any type.
     """
     with _sharded_by_fsdp1(model) as is_fsdp1:
         # Detaching a DTensor takes longer than everything else here, but FSDP1 needs it.

@@ -16,9 +16,9 @@ class RankContents:
     """Everything that one rank writes in one save. The tensors are in host memory, unchanging.
 
     Attributes:
-        model: the rank's part of the state dict; None if it writes no shard.
-        optimizer, extra: the optimizer's state and the extra state, for a full checkpoint; None
-            otherwise.
+        model: the rank's part of the state dict; None if the rank writes no shard.
+        optimizer, extra: the optimizer's state and the extra state, for a full checkpoint; None for
+            any other save.
         model_files: rank 0 only: functions that write config and tokenizer into a given folder.
         fsdp_version: the FSDP version for ``fsdp_config.json``; None without FSDP.
         is_full: whether this is a full checkpoint.
@@ -33,7 +33,7 @@ class RankContents:
         links_hugging_face: rank 0 only: True if the file of ``full_model`` is linked into
             ``huggingface/``.
         written_by: instead of ``model``: a function that writes the rank's shard into ``actor/``
-            itself. If storage fails for a moment, it is called again and must start over.
+            itself. If storage fails for a moment, the function is called again and must start over.
         sync_dtype: the dtype to which the published weights were cast; None if the cast changed
             none of this rank's tensors.
         release: called when the save has ended, to free its memory for the next save.

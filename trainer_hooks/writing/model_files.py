@@ -39,7 +39,7 @@ def adapters_of(model: nn.Module) -> Mapping[str, Any]:
 def model_files(
     model: nn.Module, tokenizer: Pretrained | None
 ) -> tuple[Callable[[Path], object], ...]:
-    """Functions that each write a config or the tokenizer, for those that the model has."""
+    """A function for each config or tokenizer that the model has, to write it to a folder."""
     inner = unwrapped(model)
     parts = [getattr(inner, name, None) for name in ("config", "generation_config")]
     return tuple(

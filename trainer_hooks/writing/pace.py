@@ -74,7 +74,7 @@ class Pace:
             receipt_of: returns, for a rank, the name of the receipt that ends the rank's turn.
 
         Raises:
-            SaveFailedError: the turn did not begin in time, or the save failed before.
+            SaveFailedError: the turn did not begin in time, or the save failed before the turn.
             OSError: storage failed.
         """
         if self._concurrency is WriteConcurrency.PER_NODE:

@@ -165,7 +165,8 @@ def saying_which(storage: Storage, path: Path, needed: Callable[[], int]) -> Ite
         needed: returns the file's size in bytes; called only on a full disk.
 
     Raises:
-        OSError: the same error, with these details.
+        OSError: the original error, with the name of the file and, on a full disk, with the bytes
+            needed and free.
     """
     try:
         yield
@@ -190,7 +191,7 @@ def _free(storage: Storage, path: Path) -> str:
 
 
 def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
-    """Call ``torch.save``; if storage refuses a write, raise that error, not torch's zip error.
+    """Call ``torch.save``; if storage refuses a write, raise the storage's error.
 
     The receipt's digest covers the CRC-32s of the records. On filesystems that share blocks between
     files (XFS, btrfs, NFS 4.2) the merge shares records that begin at a page, and does not copy

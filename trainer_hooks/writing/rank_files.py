@@ -76,8 +76,8 @@ class RankFiles:
     def remove_full_mark(self, save_id: SaveId) -> None:
         """Delete ``.full_checkpoint``, so that no trainer resumes from files that will be replaced.
 
-        If there are no full receipts, another trainer made the mark. Then the mark is kept, because
-        Trinity deletes a step without a mark.
+        If there are no full receipts, another trainer made the mark. In this case the mark is kept,
+        because Trinity deletes a step without a mark.
         """
         folder, actor, notes = self._places(save_id)
         if any(map(is_full_receipt_name, self._job.storage.names(notes.folder))):
@@ -88,7 +88,7 @@ class RankFiles:
         self._job.storage.sync_folder(folder)
 
     def remove_receipts(self, save_id: SaveId) -> None:
-        """Delete this rank's receipts of the previous save; they do not describe the new files."""
+        """Delete this rank's receipts of the previous save, which do not match the new files."""
         _, _, notes = self._places(save_id)
         names = receipt_name(self._rank), full_receipt_name(self._rank), failure_name(self._rank)
         self._unlink_all(notes.folder, *names)
@@ -257,8 +257,8 @@ class RankFiles:
     def _drop_hugging_face(self, folder: Path) -> None:
         """Delete the full weights of the replaced checkpoint, and then the file that lists them.
 
-        Otherwise the old weights would be taken for those of the new checkpoint, which may have
-        none.
+        Otherwise the old weights would look like weights of the new checkpoint. The new checkpoint
+        may have no full weights.
         """
         weights = filter(is_weights_name, self._job.storage.names(folder))
         self._unlink_all(folder, *weights, MANIFEST)

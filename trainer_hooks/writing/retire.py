@@ -21,12 +21,14 @@ def kept_steps(
 ) -> frozenset[int]:
     """The steps of the full checkpoints to keep; reads no storage.
 
-    Steps above ``newest`` are kept too, and do not count toward ``max_to_keep``. They are from an
-    abandoned run: the trainer has resumed at a lower step, and will write these steps again.
+    Steps above ``newest`` are kept too, and do not count toward ``max_to_keep``. These steps are
+    from an abandoned run: the trainer has resumed at a lower step, and will write these steps
+    again.
 
     Args:
         steps: the steps of all full checkpoints.
-        newest: the step that the pointer names; it is kept and counts, even if not in ``steps``.
+        newest: the step that the pointer names. This step is kept, and counts toward
+            ``max_to_keep``, even if ``steps`` does not contain it.
         max_to_keep: how many of the newest checkpoints to keep, including ``newest``; 0 keeps all.
         keep_every: also keep the steps that are multiples of this number; 0 for no such rule.
     """
@@ -57,7 +59,7 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
         The steps that were retired now, lowest first.
 
     Raises:
-        OSError: storage refused; the steps retired before that stay retired.
+        OSError: storage refused. The steps that were retired before the error stay retired.
     """
     if max_to_keep == 0:
         return []
@@ -94,7 +96,7 @@ def full_steps(job: Job) -> list[int]:
 
 
 def pointed_step(job: Job) -> int | None:
-    """The step that ``latest_checkpointed_iteration.txt`` names; None if it names none."""
+    """The step that ``latest_checkpointed_iteration.txt`` names; None if the file names no step."""
     try:
         step = parse_pointer(job.storage.read(job.layout.checkpoint_pointer))
     except OSError as error:

@@ -65,7 +65,9 @@ class Spool:
             self._stream.abort(error)
 
     def commit(self) -> ReceiptFile:
-        """Wait until the file is complete, and give it its name. Call it again after an OSError.
+        """Wait until the file is complete, and rename the file.
+
+        After an OSError, you can call this method again.
 
         Raises:
             OSError: storage refused; the error names the file.

@@ -52,7 +52,7 @@ class RankWriter:
 
     - A pointer names a step only when every rank's files of one save are complete and durable.
     - A save that is cut off before it is announced is never announced later.
-    - If a save fails, this rank deletes its unannounced files, unless the process is killed.
+    - If a save fails, this rank deletes its unannounced files, except if the process is killed.
 
     Not promised:
 
