@@ -107,8 +107,8 @@ def plan_merge(
     Files are filled in the order of the first rank's state dict, followed by tensors that only
     later ranks have, so that a layer stays together. All files get about the same size, so that
     writing takes about the same time for each. A tensor over ``max_file_size`` gets a file of its
-    own. Inside a file, tensors of whole pages come first, so that each of them begins at a page.
-    After them come the other tensors, wider dtypes first, so that every tensor is aligned to its
+    own. Inside a file, tensors of whole pages come first, so that each of these tensors begins at a
+    page. Then come the other tensors, wider dtypes first, so that every tensor is aligned to its
     dtype.
 
     Args:
