@@ -155,10 +155,11 @@ class Attempts:
     def roll_back(self, request: RollbackRequest) -> None:
         """Make an old version LATEST again, and answer the request.
 
-        New saves wait until this is done.
+        New saves wait until the rollback is done.
 
         Raises:
-            OSError: storage refuses the rollback; the caller may try it again, a few times at most.
+            OSError: storage refuses the rollback; the caller may try the rollback again, a few
+                times at most.
             SyncdError: the daemon cannot go on, for the reasons that :meth:`publish` lists.
         """
         if request.id != self._asked:
@@ -199,7 +200,8 @@ class Attempts:
         """Check that the disk has space for a version; if not, delete all deltas and check again.
 
         Raises:
-            NoRoomError, SaveNotReadyError, CheckpointError: :meth:`Publisher.check_room` raised it.
+            NoRoomError, SaveNotReadyError, CheckpointError: :meth:`Publisher.check_room` raised
+                this error.
         """
         try:
             self._publisher.check_room(save)

@@ -232,7 +232,7 @@ class Loop:
 
     @property
     def has_more(self) -> bool:
-        """Whether step folders or deletions remain for the next round."""
+        """True if step folders or deletions remain for the next round."""
         return self._scanner.has_more or (self._prunings_left and bool(self.pruned))
 
     def leave(self) -> None:
@@ -379,7 +379,7 @@ class Loop:
 
         This work needs a turn, because it uses as much memory as planning the save's merge.
 
-        It does nothing while a save of this job waits for a turn.
+        This method does nothing while a save of this job waits for a turn.
         """
         if not self._refused_turn and self._turn.take():
             try:

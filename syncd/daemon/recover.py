@@ -228,7 +228,7 @@ class _Look:
         return max(number for number in named if number <= known + _BELIEVED)
 
     def has_content(self, folder: Path) -> bool:
-        """Whether a folder has content; True if this user may not read the folder."""
+        """True if a folder has content; True if this user may not read the folder."""
         try:
             return bool(self._job.storage.names(folder))
         except OSError as error:

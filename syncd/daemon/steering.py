@@ -39,8 +39,8 @@ class Steering:
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
         """The unanswered requests, always in the same order.
 
-        A request that this daemon has no right to answer is left out. Otherwise the daemon would
-        find that request unanswered forever, and publish nothing else.
+        A request that this daemon has no right to answer is left out. If the daemon tried such a
+        request, it would find the request unanswered forever, and publish nothing else.
         """
         if not self.asked():
             return ()

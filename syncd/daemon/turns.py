@@ -34,10 +34,10 @@ class LateError(Exception):
 
 
 class Turn:
-    """One job's permission to merge; this base class always permits it."""
+    """One job's permission to merge; this base class always permits the merge."""
 
     def take(self, save: str | None = None) -> bool:
-        """Whether the job may merge now; never waits.
+        """True if the job may merge now; never waits.
 
         If the answer is False, ask again when woken, or at each tick.
 
@@ -148,7 +148,7 @@ class Turns:
         return _InTurn(self, job, wake)
 
     def take(self, job: str, wake: Callable[[], None], save: str | None) -> bool:
-        """Whether a job may merge now; if not, the job keeps its place in the queue."""
+        """True if a job may merge now; if not, the job keeps its place in the queue."""
         now = self._clock()
         with self._lock:
             self._let_beside(now)

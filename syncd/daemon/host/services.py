@@ -132,7 +132,7 @@ class Services:
         return True
 
     def _service(self, number: int, root: Path, config: DaemonConfig) -> Service:
-        """A daemon of this process; when the daemon of the first job ends, the others end too."""
+        """A daemon of this process; if the first job's daemon ends, all daemons end."""
 
         def may_end() -> bool:
             return number == 0 and all(keeper.is_idle for keeper in self._keepers[1:])
@@ -308,7 +308,7 @@ class RootServices:
         self._notice.ready()
 
     def _serve(self, path: Path) -> _Served | None:
-        """Begin to serve a job; None if this process cannot start a thread for it now."""
+        """Begin to serve a job; None if this process cannot start another thread now."""
 
         def make(config: DaemonConfig) -> Service:
             return Service(

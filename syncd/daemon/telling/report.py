@@ -130,7 +130,7 @@ class Reporter:
             self._took = self._clock() - now
 
     def may_say_more(self) -> bool:
-        """Whether progress may be reported again.
+        """True if progress may be reported again.
 
         Because of this limit the daemon spends at most about a twentieth of its time on reports.
         """
