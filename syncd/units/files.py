@@ -80,7 +80,7 @@ def unit_files(instance: Instance) -> dict[str, str]:
 
 
 def is_untouched(text: str) -> bool:
-    """Whether a file is exactly as some release of syncd wrote it."""
+    """True if a file is exactly as some release of syncd wrote it."""
     mark, _, rest = text.partition("\n")
     return mark == _MARK + _digest(rest)
 
