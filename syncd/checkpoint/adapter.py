@@ -7,7 +7,7 @@ PEFT adds an adapter's tensors to each module that it wraps::
 
 The files that PEFT saves leave out the adapter's name, here ``default``.
 
-syncd recognizes the state dict of a PEFT model by its tensor names alone. A *half* is a tensor
+syncd recognizes the state dict of a PEFT model only by its tensor names. A *half* is a tensor
 ``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module M and an adapter N. An embedding's halves
 are called ``M.lora_embedding_A.N`` and ``M.lora_embedding_B.N``. A state dict with a half belongs
 to a PEFT model if

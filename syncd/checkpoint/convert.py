@@ -114,7 +114,7 @@ def full_steps(job: Job) -> list[int]:
 
 
 def holds_job(job: Job) -> bool:
-    """True if any trainer has saved a step in this folder, or syncd has served it.
+    """True if any trainer has saved a step in this folder, or syncd has served the folder.
 
     Raises:
         OSError: storage does not answer.
@@ -228,8 +228,9 @@ def convert_step(
     there is an index. If the call is cut off, ``huggingface/`` holds a whole model or none, and the
     next call does the work again. The call changes nothing else in the step's folder.
 
-    If a trainer saves this step again during the renames, the call may not notice. In that case
-    ``manifest.json`` names the earlier save, and the next call converts the new save.
+    If a trainer saves this step again during the renames, the call possibly does not notice the new
+    save. In that case ``manifest.json`` names the earlier save, and the next call converts the new
+    save.
 
     Args:
         job: the job.

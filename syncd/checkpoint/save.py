@@ -164,7 +164,7 @@ class Remote(_WholeSave):
     """A save that has the path of the weights instead of the weights (:mod:`.remote`).
 
     Attributes:
-        path: the line that gives the path.
+        path: the line with the path, as the trainer wrote it.
     """
 
     path: str = ""

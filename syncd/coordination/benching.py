@@ -1,4 +1,4 @@
-"""Steps that one explorer evaluates alone; LATEST and the other explorers do not change."""
+"""Steps that a single explorer evaluates; LATEST and the other explorers do not change."""
 
 from __future__ import annotations
 

@@ -208,8 +208,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             cancel: ends the wait from another thread.
 
         Returns:
-            The version; a built step has sequence 0. Release the version before you close this
-            object.
+            The version (sequence 0 for a built step). Release it before you close this object.
 
         Raises:
             SaveNotReadyError: the step is not on disk. The message lists the steps on disk.

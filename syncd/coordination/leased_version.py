@@ -141,7 +141,7 @@ class LeasedVersion:
     def name_map(self) -> NameMap:
         """The map from the names of the trainer's tensors to their names on the hub.
 
-        The map is empty if the names are the same, or if the hub's names are unknown.
+        The map is empty if no names differ, or if the hub's names are unknown.
 
         Raises:
             VerificationError: the file of the map is damaged.

@@ -92,7 +92,7 @@ class Attempts:
             The reason why the save has to wait; empty if it does not have to wait.
 
         Raises:
-            SyncdError: the daemon cannot go on, because another daemon has taken over, because a
+            SyncdError: the daemon cannot continue, because another daemon has taken over, because a
                 stop was requested, or because the job is unavailable.
         """
         if save.identity != self._tried:
@@ -160,7 +160,7 @@ class Attempts:
         Raises:
             OSError: storage refuses the rollback; the caller may try the rollback again, a few
                 times at most.
-            SyncdError: the daemon cannot go on, for the reasons that :meth:`publish` lists.
+            SyncdError: the daemon cannot continue, for the reasons that :meth:`publish` lists.
         """
         if request.id != self._asked:
             self._asked, self._refusals = request.id, 0

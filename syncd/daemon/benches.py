@@ -126,7 +126,7 @@ class Benches:
 
         Raises:
             OSError: storage refuses some work; the next call tries that work again.
-            SyncdError: the daemon cannot go on, because another daemon has taken over, because a
+            SyncdError: the daemon cannot continue, because another daemon has taken over, because a
                 stop was requested, or because the job is unavailable.
         """
         self.awaits_turn = False

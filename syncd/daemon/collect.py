@@ -177,7 +177,7 @@ class Collector:
         self._round: Iterator[None] | None = None
 
     def run_once(self, leased: Iterable[str]) -> None:
-        """Look at leftovers if it is time, and remove those that have not changed for ``grace``.
+        """If it is time, remove the leftovers that have not changed for ``grace``.
 
         Args:
             leased: the sessions that hold leases; their heartbeats stay, because the pruner decides

@@ -115,7 +115,8 @@ class Observation:
             report names no such step.
         pause: if set, the daemon publishes and prunes nothing.
         rollbacks: the requested rollbacks that have no answer yet.
-        served_request: the id of the rollback request that LATEST is the result of, if any.
+        served_request: the id of the rollback request that LATEST results from; None if there is no
+            such request.
         delta_base: the version from which a delta is being made; None if no delta is being made.
     """
 

@@ -14,7 +14,7 @@ _HEARTBEAT: Final = ".lock"
 
 
 class Participants:
-    """Watches all heartbeats of a job except those of daemons.
+    """Watches all heartbeats of a job except the daemons' heartbeats.
 
     Promised: the heartbeat of a process that died before this process began never counts as a live
     participant. Not promised: to see a trainer without a heartbeat, for example a trainer without

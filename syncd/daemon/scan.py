@@ -43,7 +43,8 @@ class Known:
         delta_base: the version from which a delta is being made; None if no delta is being made.
         published_save: the identity of the save that LATEST was made from.
         outcomes: step → the outcome of the step's last save.
-        served_request: the id of the rollback request that LATEST is the result of, if any.
+        served_request: the id of the rollback request that LATEST results from; None if there is no
+            such request.
     """
 
     latest: int

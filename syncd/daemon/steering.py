@@ -25,7 +25,7 @@ class Steering:
         self._policy = ReadPolicy(damaged=is_unreadable, say=self._let_be.say)
 
     def pause(self) -> Pause | None:
-        """The pause in force, if any; a damaged record counts as a pause."""
+        """The pause in force, or None; a damaged record counts as a pause."""
         path = self._job.layout.paused
         # Someone wanted a pause, and actions in the meantime could not be undone.
         damaged = Pause(id="", by=f"{path.name} (unreadable)", time=0.0)

@@ -66,7 +66,7 @@ class Calls:
     # -- changes of storage ---------------------------------------------------------------------
 
     def mkdir(self, path: Path) -> None:
-        """Make one folder. Raises FileExistsError if the name is taken."""
+        """Make one folder. Raises FileExistsError if the name exists."""
         with self._beneath.at(path) as (name, folder):
             os.mkdir(name, dir_fd=folder)
 
@@ -81,12 +81,12 @@ class Calls:
             os.rename(old, new, src_dir_fd=out_of, dst_dir_fd=into)
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name. Raises FileExistsError if the name is taken."""
+        """Give a file a second name. Raises FileExistsError if the name exists."""
         with self._beneath.both(source, target) as ((old, out_of), (new, into)):
             os.link(old, new, src_dir_fd=out_of, dst_dir_fd=into, follow_symlinks=False)
 
     def symlink(self, target: Path, path: Path) -> None:
-        """Make a symbolic link. Raises FileExistsError if the name is taken."""
+        """Make a symbolic link. Raises FileExistsError if the name exists."""
         with self._beneath.at(path) as (name, folder):
             os.symlink(target, name, dir_fd=folder)
 
@@ -117,7 +117,7 @@ class Calls:
         """Make a new, empty file, and return a descriptor for writing.
 
         Raises:
-            FileExistsError: the name is taken.
+            FileExistsError: the name exists.
         """
         return self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 

@@ -255,7 +255,8 @@ class Epoch:
         """Translate an error that occurred because another daemon removed this room.
 
         Raises:
-            SupersededError: another daemon has taken over: this room is gone, but the job is there.
+            SupersededError: another daemon has taken over: this room is gone although the job
+                exists.
         """
         if (
             is_gone(error)

@@ -165,7 +165,7 @@ def unpin_step(
 
 
 def _make(storage: Storage, marker: Path) -> None:
-    """Make a pin durably. An existing pin is made again, because it may not be durable yet."""
+    """Make a pin durably. An existing pin is made again, because it is perhaps not durable yet."""
     try:
         storage.write_new(marker, b"")
     except FileExistsError:

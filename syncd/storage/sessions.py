@@ -71,7 +71,7 @@ class Session:
         self._lock.take()
 
     def close(self) -> None:
-        """Remove the heartbeat. After this, other processes may break this session's leases."""
+        """Remove the heartbeat. Afterwards other processes may break this session's leases."""
         self._closed.set()
         with self._changing:
             self._lock.release()

@@ -78,7 +78,7 @@ class Watcher:
         self.watch(names)
 
     def watch(self, names: Mapping[Path, frozenset[str]]) -> None:
-        """Watch these names as well, until :meth:`close`."""
+        """Watch these names too, until :meth:`close`."""
         try:
             for folder, wanted in names.items():
                 hints = _Hints(self.wake, wanted)

@@ -125,7 +125,7 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
 
 
 def _path(name: object, paths: object) -> tuple[str, ...]:
-    """The path of a tensor in the saved state; its name alone if the planner recorded no path."""
+    """The path of a tensor in the saved state; only its name if the planner recorded no path."""
     told = paths.get(name) if isinstance(paths, dict) else None
     if isinstance(told, tuple) and told and all(type(part) in {str, int} for part in told):
         path = tuple(map(str, told))

@@ -30,7 +30,7 @@ class ShardIndex(NamedTuple):
 
 
 class Duplicate(NamedTuple):
-    """A tensor whose bytes must equal those of a planned tensor.
+    """A tensor whose bytes must equal the bytes of a planned tensor.
 
     Attributes:
         tied: the name of a tensor that is left out because it is tied to the planned tensor. None

@@ -41,7 +41,7 @@ class ParseLimits:
 
     Attributes:
         memory: the memory that a request of any size may take, in bytes.
-        memory_factor: the bytes of memory that each byte of a request adds to ``memory``.
+        memory_factor: the bytes that each byte of a request adds to the limit ``memory``.
         memory_most: the largest memory limit of any request, in bytes.
         cpu_seconds: the limit of processor time for a request, in seconds.
         wall_seconds: the limit of real time for an answer, in seconds. This limit guards against a

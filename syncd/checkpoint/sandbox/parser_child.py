@@ -62,7 +62,7 @@ def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) ->
 
     Args:
         memory: the memory that a request of any size may take, in bytes.
-        memory_factor: the bytes of memory that each byte of a request adds to ``memory``.
+        memory_factor: the bytes that each byte of a request adds to the limit ``memory``.
         memory_most: the largest memory limit of any request, in bytes.
         cpu_seconds: the limit of processor time for a request, in seconds.
     """

@@ -115,8 +115,7 @@ class ShardFile:
         self.close()
 
     def tensors(self, *, parse: ReadPieces = read_pieces) -> Mapping[str, Local | Chunks]:
-        """The tensors by name, in the order of the state dict. The first call reads the tensors,
-        and later calls return the same dict.
+        """The tensors by name, in the order of the state dict. Later calls return the same dict.
 
         Keys that end with ``_extra_state`` are left out.
 

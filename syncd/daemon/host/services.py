@@ -45,8 +45,8 @@ class Services:
     """The daemons of a job and of its memory directory, in one process.
 
     Each daemon has its own session, lock, epoch and thread, so that waits and failures of one
-    daemon do not affect the other. If a daemon fails because of a bug in syncd, the bug is logged,
-    and a new daemon serves the job a few seconds later.
+    daemon do not affect the other daemon. If a daemon fails because of a bug in syncd, the bug is
+    logged, and a new daemon serves the job a few seconds later.
 
     Args:
         root: the job directory.
@@ -62,8 +62,8 @@ class Services:
         guard: ends this process if one of the jobs hangs.
 
     Raises:
-        InvalidSettingsError: one of the two directories is inside the other, or their group cannot
-            be set to ``shared_group``.
+        InvalidSettingsError: one of the two directories is inside the other directory, or their
+            group cannot be set to ``shared_group``.
         JobUnavailableError: one of the two directories does not exist, or this user may not write
             to it.
     """

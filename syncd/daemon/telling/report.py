@@ -78,7 +78,7 @@ class Reporter:
         self._repeats = Repeats(clock=clock)
 
     def report(self, state: str, detail: str = "", merge: MergeProgress | None = None) -> None:
-        """Write the report; if storage refuses it, the error is logged, and the daemon goes on.
+        """Write the report; if storage refuses the report, log the error and continue.
 
         Args:
             state: the daemon's state, for example ``merging``.
