@@ -125,8 +125,8 @@ class Adapter:
         name: the adapter's name, e.g. ``default``. None if the tensors have the names of PEFT's
             files, which leave out the adapter's name.
         modules: the names of the modules that the adapter changes.
-        prefix: :data:`PREFIX` if the tensors' names do not begin with this prefix, because LoRA was
-            put into a model that has no PeftModel around it; else empty.
+        prefix: :data:`PREFIX` if the tensors' names do not begin with this prefix; else empty. The
+            names lack the prefix if the model has LoRA but is not inside a PeftModel.
         others: the names of the other adapters in the state dict.
     """
 

@@ -315,8 +315,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             look: called after each check that finds nothing newer; its errors end the wait.
 
         Returns:
-            A version; or the offer of an agreed transfer, whose members must all meet next
-            (:meth:`rendezvous`); or None if the wait ended because the trainer ended.
+            A version; or the offer of an agreed transfer; or None if the wait ended because the
+            trainer ended. After an offer, all its members must meet (:meth:`rendezvous`).
 
         Raises:
             WaitTimeoutError: no version or transfer came in time.

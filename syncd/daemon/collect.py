@@ -147,11 +147,10 @@ class Collector:
     """Removes leftovers that have not changed for so long that their process must be dead.
 
     Promised: a collector removes nothing that still changes, and each call does a bounded part of
-    the work that is due. Of the files without a temporary name, a collector removes only the
-    heartbeats of dead sessions that hold no lease, the reports and claims of sessions without a
-    heartbeat, and answers that no requester reads. If the process that writes a removed temporary
-    file was only paused, its rename of this file fails later, and the process writes the file
-    again.
+    the work that is due. Besides temporary files, a collector removes only the heartbeats of dead
+    sessions that hold no lease, the reports and claims of sessions without a heartbeat, and answers
+    that no requester reads. A removed temporary file may belong to a process that was only paused.
+    In that case the rename of the file fails, and the process writes the file again.
 
     Args:
         job: the job.

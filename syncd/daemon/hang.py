@@ -1,9 +1,9 @@
 """Ending a process that hangs, because its heartbeat thread would keep the job forever.
 
 Progress means that shared storage has answered a call, even with an error. All of a daemon's work
-consists of such calls, also in the copying threads of a merge, and an idle daemon scans the job at
-each tick. The beats of the heartbeat thread do not count as progress. A thread that waits for other
-threads does not make progress either.
+consists of such calls, also in the copying threads of a merge. Even an idle daemon makes such
+calls, because it scans the job at each tick. The beats of the heartbeat thread do not count as
+progress. A thread that waits for other threads does not make progress either.
 """
 
 from __future__ import annotations

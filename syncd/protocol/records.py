@@ -149,8 +149,8 @@ class Latest(Record):
     """``.syncd/LATEST``: the version that explorers should serve.
 
     Attributes:
-        delta_from: the base of the delta that the daemon was about to make to this version when it
-            wrote LATEST; None if the daemon planned no delta. The file of
+        delta_from: the base of the delta to this version that the daemon planned when it wrote
+            LATEST; None if the daemon planned no delta. The file of
             :class:`~.reports.DeltaProgress` tells whether the delta was made.
         names: the origin of the tensor names that the job keeps for its next versions. This origin
             comes from the newest version for which the hub's names and the trainer's names differ.

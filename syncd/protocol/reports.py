@@ -177,8 +177,8 @@ class ExplorerReport(Record):
             the explorer no longer follows the job. None if there is no fault.
         workers: the number of the explorer's ranks in a weight group; 0 if the explorer, or its
             release, does not take part in broadcasts.
-        group: the name of the weight group that is open in all its workers; None if there is no
-            such group, or if a worker has failed.
+        group: the name of the weight group that is open in all the explorer's workers; None if
+            there is no such group, or if a worker has failed.
         received: the save id of the weights that the explorer serves, if a broadcast brought these
             weights. In that case ``step`` is the step of these weights, and ``sequence`` is the
             newest version whose files the explorer holds.

@@ -43,9 +43,9 @@ class Epoch:
     """The room of one active daemon.
 
     Promised: after :meth:`take_over` has returned, no daemon of a lower epoch commits or prunes
-    anything. After the ``take_over`` of a higher epoch has returned, this daemon is superseded: if
-    a method would change files outside this room, it raises :class:`SupersededError`. Possibly a
-    daemon learns only from such a call that it was superseded.
+    anything. After the ``take_over`` of a higher epoch has returned, this daemon is superseded.
+    From then on each method that would change files outside this room raises
+    :class:`SupersededError`. Possibly a daemon learns only from such a call that it was superseded.
 
     Attributes:
         number: the number of the epoch. Rooms are ordered by their number, and rooms with equal
@@ -281,8 +281,8 @@ class Epoch:
 
         The room's daemon renames files out of some folders of the room, and into some. These
         folders are emptied and removed, never moved. The reason: a rename uses the handle that a
-        folder had when its name was looked up (always on NFS, and for a moment on all filesystems).
-        That handle stays usable until the folder is removed.
+        folder had when the folder's name was looked up (always on NFS, and for a moment on all
+        filesystems). That handle stays usable until the folder is removed.
         """
         homes = {
             room / "building": self._doomed,

@@ -39,8 +39,8 @@ _PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 class Lease:
     """An explorer's hold on one version, made by :meth:`take`.
 
-    Promised: no file of the version is deleted from the return of ``take`` until ``release`` is
-    called, or until the session has been dead for the daemon's ``dead_reader_grace``.
+    Promised: once ``take`` has returned, no file of the version is deleted. The promise ends when
+    ``release`` is called, or when the session has been dead for the daemon's ``dead_reader_grace``.
     """
 
     def __init__(self, job: Job, sequence: int, name: str, session: str) -> None:

@@ -104,10 +104,10 @@ def plan_merge(
 ) -> MergePlan:
     """Plan how to make one model from the shards of all ranks.
 
-    Files are filled in the order of the first rank's state dict, followed by tensors that only
-    later ranks have, so that a layer stays together. All files get about the same size, so that
-    writing takes about the same time for each. A tensor over ``max_file_size`` gets a file of its
-    own. Inside a file, tensors of whole pages come first, so that each of these tensors begins at a
+    Files are filled in the order of the first rank's state dict, so that a layer stays together.
+    Tensors that only later ranks have come last. All files get about the same size, so that each
+    file takes about the same time to write. A tensor over ``max_file_size`` gets a file of its own.
+    Inside a file, tensors of whole pages come first, so that each of these tensors begins at a
     page. Then come the other tensors, wider dtypes first, so that every tensor is aligned to its
     dtype.
 

@@ -438,7 +438,7 @@ class JournalFile:
         self._waiting.append(encode(line))
 
     def write(self) -> None:
-        """Write the lines that wait; does nothing if no line waits."""
+        """Write the waiting lines, if there are any."""
         if not self._waiting:
             return
         path = self._job.layout.journal
