@@ -17,7 +17,7 @@ def require_torch(user: str) -> None:
     """Check that torch and NumPy can be imported, without importing them.
 
     Args:
-        user: the module, command or option that needs torch and NumPy; the message names it.
+        user: the module, command or option that needs torch and NumPy, for the message.
 
     Raises:
         TorchMissingError: torch or NumPy is not installed.

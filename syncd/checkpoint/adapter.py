@@ -7,15 +7,15 @@ PEFT adds an adapter's tensors to each module that it wraps::
 
 The files that PEFT saves leave out the adapter's name, here ``default``.
 
-syncd recognizes the state dict of a PEFT model by its tensor names alone. A *half* is a tensor
+syncd recognizes the state dict of a PEFT model only by its tensor names. A *half* is a tensor
 ``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module M and an adapter N. An embedding's halves
 are called ``M.lora_embedding_A.N`` and ``M.lora_embedding_B.N``. A state dict with a half belongs
 to a PEFT model if
 
 - a module M with a half also has ``M.base_layer.…``, as every module that PEFT wraps; or
 - every name begins with ``base_model.model.``, as in every PeftModel; or
-- every tensor belongs to an adapter: it is a ``lora_…``, or a tensor of ``modules_to_save`` or of
-  trained tokens.
+- every tensor belongs to an adapter: the tensor is a ``lora_…``, or a tensor of ``modules_to_save``
+  or of trained tokens.
 
 A state dict that has only names of PEFT's files also belongs to a PEFT model. Any other state dict
 is a full model, even if one of its own tensors is called ``lora_A``.
@@ -66,7 +66,7 @@ def are_two_models(one: str, other: str) -> bool | None:
 
     Returns:
         True if the names are of two different models, False if they are of the same model. None if
-        that is unknown: for example, two folders on two hosts may hold the same model.
+        the answer is unknown: for example, two folders on two hosts may hold the same model.
     """
     if one == other:
         return False
@@ -125,8 +125,8 @@ class Adapter:
         name: the adapter's name, e.g. ``default``. None if the tensors have the names of PEFT's
             files, which leave out the adapter's name.
         modules: the names of the modules that the adapter changes.
-        prefix: :data:`PREFIX` if the tensors' names do not begin with it, because LoRA was put into
-            a model without a PeftModel around it; else empty.
+        prefix: :data:`PREFIX` if the tensors' names do not begin with this prefix; else empty. The
+            names lack the prefix if the model has LoRA but is not inside a PeftModel.
         others: the names of the other adapters in the state dict.
     """
 

@@ -101,7 +101,7 @@ def extent(within: Box, part: Box) -> Extent:
 
 
 def extents(within: Box, part: Box) -> Iterator[Extent]:
-    """The extents of a part's elements without any others, in the C order of ``within``.
+    """The extents that together hold exactly a part's elements, in the C order of ``within``.
 
     Each extent is as long as possible: the element after it does not belong to the part.
     """

@@ -253,7 +253,7 @@ def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
 
 
 def _worth_checking(checked: Checked, sources: Sequence[Source]) -> Checked:
-    """``crc32`` in place of ``stillness`` if any file has CRC-32s; otherwise ``checked``."""
+    """Return ``crc32`` for ``stillness`` if any file has CRC-32s; else return ``checked``."""
     if checked == "stillness" and any(source.has_crc for source in sources):
         return "crc32"
     return checked
@@ -291,7 +291,7 @@ def _one_file(
     digests: bool,
     work: Work,
 ) -> Merged:
-    """Publish the trainer's own file: link it if our hook wrote it, else copy it."""
+    """Publish the trainer's own file: link the file if our hook wrote it, else copy it."""
     (name,) = save.weights
     target = folder / file.path.name
     # Our hook never writes in place, so linked files stay as they are.
@@ -406,8 +406,9 @@ def _check_small_files(
 class FreeSpace:
     """Checks that the filesystem of a job has enough space for a version.
 
-    It remembers the size of a version that does not fit. The daemon asks for this size again and
-    again while the disk is full, and to find the size the whole save must be parsed.
+    This object remembers the size of a version that does not fit. The daemon asks for this size
+    again and again while the disk is full. Without the remembered size, each request would have to
+    parse the whole save.
 
     Args:
         storage: the shared storage.
@@ -432,7 +433,8 @@ class FreeSpace:
     ) -> None:
         """Refuse a merge if its result does not fit on the disk.
 
-        If the filesystem does not report a quota, this check misses it, and the merge fails later.
+        If the filesystem does not report a quota, this check misses the quota, and the merge fails
+        later.
 
         Raises:
             NoRoomError: there is not enough space for this save's version.

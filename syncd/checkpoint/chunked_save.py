@@ -58,7 +58,7 @@ class Opening:
         actor: the folder of the save.
         files: the names of the save's files in ``actor`` except ``.metadata``, in rank order.
         parser: reads untrusted files, in a child process.
-        prefix: the beginning of the names of the model's tensors. If None, syncd finds it.
+        prefix: the beginning of the names of the model's tensors. If None, syncd finds the prefix.
         tensor_limit: the largest number of chunks in all files together.
         cancel: called often; it raises to stop.
         stack: closes the files.

@@ -81,8 +81,8 @@ class FoundCheckpoint:
         step: the step of the checkpoint's folder.
         save: the checkpoint's weights.
         has_weights: True if ``huggingface/`` already holds the merged weights.
-        why_not: the reason not to convert the checkpoint: for example, its trainer is writing it,
-            or it is an adapter. Empty if there is no reason.
+        why_not: the reason not to convert the checkpoint: for example, its trainer is still
+            writing, or the checkpoint is an adapter. Empty if there is no reason.
     """
 
     step: int
@@ -114,7 +114,7 @@ def full_steps(job: Job) -> list[int]:
 
 
 def holds_job(job: Job) -> bool:
-    """True if any trainer has saved a step in this folder, or syncd has served it.
+    """True if any trainer has saved a step in this folder, or syncd has served the folder.
 
     Raises:
         OSError: storage does not answer.
@@ -223,13 +223,14 @@ def convert_step(
 ) -> Manifest | None:
     """Merge a full checkpoint into its ``huggingface/`` folder.
 
-    ``build_model_folder`` makes the files in a temporary folder. Then this function renames
-    ``manifest.json`` into ``huggingface/``, after it the weights, and last the index, if there is
-    an index. If the call is cut off, ``huggingface/`` holds a whole model or none, and the next
-    call does the work again. The call changes nothing else in the step's folder.
+    ``build_model_folder`` makes the files in a temporary folder. Then this function renames the
+    files into ``huggingface/``: first ``manifest.json``, then the weights, and last the index, if
+    there is an index. If the call is cut off, ``huggingface/`` holds a whole model or none, and the
+    next call does the work again. The call changes nothing else in the step's folder.
 
-    If a trainer saves this step again during the renames, the call may not notice. In that case
-    ``manifest.json`` names the earlier save, and the next call converts the new save.
+    If a trainer saves this step again during the renames, the call possibly does not notice the new
+    save. In that case ``manifest.json`` names the earlier save, and the next call converts the new
+    save.
 
     Args:
         job: the job.
@@ -296,7 +297,8 @@ def _is_full(job: Job, step: int) -> bool:
 def _has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:
     """True if a ``huggingface/`` folder has the weights of a save.
 
-    If the folder has no manifest, the trainer wrote its weights. They count if they are whole.
+    If the folder has no manifest, the trainer wrote the weights. Such weights count if they are
+    whole.
     """
     try:
         manifest = read_manifest(storage, folder)

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 def uncollected() -> Iterator[None]:
     """Turn the garbage collector off in a block of code.
 
-    Otherwise collections would take half of the block's time, and find nothing.
+    Without this pause, collections would take half of the block's time, and find nothing.
 
-    All threads share the collector. If several threads pause it, the first thread to finish may
-    turn it on again for the other threads, which makes them slower.
+    All threads share the collector. If several threads pause the collector, the first thread to
+    finish may turn the collector on again, which makes the other threads slower.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -32,8 +32,8 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
 
     Returns:
         The same checkpoint, with the files to resume from as its weights. The result is ``save``
-        itself if its weights were not cast. The result is also ``save`` for a LoRA model, because
-        no file holds such a model as a whole in its own dtype.
+        itself if the weights of ``save`` were not cast. The result is also ``save`` for a LoRA
+        model, because no file holds a whole LoRA model in the model's dtype.
 
     Raises:
         SaveNotReadyError: the weights were cast, but the weights in the model's dtype or the full
@@ -76,7 +76,7 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
 def resumed_weights(names: Container[str], world_size: int) -> tuple[str, ...]:
     """The files to resume from, in rank order.
 
-    If a rank has cast its weights, its file is the ``master_`` file in the model's dtype.
+    If a rank has cast its weights, that rank's file is the ``master_`` file in the model's dtype.
 
     Args:
         names: the names in the full receipts.

@@ -113,9 +113,9 @@ def read_model_config(storage: Storage, folder: Path, copied: Iterable[VersionFi
 def says_tied(config: object) -> bool:
     """True if the content of a ``config.json`` sets ``tie_word_embeddings``.
 
-    If the config has a ``text_config``, the outer and the inner value must not differ, because some
-    readers use the outer value and some use the inner value. A missing key is ignored, because a
-    config file leaves out the defaults of the model's class.
+    If the config has a ``text_config``, the outer and the inner value must not differ, because
+    readers disagree on which value counts. A missing key is ignored, because a config file leaves
+    out the defaults of the model's class.
     """
     told = []
     while isinstance(config, dict):

@@ -39,14 +39,15 @@ class HubPart:
 
     Attributes:
         name: the name of the tensor on the hub.
-        shape: the part's shape on the hub. If ``at`` is None, it is the shape of the hub's tensor.
+        shape: the part's shape on the hub. If ``at`` is None, this is the shape of the hub's whole
+            tensor.
         index: the part's index along dimension 0 of the trainer's tensor; the part itself lacks
             this dimension. None if the part keeps dimension 0.
         rows: begin and end along the first dimension that is left after ``index``; None for all
             rows.
         transposed: True if the last two dimensions are swapped, after ``rows``.
-        at: the part's first row along dimension 0 of the hub's tensor; None if the part is the
-            whole tensor of the hub.
+        at: the row of the hub's tensor at which the part begins (an index along dimension 0); None
+            if the part is the whole tensor of the hub.
     """
 
     name: str
@@ -59,7 +60,7 @@ class HubPart:
 
 @dataclass(frozen=True, slots=True)
 class TrainerPart:
-    """The place of a hub's tensor, or of some rows of it, in a trainer's tensor.
+    """The place in a trainer's tensor that holds a hub's tensor, or some rows of a hub's tensor.
 
     Attributes:
         name: the name of the trainer's tensor.
@@ -85,13 +86,14 @@ class NameMap:
 
     1. ``first``: if it is a number, the piece is a tensor on the hub for each index i of dimension
        0. The shape of each is S without dimension 0, and ``first + i`` replaces ``{}`` in the name.
-       If it is None, the piece is a single tensor, and keeps all dimensions.
+       If ``first`` is None, the piece is a single tensor, and keeps all dimensions.
     2. ``rows``: if it is ``(begin, end)``, the piece has only the rows from ``begin`` to before
-       ``end``, along the first remaining dimension. If it is None, the piece has all rows.
+       ``end``, along the first remaining dimension. If ``rows`` is None, the piece has all rows.
     3. ``transposed``: if it is True, the last two remaining dimensions are swapped.
-    4. ``at``: if it is a number, the result is a block of rows of the hub's tensor, which begins at
-       row ``at`` of dimension 0. All parts with this name on the hub, from any trainer's tensors,
-       must fill the hub's tensor without a gap. If it is None, the result is the whole tensor.
+    4. ``at``: if it is a number, the result is only a block of rows of the hub's tensor, and ``at``
+       is the index of the block's first row. All parts with this name on the hub, from any
+       trainer's tensors, must fill the hub's tensor without a gap. If ``at`` is None, the result is
+       the hub's whole tensor.
 
     For example ``experts.gate_up_proj`` [E, 2I, H] has the pieces ``experts.{}.gate_proj.weight``
     (first 0, rows 0 to I) and ``experts.{}.up_proj.weight`` (first 0, rows I to 2I). In NumPy, the
@@ -200,9 +202,9 @@ class NameMap:
         """The places of a hub's tensor in the trainer's tensors, in the order of the hub's rows.
 
         Returns:
-            One place, or several if the hub's tensor is joined from several parts. A name that the
-            map does not list gives the place with the same name. Empty if only the trainer's model
-            has this name.
+            One place, or several if the hub's tensor is joined from several parts. If the map does
+            not list the name, the place is the whole trainer's tensor of the same name. The result
+            is empty if only the trainer's model has this name.
         """
         found = self._of_hub.get(hub_name)
         if found is not None:

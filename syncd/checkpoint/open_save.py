@@ -41,7 +41,7 @@ class OpenSave:
         shards: the open shards, in rank order; empty if the weights are not shards.
         chunked: the open files of a save of ``torch.distributed.checkpoint``; else None.
         full: the single open file of a full state dict or an adapter; else None.
-        parse: reads the shards' pickles. If the save has no receipts, a child process does it.
+        parse: reads the shards' pickles; in a child process if the save has no receipts.
         limits: the limits for reading the files.
     """
 
@@ -111,7 +111,7 @@ def open_save(
         actor: the ``actor/`` folder of the save.
         save: the latest result of ``look_at_save``.
         prefix: the beginning of the names of the model's tensors in a save of
-            ``torch.distributed.checkpoint``. If None, syncd finds it.
+            ``torch.distributed.checkpoint``. If None, syncd finds the prefix.
         cancel: called often; it raises to stop.
         limits: the limits for reading the files.
 

@@ -105,8 +105,8 @@ class Position(NamedTuple):
         global_shape: the shape of the whole tensor.
         offsets: the part's first index along each dimension.
         mesh: a number that identifies the device mesh; None if there is no mesh, or if the mesh is
-            unknown. If two ranks of the same mesh have the same part, torch guarantees that their
-            bytes are equal.
+            unknown. If two ranks of the same mesh have the same part, torch guarantees that both
+            ranks' bytes are equal.
     """
 
     global_shape: Shape

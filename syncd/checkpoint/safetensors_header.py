@@ -1,7 +1,7 @@
 """The header of a safetensors file: building it, reading it strictly. Pure, and quick to import.
 
 Reading has two steps. First, :func:`read_fields` parses the JSON. A small malicious header can make
-this step take much memory and time, so for an untrusted file it runs in a child process
+this step take much memory and time. Therefore a child process does this step for untrusted files
 (:mod:`~syncd.checkpoint.sandbox.isolated`). Second, :func:`arrange` compares the values with the
 file.
 """

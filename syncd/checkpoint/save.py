@@ -146,7 +146,7 @@ class FullStateDict(_WholeSave):
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter(_WholeSave):
-    """The adapter in ``lora_adapter/``, with or without other files beside it."""
+    """The adapter in ``lora_adapter/``, with or without files beside that folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +161,10 @@ class HuggingFaceParts(_WholeSave):
 
 @dataclass(frozen=True, slots=True)
 class Remote(_WholeSave):
-    """A save without weights, but with a line that gives their path (:mod:`.remote`).
+    """A save that has the path of the weights instead of the weights (:mod:`.remote`).
 
     Attributes:
-        path: the line.
+        path: the line with the path, as the trainer wrote it.
     """
 
     path: str = ""
@@ -471,7 +471,7 @@ def is_saved_over(identity: str, known: str) -> bool:
     """True if ``torch.distributed.checkpoint`` is saving into a folder again.
 
     Each rank overwrites its files in place, and ``.metadata`` is replaced last. Until then the
-    folder looks whole, but has files of both saves.
+    folder looks whole, but has files of both the old and the new save.
 
     Args:
         identity: the folder's identity now.

@@ -49,7 +49,7 @@ def verify_version(
     cancel: Callable[[], None] = lambda: None,
     progress: Progress = unheard,
 ) -> None:
-    """Compare the files of a version with its manifest: sizes, headers, and digests if it has any.
+    """Compare a version's files with its manifest: sizes, headers, and any digests.
 
     A manifest whose ``digests`` is not ``off`` must have a digest for each file. The folder of a
     published version must hold no weights besides those that the manifest lists.
@@ -63,7 +63,8 @@ def verify_version(
         progress: called in the calling thread with the bytes that are done and the total bytes.
 
     Raises:
-        VerificationError: a file is missing, differs from the manifest, or is not listed in it.
+        VerificationError: a file is missing, differs from the manifest, or is not listed in the
+            manifest.
         OSError: storage failed, so the result is unknown.
     """
     total = sum(file.size for file in manifest.files)
@@ -109,8 +110,8 @@ def copy_version(
         cancel: called often, in the calling thread; it raises to stop.
 
     Raises:
-        VerificationError: a file is missing, differs from the manifest, or is not listed in it. Or
-            ``target`` is missing; in that case the version itself may be intact.
+        VerificationError: a file is missing, differs from the manifest, or is not listed in the
+            manifest. Or ``target`` is missing; in that case the version itself may be intact.
         OSError: one of the two storages failed.
     """
     for name in sorted({file.name for file in manifest.files if "/" in file.name}):

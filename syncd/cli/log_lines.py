@@ -36,12 +36,12 @@ class HumanLines(logging.Formatter):
     """``2026-01-31 12:00:00,123 INFO published step 7 as version 3: 980.2 MB in 1.31 s``.
 
     If a process serves many jobs, the message begins with the job's name in brackets. A message is
-    one line. It is escaped by :func:`.printable`, because it may contain names and errors from
-    other programs. The lines of a traceback are also escaped, and indented.
+    one line. The message is escaped by :func:`.printable`, because it may contain names and errors
+    from other programs. The lines of a traceback are also escaped, and indented.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, the number of times that it was held back, and the traceback."""
+        """The line, with the number of held-back repeats, and the traceback."""
         line = f"{self.formatTime(record)} {record.levelname} "
         if job := _job_of(record):
             line += f"[{os.path.basename(job)}] "

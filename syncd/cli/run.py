@@ -144,8 +144,8 @@ def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_opt
     A second daemon on the same job stands by, and takes over when the first daemon dies.
 
     If a setting is not given as an option, it comes from the environment (SYNCD_KEEP for --keep).
-    If it is not there either, it comes from the configuration file. On SIGHUP the daemon reads that
-    file again. See 'syncd config --help'.
+    If the environment lacks the setting too, it comes from the configuration file. On SIGHUP the
+    daemon reads the configuration file again. See 'syncd config --help'.
     """
     said = options.given(ctx)
     if as_json:

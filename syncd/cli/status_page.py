@@ -30,7 +30,7 @@ _LABEL: Final = 9
 
 
 def page(seen: dict[str, Any], now: float, width: int, height: int | None = None) -> RenderableType:
-    """The page of one job, and of the job in its memory directory if it has one.
+    """The page of one job, and of the job in its memory directory if there is one.
 
     Faults and events come before the explorers. On a low terminal fewer explorers are shown.
 

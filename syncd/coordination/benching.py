@@ -1,4 +1,4 @@
-"""Steps that one explorer evaluates alone; LATEST and the other explorers do not change."""
+"""Steps that a single explorer evaluates; LATEST and the other explorers do not change."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Bench:
     def hold(self, step: int, wait: Wait) -> LeasedVersion:
         """Hold a step.
 
-        If the step is published, this method leases the published version. Otherwise it asks the
-        daemon to build the step, and waits for the build. The daemon begins the build when the
-        step's save is complete.
+        If the step is published, this method leases the published version. Otherwise the method
+        asks the daemon to build the step, and waits for the build. The daemon begins the build when
+        the step's save is complete.
 
         Returns:
-            The held version. Its sequence is 0 if the daemon built it.
+            The held version. Its sequence is 0 if the daemon built the step for this hold.
 
         Raises:
             SaveNotReadyError: the step is not on disk. The message lists the steps on disk.
@@ -98,7 +98,8 @@ class Bench:
     def is_of(self, manifest: Manifest, step: int) -> bool:
         """True if a version has a step's weights.
 
-        If the step's folder still exists, the version must be of the save that is in it now.
+        If the step's folder still exists, the version must be of the save that the folder now
+        holds.
         """
         if manifest.step != step:
             return False

@@ -1,4 +1,4 @@
-"""An explorer's methods of the Synchronizer, blocking; a rollout worker's hook calls them."""
+"""An explorer's blocking methods of the Synchronizer, which a rollout worker's hook calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         name: the explorer's name, unique among the live explorers.
         settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, which has the versions (method ``memory``).
-        workers: the explorer's number of ranks in a weight group; 0 if it joins no transfers.
+        workers: the explorer's number of ranks in a weight group; 0 to join no transfers.
         hub_names: True if this explorer also accepts the hub's names (``syncd run --names``).
         seams: substitutes for tests.
 
@@ -148,7 +148,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             refused: the newer version that was refused, and the reason.
             reload: the times of loading the served version.
             fault: why this explorer cannot be relied on.
-            received: the save id of the served weights, if they came by a broadcast.
+            received: the save id of the served weights, if a broadcast brought these weights.
             bench: the step that is evaluated instead of a version.
             workers: the new number of ranks in a weight group; None for no change.
             group: only with ``workers``: the weight group that all these ranks have open.
@@ -198,17 +198,17 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> LeasedVersion:
         """Hold a step on disk to evaluate it in this explorer only; other explorers do not change.
 
-        If the step is published, this leases its version. Otherwise the daemon builds the step once
-        its save is complete, and deletes the build after the release.
+        If the step is published, this method leases the published version. Otherwise the daemon
+        builds the step once the step's save is complete, and deletes the build after the release.
 
         Args:
             step: the step.
-            serves: the version that is held now; it is returned unchanged if it has this step.
+            serves: the version that is held now. A version of this step is returned unchanged.
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
         Returns:
-            The version; its sequence is 0 if it was built. Release it before you close this object.
+            The version (sequence 0 for a built step). Release it before you close this object.
 
         Raises:
             SaveNotReadyError: the step is not on disk. The message lists the steps on disk.
@@ -232,8 +232,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> Version | None:
         """Require a sync, and wait until a newer version than ``current`` is published.
 
-        If ``current`` is None and the job has no version, it first waits for a trainer
-        (:meth:`wait_for_trainer`).
+        If ``current`` is None and no version exists, :meth:`wait_for_trainer` is called first.
 
         Args:
             current: the version that this explorer serves; None before its first version.
@@ -242,8 +241,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             cancel: ends the wait from another thread.
 
         Returns:
-            The newest version, which is never older than ``current``. It is ``current`` if the
-            trainer has stopped, died or said that nothing newer will come. In that case the
+            The newest version, which is never older than ``current``. The result is ``current`` if
+            the trainer has stopped, died or said that nothing newer will come. In that case the
             trainer's last save was published, skipped or quarantined, or no daemon was alive for a
             lease time. This end of a wait is logged once per version.
 
@@ -276,8 +275,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         Args:
             current: the wait ends with a version of a higher sequence; None for any version.
-            asks: True to require a sync during the wait, and to require it again after each answer
-                that nothing newer will come. If storage fails, the request is repeated.
+            asks: True to require a sync during the wait, and again after each answer that nothing
+                newer will come. If storage fails, the request is repeated.
             timeout: seconds; 0 to check once without requiring a sync; None for no limit.
             cancel: ends the wait from another thread.
             look: called after each check that finds nothing newer; its errors end the wait.
@@ -309,15 +308,15 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         Args:
             current: the wait ends with a version of a higher sequence; None for any version.
             joins: called at each check; returns True to take part in transfers.
-            ends_with_trainer: if True, begin and end like :meth:`wait_new_model_state_dict`; if
-                False, ask again whenever the trainer says that nothing newer will come.
+            ends_with_trainer: True to begin and end like :meth:`wait_new_model_state_dict`; False
+                to ask again whenever the trainer says that nothing newer will come.
             timeout: seconds; None for no limit.
             cancel: ends the wait from another thread.
             look: called after each check that finds nothing newer; its errors end the wait.
 
         Returns:
-            A version; or the offer of an agreed transfer, whose members must all meet next
-            (:meth:`rendezvous`); or None if the wait ended because the trainer ended.
+            A version; or the offer of an agreed transfer; or None if the wait ended because the
+            trainer ended. After an offer, all its members must meet (:meth:`rendezvous`).
 
         Raises:
             WaitTimeoutError: no version or transfer came in time.
@@ -338,8 +337,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> None:
         """Wait until a first version is published or a trainer is running.
 
-        A trainer may load for minutes before it registers. This method returns at once if
-        ``current`` is given or a running trainer was seen before. If it waits, it logs one warning.
+        This method logs one warning if it has to wait. It returns at once if ``current`` is given
+        or a running trainer was seen before. A trainer may load for minutes before it registers.
 
         Args:
             current: the version that this explorer serves; None before its first version.
@@ -390,8 +389,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             cancel: ends the wait from another thread.
 
         Returns:
-            The trainer's step; None if not all are ready in time or the trainer is gone. It is also
-            None if the trainer announced that these weights come as published files.
+            The trainer's step; None if not all participants are ready in time, if the trainer is
+            gone, or if the trainer announced that these weights come as published files.
         """
         with self._wait(timeout, cancel) as wait:
             return self._transfer.agree(wait)
@@ -419,8 +418,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             The meeting place, and the rank of this explorer's first worker.
 
         Raises:
-            BroadcastError: no transfer was agreed, or the trainer did not name the place within
-                ``broadcast_timeout``.
+            BroadcastError: no transfer was agreed, or the trainer was late (``broadcast_timeout``).
             CancelledError: the wait was cancelled.
             OSError: storage failed.
         """
@@ -449,7 +447,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         return self._group.open(met, rank, deadline=deadline, device=device)
 
     def group_failed(self) -> None:
-        """Leave the weight group, and report this, so that the next transfer forms a new group."""
+        """Report the failure and leave the weight group; the next transfer forms a new group."""
         self._group.close()
         self._met = None
         if self._me.record.group is not None:

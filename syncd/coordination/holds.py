@@ -80,8 +80,7 @@ class Holds:
         Args:
             folder: the folder of a version, or of a step that was built to be evaluated.
             sequence: the sequence that the folder's manifest must have.
-            lease: takes the lease. It is called only if this participant does not hold the folder
-                yet.
+            lease: takes the lease; called only if this participant does not hold the folder yet.
 
         Raises:
             VersionGoneError: the folder is missing, or not visible here yet.

@@ -41,8 +41,8 @@ class LeasedVersion:
     passes leased versions to engines.
 
     Attributes:
-        sequence: the version's number; each new version has a higher number. It is 0 for a step
-            that was built to be evaluated, and is not a version of the job.
+        sequence: the version's number; each new version has a higher number. The number is 0 for a
+            step that the daemon built only for evaluation; such a step is not a version of the job.
         step: the trainer's step, which is only a label.
         kind: ``full``, ``adapter`` or ``remote``.
         folder: a complete Hugging Face model folder, or a LoRA adapter's folder. For kind
@@ -92,7 +92,8 @@ class LeasedVersion:
 
         Args:
             storage: the storage of the copy.
-            folder: the folder for the copy. It must be empty, and no other process may use it.
+            folder: the folder for the copy. The folder must be empty, and no other process may use
+                it.
             cancel: called often; to stop the copy it raises an error.
 
         Raises:
@@ -140,7 +141,7 @@ class LeasedVersion:
     def name_map(self) -> NameMap:
         """The map from the names of the trainer's tensors to their names on the hub.
 
-        The map is empty if the names are the same, or if the hub's names are unknown.
+        The map is empty if no names differ, or if the hub's names are unknown.
 
         Raises:
             VerificationError: the file of the map is damaged.

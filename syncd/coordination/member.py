@@ -220,9 +220,9 @@ class Member(Generic[Report]):
                 the folder of the trainer's shards.
 
         Returns:
-            The folder. It is None if no version is published, or if the trainer's shards were
-            wanted and are pruned. For a version of kind ``remote`` the result is always its remote
-            path, a string.
+            The folder. The result is None if no version is published, or if you asked for the
+            trainer's shards and they are pruned. For a version of kind ``remote`` the result is
+            always its remote path, a string.
         """
         return self._versions.path(use_huggingface=use_huggingface)
 
@@ -262,8 +262,8 @@ class Member(Generic[Report]):
         Release the version before you close this participant.
 
         Args:
-            version: the version to hold. To hold a version again that this participant already
-                holds, pass its :class:`LeasedVersion`.
+            version: the version to hold. If this participant already holds the version, pass the
+                :class:`LeasedVersion` to hold the version once more.
 
         Raises:
             VersionGoneError: the version was retired, or is not visible here yet. Hold the newest
@@ -301,7 +301,7 @@ class Member(Generic[Report]):
             SaveFailedError: the daemon has refused the save.
             WaitTimeoutError: the step was not published in time.
             InvalidSettingsError: this participant is an explorer, and a trainer is running or
-                another explorer follows the job. The other explorer would get the step too.
+                another explorer follows the job and would get the step too.
         """
         if step is None:
             return self._versions.newest()
@@ -388,7 +388,7 @@ class Member(Generic[Report]):
         """End all waits, report that this participant has stopped, and give its name up.
 
         It is safe to call this method twice. In a fork it does nothing. If a process ends without
-        this call, other participants notice its end only one lease time later.
+        this call, other participants notice the end of the process only one lease time later.
         """
         if not self.is_ours:
             return

@@ -88,7 +88,8 @@ class Participant(Generic[Report]):
         """Check that this process registered the participant.
 
         Raises:
-            InvalidSettingsError: this process is a fork of the process that registered it.
+            InvalidSettingsError: this process is a fork of the process that registered the
+                participant.
         """
         if not self.is_ours:
             raise InvalidSettingsError(
@@ -111,7 +112,7 @@ class Participant(Generic[Report]):
         self._name.check()
 
     def update(self, **changes: Any) -> None:
-        """Change the report. If storage refuses the change now, the next update writes it too.
+        """Change the report. If storage refuses a change, the next update writes that change too.
 
         Raises:
             SyncdError, OSError: for the same reasons as :meth:`check`.

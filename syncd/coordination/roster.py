@@ -99,8 +99,8 @@ class Roster:
 
         Raises:
             ProtocolMismatchError: an explorer has a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job directory is missing now. No explorer counts as dead
-                because of that.
+            JobUnavailableError: the job directory is missing now. A missing directory makes no
+                explorer count as dead.
             OSError: storage failed.
         """
         with self._lock:
@@ -131,8 +131,8 @@ class Roster:
 
         Raises:
             ProtocolMismatchError: the trainer has a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job directory is missing now. The trainer does not count as
-                dead because of that.
+            JobUnavailableError: the job directory is missing now. A missing directory does not make
+                the trainer count as dead.
             OSError: storage failed.
         """
         with self._lock:
@@ -154,8 +154,8 @@ class Roster:
         """Check that an explorer may choose the step to publish, for evaluating old steps.
 
         Raises:
-            InvalidSettingsError: a trainer is running, or another explorer follows the job. The
-                other explorer would get the step too.
+            InvalidSettingsError: a trainer is running, or another explorer follows the job and
+                would get the step too.
         """
         if self.trainer_status() is not RunningStatus.STOPPED:
             raise InvalidSettingsError(

@@ -41,8 +41,8 @@ class Synchronizer:
     :class:`~syncd.coordination.explorer.ExplorerSynchronizer`. If the task of a wait is cancelled,
     the wait first restores the participant's status and then raises the cancellation.
 
-    Construction blocks; if a dead participant has the name, it blocks for one lease time. In a
-    running event loop use :meth:`open`.
+    Construction blocks: for one lease time if a dead participant has the name. In a running event
+    loop use :meth:`open`.
 
     Args:
         job_dir: the job directory.
@@ -246,9 +246,9 @@ class Synchronizer:
     async def load_state(
         self, role: Role | None = None, name: str | None = None
     ) -> SavedState | None:
-        """The newest state that a participant has saved; None if it has saved no state.
+        """The newest state that a participant has saved; None if the participant has saved none.
 
-        By default this is the state of this participant itself.
+        By default the result is this participant's own state.
         """
         return await self._run(self.blocking.load_state, role, name)
 
@@ -313,7 +313,8 @@ def elsewhere(call: Callable[[], T]) -> asyncio.Future[T]:
 async def finished(future: asyncio.Future[T], cancel: Callable[[], None] = lambda: None) -> T:
     """Wait for a thread's call; raise a cancellation only after the call has ended.
 
-    Otherwise the caller would continue while the call is running, and the event loop might close.
+    Without this wait the caller would continue while the call is running, and the event loop might
+    close.
     """
     cancelled: asyncio.CancelledError | None = None
     while not future.done():

@@ -1,4 +1,4 @@
-"""The trainer's methods of the Synchronizer, blocking; a training loop's hook calls them."""
+"""The trainer's blocking methods of the Synchronizer, which a training loop's hook calls."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         become(self._me, status)
 
     def explorer_requires_sync(self) -> bool:
-        """True if a live explorer waits for a sync, and this trainer has not answered it yet.
+        """True if a live explorer waits for a sync that this trainer has not answered yet.
 
         The next :meth:`set_model_state_dict`, transfer, or :meth:`notify_no_new_model_state_dict`
         answers the requests that this call has seen.
@@ -141,8 +141,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def begin_save(self, step: int) -> None:
         """Announce a save before its first byte is written.
 
-        After that the pruner keeps the folders of this step and of higher steps. A trainer that
-        resumed at a lower step will write these folders again.
+        After the announcement the pruner keeps the folders of this step and of higher steps. A
+        trainer that resumed at a lower step will write these folders again.
         """
         self._me.update(step=step)
         self._versions.announce(self._me.record)
@@ -239,10 +239,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> int | None:
         """Wait until all live explorers are ready for a transfer of a step's weights.
 
-        Promised: if any participant returns the step, all live participants return it, as long as
-        their storage works. Not promised: that all of them take part in the transfer. A participant
-        may die after the agreement, so a transfer needs its own timeout. This method does not
-        change versions; only :meth:`nccl_sync_succeeded` does.
+        Promised: if any participant returns the step, all live participants return the step, as
+        long as their storage works. Not promised: that all participants take part in the transfer.
+        A participant may die after the agreement, so a transfer needs its own timeout. This method
+        does not change versions; only :meth:`nccl_sync_succeeded` does.
 
         Args:
             step: the trainer's step.
@@ -261,7 +261,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         return found
 
     def nccl_sync_succeeded(self) -> None:
-        """Record that the weights were sent. This answers the explorers that asked for a sync."""
+        """Record that the weights were sent, which answers the requests for a sync."""
         self._answered |= self._asked
 
     def takers(self) -> Takers:
@@ -271,7 +271,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def have_received(self, save_id: SaveId) -> bool:
         """True if all explorers that take part in broadcasts serve the sent weights.
 
-        It is False if no explorer takes part in broadcasts.
+        The result is False if no explorer takes part in broadcasts.
         """
         received = {one.received for one in self._roster.working() if one.workers}
         return received == {str(save_id)}
@@ -279,8 +279,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def has_missed(self, save_id: SaveId) -> bool:
         """True if an explorer has missed the sent weights and is too stale (``max_staleness``).
 
-        A member of the last transfer may still be receiving or loading the weights. So it is not
-        counted for a time of three ``broadcast_timeout`` after the agreement.
+        A member of the last transfer may still be receiving or loading the weights. So this method
+        ignores such a member for three times ``broadcast_timeout`` after the agreement.
 
         Args:
             save_id: the save id of the last transfer.

@@ -200,10 +200,10 @@ class Versions:
         return receipt is None or receipt.save_id == outcome.identity
 
     def on_its_way(self) -> int | None:
-        """The step that the pointer names, if the daemon has not published or refused its save yet.
+        """The step that the pointer names, if its save still has to be published or refused.
 
-        Otherwise the result is None. It is also None if the pointer names no step, or names a step
-        that is not on disk.
+        The result is None if the daemon has published or refused the save, if the pointer names no
+        step, or if the step is not on disk.
         """
         step = self._unanswered()
         if step is None:

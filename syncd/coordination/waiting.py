@@ -48,7 +48,7 @@ class Cancellation:
             raise CancelledError("the wait was cancelled, or its synchronizer closed")
 
     def pause(self, seconds: float) -> bool:
-        """Sleep for some seconds, or until :meth:`cancel`; return True if it was cancelled."""
+        """Sleep for ``seconds`` or until :meth:`cancel`; return True after a :meth:`cancel`."""
         # Polls instead of waiting on an Event: a thread that waits on one may hold its lock, and a
         # signal handler on that thread that cancels would then deadlock.
         deadline = time.monotonic() + seconds
@@ -124,8 +124,8 @@ class Wait:
 class Waits:
     """The waits of one participant, one at a time.
 
-    Two waits at a time could not both restore the participant's status. The timeout of a wait
-    includes its time in the queue.
+    If two waits ran at a time, they could not both restore the participant's status. The timeout of
+    a wait includes its time in the queue.
 
     Args:
         name: the participant's name.

@@ -36,7 +36,7 @@ class WeightWaits:
         transfer: joins offered transfers.
         compare: returns the differences between a trainer's settings and an explorer's settings;
             its third argument is the trainer's session.
-        terms: the settings to compare if the explorer was given none.
+        terms: the settings to compare if the explorer was made without settings.
         root: the job directory.
         clock: seconds, monotonic.
         poll: the least seconds between two checks for the trainer's answer to a request.
@@ -174,8 +174,8 @@ class WeightWaits:
         """Check the trainer once.
 
         Returns:
-            A pair: the offer of the transfer to take part in, or None; and True if the wait is
-            over.
+            A pair. The first value is the offer of the transfer to take part in, or None. The
+            second value is True if the wait is over.
         """
         if joins is None and ending is None:
             return None, False
@@ -190,7 +190,7 @@ class WeightWaits:
         return offer, is_over
 
     def _has_trainer_stopped(self) -> bool:
-        """True if no trainer is running: it has stopped, has died, or has not registered yet."""
+        """True if no trainer is running: the trainer has stopped, died, or not registered yet."""
         trainer = self._roster.trainer()
         stopped = trainer is None or trainer.status == RunningStatus.STOPPED.value
         if trainer is not None and not stopped:

@@ -92,7 +92,7 @@ class Attempts:
             The reason why the save has to wait; empty if it does not have to wait.
 
         Raises:
-            SyncdError: the daemon cannot go on, because another daemon has taken over, because a
+            SyncdError: the daemon cannot continue, because another daemon has taken over, because a
                 stop was requested, or because the job is unavailable.
         """
         if save.identity != self._tried:
@@ -155,11 +155,12 @@ class Attempts:
     def roll_back(self, request: RollbackRequest) -> None:
         """Make an old version LATEST again, and answer the request.
 
-        New saves wait until this is done.
+        New saves wait until the rollback is done.
 
         Raises:
-            OSError: storage refuses the rollback; the caller may try it again, a few times at most.
-            SyncdError: the daemon cannot go on, for the reasons that :meth:`publish` lists.
+            OSError: storage refuses the rollback; the caller may try the rollback again, a few
+                times at most.
+            SyncdError: the daemon cannot continue, for the reasons that :meth:`publish` lists.
         """
         if request.id != self._asked:
             self._asked, self._refusals = request.id, 0
@@ -199,7 +200,8 @@ class Attempts:
         """Check that the disk has space for a version; if not, delete all deltas and check again.
 
         Raises:
-            NoRoomError, SaveNotReadyError, CheckpointError: :meth:`Publisher.check_room` raised it.
+            NoRoomError, SaveNotReadyError, CheckpointError: :meth:`Publisher.check_room` raised
+                this error.
         """
         try:
             self._publisher.check_room(save)

@@ -1,4 +1,4 @@
-"""Benches: builds of a step for one explorer, which evaluates it. Builds are never published."""
+"""Benches: builds of steps that single explorers evaluate. Builds are never published."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Benches:
 
         Raises:
             OSError: storage refuses some work; the next call tries that work again.
-            SyncdError: the daemon cannot go on, because another daemon has taken over, because a
+            SyncdError: the daemon cannot continue, because another daemon has taken over, because a
                 stop was requested, or because the job is unavailable.
         """
         self.awaits_turn = False
@@ -245,10 +245,10 @@ class Benches:
         return waiting
 
     def _ready(self, asked: _Asked, tick: float) -> WholeSave | None:
-        """The save of a requested step if a build can be made from it now.
+        """The save of a requested step if a build can be made from this save now.
 
-        Otherwise the result is None, and ``asked.why`` is the reason for waiting. ``asked.why`` is
-        empty if the build exists already, or if the request was refused.
+        If no build can be made now, the result is None, and ``asked.why`` is the reason for
+        waiting. ``asked.why`` is empty if the build exists already, or if the request was refused.
         """
         request, asked.why = asked.request, ""
         if self._is_built(request):
@@ -271,7 +271,7 @@ class Benches:
         return save
 
     def _is_built(self, request: BenchRequest) -> bool:
-        """Whether the build exists; asks the server, because a listing may be outdated."""
+        """True if the build exists; asks the server, because a listing may be outdated."""
         build = self._job.layout.bench_build(request.session, request.id)
         try:
             self._job.storage.refresh(build.parent)

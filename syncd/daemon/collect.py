@@ -82,7 +82,7 @@ class Tidying:
         self._keep_room()
 
     def after(self, error: Exception) -> None:
-        """Note that some work failed halfway, so that the next call removes its leftovers.
+        """Note that some work failed halfway; the next :meth:`run_once` removes its leftovers.
 
         If the work failed because the disk is full, all deltas and the reserve are deleted.
         """
@@ -92,14 +92,14 @@ class Tidying:
             self._reserve.relieve(error)
 
     def leftovers(self) -> None:
-        """Note that a failed delta may have left unfinished files; this deletes nothing now."""
+        """Note that a failed delta may have left unfinished files; delete nothing now."""
         self._untidy = True
 
     def gave_up_deltas(self, error: Exception) -> bool:
         """Delete all deltas if the disk was full, because versions are more important than deltas.
 
         Returns:
-            Whether deltas were deleted, so that the disk has more space now.
+            True if deltas were deleted, so that the disk has more space now.
         """
         if isinstance(error, OSError) and error.errno not in NO_ROOM:
             return False
@@ -146,11 +146,11 @@ class Tidying:
 class Collector:
     """Removes leftovers that have not changed for so long that their process must be dead.
 
-    Promised: it removes nothing that changes, and a call does a bounded part of the work that is
-    due. Among files without a temporary name it removes only the heartbeats of dead sessions that
-    hold no lease, the reports and claims of sessions without a heartbeat, and answers that no
-    requester reads. If the process of a removed temporary file was only paused, its rename of that
-    file fails, and the process writes the file again.
+    Promised: a collector removes nothing that still changes, and each call does a bounded part of
+    the work that is due. Besides temporary files, a collector removes only the heartbeats of dead
+    sessions that hold no lease, the reports and claims of sessions without a heartbeat, and answers
+    that no requester reads. A removed temporary file may belong to a process that was only paused.
+    In that case the rename of the file fails, and the process writes the file again.
 
     Args:
         job: the job.
@@ -176,7 +176,7 @@ class Collector:
         self._round: Iterator[None] | None = None
 
     def run_once(self, leased: Iterable[str]) -> None:
-        """Look at leftovers if it is time, and remove those that have not changed for ``grace``.
+        """If it is time, remove the leftovers that have not changed for ``grace``.
 
         Args:
             leased: the sessions that hold leases; their heartbeats stay, because the pruner decides
@@ -214,11 +214,11 @@ class Collector:
         return path.parent == self._job.layout.sessions and path.stem in self._leased
 
     def _is_still_left(self, path: Path) -> bool:
-        """Whether a path is still a leftover; a report or a claim may have a live owner again."""
+        """True if a path is still a leftover; a report or a claim may have a live owner again."""
         return not self._is_participants(path) or self._is_orphan(path)
 
     def _is_participants(self, path: Path) -> bool:
-        """Whether the path is a report or a claim; reports and claims name their session."""
+        """True if the path is a report or a claim; reports and claims name their session."""
         if path.name.startswith(TEMPORARY):
             return False
         layout = self._job.layout
@@ -226,7 +226,7 @@ class Collector:
         return is_report or path.parent == layout.claims
 
     def _is_orphan(self, path: Path) -> bool:
-        """Whether a report or a claim belongs to a session without a heartbeat."""
+        """True if a report or a claim belongs to a session without a heartbeat."""
         try:
             session = session_of(self._job.storage.read(path))
             return session is not None and not self._job.storage.exists(

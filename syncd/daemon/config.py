@@ -123,14 +123,14 @@ class DaemonConfig(BaseModel):
             that stage on another filesystem read the delta instead of the version. ``on`` makes
             each delta, ``off`` makes none, and ``auto`` makes deltas while two or more live
             explorers could use them.
-        keep_deltas: the most deltas to keep; the newest deltas are kept. Fewer are kept if together
-            they would be larger than half a version.
+        keep_deltas: the most deltas to keep; the newest deltas are kept. Fewer deltas are kept if
+            their total size would exceed half the size of a version.
         digests: whether versions have xxh3-128 digests, which explorers check.
         cast: the dtype to cast the floating tensors of versions to: ``bf16``, ``fp16`` or ``fp32``,
-            with torch's rounding. Integer, bool and fp8 tensors are not cast. None: no cast.
+            with torch's rounding. Integer, bool and fp8 tensors are not cast. None for no cast.
         dcp_prefix: the prefix of the model's tensor names in saves of
-            ``torch.distributed.checkpoint``, e.g. ``model.``; the daemon removes the prefix. None:
-            the daemon detects it.
+            ``torch.distributed.checkpoint``, e.g. ``model.``; the daemon removes the prefix. If
+            None, the daemon detects the prefix.
         names: the names of the tensors in versions. ``hub``: the names in the model's checkpoints
             on the hub. ``trainer``: the names in the trainer's module. None: the names of the job's
             newest version; in a new job ``hub`` if all live explorers take the hub's names, else

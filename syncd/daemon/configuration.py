@@ -204,7 +204,8 @@ class ConfigReloader:
         """Read the configuration again.
 
         Returns:
-            The configuration in force; None if the new one is invalid, so that nothing changed.
+            The configuration in force; None if nothing changed because the new configuration is
+            invalid.
         """
         self.whole = False
         try:
@@ -326,12 +327,12 @@ def allowed(key: str) -> str:
 
 
 def may_be_none(key: str) -> bool:
-    """Whether a key may be unset; an empty string unsets it."""
+    """True if a key may be unset; an empty string unsets it."""
     return key in _FIELDS and type(None) in get_args(_FIELDS[key].annotation)
 
 
 def is_path(key: str) -> bool:
-    """Whether a key names a file or folder."""
+    """True if a key names a file or folder."""
     return key in _FIELDS and _kind(key) is Path
 
 

@@ -62,10 +62,10 @@ class StepSeen:
         full, retired, saving, pinned: whether the folder has the mark of this name.
         resumable: whether the folder holds more than weights, so that training may resume from it.
         critic: whether the folder has files of a critic.
-        model_only: whether the record says that the save holds only a model; None if that is
-            unknown.
-        unread: True if only the save's ``.metadata`` can tell whether training can resume from it,
-            and the daemon has not read this file yet. Until then the save counts as resumable.
+        model_only: whether the record says that the save holds only a model; None if the record
+            does not say it.
+        unread: True if the daemon must still read the save's ``.metadata`` to find out whether
+            training can resume from the save. Until then the save counts as resumable.
     """
 
     step: int
@@ -111,12 +111,13 @@ class Observation:
         steps: step folders with a recorded outcome.
         unrecorded: complete saves of steps below the pointer, without a recorded outcome.
         vanished: steps with a recorded outcome but without a folder.
-        announced_step: the step of the last save that the trainer announced; None if its report
-            names no such step.
+        announced_step: the step of the last save that the trainer announced; None if the trainer's
+            report names no such step.
         pause: if set, the daemon publishes and prunes nothing.
         rollbacks: the requested rollbacks that have no answer yet.
-        served_request: the id of the rollback request that LATEST is the result of, if any.
-        delta_base: the version from which a delta is being made; None if none is being made.
+        served_request: the id of the rollback request that LATEST results from; None if there is no
+            such request.
+        delta_base: the version from which a delta is being made; None if no delta is being made.
     """
 
     pointer: Pointer
@@ -232,7 +233,7 @@ class PruneStep:
 
 @dataclass(frozen=True, slots=True)
 class Learn:
-    """Find out whether a save holds only a model; if it does, its step folder may be pruned."""
+    """Find out whether a save holds only a model. The step folder of such a save may be pruned."""
 
     step: int
 
@@ -254,12 +255,12 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The actions of a round in order, and the reason why the daemon waits, if it does.
+    """The actions of a round in order, and the reason for waiting if the daemon waits.
 
     Attributes:
-        pending: whether the daemon publishes, answers or quarantines something in this round, or
-            would do so later even if all trainers and explorers were gone. A pause also counts as
-            pending, because a person is at work.
+        pending: True if the daemon has something to publish, answer or quarantine, in this round or
+            later, even if all trainers and explorers leave. A pause also counts as pending, because
+            a person is at work.
     """
 
     actions: tuple[Action, ...]
@@ -301,7 +302,7 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
 
 
 def _rollback(request: RollbackRequest, seen: Observation) -> Republish | AnswerRequest:
-    """The action for a rollback request. Each request is carried out once, even if found again."""
+    """The action for a rollback request. A request that is found again is not carried out again."""
     if request.id == seen.served_request:
         return AnswerRequest(request, made=seen.latest)
     name = version_folder(request.sequence)
@@ -355,10 +356,10 @@ def _versions(
 ) -> Iterable[RetireVersion | CloseLeaseFolder]:
     """Versions below LATEST that no retention rule keeps.
 
-    A lease folder above LATEST may belong to a version that a succeeding daemon is about to
-    publish, so nothing above LATEST is ever touched. A version below LATEST without a lease folder
-    was retired by a daemon that ended before it deleted the version. Such a version is deleted, and
-    never leased again.
+    If another daemon has taken over, a lease folder above LATEST may belong to the version that
+    this other daemon publishes next. So nothing above LATEST is ever touched. A version below
+    LATEST without a lease folder was retired by a daemon that ended before it deleted the version.
+    Such a version is deleted, and never leased again.
     """
     keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
     leased = {lease.sequence for lease in seen.leases}  # or pinned: a pin is in that folder too

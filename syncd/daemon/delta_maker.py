@@ -105,7 +105,7 @@ class DeltaWork:
     Attributes:
         make: makes a delta.
         start: runs ``make`` while the daemon's loop goes on.
-        why_not_here: the reason why this host cannot make deltas; None if it can.
+        why_not_here: the reason why this host cannot make deltas; None if this host can make them.
     """
 
     make: MakeDelta = by_a_child
@@ -121,7 +121,7 @@ class DeltaOutcome:
         sequence, base: the target version, and the version that the delta starts from.
         seconds: how long the work took.
         delta: the record of the delta; None if no delta was made.
-        why: the reason why no delta was made; empty if it was made.
+        why: the reason why no delta was made; empty if a delta was made.
         is_overtaken: True if no delta was made because the daemon had newer work. This is not a
             failure.
         error: the failure; None if nothing failed.
@@ -198,7 +198,7 @@ class DeltaMaker:
 
     @property
     def base(self) -> int | None:
-        """The version from which a delta is being made; it must not be pruned meanwhile."""
+        """The base of the delta that is being made; this version must not be pruned meanwhile."""
         return self._making.base if self._making else None
 
     def forget_others(self) -> None:
@@ -209,7 +209,7 @@ class DeltaMaker:
             log.debug("cannot remove %s: %s", self._job.layout.delta_progress, error)
 
     def announce(self, base: Latest | None, target: Manifest) -> int | None:
-        """Decide whether a delta to a version will be made, right before LATEST names it.
+        """Decide whether a delta will be made; called right before LATEST names the target version.
 
         Args:
             base: LATEST as it was when the merge began.
@@ -267,7 +267,7 @@ class DeltaMaker:
             self._ended = self._making
 
     def again(self, latest: Latest | None) -> None:
-        """If the delta to LATEST's version was cancelled, make it again after its old work ended.
+        """Make a cancelled delta to LATEST's version again, once the cancelled work has ended.
 
         Args:
             latest: the present LATEST.
@@ -288,7 +288,7 @@ class DeltaMaker:
         return found
 
     def leave(self) -> None:
-        """Cancel the work, and wait for its end, but only a few seconds."""
+        """Cancel the work, and wait at most a few seconds for its end."""
         self.end("the daemon is stopping")
         self._ended = self._again = None
         if self._making is not None and self._making.background is not None:

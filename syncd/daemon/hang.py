@@ -1,9 +1,9 @@
 """Ending a process that hangs, because its heartbeat thread would keep the job forever.
 
 Progress means that shared storage has answered a call, even with an error. All of a daemon's work
-consists of such calls, also in the copying threads of a merge, and an idle daemon scans the job at
-each tick. The beats of the heartbeat thread do not count as progress. Neither does a thread that
-waits for other threads.
+consists of such calls, also in the copying threads of a merge. Even an idle daemon makes such
+calls, because it scans the job at each tick. The beats of the heartbeat thread do not count as
+progress. A thread that waits for other threads does not make progress either.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class HangGuard:
     :func:`faulthandler.dump_traceback_later` ends the process: its C thread, which does not need
     Python, writes the stack of every thread to standard error and exits with status 1. The next
     daemon recovers the unfinished work, as after a kill. If a service manager expects signs of
-    life, the threads that make progress send them. As soon as one job has made no progress for
-    ``hang_time``, no thread sends them any more.
+    life, the threads that make progress send these signs. As soon as one job has made no progress
+    for ``hang_time``, no thread sends signs of life any more.
 
     If ``together`` is False, the jobs are independent: the process ends, and signs of life stop,
     only if no job makes progress.
@@ -135,7 +135,7 @@ def _counted(
 
 
 class AnsweredStorage(Storage):
-    """Storage that reports progress after each call, so that long work is not taken for a hang.
+    """Storage that reports progress after each call, so that long work does not look like a hang.
 
     Args:
         root: the job directory.

@@ -232,7 +232,7 @@ class Loop:
 
     @property
     def has_more(self) -> bool:
-        """Whether step folders or deletions remain for the next round."""
+        """True if step folders or deletions remain for the next round."""
         return self._scanner.has_more or (self._prunings_left and bool(self.pruned))
 
     def leave(self) -> None:
@@ -297,7 +297,7 @@ class Loop:
         return gone
 
     def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
-        """Note an action that storage refused; other actions go on, and a later round retries."""
+        """Note an action that storage refused; a later round retries this action."""
         self._job.check_is_there()
         self._meter.failed(error)
         self._tidying.after(error)
@@ -379,7 +379,7 @@ class Loop:
 
         This work needs a turn, because it uses as much memory as planning the save's merge.
 
-        It does nothing while a save of this job waits for a turn.
+        This method does nothing while a save of this job waits for a turn.
         """
         if not self._refused_turn and self._turn.take():
             try:
@@ -389,7 +389,7 @@ class Loop:
             self._scanner.look_again()
 
     def _may_go_on(self) -> None:
-        """Check whether work on a version may go on; called often, and raises to end that work."""
+        """Check whether work on a version may continue; called often, raises to end the work."""
         self._cancel()
         published = self._merging
         step = self._benches.building if published is None else published

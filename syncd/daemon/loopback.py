@@ -30,7 +30,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
     ``longest`` seconds, even if its client sends nothing, sends single bytes, or reads slowly. At
     most ``most`` connections are open. For a further connection the server closes the oldest
     connection without a complete request, because a real request is complete within milliseconds.
-    If all requests are complete, it closes the oldest connection.
+    If all requests are complete, the server closes the oldest connection.
 
     Args:
         port: the port on 127.0.0.1; 0 for any free port.
@@ -55,7 +55,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
         super().__init__((HOST, port), request)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a new thread; if too many connections are open, close one of them first."""
+        """Answer in a new thread; if too many connections are open, close one connection first."""
         if not self._room.acquire(blocking=False):
             with self._changing:
                 if self._open:
@@ -79,7 +79,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
             self._room.release()
 
     def heard(self, request: socket.socket) -> None:
-        """Note that a connection has sent its whole request; the server closes others before it."""
+        """Note that a connection's request is complete; such connections are closed last."""
         with self._changing:
             if request in self._open:
                 self._open[request] = True, self._open[request][1]
@@ -155,7 +155,7 @@ class LoopbackRequest(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def handle(self) -> None:
-        """Answer the request, and ignore it if the client has closed the connection."""
+        """Answer the request; it is no error if the client has closed the connection."""
         try:
             head = self._head()
             self.server.heard(self.request)

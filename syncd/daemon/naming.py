@@ -1,8 +1,8 @@
 """The names of tensors in versions: the hub's names, or the names of the trainer's module.
 
 A job keeps the names of its newest version, because its explorers were started for these names.
-LATEST repeats the names, because the newest version may be an adapter or a remote version, which
-has no such names. A new job gets the hub's names, which every server knows, if all its live
+LATEST repeats the names, because the newest version may be an adapter or a remote version, and such
+versions lack these names. A new job gets the hub's names, which every server knows, if all its live
 explorers take these names.
 """
 
@@ -27,8 +27,8 @@ _NAMED: Final = 4
 class NewNames:
     """A change of the names of tensors.
 
-    The newest version has other names than the previous version. Or it is the job's first version
-    for which the hub's names and the trainer's names differ.
+    The newest version has other names than the previous version. Or the newest version is the job's
+    first version for which the hub's names and the trainer's names differ.
 
     Attributes:
         names: the names of the newest version.
@@ -54,7 +54,7 @@ class Naming:
     Attributes:
         newest: the names of the newest version; None before the first version, or if the hub's
             names and the trainer's names of that version are the same.
-        change: the change of names that came with the newest version; None if its names did not
+        change: the change of names that came with the newest version; None if the names did not
             change.
     """
 

@@ -34,8 +34,8 @@ class ServiceManager:
     Args:
         address: the address of the manager's socket: a path, or ``@`` and an abstract name; None if
             there is no manager.
-        watchdog: within how many seconds the manager expects a call of :meth:`alive`; None if it
-            expects none.
+        watchdog: within how many seconds the manager expects a call of :meth:`alive`; None if the
+            manager expects no calls.
     """
 
     def __init__(self, address: str | None = None, *, watchdog: float | None = None) -> None:
@@ -57,7 +57,7 @@ class ServiceManager:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> ServiceManager:
-        """The manager that ``NOTIFY_SOCKET`` names; no manager if it names no Unix socket."""
+        """The manager that ``NOTIFY_SOCKET`` names; a stand-in if that is not a Unix socket."""
         address = environment.get("NOTIFY_SOCKET", "")
         if not address.startswith(("/", "@")):
             return cls()
@@ -113,7 +113,7 @@ class ServiceManager:
         self._say_ready()
 
     def _say_ready(self) -> None:
-        """Send READY; if it is not accepted, :meth:`alive` sends it again.
+        """Send READY; if the manager does not accept the message, :meth:`alive` sends it again.
 
         Without READY systemd would treat the start as failed.
         """

@@ -46,7 +46,7 @@ class Outcomes:
         self._put_on_record(step, outcome)
 
     def found_published(self, manifest: Manifest) -> None:
-        """Record that a save was published, by the manifest of a previous daemon's version."""
+        """Record that a save was published, according to a previous daemon's manifest."""
         recorded = self.of_step.get(manifest.step)
         # A later save of that step may have been quarantined: it is not tried again.
         if recorded is not None and recorded.outcome == "quarantined":
@@ -63,7 +63,7 @@ class Outcomes:
         self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
 
     def quarantine(self, save: Save, error: Exception) -> Path:
-        """Record that a save cannot be published; the daemon does not try it again.
+        """Record that a save cannot be published; the daemon does not try this save again.
 
         Returns:
             The path of the record that has the reason.
@@ -93,7 +93,7 @@ class Outcomes:
     def learn(self, step: int, *, prefix: str | None, cancel: Callable[[], None]) -> None:
         """Record whether a save of torch.distributed.checkpoint holds only a model.
 
-        Does nothing if the step folder now holds another save than the recorded one.
+        Does nothing if the step folder now holds another save than the recorded save.
 
         Args:
             step: the save's step.

@@ -14,7 +14,7 @@ _HEARTBEAT: Final = ".lock"
 
 
 class Participants:
-    """Watches all heartbeats of a job except those of daemons.
+    """Watches all heartbeats of a job except the daemons' heartbeats.
 
     Promised: the heartbeat of a process that died before this process began never counts as a live
     participant. Not promised: to see a trainer without a heartbeat, for example a trainer without
@@ -50,12 +50,12 @@ class Participants:
 
     @property
     def alive(self) -> bool:
-        """Whether a participant was certainly or possibly alive at the last look."""
+        """True if a participant was certainly or possibly alive at the last look."""
         return self._alive
 
     @property
     def gone(self) -> bool:
-        """Whether a participant was alive since this process began, but none is alive now."""
+        """True if participants were alive since this process began, but none is alive now."""
         return self._seen and not self._alive
 
     def look(self, tick: float) -> None:
@@ -65,7 +65,7 @@ class Participants:
             tick: about how many seconds lie between two calls.
 
         Raises:
-            OSError: storage failed, or the job is not there; the result of the last look stays.
+            OSError: storage failed, or the job is missing. The results of the previous look stay.
         """
         self._lookout.tick = tick
         found = self._heartbeats()

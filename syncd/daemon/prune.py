@@ -79,7 +79,7 @@ class Pruner:
         folder is empty on the server at that moment.
 
         Returns:
-            Whether the version is gone; False if an explorer has leased the version meanwhile.
+            True if the version is gone; False if an explorer has leased the version meanwhile.
         """
         if not self._close_leases(action.sequence):
             return False
@@ -127,8 +127,8 @@ class Pruner:
         """Move a step folder to the trash, look into it once more, and then delete it.
 
         Returns:
-            Whether the folder is gone. If its content has changed since the decision, the folder is
-            put back, and the result is False.
+            True if the folder is gone. If the folder's content has changed since the decision, the
+            folder is put back, and the result is False.
         """
         step = action.seen.step
         folder = self._job.layout.step(step)

@@ -64,8 +64,8 @@ class Publisher:
         config: the configuration for the next version; the loop sets it at each round.
         latest: LATEST as this daemon last wrote or found it; None before the first version.
         latest_bytes: the bytes of the files of LATEST's version; None if that version is not whole.
-        published_save: the identity of the save that LATEST was made from. If LATEST is a rollback:
-            the identity of the save that the LATEST before the rollback was made from.
+        published_save: the identity of the save that LATEST was made from. If LATEST is the result
+            of a rollback, this is the identity of the save that the previous LATEST was made from.
         served_request: the id of the rollback request that LATEST is the result of; None if LATEST
             was made from a save.
         outcomes: the record of saves.
@@ -104,7 +104,7 @@ class Publisher:
         """Read the records after a take-over; adopt or discard the versions above LATEST.
 
         Returns:
-            The manifest of the adopted version; None if none was adopted.
+            The manifest of the adopted version; None if no version was adopted.
 
         Raises:
             ProtocolMismatchError: LATEST has a newer protocol version.
@@ -168,7 +168,7 @@ class Publisher:
         """Check that there is enough space for a merge before it begins.
 
         Raises:
-            NoRoomError: the disk has no room for this version.
+            NoRoomError: the disk has no space for this version.
             SaveNotReadyError, CheckpointError: for the reasons that :meth:`publish` lists.
         """
         self._free_space.check(
@@ -195,7 +195,7 @@ class Publisher:
         """Merge a complete save and make it LATEST.
 
         Args:
-            save: the save as the last look at it found it.
+            save: the save, as the last look at the save found it.
             progress: called with the bytes of tensors merged so far, and the bytes of all tensors.
             delta_from: called right before LATEST names the version; returns the sequence of the
                 base of the version's delta, or None.
@@ -216,7 +216,7 @@ class Publisher:
     def build_for_bench(
         self, request: BenchRequest, save: WholeSave, *, progress: Progress = unheard
     ) -> Manifest:
-        """Merge a complete save for one explorer; this makes no version, and changes no record.
+        """Merge a complete save for one explorer; make no version, and change no record.
 
         Raises:
             SaveNotReadyError, CheckpointError, SupersededError: for the reasons that
@@ -275,8 +275,8 @@ class Publisher:
     def republish(self, request: RollbackRequest) -> Manifest:
         """Make an old version LATEST again, under a new sequence.
 
-        The save that was LATEST before stays recorded as published, because the pointer may still
-        name it.
+        The save of the previous LATEST stays recorded as published, because the pointer may still
+        name that save.
 
         Raises:
             VersionGoneError, RecordError, VerificationError: the old version does not exist any
@@ -368,7 +368,7 @@ class Publisher:
         self.served_request = None if back is None else back.request
 
     def _next_sequence(self) -> int:
-        """The next sequence; skips a number if a file or link has one of its folders' names."""
+        """The next sequence; skips each number for which a file or link has a folder's name."""
         sequence = self._floor + 1
         while self._in_the_way(self._job.layout.version(sequence)) or self._in_the_way(
             self._job.layout.lease_folder(sequence)

@@ -108,7 +108,7 @@ def _let_be(path: Path, why: object) -> None:
 
 
 def _refresh_of_others(storage: Storage, folder: Path) -> None:
-    """Refresh a folder; if the folder is gone or belongs to another user, the take-over goes on."""
+    """Refresh a folder; a folder that is gone or belongs to another user is no error."""
     try:
         storage.refresh(folder)
     except OSError as error:
@@ -228,7 +228,7 @@ class _Look:
         return max(number for number in named if number <= known + _BELIEVED)
 
     def has_content(self, folder: Path) -> bool:
-        """Whether a folder has content; True if this user may not read the folder."""
+        """True if a folder has content, or if this user may not read the folder."""
         try:
             return bool(self._job.storage.names(folder))
         except OSError as error:

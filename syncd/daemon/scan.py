@@ -40,10 +40,11 @@ class Known:
     Attributes:
         latest: LATEST's sequence; 0 before the first version.
         full_bytes: the bytes of LATEST's files; None if unknown.
-        delta_base: the version from which a delta is being made; None if none is being made.
+        delta_base: the version from which a delta is being made; None if no delta is being made.
         published_save: the identity of the save that LATEST was made from.
         outcomes: step → the outcome of the step's last save.
-        served_request: the id of the rollback request that LATEST is the result of, if any.
+        served_request: the id of the rollback request that LATEST results from; None if there is no
+            such request.
     """
 
     latest: int
@@ -140,7 +141,7 @@ class Scanner:
 
     @property
     def has_more(self) -> bool:
-        """Whether step folders remain for the next scan."""
+        """True if step folders remain for the next scan."""
         return self._steps.has_more
 
     def look_again(self) -> None:
@@ -148,15 +149,16 @@ class Scanner:
         self._steps.look_again()
 
     def points_elsewhere(self, step: int) -> bool:
-        """Whether the pointer now names another step than ``step``; False in any doubt."""
+        """True if the pointer now names another step than ``step``; False in any doubt."""
         pointer, _ = self._pointer(self._pointer_file)
         return pointer.step is not None and pointer.step != step
 
     def is_needed(self, step: int) -> bool:
-        """Whether a step must stay: a pointer names it, or the last announced step is not higher.
+        """True if a step must stay: a pointer names it, or the last announced step is not higher.
 
-        Called when the step's folder is already in the trash; asks the server. Each file is opened
-        twice, because on some storage the first open may still find an old file that was replaced.
+        This method is called when the step's folder is already in the trash. It asks the server.
+        Each file is opened twice, because on some storage the first open may still find an old file
+        that was replaced.
         """
         for folder in (self._job.layout.root, self._job.layout.state):
             self._job.storage.refresh(folder)
@@ -184,7 +186,7 @@ class Scanner:
         return Pointer(PointerState.STEP, step), key
 
     def _look_at_pointed(self, pointer: Pointer, key: Signature | None, known: Known) -> None:
-        """Look at the save that the pointer names, if anything about it may have changed."""
+        """Look at the save that the pointer names, if the save may have changed."""
         if pointer.step is None:
             self._save = self._settled = self._looked = None
             return
@@ -274,7 +276,7 @@ class Scanner:
         return found
 
     def _markers(self, folder: Path) -> list[str]:
-        """The names of the leases on a version; if they cannot be read, one lease is assumed."""
+        """The names of the leases on a version; one empty name if the folder is unreadable."""
         try:
             return self._job.storage.names(folder)
         except OSError as error:
@@ -286,8 +288,8 @@ class Scanner:
     def _announced(self) -> int | None:
         """The step that the trainer announced last; None if the trainer has no report.
 
-        The result is 0 if the trainer has announced no step, or if its report cannot be read. In
-        these cases no step is pruned.
+        The result is 0 if the trainer has announced no step, or if the trainer's report cannot be
+        read. In these cases no step is pruned.
         """
         path = self._job.layout.trainer_report
         try:

@@ -150,8 +150,8 @@ class Service:
     def run(self) -> None:
         """Serve until stopped.
 
-        If ``exit_when_idle`` is set, this also returns when no participant is alive and nothing is
-        left to publish.
+        If ``exit_when_idle`` is set, this method also returns when no participant is alive and
+        nothing is left to publish.
         """
         with self._watcher:
             self._watcher.watch(
@@ -182,16 +182,16 @@ class Service:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the job is missing, or has no live participant and nothing left to publish."""
+        """True if the job is missing, or has no live participant and nothing left to publish."""
         return self._away or (self._quiet_rounds >= _QUIET and not self._participants.alive)
 
     @property
     def _tick(self) -> float:
         """Seconds between two rounds: the setting ``tick``, or less if other settings require it.
 
-        It is at most a quarter of the lease time, because a judge must look at heartbeats that
-        often. It is at most a quarter of ``hang_time``, so that an idle daemon does not seem to
-        hang.
+        The result is at most a quarter of the lease time, because a judge must look at heartbeats
+        several times in each lease time. The result is also at most a quarter of ``hang_time``, so
+        that an idle daemon does not seem to hang.
         """
         return min(self._config.tick, self._lease_time / 4, self._config.hang_time / 4)
 
@@ -243,7 +243,7 @@ class Service:
         self._remember_folder()
 
     def _is_made_anew(self) -> bool:
-        """Whether a trainer without hooks has begun a new job: it has a pointer but no ``.syncd``.
+        """True if a trainer without hooks has begun a new job (a pointer, but no ``.syncd``).
 
         The new job must be another folder (inode) on the same device. A job that is being deleted
         keeps its folder, so nothing is created in it. A folder on another device means that the

@@ -25,7 +25,7 @@ class Steering:
         self._policy = ReadPolicy(damaged=is_unreadable, say=self._let_be.say)
 
     def pause(self) -> Pause | None:
-        """The pause in force, if any; a damaged record counts as a pause."""
+        """The pause in force, or None; a damaged record counts as a pause."""
         path = self._job.layout.paused
         # Someone wanted a pause, and actions in the meantime could not be undone.
         damaged = Pause(id="", by=f"{path.name} (unreadable)", time=0.0)
@@ -39,8 +39,8 @@ class Steering:
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
         """The unanswered requests, always in the same order.
 
-        A request that this daemon has no right to answer is left out. Otherwise the daemon would
-        find that request unanswered forever, and publish nothing else.
+        A request that this daemon has no right to answer is left out. If the daemon tried such a
+        request, it would find the request unanswered forever, and publish nothing else.
         """
         if not self.asked():
             return ()

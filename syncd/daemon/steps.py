@@ -60,7 +60,7 @@ class Steps:
 
     @property
     def has_more(self) -> bool:
-        """Whether step folders remain for the next look."""
+        """True if step folders remain for the next look."""
         return bool(self._due) or self._again
 
     def look_again(self) -> None:
@@ -110,9 +110,9 @@ class Steps:
     def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
         """Make step folders due: after a pointer moved, after a publication, and now and then.
 
-        The newest folders come first. If a cycle through all folders is not finished, it continues
-        after them. So the oldest of very many folders get their turn even if the pointers move
-        often.
+        The newest folders come first. After the newest folders, an unfinished cycle through all
+        folders continues. So the oldest of very many folders get their turn even if the pointers
+        move often.
         """
         now = self._clock()
         moved = key != self._key
@@ -158,7 +158,7 @@ class Steps:
 def look_at_step(
     storage: Storage, folder: Path, step: int, outcome: SaveOutcome
 ) -> StepSeen | None:
-    """The present content and the recorded outcome of a step folder; None if it is gone."""
+    """The present content and the recorded outcome of a step folder; None if it is missing."""
     names = set(storage.names(folder))
     if not names and not storage.exists(folder):
         return None

@@ -34,10 +34,10 @@ class LateError(Exception):
 
 
 class Turn:
-    """One job's permission to merge; this base class always permits it."""
+    """One job's permission to merge; this base class always permits the merge."""
 
     def take(self, save: str | None = None) -> bool:
-        """Whether the job may merge now; never waits.
+        """True if the job may merge now; never waits.
 
         If the answer is False, ask again when woken, or at each tick.
 
@@ -51,14 +51,14 @@ class Turn:
         """Note the bytes of tensors merged so far, and the bytes of all tensors."""
 
     def check(self, is_overtaken: Callable[[], bool]) -> bool:
-        """Check whether a merge may go on; the merge calls this often.
+        """Check whether a merge may continue; the merge calls this method often.
 
         Args:
             is_overtaken: called for a late merge; returns whether its trainer has announced another
                 save.
 
         Returns:
-            True once, when the merge has become late and goes on beside the other merges.
+            True once, when the merge has become late and continues beside the other merges.
 
         Raises:
             LateError: the merge is late and has to end.
@@ -113,12 +113,12 @@ class Turns:
     the job's merge has ended.
 
     A merge is *late* if it has taken :data:`FAIR_TIMES` times as long as its tensors should take,
-    and at least :data:`LEAST` seconds. The first late merge goes on *beside* the others: it no
-    longer counts against the limit. Only one merge at a time goes on beside the others. If a second
-    merge becomes late while a job waits for a turn, the second merge is ended, and its save is put
-    off. As soon as no merge goes on beside the others, this save is merged beside them. So the
-    merge of a save is ended at most once because other jobs wait, and the second attempt delays no
-    other job.
+    and at least :data:`LEAST` seconds. The first late merge continues *beside* the other merges: it
+    no longer counts against the limit. Only one merge at a time continues beside the others. If a
+    second merge becomes late while a job waits for a turn, the second merge is ended, and its save
+    is put off. As soon as no merge is running beside the others any more, the save that was put off
+    is merged beside them. So the merge of a save is ended at most once because other jobs wait, and
+    the second attempt delays no other job.
 
     A late merge also ends if its trainer has announced a newer save, and the newer save is merged
     instead. Each such end in a row doubles the time after which a newer save may end the job's next
@@ -148,7 +148,7 @@ class Turns:
         return _InTurn(self, job, wake)
 
     def take(self, job: str, wake: Callable[[], None], save: str | None) -> bool:
-        """Whether a job may merge now; if not, the job keeps its place in the queue."""
+        """True if a job may merge now; if not, the job keeps its place in the queue."""
         now = self._clock()
         with self._lock:
             self._let_beside(now)
@@ -182,7 +182,7 @@ class Turns:
             merging.done, merging.total = done, total
 
     def check(self, job: str, is_overtaken: Callable[[], bool]) -> bool:
-        """Check whether a job's merge may go on, as :meth:`Turn.check` does."""
+        """Check whether a job's merge may continue, as :meth:`Turn.check` does."""
         merging = self._merging.get(job)
         now = self._clock()
         if merging is None or now < merging.look_at:
@@ -262,7 +262,7 @@ class Turns:
         )
 
     def _let_beside(self, now: float) -> None:
-        """Let the first late merge go on beside the others, if no other late merge does so."""
+        """Let the first late merge continue beside the others, if no other late merge does so."""
         if not self._beside_is_free():
             return
         for merging in self._merging.values():

@@ -62,7 +62,7 @@ def apply_chain(
         storage: the storage of the deltas and of the target.
         target: the published version. Only its headers and small files are read.
         chain: the deltas that lead from the base to the target, in order.
-        base: a whole version, which nobody may delete during the call. It is only read.
+        base: a whole version, which the call only reads. Nobody may delete it during the call.
         to: the storage of the draft and of the base.
         draft: an empty folder. The caller has to sync its parent folder, and to remove the folder
             after an error.

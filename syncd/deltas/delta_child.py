@@ -1,8 +1,8 @@
 """The child process that makes a delta: it compares two versions block by block.
 
-:class:`~syncd.deltas.making.DeltaChild` starts it. The child reads from descriptors that its parent
-has opened. It opens no file itself, and writes only to its standard output. It checks the bytes
-that it reads against the digests in the manifests.
+:class:`~syncd.deltas.making.DeltaChild` starts the child. The child reads from descriptors that its
+parent has opened. It opens no file itself, and writes only to its standard output. The child
+compares the bytes that it reads with the digests in the manifests.
 """
 
 from __future__ import annotations

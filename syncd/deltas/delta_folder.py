@@ -6,8 +6,8 @@
     index        an entry of 24 bytes for each block that changed
     blocks       the encoded blocks, one after the other, in the order of the index
 
-A tensor is divided into blocks of 2^20 elements; its last block may be shorter. A block without
-changes has no entry.
+A tensor is divided into blocks of 2^20 elements; the last block of a tensor may be shorter. A block
+without changes has no entry.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ An encoded block is a byte for its kind, followed by:
 - kind ``0``: the new bytes of the whole block.
 - kind ``1``: four numbers (u32, little endian) and three parts. The first three numbers are the
   stored lengths of the parts; the fourth number is the unpacked length of the first part. A part is
-  stored as one zstd frame, whose header has the unpacked length, if the frame is shorter than the
-  part; otherwise the part is stored as raw bytes. So a part is a frame if its stored length is less
-  than its unpacked length.
+  stored as one zstd frame if the frame is shorter than the part; otherwise the part is stored as
+  raw bytes. The header of a frame has the unpacked length. So a part is a frame if its stored
+  length is less than its unpacked length.
 
 The parts of kind ``1``, for changes at positions p₁ < p₂ < …:
 
@@ -84,8 +84,8 @@ class Encoder:
             new: the new elements: the same number, of the same width.
 
         Returns:
-            The encoded block, and the number of elements that differ. If no element differs, empty
-            bytes and 0.
+            The encoded block, and the number of elements that differ. If no element differs, the
+            result is empty bytes and 0.
         """
         positions, differences = self._changes(old, new)
         count = len(positions)
@@ -191,7 +191,7 @@ def _unzigzag(zigzag: Elements) -> Elements:
 
 
 class Decoder:
-    """Decodes blocks, one after the other. It trusts no number in a block without a check."""
+    """Decodes blocks, one after the other. A decoder checks every number in a block."""
 
     def __init__(self) -> None:
         self._unpack = _unpacker()
@@ -203,7 +203,8 @@ class Decoder:
         Args:
             block: an encoded block of :meth:`Encoder.encode`.
             count: the number of elements that changed.
-            elements: the old elements. After an error they may be a mixture of old and new values.
+            elements: the old elements. After an error this array may hold a mixture of old and new
+                values.
 
         Raises:
             BlockError: ``block`` is damaged, or does not fit ``count`` and ``elements``.
@@ -302,9 +303,9 @@ class Decoder:
 def _packer() -> Callable[[bytes], bytes]:
     """A function that makes a zstd frame.
 
-    Repeated sequences in gaps and changes are accidental. To encode them as matches costs more than
-    the entropy coding of the same bytes. So the options allow few matches. A frame takes half the
-    time of level 1, and is smaller.
+    Repeated sequences in gaps and changes are accidental. To encode such sequences as matches costs
+    more than the entropy coding of the same bytes. So the options allow few matches. With these
+    options a frame takes half the time of zstd's level 1, and is smaller.
     """
     if sys.version_info >= (3, 14):
         options = {

@@ -117,7 +117,8 @@ def find_chain(deltas: Iterable[Delta], base: str, target: str) -> list[Delta] |
 
     A chain has at most :data:`LONGEST_CHAIN` deltas, because a reader opens two files of each delta
     in the engine's process. Deltas are joined by the contents of their ends, not by sequence
-    numbers: these may have gaps, and after a rollback a content may occur again.
+    numbers. The reason: sequence numbers can have gaps, and after a rollback a content can occur
+    again.
 
     Args:
         deltas: the existing deltas, in any order.

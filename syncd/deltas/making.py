@@ -30,7 +30,7 @@ _SYNC_EVERY: Final = 256 * 1024 * 1024
 
 
 def why_not_here() -> str | None:
-    """The reason why this host can neither make nor apply deltas, as a clause; None if it can.
+    """The reason why this host can neither make nor apply deltas, as a clause, or None.
 
     This function looks for the needed packages without importing them.
     """

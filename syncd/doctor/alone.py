@@ -72,7 +72,7 @@ def links(here: Here) -> Finding:
 
 
 def sync(storage: Storage, room: Path) -> Finding:
-    """Check that files and folders can be made durable, and measure how long it takes."""
+    """Check that files and folders can be made durable, and measure the time for that."""
     said: dict[str, str] = {}
 
     def timed(what: str, act: Callable[[], None]) -> float | None:
@@ -120,7 +120,7 @@ def _said(call: Callable[[], object]) -> str:
 
 
 def heartbeats(storage: Storage, room: Path, lease_time: float) -> Finding:
-    """Check that a touch of a file shows, and that an untouched file looks the same."""
+    """Check that a touch changes a file's status, and that an untouched file keeps its status."""
     path = room / "heartbeat"
     put(storage, path, b"session")
 

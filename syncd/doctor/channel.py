@@ -28,7 +28,7 @@ _LONGEST: Final = 0.05
 
 
 class Channel:
-    """The messages between this process and another.
+    """The messages between this process and another process.
 
     Args:
         storage: the shared storage.
@@ -138,7 +138,7 @@ class There(Party):
             self._hear()
 
     def dismiss(self, findings: tuple[Finding, ...]) -> None:
-        """Send the findings to the process, which ends its run; wait until it has received them."""
+        """Send the findings to the process, which then ends its run; wait for their arrival."""
         try:
             self._settle()
             self._channel.say(PartyRequest(end=End(findings=findings)))

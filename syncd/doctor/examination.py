@@ -106,7 +106,7 @@ class Examination:
         """Measure with the other host, which calls :func:`join`.
 
         Raises:
-            JobUnavailableError: the job directory is missing, or the other host did not come.
+            JobUnavailableError: the job directory is missing, or the other host did not join.
         """
         return self.run(self._received, two_hosts=True)
 
@@ -122,7 +122,7 @@ class Examination:
 
         Args:
             company: starts these processes, and ends them.
-            two_hosts: True if they should be on another host.
+            two_hosts: True if these processes should be on another host.
 
         Raises:
             JobUnavailableError: the job directory is missing, or the other processes have ended.
@@ -157,8 +157,8 @@ class Examination:
         """Make a room for the block, and remove it at the end.
 
         Yields:
-            The room; None if this user cannot make a room. In that case there is a finding about
-            it.
+            The room. If this user cannot make a room, the value is None, and a finding has the
+            reason.
         """
         storage = self._job.storage
         if job_verdicts.is_read_only(facts):  # the probe of the mount has found this already
@@ -314,7 +314,7 @@ def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
 def join(job: Job, watching: Watching, limits: Deadlines) -> list[Finding]:
     """Carry out the calls of a run on another host, and return the findings of that run.
 
-    If storage does not answer this host, this is the only finding.
+    If storage does not answer this host, the only finding reports the missing answer.
 
     Raises:
         JobUnavailableError: no process on another host examines this job, or that process ended

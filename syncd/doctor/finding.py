@@ -56,6 +56,6 @@ def fail(name: str, words: str, advice: str, **measured: Measured) -> Finding:
 
 
 def worst(findings: list[Finding]) -> Severity:
-    """The worst verdict of the findings; OK if there are none."""
+    """The worst verdict of the findings; OK if there are no findings."""
     found = {finding.verdict for finding in findings}
     return next((v for v in (Severity.FAIL, Severity.WARN) if v in found), Severity.OK)

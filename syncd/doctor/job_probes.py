@@ -31,7 +31,8 @@ _FEW: Final = 4
 def format_of(job: Job) -> tuple[Finding, float]:
     """A finding about the format, and the lease time in seconds.
 
-    If no daemon has served the job, or if its format cannot be read, the lease time is the default.
+    If no daemon has served the job, or if the job's format cannot be read, the lease time is the
+    default.
     """
     default = Format().lease_time
     try:
@@ -182,7 +183,7 @@ class ClockProbe:
 
         Args:
             storage: the shared storage.
-            room: the parent of that folder.
+            room: the parent of the new folder.
         """
         before = self._wall()
         storage.mkdir(room / "now")

@@ -73,7 +73,7 @@ def format_of(lease_time: float | None, wrong: str | None) -> Finding:
 
     Args:
         lease_time: the lease time in seconds; None if no daemon ever served the job.
-        wrong: the reason why the format cannot be read; None if it can be read.
+        wrong: the reason why the format cannot be read; None if the format can be read.
     """
     if wrong is not None:
         return fail(
@@ -149,9 +149,11 @@ def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
     syncd decides nothing by these clocks. Only people read their times, in logs.
 
     Args:
-        jumped: the elapsed time by the wall clock minus that by the monotonic clock, in seconds.
+        jumped: the elapsed time by the wall clock minus the elapsed time by the monotonic clock, in
+            seconds.
         watched: the seconds for which the clocks were compared.
-        ahead: the seconds by which the storage's clock is ahead of this host's; None if unknown.
+        ahead: the seconds by which the storage's clock is ahead of this host's clock; None if
+            unknown.
     """
     measured: dict[str, Measured] = {"jumped": jumped, "ahead": ahead}
     advice = "synchronize all hosts' clocks by NTP or chrony; syncd itself does not compare clocks"
@@ -194,9 +196,9 @@ def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) 
     """Judge whether this user has the rights that a daemon needs.
 
     Args:
-        refused: the reason why this user may not write to the job; None if the user may.
-        kept: the reason why this user could not delete steps; empty if the user could; None if
-            there are no steps.
+        refused: the reason why this user may not write to the job; None if this user may write.
+        kept: the reason why this user could not delete steps; empty if this user could delete
+            steps; None if there are no steps.
         to_delete: the remedy, if this user could not delete steps.
         facts: the facts about this process.
     """

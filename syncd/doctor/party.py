@@ -72,7 +72,8 @@ class Party(ABC):
         """Repeat the looks until each look's observation has changed, or ``limit`` seconds passed.
 
         Returns:
-            For each look, the seconds until its observation changed; None if it did not change.
+            For each look, the seconds until its observation changed; None if the observation did
+            not change.
         """
         return self._ask(PartyCall(do="until", looks=tuple(looks), seconds=limit)).after
 

@@ -31,7 +31,7 @@ class Look(BaseModel):
 
 
 class PartyCall(Record):
-    """A call: one process asks another to do something in their common room.
+    """A call: one process asks another process to act in their common room.
 
     Attributes:
         name, other: paths in the room.
@@ -102,7 +102,8 @@ class PartyAnswer(Record):
     Attributes:
         text: for an attempt, ``done`` or the name of an error; for a look, the observation, or the
             name of an error after a ``!``.
-        after: for each look, the seconds until the observation changed; None if it did not change.
+        after: for each look, the seconds until the observation changed; None if the observation did
+            not change.
         won: the rounds of a race that this process won.
         counts: the name of an event → the number of its occurrences.
         failed: the error of the storage, if the call could not be carried out.

@@ -69,7 +69,7 @@ def _helper(room: ProbeRoom, number: int) -> Iterator[Callable[[], bool]]:
 
 
 def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) -> There:
-    """Wait in a room for a process of another host, and accept the first process that comes.
+    """Wait in a room for processes of other hosts, and accept the first process that joins.
 
     Args:
         storage: the shared storage.
@@ -98,7 +98,7 @@ def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) ->
 
 
 def visit(job: Job, limit: float) -> tuple[Path, Channel]:
-    """Find a room that waits for a host, and join it.
+    """Find a room that waits for a host, and join this room.
 
     There may also be rooms of killed runs, in which no process answers.
 

@@ -129,7 +129,7 @@ def remembered(pair: tuple[Party, Party], room: str, limit: float) -> Finding:
 def asked(pair: tuple[Party, Party], room: str) -> Finding:
     """Check that a client asks the server again after its own change in a folder.
 
-    syncd relies on this (:meth:`Storage.refresh`).
+    syncd relies on this behaviour (:meth:`Storage.refresh`).
     """
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
@@ -163,7 +163,7 @@ def asked(pair: tuple[Party, Party], room: str) -> Finding:
 
 
 def fence(pair: tuple[Party, Party], room: str) -> Finding:
-    """Check that nothing can be moved out of a folder, or made in it, after its removal."""
+    """Check that nothing can be moved out of a removed folder, or made in a removed folder."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"

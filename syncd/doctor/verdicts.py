@@ -37,11 +37,11 @@ def compare(name: str, promise: str, wrong: Sequence[str], advice: str = _ELSEWH
 
 
 def expected(what: str, said: str, wanted: str | frozenset[str]) -> list[str]:
-    """The wrong results of an attempt: one sentence, or nothing if it had a wanted result.
+    """The wrong results of an attempt: one sentence, or nothing if the result is wanted.
 
     Args:
         what: the attempt, as the subject of the sentence.
-        said: its result.
+        said: the result of the attempt.
         wanted: the right result, or a set of right results.
     """
     if said in ({wanted} if isinstance(wanted, str) else wanted):
@@ -80,7 +80,7 @@ def links(said: str, *, are_same: bool) -> Finding:
 
 
 def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> Finding:
-    """Judge whether files and folders can be made durable, and how long it takes.
+    """Judge whether files and folders can be made durable, and how long that takes.
 
     Args:
         file: the median seconds of an fsync of a file; None if the fsync failed.
@@ -122,8 +122,8 @@ def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) 
     Args:
         still: True if an untouched file looks the same twice.
         touched: True if a touched file looks different.
-        step: the shortest tested time, in seconds, after which a second touch shows; None if it
-            never shows.
+        step: the shortest tested time, in seconds, after which a second touch shows; None if a
+            second touch never shows.
         lease_time: the lease time of the job, in seconds.
     """
     if not still:
@@ -299,8 +299,8 @@ def remembered(late: Mapping[str, Sequence[float | None]], limit: float) -> Find
     """Report the delay of a client's caches. This delay does not affect syncd's decisions.
 
     Args:
-        late: the kind of look → the delay in seconds in each direction; None if it was longer than
-            ``limit``.
+        late: the kind of look → the delay in seconds in each direction; None if the delay was
+            longer than ``limit``.
         limit: the longest wait, in seconds.
     """
     longest = {what: _longest(seconds) for what, seconds in late.items()}
@@ -332,7 +332,7 @@ def events(heard: Sequence[float | None], *, two_hosts: bool) -> Finding:
 
 
 def _longest(seconds: Sequence[float | None]) -> float | None:
-    """The longest of the delays; None if any of them is None."""
+    """The longest of the delays; None if any delay is None."""
     found = [one for one in seconds if one is not None]
     return max(found, default=0.0) if len(found) == len(seconds) else None
 

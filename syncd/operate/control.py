@@ -60,9 +60,9 @@ class Control:
     def pause(self) -> str:
         """Stop publishing and pruning until :meth:`resume` is called.
 
-        After a daemon has confirmed the pause, it publishes no save and prunes nothing. A merge
-        that has begun is finished before the daemon confirms. Not promised: if a daemon has built a
-        version and dies before LATEST names it, the next daemon may still publish that version.
+        A daemon that has confirmed the pause publishes no save and prunes nothing. A merge that has
+        begun is finished before the daemon confirms. Not promised: if a daemon has built a version
+        and dies before LATEST names it, the next daemon may still publish that version.
 
         Returns:
             A message for the user if no daemon has answered; empty if a daemon has answered.
@@ -77,7 +77,7 @@ class Control:
         """Let the daemon publish the newest save, and prune again.
 
         Returns:
-            Whether the job was paused.
+            True if the job was paused.
         """
         self._job.storage.refresh(self._job.layout.state)
         was = self._job.storage.unlink_if_there(self._job.layout.paused)
@@ -87,12 +87,12 @@ class Control:
     def roll_back(self, sequence: int) -> int | str:
         """Publish an old version again, as LATEST under a new sequence.
 
-        Later saves are published as usual, and so is the newest save if it was not published yet.
-        To keep serving the old weights, call :meth:`pause` first.
+        Later saves are published as usual. If the newest save was not published yet, this save is
+        published too. To keep serving the old weights, call :meth:`pause` first.
 
         Returns:
             The sequence of the new version; or a message for the user if no daemon has answered. In
-            this case the request stays, and the next daemon carries it out.
+            this case the request stays, and the next daemon carries the request out.
 
         Raises:
             VersionGoneError: there is no such version, or a daemon refused the rollback.
@@ -120,7 +120,7 @@ class Control:
         return answer.made
 
     def working(self) -> bool:
-        """Whether a daemon works on the job, as far as a single look at its heartbeat can tell."""
+        """True if a daemon works on the job, as far as a single look at its heartbeat can tell."""
         return self._judge.look(self._job.layout.daemon_lock) is Liveness.ALIVE
 
     def _await(self, done: Callable[[], bool]) -> str:
@@ -136,7 +136,7 @@ class Control:
         return ""
 
     def _kept(self, mine: Pause) -> bool:
-        """Whether the daemon obeys this pause, or a newer pause that replaced this pause."""
+        """True if the daemon obeys this pause, or a newer pause that replaced this pause."""
         report = self._job.read(DaemonReport, self._job.layout.daemon_report, SILENT)
         if report is None or report.paused is None:
             return False

@@ -28,11 +28,12 @@ class Live:
         explorer: the explorer's name.
         time: about when the explorer loaded the version, in seconds since the epoch by the daemon's
             clock; None if no daemon has recorded the load.
-        seconds: from the update of LATEST to the load; None if unknown.
+        seconds: the time from the update of LATEST to the load; None if unknown.
         pause: for how many seconds the engine did not serve during the load; None if the explorer
-            does not report this.
+            does not report a pause.
         delta_bytes: the bytes of the deltas that the explorer read instead of the version's files.
-            None if the explorer read the version's files, or if this is unknown.
+            None if the explorer read the version's files, or if the daemon does not know the
+            source.
     """
 
     explorer: str
@@ -48,9 +49,9 @@ class DeltaHistory:
 
     Attributes:
         base: the version that the delta starts from.
-        bytes, changed, seconds: the delta's size, the fraction of elements that differ, and how
-            long it took to make; None if there is no delta.
-        why: the reason why there is no delta; None if it was made.
+        bytes, changed, seconds: the delta's size, the fraction of elements that differ, and the
+            time to make the delta; None if there is no delta.
+        why: the reason why there is no delta; None if the delta was made.
     """
 
     base: int | None
@@ -68,10 +69,11 @@ class VersionHistory:
         version, step: the version's sequence and step.
         kind, bytes: the version's kind and size.
         saved: when a daemon first saw the complete save.
-        merge_seconds: from the start of the merge to the update of LATEST.
+        merge_seconds: the time from the start of the merge to the update of LATEST.
         published: when LATEST began to name the version.
         latency_seconds: the time from ``saved`` to ``published``.
-        of, by: for a rollback, the version that it republishes, and the user who requested it.
+        of, by: for a rollback, the version that was published again, and the user who requested the
+            rollback.
         delta: the outcome of the delta to this version; None if no delta was to be made.
         live: the loads of this version by explorers, in the order in which daemons found them.
         pruned, pruned_why: when and why the version was deleted.
@@ -102,14 +104,14 @@ _VERSIONS: Final = TypeAdapter(list[VersionHistory])
 
 
 def history(job: Job, limit: int) -> list[VersionHistory]:
-    """The newest versions, oldest first, including pruned ones.
+    """The newest versions, oldest first, including pruned versions.
 
-    The daemon's journal is bounded. If a version is older than the journal, it is listed only while
+    The daemon's journal is bounded. A version that is older than the journal is listed only while
     it is on disk, and without times.
 
     Args:
         job: the job.
-        limit: the most versions to return; only the newest are returned.
+        limit: the most versions to return; only the newest versions are returned.
 
     Raises:
         JobUnavailableError: syncd has served no job in this folder, or the folder cannot be read.

@@ -76,7 +76,7 @@ def jobs_at(folder: Path) -> list[Path]:
 
 
 def _may_be_job(folder: Path) -> bool:
-    """Whether to list a folder as a job. Also True if storage fails; the job's row shows that."""
+    """True if a folder is listed as a job: also if storage fails, which the job's row shows."""
     try:
         return Job.at(folder).is_there()
     except OSError as error:
@@ -84,7 +84,7 @@ def _may_be_job(folder: Path) -> bool:
 
 
 def is_job(job: Job) -> bool:
-    """Whether syncd has served a job in this folder.
+    """True if syncd has served a job in this folder.
 
     Raises:
         JobUnavailableError: the folder cannot be read.

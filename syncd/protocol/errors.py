@@ -94,8 +94,8 @@ class InvalidSettingsError(SyncdError):
 class NameTakenError(InvalidSettingsError):
     """Raised when a live participant has the name.
 
-    It is also raised when this participant counted as dead for a while, and another participant
-    took its name in that time.
+    This error is also raised when another participant took the name while this participant counted
+    as dead.
     """
 
 
@@ -106,7 +106,7 @@ class InvalidTransitionError(InvalidSettingsError):
 class TorchMissingError(InvalidSettingsError, ModuleNotFoundError):
     """Raised when torch or NumPy is needed and not installed.
 
-    The message has the command that installs it.
+    The message has the command that installs the missing package.
 
     Attributes:
         name: the missing module, as in every ``ModuleNotFoundError``.
@@ -219,7 +219,7 @@ class NoRoomError(SyncdError):
 class EngineBrokenError(SyncdError):
     """Raised when an engine could load neither the new weights nor its previous weights.
 
-    It is also raised when the engine has loaded weights but does not serve.
+    This error is also raised when the engine has loaded weights but does not serve.
 
     Attributes:
         refuses: True if the new version broke the engine. That version is not tried again.
@@ -276,7 +276,7 @@ class ServerUnreachableError(ServerError, OSError):
 
 
 class UnfitStorageError(SyncdError):
-    """Raised when tests of the storage showed that a promise of syncd cannot hold on it."""
+    """Raised when tests showed that a promise of syncd cannot hold on this storage."""
 
     exit_code = 19
 

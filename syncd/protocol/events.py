@@ -1,4 +1,4 @@
-"""The events of the log. Scripts may rely on their names, while messages may be reworded.
+"""The events of the log. Scripts can rely on their names, but not on the messages.
 
 A log call names the event of its line::
 

@@ -42,18 +42,19 @@ class JournalLine(Record):
         version: the version that the line is about.
         step: the step of that version, or of the save.
         kind, bytes: the kind and size of the published version.
-        seconds: for ``published``: from the start of the merge until LATEST named the version. For
-            ``live``: from LATEST naming the version until the explorer served it; None if an
-            earlier daemon published the version.
-        pause: for ``live``: seconds for which the explorer's engine did not serve while it loaded
+        seconds: for ``published``: the time from the start of the merge until LATEST named the
+            version. For ``live``: the time from the update of LATEST until the explorer served the
+            version; None if an earlier daemon published the version.
+        pause: for ``live``: seconds for which the explorer's engine did not serve while loading
             the version; None if the explorer's report has no pause.
         latency: for ``published``: seconds from the time when the daemon found the save whole until
             LATEST named the version.
         of: for ``rolled_back``: the older version that is published again. For ``delta`` and
-        ``no_delta``: the base. changed: for ``delta``: the fraction of the elements that differ, 0
-        to 1. delta_bytes: for ``delta``: the size of the delta. For ``live``: the bytes of the
-        deltas
-            that the explorer read instead of the version's files; None if it read those files.
+            ``no_delta``: the base of the delta.
+        changed: for ``delta``: the fraction of the elements that differ, 0 to 1.
+        delta_bytes: for ``delta``: the size of the delta. For ``live``: the bytes of the deltas
+            that the explorer read instead of the version's files; None if the explorer read the
+            version's files.
         by: the person or process that asked for a rollback.
         explorer: the explorer that serves the version.
         names: the origin of the names of the version's tensors.

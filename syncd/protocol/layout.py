@@ -205,7 +205,7 @@ class JobLayout:
 
     @property
     def bench(self) -> Path:
-        """The requests for steps built for one explorer alone, and the steps that were built."""
+        """The requests to build a step for a single explorer, and the built steps."""
         return self.state / "bench"
 
     def bench_request(self, request: str) -> Path:
@@ -218,7 +218,7 @@ class JobLayout:
 
     @property
     def doctor(self) -> Path:
-        """The folder that ``syncd doctor`` measures in, while it runs."""
+        """The folder in which ``syncd doctor`` measures storage."""
         return self.state / "doctor"
 
     @property

@@ -254,7 +254,7 @@ def parse_lease_marker(marker: str) -> tuple[str, str] | None:
 def has_control(text: str) -> bool:
     """True if text has control characters (C0, DEL or C1).
 
-    No name of a tensor or file may have them.
+    No name of a tensor or file may have control characters.
     """
     return _CONTROL.search(text) is not None
 

@@ -15,7 +15,7 @@ class Claim(Record):
     """``.syncd/claims/…``: names the session that has a participant's name.
 
     Attributes:
-        name: the name, for people. The file name of a trainer's claim does not have it.
+        name: the name, for people. The file name of a trainer's claim does not contain this name.
     """
 
     session: str
@@ -100,7 +100,8 @@ class GroupMember(OfferedMember):
     """An explorer in a weight group.
 
     Attributes:
-        rank_offset: the rank of the explorer's first worker. Its other workers have the next ranks.
+        rank_offset: the rank of the explorer's first worker. The explorer's other workers have the
+            next ranks.
     """
 
     rank_offset: Annotated[int, Field(ge=1)]

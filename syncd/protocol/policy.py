@@ -56,7 +56,8 @@ def check_transition(
 
     Args:
         now: the present status.
-        status: the next status. It is allowed to equal ``now`` if no old status is given.
+        status: the next status. The next status is allowed to equal ``now`` if no old status is
+            given.
         old_status: the status that the caller believes to be the present status.
 
     Raises:
@@ -223,7 +224,8 @@ class SyncSettings:
             alone: True if there is no trainer or no explorer (bench, serve, train alone).
 
         Returns:
-            The settings, and a warning for the caller to log; None if nothing was changed.
+            The settings, and a warning for the caller to log. The warning is None if no setting was
+            changed.
         """
         reasons = {
             "with LoRA": lora,
@@ -382,8 +384,9 @@ def pull_decision(held: Version | None, newest: Version | None) -> Pull:
     """The action of an explorer on the newest version.
 
     An engine begins with the weights of step 0. So if the first version is of step 0, the explorer
-    adopts it without loading it. Among versions of one step, the version with the higher sequence
-    is newer. An explorer never loads a version with a lower sequence than the version it holds.
+    adopts this version without loading its files. Among versions of one step, the version with the
+    higher sequence is newer. An explorer never loads a version with a lower sequence than the
+    version it holds.
 
     Args:
         held: the version that the engine serves; None before the engine's first version.

@@ -1,8 +1,8 @@
 """The JSON records of the protocol, as pydantic models.
 
 All records are read by :func:`parse`, which distinguishes the record of a newer protocol from a
-broken record. Times are seconds since the epoch by the writer's clock. They are only for people:
-syncd decides nothing by them (``docs/protocol.md``, "Sessions and time").
+broken record. Times are seconds since the epoch by the writer's clock. These times are only for
+people: syncd decides nothing by them (``docs/protocol.md``, "Sessions and time").
 """
 
 from __future__ import annotations
@@ -149,11 +149,11 @@ class Latest(Record):
     """``.syncd/LATEST``: the version that explorers should serve.
 
     Attributes:
-        delta_from: the base of the delta that the daemon was about to make to this version when it
-            wrote LATEST; None if it was not about to make a delta. The file of
+        delta_from: the base of the delta to this version that the daemon planned when it wrote
+            LATEST; None if the daemon planned no delta. The file of
             :class:`~.reports.DeltaProgress` tells whether the delta was made.
-        names: the origin of the tensor names that the job keeps for its next versions. It is the
-            origin in the newest version for which the hub's names and the trainer's names differ.
+        names: the origin of the tensor names that the job keeps for its next versions. This origin
+            comes from the newest version for which the hub's names and the trainer's names differ.
             None if there was no such version, or if an older release without this field wrote
             LATEST.
     """
@@ -232,8 +232,8 @@ class NonFinite(BaseModel):
     """The tensors of one or several files that hold NaN or Inf.
 
     Attributes:
-        count: the number of these tensors. In a record for the files of several ranks it is a lower
-            bound.
+        count: the number of these tensors. In a record for the files of several ranks this number
+            is a lower bound.
         names: the names of at most four of these tensors, shortened, without control characters.
             The list is short, because a daemon reads the receipts of all ranks again and again.
     """
@@ -282,8 +282,8 @@ class Manifest(Record):
         digests: the kind of digests in ``files`` and ``tensors``.
         rolled_back: the older version that this version republishes; None if this version was made
             from a save.
-        names: the origin of the tensors' names. It is ``trainer`` also if the hub has the same
-            names, or if the hub's names are unknown.
+        names: the origin of the tensors' names. The value is ``trainer`` also if the hub has the
+            same names, or if the hub's names are unknown.
         nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody
             checked, for example in a save without receipts.
         timings: the name of a part of the work → its seconds, measured by the daemon.
@@ -421,7 +421,7 @@ class Receipt(Record):
         files: the files, with paths relative to ``actor/``. The receipt of rank 0 also lists the
             files of ``huggingface/`` and ``lora_adapter/``.
         sync_dtype: the dtype (``bf16`` or ``fp16``) to which this rank cast the floating tensors of
-            the published weights; None if it cast no tensor.
+            the published weights; None if this rank cast no tensor.
     """
 
     save_id: Annotated[str, Field(min_length=1, max_length=200)]

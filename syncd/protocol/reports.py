@@ -43,7 +43,7 @@ class Reload(BaseModel):
     Attributes:
         sequence, step: the version; ``sequence`` is 0 for a step that was built for a bench.
         verify: the time to read the whole version and compare it with the manifest. With a stage
-            folder it includes the copy, or the wait for another explorer's copy.
+            folder this time includes the copy, or the wait for another explorer's copy.
         prepare: the time of the engine's preparations, while it still serves, and of the user's
             ``before_load``.
         pause: the time for which the engine did not serve: from ``pause`` to the end of ``resume``.
@@ -52,8 +52,8 @@ class Reload(BaseModel):
             off.
         not_staged: the reason why the version was not staged, although staging is on.
         full_bytes: the bytes of the version's own files that this explorer read from the job to
-            make the copy. It is 0 if another process on the host made the copy; None if staging is
-            off.
+            make the copy. The number is 0 if another process on the host made the copy; None if
+            staging is off.
         delta_bytes: the bytes of deltas that were read for the version; None if no delta was used.
         no_delta: the reason why no delta was used, if a delta was possible.
     """
@@ -89,9 +89,9 @@ def loads_with(
     Args:
         loads: the list so far.
         version: the version that the engine serves now; None to add no load.
-        time: the time of its load.
-        reload: the times of the engine's most recent load, if known. They are used only if that
-            load was of this version.
+        time: the time at which this version was loaded.
+        reload: the times of the engine's most recent load, if known. These times are used only if
+            that load was of this version.
     """
     if version is None or (loads and version.sequence <= loads[-1].sequence):
         return loads
@@ -174,19 +174,20 @@ class ExplorerReport(Record):
         loads: the newest loads of versions of this job, from old to new. The list includes loads of
             earlier explorers with this name. None if the explorer's release has no such list.
         fault: the reason why nobody can rely on the explorer: its engine's weights are unknown, or
-            it no longer follows the job. None if there is no fault.
+            the explorer no longer follows the job. None if there is no fault.
         workers: the number of the explorer's ranks in a weight group; 0 if the explorer, or its
             release, does not take part in broadcasts.
-        group: the name of the weight group that is open in all its workers; None if there is no
-            such group, or if a worker has failed.
-        received: the save id of the weights that the explorer serves, if they came by a broadcast.
-            In that case ``step`` is the step of these weights, and ``sequence`` is the newest
-            version whose files the explorer holds.
-        bench: the step that the explorer evaluates. While it evaluates, it does not follow the job:
-            ``sequence``, ``step`` and ``reload`` are None, and nobody waits for it.
-        starting: the reason why the explorer waits before it runs for the first time. While it
-            waits, its status is ``stopped``, so that nobody waits for it.
-        sync: the sync settings of the explorer; None if it was given none.
+        group: the name of the weight group that is open in all the explorer's workers; None if
+            there is no such group, or if a worker has failed.
+        received: the save id of the weights that the explorer serves, if a broadcast brought these
+            weights. In that case ``step`` is the step of these weights, and ``sequence`` is the
+            newest version whose files the explorer holds.
+        bench: the step that the explorer evaluates. While the explorer evaluates, it does not
+            follow the job: ``sequence``, ``step`` and ``reload`` are None, and nobody waits for the
+            explorer.
+        starting: the reason why the explorer waits before it runs for the first time. While the
+            explorer waits, its status is ``stopped``, so that nobody waits for the explorer.
+        sync: the sync settings of the explorer; None if the explorer has no sync settings.
         delta_base: the newest version of which the explorer's host has a whole copy, on another
             filesystem than the job. A delta can make the next version from this copy. None if there
             is no such copy, or if the explorer's release has no deltas.
@@ -225,7 +226,7 @@ class ExplorerReport(Record):
 
     @property
     def last_loads(self) -> tuple[Load, ...]:
-        """The newest loads. If the explorer's release does not list them, the most recent load."""
+        """The newest loads; only the most recent load if the explorer's release lists none."""
         if self.loads is not None:
             return self.loads
         if self.sequence is None or self.received is not None:
@@ -242,7 +243,7 @@ class TrainerReport(Record):
             that case only ``status`` shows whether the trainer works.
         nothing_new: how often the trainer has told waiting explorers that no newer weights will
             follow.
-        sync: the sync settings of the trainer; None if it was given none.
+        sync: the sync settings of the trainer; None if the trainer has no sync settings.
     """
 
     run_id: str
@@ -318,7 +319,8 @@ class DaemonReport(Record):
     Attributes:
         paused: the id of the pause that is in force; None if the daemon publishes.
         memory_dir: the memory directory: a second job, which the same process serves on its host.
-        merge: the progress of the merge while the state is ``merging``. It may be some seconds old.
+        merge: the progress of the merge while the state is ``merging``. This progress may be some
+            seconds old.
         release: the daemon's release; None for a release without bench requests.
         names: the origin of the tensors' names in LATEST's version; None if the hub's names and the
             trainer's names of that version are the same.

@@ -48,7 +48,7 @@ class RollbackRequest(Record):
 
 
 class BenchRequest(Record):
-    """``.syncd/bench/ID.json``: build a step for one explorer alone.
+    """``.syncd/bench/ID.json``: build a step for a single explorer.
 
     The daemon builds the step in ``.syncd/bench/SESSION/ID/``. The explorer writes the request with
     ``outcome`` ``asked``, and removes the request once it no longer needs the build. The daemon

@@ -17,15 +17,16 @@ class HubPiece(BaseModel):
     Attributes:
         name: the tensor's name on the hub. If ``first`` is given, the name has one ``{}`` for a
             number.
-        first: None if dimension 0 is not split. If it is split, each index along dimension 0 gives
-            one hub tensor, which lacks dimension 0. ``first`` is the number in the name of the hub
-            tensor for index 0.
+        first: None if dimension 0 is not split. If dimension 0 is split, each index along dimension
+            0 gives one hub tensor, which lacks dimension 0. ``first`` is the number in the name of
+            the hub tensor for index 0.
         rows: begin and end along the first dimension that remains after the split; None for all
             rows.
         transposed: True if the last two remaining dimensions are swapped, after ``rows`` was
             applied.
-        at: the part's first row along dimension 0 of the hub's tensor. That tensor consists of all
-            parts with its name, one after the other. None if the part is the whole tensor.
+        at: the row of the hub's tensor at which the part begins (an index along dimension 0). The
+            hub's tensor consists of all parts with its name, one after the other. None if the part
+            is the whole tensor of the hub.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -69,7 +69,8 @@ def last_lines(storage: Storage, path: Path, limit: int = 2 * LIMIT) -> list[byt
 
     Args:
         storage: the shared storage.
-        path: the growing file. If it is missing, or is not a file, it counts as empty.
+        path: the growing file. A missing path, or a path that is not a file, counts as an empty
+            file.
         limit: the most bytes to read, counted from the end.
 
     Raises:

@@ -5,7 +5,8 @@ state that a crash can leave. Reads are methods here too, so that tests can make
 
 Below the job directory syncd never follows a link, because through a link a daemon could read or
 delete files outside the job. So :class:`Beneath` opens each folder on the way to a path separately,
-with ``O_NOFOLLOW``. The system call gets the last name, and a descriptor of the folder that has it.
+with ``O_NOFOLLOW``. The system call gets the last name of the path, and a descriptor of the folder
+that contains this name.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Kind(Enum):
 
 
 class Free(NamedTuple):
-    """The bytes and inodes that are free for this user; None if the filesystem does not say."""
+    """The bytes and inodes that are free for this user; None if unknown."""
 
     bytes: int | None
     inodes: int | None
@@ -52,8 +53,9 @@ class Calls:
     """The system calls.
 
     Args:
-        root: the job directory. Links are followed on the way to it, but never below it. The system
-            resolves paths outside it as usual; without a root, it resolves all paths as usual.
+        root: the job directory. Links are followed on the way to the root, but never below the
+            root. Paths outside the root are resolved as usual. Without a root, all paths are
+            resolved as usual.
         durable: True if ``fsync`` is called. False is only for measuring copies without the disk.
     """
 
@@ -64,7 +66,7 @@ class Calls:
     # -- changes of storage ---------------------------------------------------------------------
 
     def mkdir(self, path: Path) -> None:
-        """Make one folder. Raises FileExistsError if the name is taken."""
+        """Make one folder. Raises FileExistsError if the name exists."""
         with self._beneath.at(path) as (name, folder):
             os.mkdir(name, dir_fd=folder)
 
@@ -79,12 +81,12 @@ class Calls:
             os.rename(old, new, src_dir_fd=out_of, dst_dir_fd=into)
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name. Raises FileExistsError if the name is taken."""
+        """Give a file a second name. Raises FileExistsError if the name exists."""
         with self._beneath.both(source, target) as ((old, out_of), (new, into)):
             os.link(old, new, src_dir_fd=out_of, dst_dir_fd=into, follow_symlinks=False)
 
     def symlink(self, target: Path, path: Path) -> None:
-        """Make a symbolic link. Raises FileExistsError if the name is taken."""
+        """Make a symbolic link. Raises FileExistsError if the name exists."""
         with self._beneath.at(path) as (name, folder):
             os.symlink(target, name, dir_fd=folder)
 
@@ -115,7 +117,7 @@ class Calls:
         """Make a new, empty file, and return a descriptor for writing.
 
         Raises:
-            FileExistsError: the name is taken.
+            FileExistsError: the name exists.
         """
         return self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
@@ -181,8 +183,8 @@ class Calls:
         """Open a regular file for reading, and return a descriptor.
 
         Raises:
-            OSError: ``ELOOP`` if the path is a link; ``EINVAL`` if it is a pipe, a device or
-                anything else that is no regular file.
+            OSError: ``ELOOP`` if the path is a link; ``EINVAL`` if the path is not a regular file,
+                for example a pipe or a device.
         """
         fd = self._open(path, os.O_RDONLY)
         self._regular(fd, path)
@@ -254,7 +256,7 @@ class Calls:
     def may_change(self, path: Path) -> bool:
         """True if this user may make and delete names in a folder, as far as storage says now.
 
-        On NFS the server decides. If it does not answer, the result is False.
+        On NFS the server decides. If the server does not answer, the result is False.
         """
         with self._beneath.at(path) as (name, folder):
             return os.access(
@@ -311,8 +313,8 @@ class Beneath:
     """Resolves paths beneath a root.
 
     Args:
-        root: a folder. Links are followed on the way to it, but never below it. The system resolves
-            paths outside it as usual; without a root, it resolves all paths as usual.
+        root: a folder. Links are followed on the way to the root, but never below the root. Paths
+            outside the root are resolved as usual. Without a root, all paths are resolved as usual.
     """
 
     def __init__(self, root: Path | None) -> None:

@@ -42,7 +42,7 @@ class HeldName:
     Promised: while the hosts and the storage of two participants work, only one participant at a
     time has the name. Not promised: that a participant still has its name after it was paused for
     longer than a lease time. The participant notices the loss at its next :meth:`check`. A write
-    that it began before may still take effect.
+    that the participant began before the loss may still take effect.
     """
 
     def __init__(self, job: Job, path: Path, session: str, name: str) -> None:
@@ -65,8 +65,8 @@ class HeldName:
     ) -> Self:
         """Take a name.
 
-        If another session has the name, this waits until that session is known to be alive or dead.
-        If that session is dead, the wait takes up to a lease time.
+        If another session has the name, this method waits until that session is known to be alive
+        or dead. If that session is dead, the wait takes up to a lease time.
 
         Args:
             job: the job.

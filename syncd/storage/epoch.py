@@ -2,9 +2,9 @@
 
 ``daemon.lock`` only says which daemon *should* work. A daemon that was paused for a minute would
 still rename files, although another daemon has the lock by then. So a take-over makes a new room
-``.syncd/epoch/<n>-<suffix>/``, and empties every lower room until it can be removed. From then on a
-rename out of a lower room, or into it, finds no such folder. ``docs/protocol.md`` has the argument,
-and ``tests/model`` explores it.
+``.syncd/epoch/<n>-<suffix>/``, and empties every lower room until the room can be removed. From
+then on a rename out of a lower room, or into a lower room, finds no such folder.
+``docs/protocol.md`` has the argument, and ``tests/model`` explores it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Epoch:
     """The room of one active daemon.
 
     Promised: after :meth:`take_over` has returned, no daemon of a lower epoch commits or prunes
-    anything. After the ``take_over`` of a higher epoch has returned, this daemon is superseded: if
-    a method would change files outside this room, it raises :class:`SupersededError`. A daemon may
-    not know that it was superseded before it calls such a method.
+    anything. After the ``take_over`` of a higher epoch has returned, this daemon is superseded.
+    From then on each method that would change files outside this room raises
+    :class:`SupersededError`. Possibly a daemon learns only from such a call that it was superseded.
 
     Attributes:
         number: the number of the epoch. Rooms are ordered by their number, and rooms with equal
@@ -203,8 +203,8 @@ class Epoch:
         """Move a folder into this room's ``trash/``, so that its content can be checked once more.
 
         Returns:
-            The new path of the folder. Nothing deletes it there. After the check, call
-            :meth:`condemn` with this path, or rename the folder back.
+            The new path of the folder. Nothing deletes the folder at this path. After the check,
+            call :meth:`condemn` with this path, or rename the folder back.
 
         Raises:
             SupersededError: this room was removed by another daemon.
@@ -224,7 +224,7 @@ class Epoch:
     def undecided(self) -> list[Path]:
         """The folders in ``trash/``: set aside, and neither condemned nor put back yet.
 
-        An earlier daemon may have set them aside.
+        An earlier daemon may have set these folders aside.
         """
         return [self._trash / name for name in self._job.storage.names(self._trash)]
 
@@ -247,7 +247,7 @@ class Epoch:
             raise refused
 
     def is_live(self) -> bool:
-        """True if this room still exists. Use it for messages, never to decide about a commit."""
+        """True if this room still exists: only for messages, not for decisions about commits."""
         folders = (self.building, self._trash, self._doomed)
         return all(self._job.storage.exists(folder) for folder in folders)
 
@@ -255,7 +255,8 @@ class Epoch:
         """Translate an error that occurred because another daemon removed this room.
 
         Raises:
-            SupersededError: another daemon has taken over: this room is gone, but the job is there.
+            SupersededError: another daemon has taken over: this room is gone although the job
+                exists.
         """
         if (
             is_gone(error)
@@ -280,8 +281,8 @@ class Epoch:
 
         The room's daemon renames files out of some folders of the room, and into some. These
         folders are emptied and removed, never moved. The reason: a rename uses the handle that a
-        folder had when its name was looked up (always on NFS, and for a moment on all filesystems).
-        That handle stays usable until the folder is removed.
+        folder had when the folder's name was looked up (always on NFS, and for a moment on all
+        filesystems). That handle stays usable until the folder is removed.
         """
         homes = {
             room / "building": self._doomed,
@@ -315,7 +316,7 @@ class Epoch:
             raise
 
     def _removed(self, folder: Path) -> bool:
-        """Remove an empty folder; False if it is not empty although its listing was empty."""
+        """Remove an empty folder; False if the folder has content that its listing did not show."""
         try:
             self._job.storage.rmdir(folder)
         except FileNotFoundError:
@@ -367,7 +368,7 @@ class Epoch:
                 raise
 
     def _ask_anew(self, folder: Path) -> None:
-        """Make this client ask the server for the names in a folder, if it can."""
+        """Make this client ask the server for the names in a folder, if possible."""
         try:
             self._job.storage.refresh(folder)
         except OSError:

@@ -29,7 +29,7 @@ def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
 
     Args:
         error: the error of a write.
-        path: the path of the write. It is used only if ``error`` names no path.
+        path: the path of the write. This path is used only if ``error`` names no path.
     """
     where = error.filename or path
     if error.errno == errno.EROFS:

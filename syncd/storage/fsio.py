@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 def signature(status: os.stat_result) -> Signature:
-    """A file's signature, by its status. It stays equal as long as nobody changes the file."""
+    """A file's signature, from its status: equal as long as nobody changes the file."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -72,7 +72,8 @@ class Storage(Calls):
     def copy_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
         """Copy up to ``count`` bytes in the cheapest way that works between these two files.
 
-        It tries ``copy_file_range`` first, ``sendfile`` second, and ``pread`` with ``pwrite`` last.
+        The method tries ``copy_file_range`` first, ``sendfile`` second, and ``pread`` with
+        ``pwrite`` last.
 
         Returns:
             The number of copied bytes; 0 only at the end of the source.
@@ -96,7 +97,7 @@ class Storage(Calls):
 
         Returns:
             False if the storage cannot share these blocks, or cannot do so now. In that case the
-            caller should copy them.
+            caller should copy these blocks.
         """
         try:
             self.clone_range(source, target, count, at, to)

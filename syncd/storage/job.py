@@ -162,7 +162,7 @@ class Job:
                 )
 
     def _agree(self, lease_time: float | None) -> Format:
-        """The format on disk. If it is missing, write it by a link, which replaces no file."""
+        """The format on disk. A missing format is written by a link, which replaces no file."""
         storage, layout = self.storage, self.layout
         if not storage.exists(layout.format):
             ours = Format() if lease_time is None else Format(lease_time=lease_time)
@@ -230,7 +230,7 @@ class Job:
             most: the maximum number of files to read.
 
         Raises:
-            OSError, ProtocolMismatchError: :meth:`read` raised it for a report.
+            OSError, ProtocolMismatchError: :meth:`read` raised this error for a report.
         """
         for name in [name for name in names if not name.startswith(TEMPORARY)][:most]:
             report = self.read(ExplorerReport, self.layout.explorers / name, policy)
@@ -266,7 +266,7 @@ def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
 
     Args:
         folder: the job directory, or the memory directory of a job.
-        lives: True if a daemon seems to work there.
+        lives: True if a daemon seems to work in ``folder``.
         is_memory: True if ``folder`` is a memory directory.
     """
     path = shlex.quote(str(folder))

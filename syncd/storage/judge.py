@@ -136,8 +136,8 @@ class Judge:
         """Remove the file that the last check found dead, if it has not changed since that check.
 
         Returns:
-            True if the file is gone. False if its owner has refreshed it since; in that case the
-            file is put back.
+            True if the file is gone. False if the owner has refreshed the file since that check; in
+            that case the file is put back.
         """
         watch = self._watched.pop(path, None)
         if watch is None:
@@ -203,13 +203,13 @@ def sweep_broken(job: Job) -> None:
 class Lookout:
     """Judges many heartbeats: each call checks some of them, and returns the results for all.
 
-    Promised: if :meth:`look` is called once a tick, it checks each heartbeat at least three times
-    in a lease time, and a new heartbeat at once. If a heartbeat seems to be missing, it asks the
-    server. Not promised: the state at this moment, because a result may be a third of a lease time
-    old.
+    Promised: if :meth:`look` is called once a tick, each heartbeat is checked at least three times
+    in a lease time, and a new heartbeat at once. If a heartbeat seems to be missing, the lookout
+    asks the server. Not promised: the state at this moment, because a result may be a third of a
+    lease time old.
 
     Args:
-        judge: judges single heartbeats. Nobody else may use this object.
+        judge: judges single heartbeats. No other code may use this judge.
         layout: the job.
         tick: the approximate seconds between two calls.
         clock: seconds, monotonic.
@@ -254,7 +254,7 @@ class Lookout:
         return self._last
 
     def look_at(self, session: str) -> Liveness:
-        """Check one heartbeat now, even if it is not its turn.
+        """Check one heartbeat now, even before its turn.
 
         Raises:
             OSError: :meth:`Judge.look` failed.

@@ -7,8 +7,8 @@ A user pins a version or a step. The pin is an empty file in a folder that the d
 prunes, so the pin needs no message to a daemon. Once the call has returned, nothing prunes the
 pinned version or step:
 
-- The pin of a version is in its lease folder. Retiring a version begins with the rmdir of that
-  folder. The server refuses this rmdir while the folder has any file, even if a daemon decided
+- The pin of a version is in the version's lease folder. Retiring a version begins with the rmdir of
+  that folder. The server refuses this rmdir while the folder has any file, even if a daemon decided
   earlier to retire the version.
 - The pin of a step is in the step folder. Pruning renames that folder into a trash, checks its
   content once more, and puts the folder back if anything changed. The call returns when it has seen
@@ -39,8 +39,8 @@ _PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 class Lease:
     """An explorer's hold on one version, made by :meth:`take`.
 
-    Promised: no file of the version is deleted from the return of ``take`` until ``release`` is
-    called, or until the session has been dead for the daemon's ``dead_reader_grace``.
+    Promised: once ``take`` has returned, no file of the version is deleted. The promise ends when
+    ``release`` is called, or when the session has been dead for the daemon's ``dead_reader_grace``.
     """
 
     def __init__(self, job: Job, sequence: int, name: str, session: str) -> None:
@@ -165,7 +165,7 @@ def unpin_step(
 
 
 def _make(storage: Storage, marker: Path) -> None:
-    """Make a pin durably, also if it exists, because an existing pin may not be durable yet."""
+    """Make a pin durably. An existing pin is made again, because it is perhaps not durable yet."""
     try:
         storage.write_new(marker, b"")
     except FileExistsError:

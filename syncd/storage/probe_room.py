@@ -1,8 +1,8 @@
 """The temporary folder in which ``syncd doctor`` measures; doctor changes nothing outside it.
 
-The file ``.syncd/doctor/NAME.alive`` is the mark of the folder ``NAME``. It is made before the
-folder, and removed after it. So a folder without a mark was left behind, and every process may
-remove it.
+The file ``.syncd/doctor/NAME.alive`` is the mark of the folder ``NAME``. The mark is made before
+the folder, and removed after the folder. So a folder without a mark was left behind, and every
+process may remove it.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _remove_unmarked(job: Job, names: list[str]) -> None:
 
 
 def _try_to_remove(storage: Storage, room: Path) -> bool:
-    """Remove a room; False if it belongs to another user."""
+    """Remove a room; False if the room belongs to another user."""
     try:
         storage.remove_tree(room)
     except PermissionError as error:

@@ -28,7 +28,7 @@ class _Said:
 class Repeats:
     """Decides whether a repeated message is logged now, or held back.
 
-    A message may be logged ``burst`` times in its first minute. If it occurs more often, it is
+    A message may be logged ``burst`` times in its first minute. A message that occurs more often is
     logged again only after a minute. As long as the message continues to occur, this interval
     doubles each time, up to an hour. Safe to use from any thread.
 

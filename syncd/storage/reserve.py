@@ -64,7 +64,7 @@ class Reserve:
         return True
 
     def give_up(self) -> bool:
-        """Remove the files of the reserve; False if there were none."""
+        """Remove the files of the reserve; False if there were no files."""
         freed = [
             self._job.storage.unlink_if_there(self._job.layout.reserve / name)
             for name in self._job.storage.names(self._job.layout.reserve)

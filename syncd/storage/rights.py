@@ -35,9 +35,9 @@ TO_DELETE: Final = (
 def share_with_group(job: Job, group: str) -> None:
     """Give a job's folder, and syncd's folders in it, to a group.
 
-    The folders get the setgid bit. New files and folders below them get their group, and new
-    folders also get the bit. The umask of this process decides whether the group may write to the
-    files that this process makes.
+    The folders get the setgid bit. New files and folders below these folders get the same group,
+    and new folders also get the setgid bit. The umask of this process decides whether the group may
+    write to the files that this process makes.
 
     Args:
         job: the job.

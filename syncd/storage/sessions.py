@@ -42,7 +42,7 @@ def process_of(session: str) -> str:
     """Text for a message, for example ``process 12 on host h, ``, from the name of a session.
 
     Returns:
-        The text; it is empty if syncd did not make this name.
+        The text; empty if syncd did not make this name.
     """
     found = re.fullmatch(rf"(?:{DAEMON_SESSION})?(.+)-([0-9]+)-[0-9a-f]{{8}}", session)
     return f"process {found[2]} on host {found[1]}, " if found else ""
@@ -53,8 +53,8 @@ class Session:
 
     Promised: while the process runs and its storage answers, other processes see the session alive.
     If the storage did not answer for longer than a lease time, other processes see the session
-    alive again soon after it answers. Not promised: that the heartbeat stops when the process
-    hangs. So a loop that makes no progress must end its process.
+    alive again soon after the storage answers. Not promised: that the heartbeat stops when the
+    process hangs. So a loop that makes no progress must end its process.
 
     Args:
         layout: the job.
@@ -71,7 +71,7 @@ class Session:
         self._lock.take()
 
     def close(self) -> None:
-        """Remove the heartbeat. After this, other processes may break this session's leases."""
+        """Remove the heartbeat. Afterwards other processes may break this session's leases."""
         self._closed.set()
         with self._changing:
             self._lock.release()
@@ -79,7 +79,7 @@ class Session:
     def _renew_soon(self, lost: LeaseCompromise) -> None:
         """Start a thread that renews the heartbeat, which filelock has ended.
 
-        filelock ends a heartbeat if it could not refresh it for most of a lease time.
+        filelock ends a heartbeat that could not be refreshed for most of a lease time.
         """
         why = lost.error or lost.reason
         log.warning(

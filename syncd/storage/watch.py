@@ -78,7 +78,7 @@ class Watcher:
         self.watch(names)
 
     def watch(self, names: Mapping[Path, frozenset[str]]) -> None:
-        """Watch these names as well, until :meth:`close`."""
+        """Watch these names too, until :meth:`close`."""
         try:
             for folder, wanted in names.items():
                 hints = _Hints(self.wake, wanted)
@@ -114,7 +114,7 @@ class Watcher:
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """Stop watching. Safe to call twice. In a forked child the parent's watch goes on."""
+        """Stop watching; in a forked child, the parent's watch continues. Safe to call twice."""
         while self._watched:
             watched = self._watched.pop()
             try:
@@ -147,8 +147,9 @@ class _Hints(FileSystemEventHandler):
 class _Emitter(InotifyEmitter):
     """Ends its thread before it forgets its inotify watch.
 
-    The library forgets the watch first. If a file was moved away, the library's thread delays the
-    event by half a second. If the watch was forgotten in that time, the thread logs an error.
+    The library's own emitter forgets the watch first. If a file was moved away, the library's
+    thread delays the event by half a second. If the watch was forgotten in that time, the thread
+    logs an error.
     """
 
     def on_thread_stop(self) -> None:

@@ -42,8 +42,8 @@ class Instance:
         writes: the only folders that the unit may write to.
         reads: files and folders that the unit must be able to read.
         groups: supplementary groups.
-        command: syncd's arguments, which replace the arguments in the template. If empty, the
-            arguments in the template stay.
+        command: syncd's arguments, which replace the arguments in the template. If ``command`` is
+            empty, the arguments in the template stay.
         check: the arguments of the syncd command that checks the configuration before a reload;
             empty if no command should run.
         template: the file name of the unit's template.
@@ -80,7 +80,7 @@ def unit_files(instance: Instance) -> dict[str, str]:
 
 
 def is_untouched(text: str) -> bool:
-    """Whether a file is exactly as some release of syncd wrote it."""
+    """True if a file is exactly as some release of syncd wrote it."""
     mark, _, rest = text.partition("\n")
     return mark == _MARK + _digest(rest)
 

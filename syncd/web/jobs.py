@@ -187,7 +187,7 @@ class LastRead(Generic[T]):
     Attributes:
         found: the data; None before the first read has ended.
         read: when the last completed read began; None before the first read has ended.
-        silent_since: when the current read began, if it counts as unanswered; else None.
+        silent_since: when the current read began, if this read counts as unanswered; else None.
     """
 
     found: T | None
@@ -209,7 +209,7 @@ class SharedLook(Generic[T]):
     until the process ends.
 
     Args:
-        look: reads the data. If it raises, its thread ends, and the old data stay.
+        look: reads the data. If this call raises an error, the thread ends, and the old data stay.
         every: seconds between two reads.
         patience: seconds after which a read counts as unanswered.
         clock: seconds, monotonic.
@@ -246,15 +246,15 @@ class SharedLook(Generic[T]):
 
     @property
     def is_reading(self) -> bool:
-        """Whether a read is running, or hangs."""
+        """True if a read is running, or hangs."""
         with self._changed:
             return self._reading is not None
 
     def answer(self) -> LastRead[T]:
         """The last data.
 
-        If a read is running, this waits for its end, but at most until ``patience`` seconds after
-        its begin.
+        If a read is running, this method waits until the read ends, or until ``patience`` seconds
+        after the start of the read.
         """
         with self._changed:
             reading = self._reading

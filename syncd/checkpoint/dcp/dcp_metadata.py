@@ -83,9 +83,9 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
 
     Args:
         data: the pickle.
-        where: the file; the error message begins with it.
-        prefix: the beginning of the names of the model's tensors. If None,
-            :func:`select_model` finds it.
+        where: the file, for the beginning of the error message.
+        prefix: the beginning of the names of the model's tensors. If None, :func:`select_model`
+            finds the prefix.
         intact: True to use the fast unpickler, because something else limits the memory that a
             damaged pickle takes.
 
@@ -125,7 +125,7 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
 
 
 def _path(name: object, paths: object) -> tuple[str, ...]:
-    """The path of a tensor in the saved state; its name alone if the planner recorded no path."""
+    """The path of a tensor in the saved state; only its name if the planner recorded no path."""
     told = paths.get(name) if isinstance(paths, dict) else None
     if isinstance(told, tuple) and told and all(type(part) in {str, int} for part in told):
         path = tuple(map(str, told))
@@ -184,7 +184,8 @@ def _place(name: str, place: Inert, where: str) -> _Place:
 def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> None:
     """Refuse items that overlap in a file.
 
-    In FileSystemWriter's other format all items begin at offset 0, so they are refused too.
+    FileSystemWriter has a second format, in which all items begin at offset 0. This check refuses
+    that format too.
     """
     before, end, other = "", 0, ""
     for file, at, length, name in sorted(places):
@@ -328,7 +329,7 @@ def _is_tensor(entry: SavedName) -> bool:
 
 
 def _parents(entries: Mapping[str, SavedName]) -> dict[Keys, bool]:
-    """The parents of all tensors; the value is True if one of its tensors is not a scalar."""
+    """The parents of all tensors; True for a parent with a tensor that is not a scalar."""
     found: dict[Keys, bool] = {}
     for entry in entries.values():
         if entry.dimensions is not None:

@@ -20,7 +20,7 @@ from syncd.checkpoint.tensor_rules import DTYPES
 
 
 def run() -> None:
-    """Run the child: cast until its input ends. Its argument is the shared memory's descriptor."""
+    """Cast until standard input ends. The child's argument is the shared memory's descriptor."""
     # A signal to a whole service, or from a terminal, is for the parent to handle.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -251,8 +251,9 @@ class FileCopy:
 class TensorStream:
     """Reads the bytes of parts in order, into buffers of any size.
 
-    It needs at most as much memory of its own as the largest buffer that it fills. A weave is read
-    in tiles of as many whole rows as fit into the buffer, with one read for each source.
+    A stream's own memory is at most as large as the largest buffer that the caller passes to
+    :meth:`read_into`. A weave is read in tiles of as many whole rows as fit into the buffer, with
+    one read for each source.
 
     Args:
         reader: the reader of the sources.
@@ -350,9 +351,9 @@ class ComparedStream:
 
 
 def _scatter(tile: memoryview, own: int, view: memoryview, begin: int, width: int) -> None:
-    """Copy the rows of ``tile``, of ``own`` bytes, to offset ``begin`` in the rows of ``view``.
+    """Copy each row of ``tile`` to offset ``begin`` in the same row of ``view``.
 
-    A row of ``view`` has ``width`` bytes.
+    A row of ``tile`` has ``own`` bytes, and a row of ``view`` has ``width`` bytes.
     """
     unit = next(size for size in _FORMATS if not (own % size or begin % size or width % size))
     columns = own // unit

@@ -58,7 +58,7 @@ def run_plan(
         checked: ``crc32`` checks every record of every source that has a CRC-32, even records that
             no output needs. ``receipt`` shares blocks with the sources. No process may write to
             such sources any more, because the digests are computed after the blocks are shared.
-            ``stillness`` does neither.
+            ``stillness`` neither checks records nor shares blocks.
         work: its ``cancel`` is called often.
         caster: casts tensors; it must not be None if ``plan.casts`` is True.
 

@@ -40,10 +40,10 @@ class MergeOptions:
         digests: True to compute the digests for the manifest.
         cast: the dtype to cast floating-point tensors to; None to keep their dtypes.
         prefix: the beginning of the names of the model's tensors in a save of
-            ``torch.distributed.checkpoint``. If None, syncd finds it.
+            ``torch.distributed.checkpoint``. If None, syncd finds the prefix.
         names: ``hub`` for the tensors' names on the hub, ``trainer`` for the saved names.
-        may_keep: if ``names`` is ``hub`` and the hub's names are unknown: True to keep the
-            trainer's names, False to raise an error.
+        may_keep: True to keep the trainer's names if ``names`` is ``hub`` and the hub's names are
+            unknown; False to raise an error in this case.
         threads: the number of files to write at a time, at most the number of processors. Each file
             has one thread, because several threads would wait for the file's lock.
         in_kernel: returns True if the kernel should copy into this open file when nothing is

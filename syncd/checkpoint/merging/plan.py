@@ -30,7 +30,7 @@ class ShardIndex(NamedTuple):
 
 
 class Duplicate(NamedTuple):
-    """A tensor whose bytes must equal those of a planned tensor.
+    """A tensor whose bytes must equal the bytes of a planned tensor.
 
     Attributes:
         tied: the name of a tensor that is left out because it is tied to the planned tensor. None
@@ -104,11 +104,11 @@ def plan_merge(
 ) -> MergePlan:
     """Plan how to make one model from the shards of all ranks.
 
-    Files are filled in the order of the first rank's state dict, followed by tensors that only
-    later ranks have, so that a layer stays together. All files get about the same size, so that
-    writing takes about the same time for each. A tensor over ``max_file_size`` gets a file of its
-    own. Inside a file, tensors of whole pages come first, so that each of them begins at a page.
-    After them come the other tensors, wider dtypes first, so that every tensor is aligned to its
+    Files are filled in the order of the first rank's state dict, so that a layer stays together.
+    Tensors that only later ranks have come last. All files get about the same size, so that each
+    file takes about the same time to write. A tensor over ``max_file_size`` gets a file of its own.
+    Inside a file, tensors of whole pages come first, so that each of these tensors begins at a
+    page. Then come the other tensors, wider dtypes first, so that every tensor is aligned to its
     dtype.
 
     Args:

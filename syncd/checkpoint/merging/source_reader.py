@@ -48,7 +48,7 @@ class SourceFile:
 
 
 class SourceReader:
-    """Reads the sources, and checks the CRC-32 of their records if ``checks`` has them.
+    """Reads the sources, and checks the CRC-32 of the records that ``checks`` has.
 
     A record is checked from its first byte to its last. Bytes that the merge does not need are read
     only for the check. Bytes that the merge reads again (tied weights) are not checked again.
@@ -105,7 +105,7 @@ class SourceReader:
                 self._check_up_to(source, number, None)
 
     def _check_up_to(self, source: int, number: int, offset: int | None) -> None:
-        """Check a record's unchecked bytes before ``offset``; if it is None, all of them."""
+        """Check a record's unchecked bytes before ``offset``; None means the record's end."""
         checks = self._checks[source]
         assert checks is not None  # noqa: S101 - for the type checker
         end = checks.ends[number] if offset is None else offset

@@ -22,8 +22,8 @@ class Run(NamedTuple):
 class Weave(NamedTuple):
     """Interleaved parts: the first slice of every part, then the second slice of every part, etc.
 
-    Each part has ``turns`` slices of equal length. Tensors that are cut along a later dimension
-    than the first need this, because each row of the whole tensor has a piece of every part.
+    Each part has ``turns`` slices of equal length. Weaves are for tensors that are cut along a
+    later dimension than the first, because each row of such a tensor has a piece of every part.
     """
 
     turns: int
@@ -256,8 +256,9 @@ class _Tiling:
         Args:
             blocks: the blocks, no two of which have the same offsets and shape.
             dim: the next dimension to examine.
-            rows: the product of the blocks' sizes in the dimensions from the last one that was cut
-                (or the first, if none was cut) to the one before ``dim``.
+            rows: the product of the blocks' sizes along several dimensions. The first of these is
+                the last dimension that was cut (dimension 0 if none was cut). The last of these is
+                the dimension before ``dim``.
         """
         if dim == len(self._shape):
             if not blocks:

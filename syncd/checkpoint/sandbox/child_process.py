@@ -45,8 +45,8 @@ class ChildProcess:
         task: a verb for the child's work on that file, for messages.
         flags: the interpreter's options.
         pass_fds: descriptors that the child inherits.
-        cancel: called every 50 ms while the child works; it raises to stop. The argument ``cancel``
-            of a method replaces it for that call.
+        cancel: called every 50 ms while the child works; it raises to stop. If a method has an
+            argument ``cancel``, that argument replaces this function for the call.
         wall_seconds: the longest time for an answer, in case the machine hangs.
         python: the interpreter.
         clock: gives the monotonic time in seconds.

@@ -41,15 +41,15 @@ class ParseLimits:
 
     Attributes:
         memory: the memory that a request of any size may take, in bytes.
-        memory_factor: the bytes of memory that each byte of a request adds to this limit.
-        memory_most: the largest limit after this addition, in bytes.
+        memory_factor: the bytes that each byte of a request adds to the limit ``memory``.
+        memory_most: the largest memory limit of any request, in bytes.
         cpu_seconds: the limit of processor time for a request, in seconds.
-        wall_seconds: the limit of real time for an answer, in seconds. It guards against a machine
-            that hangs.
+        wall_seconds: the limit of real time for an answer, in seconds. This limit guards against a
+            machine that hangs.
         tensors: the largest number of tensors, and of records, in all shards of a save together.
-        answers: the limit for all answers about one save, in bytes. A tensor takes about 100 bytes
-            in an answer, and 0.2 KB in this process until it is merged. It takes 0.5 KB more if no
-            other rank has a tensor of this name.
+        answers: the limit for all answers about one save, in bytes. Each tensor takes about 100
+            bytes of an answer. Until the merge, each tensor also takes memory of this process: 0.2
+            KB, or 0.7 KB if no other rank has a tensor of the same name.
     """
 
     memory: int = 256 * _MIB

@@ -1,8 +1,9 @@
 """The child process that reads untrusted pickles and JSON headers.
 
 :class:`~syncd.checkpoint.sandbox.isolated.IsolatedParser` starts the child. The child exchanges the
-messages of ``wire`` over its standard input and output, and opens no file. If it exceeds its limits
-of memory or processor time, it fails or the kernel kills it; the daemon goes on.
+messages of ``wire`` over its standard input and output, and opens no file. If the child exceeds its
+limits of memory or processor time, the child fails or the kernel kills it. The daemon continues in
+both cases.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) ->
 
     Args:
         memory: the memory that a request of any size may take, in bytes.
-        memory_factor: the bytes of memory that each byte of a request adds to this limit.
-        memory_most: the largest limit after this addition, in bytes.
+        memory_factor: the bytes that each byte of a request adds to the limit ``memory``.
+        memory_most: the largest memory limit of any request, in bytes.
         cpu_seconds: the limit of processor time for a request, in seconds.
     """
     _confine()

@@ -178,7 +178,7 @@ def read_bare(row: Row) -> Piece:
     """The piece in a row that is a whole tensor without a name.
 
     Raises:
-        ValueError: the row is not such a piece; for example, it has a name or a position.
+        ValueError: the row is not such a piece; for example, the row has a name or a position.
     """
     if isinstance(row, list) and row[:1] == [""]:
         piece = _read_piece(row[1:], {})

@@ -174,7 +174,8 @@ class Spec(NamedTuple):
 
     Attributes:
         shape: the shape of the whole tensor.
-        told_shape: the shape in the spec's ``tensor_meta``; ``shape`` if there is no such meta.
+        told_shape: the shape in the spec's ``tensor_meta``; the value of ``shape`` if there is no
+            ``tensor_meta``.
         placed: the placements.
         unordered: True if the torch release that wrote the placements does not record their order.
         order: the ``shard_order``; None if there is none.
@@ -204,7 +205,7 @@ def read_spec(tensor: DTensorRef, spec: Mapping[Any, Any]) -> Spec:
 
 
 def sharding(spec: Spec, mesh: Mesh | None, *, tensor: str, file: str) -> Sharding | Shape:
-    """The layout of a DTensor; only its global shape if this rank is not on its mesh.
+    """A DTensor's layout, or only its global shape if this rank is not on the DTensor's mesh.
 
     Args:
         spec: the recorded layout of the tensor.
@@ -273,7 +274,7 @@ def _is_number(value: object) -> TypeGuard[int]:
 
 
 def _order(spec: Mapping[Any, Any]) -> Order | None:
-    """A spec's ``shard_order``, or None. For an unreadable order, one that fits no placements."""
+    """A spec's ``shard_order``, or None. An unreadable order becomes one that fits nothing."""
     told = spec.get("shard_order")
     if told is None:
         return None

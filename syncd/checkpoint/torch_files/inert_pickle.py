@@ -140,7 +140,7 @@ class _StateDict(dict[Any, Any]):
 class _Call(_Sealed):
     """A stand-in for a callable.
 
-    It is an instance, because ``BUILD`` could change the defaults of a function.
+    The stand-in is an instance, because ``BUILD`` could change the defaults of a function.
     """
 
     __slots__ = ()

@@ -81,10 +81,11 @@ def read_pieces(
 
     Args:
         data: the pickle.
-        where: the file; the error message begins with it.
+        where: the file, for the beginning of the error message.
         intact: True if a CRC-32 proves that these are the bytes that were pickled.
         plain: receives the plain values (:func:`is_plain`) by name, for example of an optimizer's
-            state. If it is None, a plain value is an error, as in a model's state.
+            state. If ``plain`` is None, a plain value is an error, because a model's state has no
+            plain values.
 
     Raises:
         ShardFormatError: the pickle is broken or asks for code. Or a value is not a tensor, is not
@@ -118,7 +119,7 @@ def read_tensor(data: bytes, where: str, name: str, *, intact: bool) -> Piece:
 
     Args:
         data: the pickle.
-        where: the file; the error message begins with it.
+        where: the file, for the beginning of the error message.
         name: the name of the tensor, for the message.
         intact: True if a CRC-32 proves that these are the bytes that were pickled.
 
@@ -134,7 +135,7 @@ def check_name(name: object, where: str) -> str:
 
     Args:
         name: the name in the file.
-        where: the file; the error message begins with it.
+        where: the file, for the beginning of the error message.
 
     Raises:
         ShardFormatError: safetensors does not support this name.

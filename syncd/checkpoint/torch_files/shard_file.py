@@ -33,9 +33,9 @@ class ReadPieces(Protocol):
 class ShardFile:
     """An open shard file with a valid zip directory.
 
-    The object owns its descriptor: close the object, or use it as a context manager. It reads all
-    bytes through this descriptor, so renaming or deleting the file has no effect. The bytes of the
-    tensors are not checked here; the merge checks them.
+    The object owns its descriptor: close the object, or use it as a context manager. The object
+    reads all bytes through this descriptor, so renaming or deleting the file has no effect. The
+    bytes of the tensors are not checked here; the merge checks them.
 
     Attributes:
         path: the path of the file when it was opened.
@@ -115,7 +115,7 @@ class ShardFile:
         self.close()
 
     def tensors(self, *, parse: ReadPieces = read_pieces) -> Mapping[str, Local | Chunks]:
-        """The tensors by name, in the order of the state dict. They are read once, and kept.
+        """The tensors by name, in the order of the state dict. Later calls return the same dict.
 
         Keys that end with ``_extra_state`` are left out.
 

@@ -1,8 +1,9 @@
 """A strict reader of the zip files that ``torch.save`` writes.
 
-It is stricter than a general zip reader on purpose. The zip must be uncompressed, in one volume,
-without a comment, and end where the file ends. All its records must be in the same folder, and must
-not overlap. Anything that torch does not write is an error, so a torn file never counts as whole.
+The reader is stricter than a general zip reader on purpose. The zip must be uncompressed, in one
+volume, and without a comment; the zip must end where the file ends. All its records must be in the
+same folder, and must not overlap. Anything that torch does not write is an error, so a torn file
+never counts as whole.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Bytes(Protocol):
 
 
 class ZipRecord(NamedTuple):
-    """A record of the zip: the offset of its bytes, their number, and their CRC-32."""
+    """A record of the zip: the offset, the number and the CRC-32 of the record's bytes."""
 
     offset: int
     size: int
@@ -85,7 +86,8 @@ def central_directory_digest(storage: Storage, path: Path) -> tuple[int, str]:
     """The size in bytes of a ``torch.save`` file, and the digest of its central directory.
 
     The trainer's receipt has the size and the digest. The directory holds the CRC-32 of every
-    record, so its digest stands for the whole content, which need not be read again.
+    record, so the directory's digest identifies the whole content, and the content need not be read
+    again.
 
     Raises:
         ShardFormatError: the file is not a whole zip as torch writes it.
@@ -213,7 +215,7 @@ def _near(entries: Sequence[_Entry], nexts: Sequence[int], number: int) -> int:
 
 
 def _check_disjoint(entries: Sequence[_Entry], nexts: Sequence[int], path: Path) -> None:
-    """Refuse records that overlap according to the directory, before reading any of them."""
+    """Refuse records that overlap according to the directory, before any record is read."""
     for entry, after in zip(entries, nexts, strict=True):
         if entry.header + _LOCAL.size + len(entry.name) + entry.size > after:
             raise _overlaps(path, entry)
@@ -259,7 +261,7 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
 
 
 def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tuple[int, int, int]:
-    """The three values, with 64-bit values from the extra field if 32 bits are too few."""
+    """The three values; a value that needs more than 32 bits comes from the extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)

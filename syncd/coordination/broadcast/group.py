@@ -124,8 +124,8 @@ class WeightGroup:
             rank: this process's rank.
             deadline: seconds to form the group. Each transfer gets the same number of seconds.
             device: the device of the tensors to broadcast; for ``nccl`` a GPU.
-            listening: for rank 0 only: a socket that listens at the rendezvous's address and port;
-                rank 0's store takes it over.
+            listening: for rank 0 only: a socket that listens at the rendezvous's address and port.
+                Rank 0's store takes the socket over.
 
         Raises:
             BroadcastError: not all ranks connected in time, or this process cannot form the group.
@@ -197,7 +197,7 @@ class WeightGroup:
         return Broadcasting(lambda: self._finish(work))
 
     def agree(self, ok: bool) -> bool:
-        """Tell the other ranks whether all weights arrived here; learn whether all ranks got them.
+        """Tell the other ranks if all weights arrived here; learn if all ranks got all weights.
 
         Promised: all ranks that get an answer get the same answer. Rank 0 gets True only after all
         other ranks got True. If a rank may have missed the answer, rank 0 gets an error, and all
@@ -211,7 +211,8 @@ class WeightGroup:
 
         Raises:
             BroadcastError: not all ranks answered within the transfer's deadline, or the store is
-                gone. This rank does not know the outcome, and must not use the weights.
+                gone. In both cases this rank does not know the outcome, and must not use the
+                weights.
         """
         self._check()
         key = f"agree/{self._agreements}"
@@ -273,7 +274,7 @@ class WeightGroup:
         self._unfinished.remove(work)
 
     def _decide(self, store: Store, key: str, *, ok: bool) -> tuple[bool, list[int]]:
-        """The verdict; and if it is no, the ranks that have not confirmed the arrival."""
+        """The verdict; if the verdict is no, also the ranks that have not confirmed the arrival."""
         if ok:
             store.set(f"{key}/yes/{self.rank}", _YES)
             if store.add(f"{key}/yes", 1) == self.world_size:

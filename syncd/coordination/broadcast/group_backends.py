@@ -73,7 +73,7 @@ def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> 
 
     Args:
         rendezvous: the rendezvous with the store's address and port.
-        listening: a socket that listens at that address and port; the store takes it over.
+        listening: a socket that listens at that address and port; the store takes the socket over.
         deadline: the store's timeout, in seconds.
     """
     return dist.TCPStore(  # type: ignore[attr-defined] # public, and not so in torch's stub
@@ -242,7 +242,7 @@ def within(end: float, call: Callable[[], T]) -> T:
 
     Args:
         end: the deadline, by the monotonic clock.
-        call: the call. It must release the interpreter's lock while it waits.
+        call: the call. The call must release the interpreter's lock while it waits.
 
     Raises:
         TimeoutError: the call did not return in time.

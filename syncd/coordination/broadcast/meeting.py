@@ -59,7 +59,7 @@ class TrainerGroup:
     """The weight group of the trainer's rank 0; one group can serve several transfers.
 
     A group is used again while its members stay the same, all members have the group open, and no
-    transfer has failed in it. Each new group has a higher generation.
+    transfer in the group has failed. Each new group has a higher generation.
 
     Args:
         meetings: the meetings of the job.

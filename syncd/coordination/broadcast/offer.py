@@ -47,8 +47,8 @@ class Agreed(NamedTuple):
 
     Attributes:
         offer: the offer that all its members have joined.
-        group: the name of the weight group that all members have open; None if they do not all have
-            the same group open.
+        group: the name of the weight group that all members have open; None if there is no such
+            group.
     """
 
     offer: Offer
@@ -126,7 +126,7 @@ class TrainerSide:
         me: the trainer.
 
     Attributes:
-        agreed: the last transfer, if it was agreed; else None.
+        agreed: the transfer of the last offer, if all explorers joined that offer; else None.
     """
 
     def __init__(self, offers: Offers, roster: Roster, me: Participant[TrainerReport]) -> None:
@@ -146,7 +146,7 @@ class TrainerSide:
         self._offers.make(self._me.session.id, step, (), decided="files")
 
     def agree(self, step: int, wait: Wait) -> int | None:
-        """Offer a transfer, and wait until all live explorers have joined it.
+        """Offer a transfer, and wait until all live explorers have joined the offer.
 
         The method does not wait for explorers that take no part in broadcasts.
 
@@ -232,7 +232,7 @@ class TrainerSide:
 
 
 class ExplorerSide:
-    """Joins an offer, and leaves it if the transfer does not take place.
+    """Joins an offer, and leaves the offer if the transfer does not take place.
 
     Args:
         offers: the offers of the job.
@@ -240,7 +240,7 @@ class ExplorerSide:
         me: the explorer.
 
     Attributes:
-        agreed: the last offer, if it was agreed; else None.
+        agreed: the last offer, if its transfer takes place; else None.
     """
 
     def __init__(self, offers: Offers, roster: Roster, me: Participant[ExplorerReport]) -> None:
@@ -327,7 +327,7 @@ class ExplorerSide:
 
         Returns:
             The offer, if the trainer had already decided that the transfer takes place. In that
-            case this explorer must take part. Otherwise the result is None.
+            case this explorer must take part. In all other cases the result is None.
         """
         joined, self._joined = self._joined, None
         if joined is None:

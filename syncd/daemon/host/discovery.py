@@ -29,10 +29,10 @@ _PATIENCE: Final = 30.0
 class Discovery:
     """Looks for jobs, in its own thread.
 
-    A job is a folder in the root, not a link, whose name does not begin with a dot. It contains
-    ``.syncd``, which syncd's hook or a daemon makes, or the pointer, which any trainer makes. Other
-    entries of the root are ignored. If the root cannot be listed, for example because it is not
-    mounted, the list of jobs stays as it is.
+    A job is a folder in the root, not a link, whose name does not begin with a dot. The folder
+    contains ``.syncd``, which syncd's hook or a daemon makes, or the pointer, which any trainer
+    makes. Other entries of the root are ignored. If the root cannot be listed, for example because
+    it is not mounted, the list of jobs stays as it is.
 
     Promised: a folder whose storage hangs does not keep other jobs from being found. Not promised:
     that a new job is found before this client's cached listing of the root is renewed.

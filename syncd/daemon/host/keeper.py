@@ -94,7 +94,7 @@ class Keeper:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no participant is alive and nothing is left to publish."""
+        """True if no participant is alive and nothing is left to publish."""
         return self._service is None or self._service.is_idle
 
     def _serve_again_and_again(self) -> None:

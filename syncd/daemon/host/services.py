@@ -45,8 +45,8 @@ class Services:
     """The daemons of a job and of its memory directory, in one process.
 
     Each daemon has its own session, lock, epoch and thread, so that waits and failures of one
-    daemon do not affect the other. If a daemon fails because of a bug in syncd, the bug is logged,
-    and a new daemon serves the job a few seconds later.
+    daemon do not affect the other daemon. If a daemon fails because of a bug in syncd, the bug is
+    logged, and a new daemon serves the job a few seconds later.
 
     Args:
         root: the job directory.
@@ -62,8 +62,8 @@ class Services:
         guard: ends this process if one of the jobs hangs.
 
     Raises:
-        InvalidSettingsError: one of the two directories is inside the other, or their group cannot
-            be set to ``shared_group``.
+        InvalidSettingsError: one of the two directories is inside the other directory, or their
+            group cannot be set to ``shared_group``.
         JobUnavailableError: one of the two directories does not exist, or this user may not write
             to it.
     """
@@ -132,7 +132,7 @@ class Services:
         return True
 
     def _service(self, number: int, root: Path, config: DaemonConfig) -> Service:
-        """A daemon of this process; when the daemon of the first job ends, the others end too."""
+        """A daemon of this process; if the first job's daemon ends, all daemons end."""
 
         def may_end() -> bool:
             return number == 0 and all(keeper.is_idle for keeper in self._keepers[1:])
@@ -308,7 +308,7 @@ class RootServices:
         self._notice.ready()
 
     def _serve(self, path: Path) -> _Served | None:
-        """Begin to serve a job; None if this process cannot start a thread for it now."""
+        """Begin to serve a job; None if this process cannot start another thread now."""
 
         def make(config: DaemonConfig) -> Service:
             return Service(

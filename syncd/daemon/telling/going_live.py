@@ -35,8 +35,8 @@ class SeenLive(NamedTuple):
             pause.
         ago: seconds between the load and the explorer's report, by the explorer's clock.
         is_first: True if no earlier load of this explorer is known.
-        delta_bytes: the bytes of the deltas from which the version was read; None if its own files
-            were read.
+        delta_bytes: the bytes of the deltas from which the version was read; None if the version's
+            own files were read.
     """
 
     explorer: str
@@ -67,8 +67,8 @@ class GoingLive:
 
     Args:
         job: the job.
-        lookout: looks at the heartbeats of explorers that could use a delta; nothing else may use
-            it.
+        lookout: looks at the heartbeats of explorers that could use a delta; no other object may
+            use this lookout.
     """
 
     def __init__(self, job: Job, lookout: Lookout) -> None:
@@ -158,8 +158,8 @@ class GoingLive:
     def _read_journal(self) -> None:
         """Read the recorded loads from the journal.
 
-        Only the end of the journal is read. Loads of versions that were published before that part
-        may be recorded in the part that is not read, so these loads count as journaled.
+        Only the end of the journal is read. If a version was published before this end begins, its
+        loads may be recorded in the unread part. So all loads of such a version count as journaled.
         """
         path = self._job.layout.journal
         told: dict[str, int] = {}

@@ -111,7 +111,7 @@ class Journal:
                 log.info("waiting: %s", why, extra=Event.WAITING(reason=why))
 
     def published(self, manifest: Manifest, *, seconds: float, latency: float) -> None:
-        """A save has become LATEST; the times are those of :meth:`Meter.published`."""
+        """A save has become LATEST; the times are as in :meth:`Meter.published`."""
         merged = sum(file.size for file in manifest.files)
         found = manifest.nonfinite if manifest.nonfinite and manifest.nonfinite.count else None
         self._count(published=1, merged_bytes=merged)
@@ -172,7 +172,7 @@ class Journal:
         )
 
     def named_anew(self, manifest: Manifest, change: NewNames) -> None:
-        """The names of tensors have changed, or the job has its first choice between names."""
+        """The names of tensors have changed, or the job first had a choice of names."""
         of = {"hub": "of the hub", "trainer": "of the trainer's module"}
         told = f"tensors have the names {of[change.names]}"
         if change.before is not None:
@@ -400,7 +400,7 @@ class Journal:
 class JournalFile:
     """Appends lines to the journal's file, several lines at a time.
 
-    Promised: if storage refuses a line, the daemon goes on. Not promised: that a line survives a
+    Promised: if storage refuses a line, the daemon continues. Not promised: that a line survives a
     power loss, or that every line is written. If the daemon is killed before :meth:`write`, the
     waiting lines are lost. If the disk is full for long, the oldest waiting lines are lost.
 
@@ -438,7 +438,7 @@ class JournalFile:
         self._waiting.append(encode(line))
 
     def write(self) -> None:
-        """Write the lines that wait; does nothing if no line waits."""
+        """Write the waiting lines, if there are any."""
         if not self._waiting:
             return
         path = self._job.layout.journal

@@ -12,7 +12,7 @@ from syncd.storage.job import Job
 class Meter:
     """Receives the events of one job; this base class ignores them.
 
-    The thread that serves the job calls the methods. They must not raise.
+    The thread that serves the job calls the methods. The methods must not raise errors.
     """
 
     def active(self, *, yes: bool) -> None:
@@ -22,7 +22,7 @@ class Meter:
         """The daemon has scanned the job."""
 
     def round_ended(self, seconds: float) -> None:
-        """A round has ended, after ``seconds`` with all its work."""
+        """A round has ended; all its work took ``seconds``."""
 
     def counted(self, **more: int) -> None:
         """Count events; the keys are the fields of ``DaemonCounters``, and ``leases_dropped``."""
@@ -32,7 +32,7 @@ class Meter:
 
         Args:
             manifest: the manifest of the version.
-            seconds: from the beginning of the merge to the update of LATEST.
+            seconds: the time from the beginning of the merge to the update of LATEST.
             latency: seconds from the first scan that found the save complete to the update of
                 LATEST, by this host's clock.
         """
@@ -41,10 +41,10 @@ class Meter:
         """An explorer has loaded a version.
 
         Args:
-            seconds: from the update of LATEST to the load. None for an explorer's first load, or if
-                a previous daemon published the version.
+            seconds: the time from the update of LATEST to the load. None for an explorer's first
+                load, or if a previous daemon published the version.
             pause: seconds for which the engine did not serve; None if the explorer does not report
-                it.
+                a pause.
         """
 
     def delta_made(self, size: int, *, changed: float, seconds: float) -> None:
@@ -53,7 +53,7 @@ class Meter:
         Args:
             size: the delta's bytes.
             changed: the fraction of the elements that differ, 0 to 1.
-            seconds: from the update of LATEST to the commit of the delta.
+            seconds: the time from the update of LATEST to the commit of the delta.
         """
 
     def no_delta(self) -> None:

@@ -78,7 +78,7 @@ class Reporter:
         self._repeats = Repeats(clock=clock)
 
     def report(self, state: str, detail: str = "", merge: MergeProgress | None = None) -> None:
-        """Write the report; if storage refuses it, the error is logged, and the daemon goes on.
+        """Write the report; if storage refuses the report, log the error and continue.
 
         Args:
             state: the daemon's state, for example ``merging``.
@@ -130,7 +130,7 @@ class Reporter:
             self._took = self._clock() - now
 
     def may_say_more(self) -> bool:
-        """Whether progress may be reported again.
+        """True if progress may be reported again.
 
         Because of this limit the daemon spends at most about a twentieth of its time on reports.
         """
