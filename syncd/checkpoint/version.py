@@ -179,7 +179,7 @@ def _check_nothing_else(
         if name not in listed and is_weights_name(name):
             raise VerificationError(
                 f"{folder / printable(name)} is not in the version's manifest, and a server would "
-                "load it: remove this file, and find out who put it there"
+                "load it. Remove this file, and find out who put it there"
             )
 
 

@@ -57,7 +57,7 @@ class _Converted:
     "base",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     default=None,
-    help=f"If the trainer saved no {MODEL_CONFIG}, take it and the tokenizer from this folder.",
+    help=f"A folder with {MODEL_CONFIG} and the tokenizer, if the trainer saved no {MODEL_CONFIG}.",
 )
 @click.option(
     "--step",

@@ -91,7 +91,7 @@ _DEFAULTS = RunConfig()
 @click.option(
     "--dcp-prefix",
     default=None,
-    help="The prefix of tensor names in torch.distributed.checkpoint.  [default: detect]",
+    help="The prefix of the model in a torch.distributed.checkpoint save.  [default: detect]",
 )
 @click.option(
     "--hang-time",

@@ -264,8 +264,8 @@ class Benches:
             asked.identity, asked.since = save.identity, self._clock()
         if not save.receipts and self._clock() - asked.since < tick:
             asked.why = (
-                f"step {save.step} has no receipts, so the daemon waits until its files "
-                f"have not changed for {tick:g} s"
+                f"step {save.step} has no receipts, so the daemon waits until the step's "
+                f"files have not changed for {tick:g} s"
             )
             return None
         return save

@@ -111,7 +111,7 @@ def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job
     return warn(
         "daemon",
         f"the daemon's heartbeat has not moved for {watched:.0f} s{last}",
-        f"check its host and its log; if that daemon has ended, {start}",
+        f"check the daemon's host and log. If that daemon has ended, {start}",
         watched=watched,
     )
 
@@ -210,7 +210,7 @@ def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) 
         )
     if kept:
         return warn("rights", kept, to_delete)
-    return ok("rights", f"{us}: may write, and delete the trainers' files")
+    return ok("rights", f"{us}: can write, and can delete the trainers' files")
 
 
 def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:

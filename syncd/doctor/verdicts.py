@@ -160,7 +160,7 @@ def owner(made: tuple[int, int], us: tuple[int, int]) -> Finding:
         return warn(
             "owner",
             f"a file that user {us[0]} makes here belongs to user {made[0]}: the server maps users",
-            "run trainers, daemon and explorers as users that the server knows; or, if they run "
+            "run trainers, daemon and explorers as users that the server knows. If they must run "
             "as root, export the filesystem with no_root_squash",
             made=made[0],
             us=us[0],

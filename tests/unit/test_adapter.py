@@ -333,5 +333,7 @@ def test_the_base_model_is_the_one_that_the_config_names(
     ids=len,
 )  # fmt: skip
 def test_what_peft_cannot_read_is_an_error_that_says_how_to_write_it(content: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"^its config is not what PEFT writes.*PeftConfig"):
+    with pytest.raises(
+        CheckpointError, match=r"^its config is not an adapter config of PEFT.*PeftConfig"
+    ):
         read_config(content, "its config")

@@ -176,9 +176,9 @@ def test_a_chain_from_another_base_or_to_another_version_is_refused(
     tmp_path: Path, versions: list[WholeVersion], chain: list[Link]
 ) -> None:
     for base, links, target, why in (
-        (versions[1], chain, versions[2], "does not start from the version"),
+        (versions[1], chain, versions[2], "does not start from the previous"),
         (versions[0], chain[:1], versions[2], "does not end with"),
-        (versions[0], chain[::-1], versions[2], "does not start from the version"),
+        (versions[0], chain[::-1], versions[2], "does not start from the previous"),
         (versions[0], [], versions[2], "does not end with"),
     ):
         with pytest.raises(NoDeltaError, match=why):
