@@ -85,7 +85,7 @@ def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: SmallJob) 
     assert all(len(line) <= 80 for line in lines if str(served.layout.root) not in line)
     # Of many explorers those that are behind are shown.
     assert told["node-007"].split()[1:5] == ["running", "-", "1", "1"]
-    assert "and 10 more, at most 0 behind (--json)" in lines
+    assert "and 10 more, at most 0 versions behind (--json)" in lines
     (at,) = (i for i, line in enumerate(lines) if "node-000: version 1: no such" in line)
     assert lines[at + 1].startswith(" " * 9 + "tensor") or lines[at + 1].startswith(" " * 9)
 
@@ -98,7 +98,7 @@ def test_a_low_terminal_shows_faults_and_events_before_explorers(served: SmallJo
     (event,) = (i for i, line in enumerate(lines) if "published step 1 as v1" in line)
     (head,) = (i for i, line in enumerate(lines) if line.startswith("explorer  status"))
     assert fault < event < head
-    assert "and 26 more, at most 0 behind (--json)" in lines
+    assert "and 26 more, at most 0 versions behind (--json)" in lines
     assert len(shown(served, height=60).splitlines()) > 40
 
 

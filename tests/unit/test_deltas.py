@@ -314,8 +314,8 @@ def test_versions_that_are_unlike_have_no_delta(tmp_path: Path) -> None:
     like = base.model_copy(update={"sequence": 2})
     assert why_no_delta(base, like) is None
     for others, why in (
-        ({"a": tensors["a"]}, "version 1 has the tensor b, but version 3 has not"),
-        (tensors | {"c": tensors["b"]}, "version 3 has the tensor c, but version 1 has not"),
+        ({"a": tensors["a"]}, "version 1 has the tensor b, but version 3 does not"),
+        (tensors | {"c": tensors["b"]}, "version 3 has the tensor c, but version 1 does not"),
         (tensors | random_tensors(1, a=("F16", (4, 4))), "a is BF16 .* but F16"),
         (tensors | random_tensors(1, a=("BF16", (16,))), r"a is BF16 \[4, 4\] .* but BF16 \[16\]"),
     ):

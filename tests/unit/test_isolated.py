@@ -382,7 +382,7 @@ def test_the_limit_on_tensors_is_on_their_parts(tmp_path: Path) -> None:
         open_save(STORAGE, tmp_path, save, limits=ParseLimits(tensors=1)) as opened,
     ):
         opened.parse = child.read_pieces
-        with pytest.raises(ShardFormatError, match="over 1 tensors"):
+        with pytest.raises(ShardFormatError, match="more than 1 tensors"):
             opened.tensors(opened.shards[0])
 
 

@@ -246,7 +246,7 @@ EMPTY = Chunks("F32", (8, 2), ())
         (GRID[:2], "rows 2 to 3 are in no file .after rank_0.pt"),
         ([box((4, 6), (0, 1), (4, 6))], "dimension 1 from 0 to 0 are in no file"),
         ([box((4, 6), (0, 0), (4, 5))], "dimension 1 from 5 to 5 are in no file"),
-        ([box((4, 6), (0, 0), (4, 7))], "dimension 1 from 6 to 6 are in rank_0.pt, but dimension 1"),
+        ([box((4, 6), (0, 0), (4, 7))], "dimension 1 from 6 to 6 are in rank_0.pt, but"),
         ([*GRID, box((4, 6), (2, 2), (2, 2))], "dimension 1 from 2 to 2 are both in"),
         # As many elements as there are, and yet one is there twice.
         ([box((2, 2), (0, 0), (1, 2)), box((2, 2), (1, 0), (1, 1)), box((2, 2), (0, 1), (1, 1))],
