@@ -46,7 +46,7 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
         if missing := next((name for name in masters if name not in names), None):
             raise SaveNotReadyError(
                 f"{actor} has no {missing}, but other ranks' weights in the model's dtype "
-                "are there. Copy the whole folder again: the remaining weights of this rank were "
+                "are there. Copy the whole folder again, because the weights of this rank were "
                 "cast for explorers"
             )
         return Shards(save.step, save.identity, masters) if masters else save

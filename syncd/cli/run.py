@@ -64,7 +64,7 @@ _DEFAULTS = RunConfig()
     type=click.IntRange(min=1),
     default=_DEFAULTS.concurrent_merges,
     show_default=True,
-    help="With --root: how many jobs may merge saves at the same time.",
+    help="With --root: how many jobs can merge saves at the same time.",
 )
 @click.option(
     "--exit-when-idle/--no-exit-when-idle",
@@ -144,8 +144,8 @@ def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_opt
     A second daemon on the same job stands by, and takes over when the first daemon dies.
 
     If a setting is not given as an option, it comes from the environment (SYNCD_KEEP for --keep).
-    If it is not there either, it comes from the configuration file. On SIGHUP the daemon reads that
-    file again. See 'syncd config --help'.
+    If the environment does not set it either, it comes from the configuration file. On SIGHUP the
+    daemon reads the configuration file again. See 'syncd config --help'.
     """
     said = options.given(ctx)
     if as_json:

@@ -258,7 +258,7 @@ class Benches:
         if isinstance(save, Unfinished):
             asked.identity, asked.why = None, save.reason
             if not self._is_there(request.step):
-                self._refuse(asked, SaveNotReadyError(f"{step} is not there: it was deleted"))
+                self._refuse(asked, SaveNotReadyError(f"{step} was deleted"))
             return None
         if save.identity != asked.identity:
             asked.identity, asked.since = save.identity, self._clock()

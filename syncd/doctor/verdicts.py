@@ -279,7 +279,7 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
             "lease_time",
             f"a heartbeat is seen {shown} late, and the lease time is {lease_time:g} s: live "
             "processes would count as dead",
-            f"{_MOUNT}; or give a new job --lease-time {math.ceil(max(lease_time, longer))}",
+            f"{_MOUNT}. Or create a new job with --lease-time {math.ceil(max(lease_time, longer))}",
             seconds=late,
             lease_time=lease_time,
         )
@@ -288,7 +288,7 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
         return warn(
             "lease_time",
             f"{words}: the delay is too long for this lease time",
-            f"{_MOUNT}; or give a new job --lease-time {math.ceil(_WELL_ABOVE * late)}",
+            f"{_MOUNT}. Or create a new job with --lease-time {math.ceil(_WELL_ABOVE * late)}",
             seconds=late,
             lease_time=lease_time,
         )

@@ -442,7 +442,7 @@ def test_folders_inside_folders_without_end_are_an_error_at_once(tmp_path: Path)
     deep.mkdir(parents=True)
     (tmp_path / "version").mkdir()
     storage = RuledStorage()
-    with pytest.raises(CheckpointError, match="64 deep"):
+    with pytest.raises(CheckpointError, match="64 levels deep"):
         copy_model_files(storage, tmp_path / "huggingface", tmp_path / "version", cancel=nothing)
     assert sum(method == "kinds" for method, _ in storage.calls) < 100
 

@@ -195,7 +195,7 @@ def read_records(
         except UnicodeDecodeError:
             raise _broken(path, f"the name of {_shown(entry)} is not UTF-8") from None
         if not entry.name.startswith(prefix) or name in records:
-            raise _broken(path, f"{_shown(entry)} is there twice, or is in another folder")
+            raise _broken(path, f"{_shown(entry)} occurs twice, or is in another folder")
         records[name] = ZipRecord(offset, entry.size, entry.crc32)
     return records
 

@@ -285,7 +285,7 @@ class ExplorerMetrics:
         self._refused = gauge(
             "refuses", "1 if the explorer refused the newest version that it tried."
         )
-        self._broken = gauge("broken", "1 if the explorer's engine may serve wrong weights.")
+        self._broken = gauge("broken", "1 if the explorer's engine might serve wrong weights.")
         self._all = (
             self._lag,
             self._steps,
