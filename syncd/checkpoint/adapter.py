@@ -112,8 +112,8 @@ def read_config(content: bytes, where: object) -> AdapterConfig:
         return AdapterConfig.model_validate_json(content)
     except pydantic.ValidationError:
         raise CheckpointError(
-            f"{where} is not an adapter config as PEFT writes it, which is a JSON object "
-            "with text keys and a peft_type: write the file with PeftConfig.save_pretrained"
+            f"{where} is not an adapter config of PEFT, a JSON object with text keys and a "
+            "peft_type. Write the file with PeftConfig.save_pretrained"
         ) from None
 
 

@@ -108,7 +108,8 @@ def build_model_folder(
                 if save.sync_dtype is not None:
                     log.warning(
                         "%s: its trainer has cast the weights to %s (SaveSettings.sync_dtype), and "
-                        "cast = %s (--dtype) rounds them again: set only one of these two settings",
+                        "cast = %s (--dtype) rounds the weights again. Set only one of these "
+                        "settings",
                         actor,
                         save.sync_dtype,
                         options.cast,
@@ -125,7 +126,7 @@ def build_model_folder(
                 if base_model is None:
                     log.warning(
                         "%s: %s has no base_model_name_or_path, so the version does not name the "
-                        "model that its adapter is for: load the adapter only on the right model",
+                        "base model of the adapter. Load the adapter only on the right base model",
                         actor,
                         ADAPTER_CONFIG,
                         extra=Event.ADAPTER_WITHOUT_BASE(path=actor),
@@ -237,8 +238,8 @@ def _names_on_hub(
     wanted = options.names == "hub" and not options.may_keep
     if found is not None and found.refused is not None and wanted:
         raise CheckpointError(
-            f"{actor} cannot get the names of the hub: {found.refused}. Keep the trainer's names "
-            "with --names trainer"
+            f"the tensors in {actor} cannot get the hub's names: {found.refused}. Keep the "
+            "trainer's names with --names trainer"
         )
     return found
 

@@ -90,8 +90,8 @@ def open_dcp(given: Opening) -> ChunkedSave:
     _check_count(path, sum(map(len, chunks.values())), given)
     for name in sorted(chunks.keys() - set(given.files)):
         raise CoverageError(
-            f"{given.actor / name} is not there, and {DCP_METADATA} says that this file holds "
-            f"'{shown(chunks[name][0][0])}': a rank's file is missing; save again"
+            f"{given.actor / name} is not there, but {DCP_METADATA} says that this file holds "
+            f"'{shown(chunks[name][0][0])}'. Save again"
         )
     # At least one, so that a model that has only empty tensors has a place in the plan.
     labels = [name for name in given.files if name in chunks] or list(given.files[:1])
@@ -138,7 +138,7 @@ def _read_metadata(
         if error.errno != errno.EFBIG:
             raise
         raise ShardFormatError(
-            f"{path} is larger than {_METADATA_MIB} MiB: save the model alone, from fewer ranks"
+            f"{path} is larger than {_METADATA_MIB} MiB: save only the model, from fewer ranks"
         ) from None
     return parser.read_metadata(data, str(path), prefix=prefix)
 
@@ -179,8 +179,8 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
         for entry, _ in found[label]:
             if given.prefix is None and entry.name.startswith(_NO_MODEL):
                 raise CheckpointError(
-                    f"{file.path} also holds '{shown(entry.name)}', which is not a weight: save "
-                    "the model alone, or give the prefix of its names with --prefix (dcp_prefix)"
+                    f"{file.path} also holds '{shown(entry.name)}', which is not a weight. Save "
+                    "only the model, or give the model's prefix with --prefix (dcp_prefix)"
                 )
         sources.append(SourceFile(file.path, file.fd))
         _check_count(file.path, sum(map(len, found.values())), given)

@@ -165,23 +165,23 @@ def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
     found = find_adapter(entry.name for entry in file.entries)
     if is_adapter and not file.entries:
         raise CheckpointError(
-            f"{file.path} holds no tensors: perhaps the trainer could not gather them; save the "
-            "step again"
+            f"{file.path} holds no tensors. Perhaps the trainer failed to gather the tensors. "
+            "Save the step again"
         )
     if found is None and not is_adapter and is_peft_model(entry.name for entry in file.entries):
         raise _of_another_method(file.path)
     if found is None or (is_adapter and found.name is None):
         return
-    what = "an adapter with the tensor names of its model" if is_adapter else "a PEFT model"
+    what = "an adapter with the tensor names of a PEFT model" if is_adapter else "a PEFT model"
     raise CheckpointError(
-        f"{file.path} is {what}, which no engine loads: save the adapter into {LORA_ADAPTER}/ with "
-        "PeftModel.save_pretrained"
+        f"{file.path} holds {what}, and no engine loads such a file. Save the adapter into "
+        f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
     )
 
 
 def _of_another_method(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path} holds a PEFT model of another method than LoRA, which no engine loads: save the "
-        "result of its merge_and_unload(), or save the adapter into "
+        f"{path} holds a PEFT model of another method than LoRA, and no engine loads such a file. "
+        "Save the model that merge_and_unload() returns, or save the adapter into "
         f"{LORA_ADAPTER}/ with PeftModel.save_pretrained"
     )

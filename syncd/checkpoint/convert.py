@@ -107,8 +107,8 @@ def full_steps(job: Job) -> list[int]:
     if not holds_job(job):
         raise JobUnavailableError(
             f"{job.layout.root} is no job: it has no global_step_N folder, no pointer "
-            f"({STATE_POINTER} or {CHECKPOINT_POINTER}), and no {job.layout.state.name}; give the "
-            "trainer's checkpoint folder, or a global_step_N folder inside it"
+            f"({STATE_POINTER} or {CHECKPOINT_POINTER}), and no {job.layout.state.name}. Give the "
+            "trainer's checkpoint folder, or one of its global_step_N folders"
         )
     return [step for step in step_folders(job) if _is_full(job, step)]
 

@@ -45,9 +45,9 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
         names = storage.names(actor)
         if missing := next((name for name in masters if name not in names), None):
             raise SaveNotReadyError(
-                f"{actor} has no {missing}, although other ranks' weights in the model's "
-                "dtype are there: copy the whole folder again, because the other weights "
-                "there are cast for explorers"
+                f"{actor} has no {missing}, but other ranks' weights in the model's dtype "
+                "are there. Copy the whole folder again, because the weights of this rank were "
+                "cast for explorers"
             )
         return Shards(save.step, save.identity, masters) if masters else save
     if save.sync_dtype is None:
@@ -63,7 +63,7 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
         if receipt.save_id != save.identity:
             raise _without_receipts(
                 actor,
-                f"a full receipt is of save {receipt.save_id}, but the weights are of save "
+                f"a full receipt belongs to save {receipt.save_id}, but the weights belong to save "
                 f"{save.identity}",
             )
     told = {file.name for one in full for file in one.files}
@@ -118,6 +118,6 @@ def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[
 def _without_receipts(actor: Path, why: str) -> SaveNotReadyError:
     return SaveNotReadyError(
         f"{actor} holds weights that were cast for explorers, and its full receipts do not "
-        f"name the weights in the model's dtype: {why}; copy the folder again, together "
+        f"name the weights in the model's dtype: {why}. Copy the folder again, together "
         f"with {actor / RECEIPTS}"
     )

@@ -223,7 +223,7 @@ def _regular_files(
         )
     if len(below.parts) > _DEPTH_LIMIT:
         raise CheckpointError(
-            f"{root} has folders nested more than {_DEPTH_LIMIT} levels deep: remove them"
+            f"{root} has folders nested more than {_DEPTH_LIMIT} levels deep: remove these folders"
         )
     for name, kind in storage.kinds(root / below).items():
         cancel()

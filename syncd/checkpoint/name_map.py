@@ -127,8 +127,8 @@ class NameMap:
                 characters += made * len(piece.name)
             if count > PART_LIMIT or characters > NAMES_LIMIT:
                 raise self._wrong(
-                    f"it makes more than {PART_LIMIT} tensors, or their names together have more "
-                    f"than {NAMES_LIMIT} characters"
+                    f"the map makes more than {PART_LIMIT} tensors, or their names together have "
+                    f"more than {NAMES_LIMIT} characters"
                 )
         if record.refused is not None and record.tensors:
             raise self._wrong("it has a reason in 'refused', but also lists tensors")
@@ -231,7 +231,9 @@ class NameMap:
         split = pieces[0].first is not None
         left = shape[1:] if split else shape
         if (split and not shape) or any((piece.first is not None) != split for piece in pieces):
-            raise self._wrong(f"{shown(name)} is split in some pieces, and not split in others")
+            raise self._wrong(
+                f"{shown(name)} is split along dimension 0 in some pieces, but not in all"
+            )
         at = 0
         for piece in sorted(pieces, key=lambda piece: piece.rows or (0, 0)):
             fault = _fault(piece, left)

@@ -66,7 +66,7 @@ Order = tuple[tuple[int, Shape], ...]
 
 #: The most characters of a shape, or of a list of placements, in a message.
 _TOLD_LIMIT: Final = 300
-_REPORT: Final = "report it, and keep the save"
+_REPORT: Final = "report this as a bug of syncd, and keep the save"
 _UNKNOWN: Final = f"which this version of syncd does not know: {_REPORT}"
 _PARTIAL: Final = (
     "and Partial means that each rank holds a summand, not a part: redistribute the tensor to "
@@ -190,7 +190,7 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
         raise CoverageError(
             f"{file}: {tensor} has local shape ({_told(*local_shape)}), but by its "
             f"placements this rank must have ({_told(*sizes)}) of the global shape "
-            f"({_told(*layout.global_shape)}): save again from ranks of one job"
+            f"({_told(*layout.global_shape)}). Save again, with all ranks in one job"
         )
     return Position(layout.global_shape, tuple(offsets), layout.mesh)
 
@@ -228,9 +228,9 @@ def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
             at += 1
         if blocks != factor:
             return {}, (
-                "and a split_factor that does not fit any order of the mesh dimensions: "
-                "redistribute the tensor to Shard() before saving, or report it and keep "
-                "the save"
+                "and a split_factor that does not fit any order of the mesh dimensions. "
+                "Redistribute the tensor to Shard() before saving. If you cannot, report this as "
+                "a bug of syncd, and keep the save"
             )
         order.insert(at, mesh_dim)
     if layout.order is None:

@@ -171,7 +171,9 @@ def arrange(
 
 def broken(where: str, what: str) -> ShardFormatError:
     """The error for a file that is not a safetensors file."""
-    return ShardFormatError(f"{where} is not a whole safetensors file ({what}): save it again")
+    return ShardFormatError(
+        f"{where} is not a whole safetensors file ({what}): save the file again"
+    )
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

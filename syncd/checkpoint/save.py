@@ -56,7 +56,7 @@ RECEIPTS_LIMIT: Final = 16 * 1024 * 1024
 ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
 _MIXED: Final = (
     "holds both model_world_size_*.pt shards and files of torch.distributed.checkpoint, "
-    "and syncd cannot know which of them belong to an older save: remove the older files"
+    "and syncd cannot know which of them belong to an older save. Remove the older files"
 )
 #: The possible names of the files of weights, for messages.
 LOOKED_FOR: Final = (
@@ -224,7 +224,7 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
         return Unfinished(
             step,
             f"{actor}: rank 0's receipt names over {RANK_LIMIT} ranks, or a save_id that is not "
-            "printable: trainer_hooks has not written this receipt; save again",
+            "printable. trainer_hooks writes no such receipt. Save again",
         )
     receipts = [first]
     for rank in range(1, first.world_size):
@@ -402,7 +402,7 @@ def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
     if len(ranks) == 1:
         return told
     others = " and ".join(map(str, sorted(ranks)[:-1][:5]))
-    return f"{told}; it also has shards of world size {others}, and no set is whole: save again"
+    return f"{told}; it also has shards of world size {others}, and no set is complete: save again"
 
 
 def _told_world_size(storage: Storage, actor: Path) -> int | None:

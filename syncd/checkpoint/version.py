@@ -152,7 +152,7 @@ def each_file(
     for listed_file in manifest.files:
         if manifest.digests != "off" and listed_file.digest is None:
             raise VerificationError(
-                f"the manifest of {folder} promises digests but has none for "
+                f"the manifest of {folder} must give a digest for each file, but gives none for "
                 f"{shown(listed_file.name)}: the manifest is damaged, or somebody has changed it"
             )
     _check_nothing_else(storage, folder, manifest, listed)
@@ -180,7 +180,7 @@ def _check_nothing_else(
         if name not in listed and is_weights_name(name):
             raise VerificationError(
                 f"{folder / printable(name)} is not in the version's manifest, and a server would "
-                "load it: remove this file, and find out who put it there"
+                "load it. Remove this file, and find out who put it there"
             )
 
 

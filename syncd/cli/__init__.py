@@ -44,7 +44,7 @@ _GROUPS: Final = {
         "doctor": "Test a job's storage, and report problems with it.",
         "config": "Check a configuration file, or show the settings that a daemon would use.",
         "unit": "Print or install systemd units for a job.",
-        "demo": "Watch it work: train, merge, publish, reload and prune on this machine.",
+        "demo": "Watch syncd work: train, merge, publish, reload and prune on this machine.",
     },
 }
 _COMMANDS: Final = {name: said for group in _GROUPS.values() for name, said in group.items()}

@@ -57,7 +57,7 @@ class _Converted:
     "base",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     default=None,
-    help=f"If the trainer saved no {MODEL_CONFIG}, take it and the tokenizer from this folder.",
+    help=f"A folder with {MODEL_CONFIG} and the tokenizer, if the trainer saved no {MODEL_CONFIG}.",
 )
 @click.option(
     "--step",
@@ -92,11 +92,11 @@ def command(
 ) -> None:
     """Merge every full checkpoint of JOB into its own actor/huggingface/ folder.
 
-    JOB may also be the folder of one step, global_step_N.
+    JOB can also be the folder of one step, global_step_N.
 
     Together with the config and the tokenizer that the trainer saved there, the folder becomes a
     complete Hugging Face model. Checkpoints that were converted before, and checkpoints that the
-    trainer is writing now, are skipped. The trainer and the daemon may run at the same time. If a
+    trainer is writing now, are skipped. The trainer and the daemon can run at the same time. If a
     checkpoint fails, the other checkpoints are still converted; the exit code is the code of the
     first error.
     """

@@ -54,7 +54,7 @@ def command(
 ) -> None:
     """Merge the shards in ACTOR_DIR into OUT_DIR, a complete Hugging Face model folder.
 
-    ACTOR_DIR may also be a checkpoint of torch.distributed.checkpoint.
+    ACTOR_DIR can also be a checkpoint of torch.distributed.checkpoint.
 
     If the shards belong to a PEFT model, or a folder lora_adapter/ beside the shards holds an
     adapter, OUT_DIR becomes the folder of the LoRA adapter.

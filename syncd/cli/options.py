@@ -127,7 +127,7 @@ def _version(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
         return int(found[1])
     hint = ""
     if found := _STEP.fullmatch(value):
-        hint = f"; it is a step, which may have several versions: did you mean v{found[1]}?"
+        hint = f"; {value} is a step, which can have several versions: did you mean v{found[1]}?"
     raise click.BadParameter(f"{value!r} is not the name of a version, such as v17{hint}")
 
 
@@ -158,7 +158,7 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         show_default=True,
         help=(
             "The file in the job that names the step to publish. Jobs of plain verl have only "
-            "the second of these files."
+            f"{CHECKPOINT_POINTER}."
         ),
     ),
     click.option(
@@ -236,7 +236,7 @@ def policy(command: Callable[..., Any]) -> Callable[..., Any]:
 prefix = click.option(
     "--prefix",
     default=None,
-    help="The prefix of tensor names in torch.distributed.checkpoint.  [default: detect]",
+    help="The prefix of the model in a torch.distributed.checkpoint save.  [default: detect]",
 )
 names = click.option(
     "--names",

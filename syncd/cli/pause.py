@@ -30,4 +30,4 @@ def command(job: Path, timeout: float, *, as_json: bool) -> None:
         told = {"job": str(job), "paused": True, "waits_for": unanswered or None}
         click.echo(json.dumps(told, indent=2))
         return
-    click.echo("paused" if not unanswered else f"pause requested; {unanswered} obey it")
+    click.echo("paused" if not unanswered else f"pause requested; {unanswered} obey the request")

@@ -20,7 +20,7 @@ def command(job: Path, target: options.VersionOrStep, *, as_json: bool) -> None:
     """Keep a version (v17) or a step folder (17) of JOB from being pruned, until it is unpinned.
 
     The pin takes effect as soon as this command has succeeded, even if no daemon is running. Only
-    syncd obeys a pin; the trainer may still delete a pinned step folder.
+    syncd obeys a pin; the trainer can still delete a pinned step folder.
     """
     opened = Job.at(job)
     opened.lease_time()  # a job at all?

@@ -64,7 +64,7 @@ _DEFAULTS = RunConfig()
     type=click.IntRange(min=1),
     default=_DEFAULTS.concurrent_merges,
     show_default=True,
-    help="With --root: how many jobs may merge saves at the same time.",
+    help="With --root: how many jobs can merge saves at the same time.",
 )
 @click.option(
     "--exit-when-idle/--no-exit-when-idle",
@@ -91,7 +91,7 @@ _DEFAULTS = RunConfig()
 @click.option(
     "--dcp-prefix",
     default=None,
-    help="The prefix of tensor names in torch.distributed.checkpoint.  [default: detect]",
+    help="The prefix of the model in a torch.distributed.checkpoint save.  [default: detect]",
 )
 @click.option(
     "--hang-time",

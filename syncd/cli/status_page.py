@@ -198,7 +198,7 @@ def _how_to_start(seen: dict[str, Any], now: float) -> str:
     if "memory" not in seen:
         return ""  # a second job, which the first job's daemon serves
     if not seen["daemon_lock_held"]:
-        why = "no daemon works here; start one"
+        why = "no daemon serves this job; start a daemon"
     elif daemon is not None and now - daemon["time"] > _SILENT * (seen["lease_time"] or 0.0):
         why = "if this daemon has ended, start another daemon"
     else:

@@ -112,8 +112,9 @@ def install(name: str, to: Path, *, force: bool, as_json: bool, **given: Any) ->
             found = storage.read(path).decode(errors="replace")
             if found != text and not is_untouched(found):
                 raise InvalidSettingsError(
-                    f"{path} was edited since syncd wrote it: move the changes to another drop-in "
-                    f"('systemctl edit {instance.unit}') and remove the file, or give --force"
+                    f"{path} was edited since syncd wrote it. Move the changes to another drop-in "
+                    f"file with 'systemctl edit {instance.unit}', and remove {path}. Or discard "
+                    "the changes with --force"
                 )
     for path, text in files.items():
         storage.make_folder(path.parent, below=Path(path.anchor))

@@ -96,7 +96,7 @@ def _verified(storage: Storage, folder: Path) -> _Verified:
     if manifest.remote is not None:
         said = f"step {manifest.step}, remote: {manifest.remote}"
         return _Verified(folder.name, "remote", said, manifest.step, manifest.kind)
-    how = "sizes, headers, digests" if manifest.digests != "off" else "sizes and headers alone"
+    how = "sizes, headers, digests" if manifest.digests != "off" else "only sizes and headers"
     what = "" if manifest.kind == "full" else f" {manifest.kind}"
     said = f"step {manifest.step}, whole{what} ({how})"
     return _Verified(folder.name, "whole", said, manifest.step, manifest.kind)

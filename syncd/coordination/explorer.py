@@ -117,9 +117,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             try:
                 self._me.update(starting=None)
             except (OSError, SyncdError) as error:
-                log.warning(
-                    "%s cannot write in its report that it has stopped: %s", self.name, error
-                )
+                log.warning("%s cannot report that it has stopped: %s", self.name, error)
         super().close()
 
     def set_explorer_version(self, version: Version, refused: str | None = None) -> None:

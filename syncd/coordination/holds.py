@@ -89,8 +89,8 @@ class Holds:
         """
         if os.getpid() != self._pid:  # its leases would be the same files as its parent's
             raise InvalidSettingsError(
-                f"{self._name} belongs to process {self._pid}, and this process is a fork of it: "
-                "create the Reader, or the hook, in this process"
+                f"{self._name} belongs to process {self._pid}, but this process is a fork of that "
+                "process. Create the Reader or the hook again in this process"
             )
         with self._lock:
             if folder not in self._held:

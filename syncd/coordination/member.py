@@ -320,8 +320,8 @@ class Member(Generic[Report]):
                     self._point(step)
                 if self._versions.is_refused(step):
                     raise SaveFailedError(
-                        f"step {step} cannot be published: see "
-                        f"{self._versions.job.layout.quarantine}"
+                        f"step {step} cannot be published; its file in "
+                        f"{self._versions.job.layout.quarantine} gives the reason"
                     )
                 if not wait.more():
                     raise WaitTimeoutError(
@@ -397,9 +397,7 @@ class Member(Generic[Report]):
                 try:
                     become(self._me, RunningStatus.STOPPED)
                 except (OSError, SyncdError) as error:
-                    log.warning(
-                        "%s cannot write in its report that it has stopped: %s", self.name, error
-                    )
+                    log.warning("%s cannot report that it has stopped: %s", self.name, error)
             try:
                 self._stack.close()
             except OSError as error:
@@ -460,7 +458,7 @@ class Member(Generic[Report]):
         if unlike and other not in self._compared:
             log.warning(
                 "trainer %s and explorer %s have different SyncSettings, and may wait for each "
-                "other in vain: %s; give both the same settings",
+                "other in vain: %s. Give trainer and explorer the same settings",
                 printable(trainer.name or ""),
                 printable(explorer.name),
                 unlike,

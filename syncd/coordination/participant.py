@@ -93,8 +93,8 @@ class Participant(Generic[Report]):
         """
         if not self.is_ours:
             raise InvalidSettingsError(
-                f"{self.session.id} belongs to process {self._pid}, and this process is a fork of "
-                "it: register after the fork"
+                f"{self.session.id} belongs to process {self._pid}, but this process is a fork of "
+                "that process. Register after the fork"
             )
 
     def check(self) -> None:

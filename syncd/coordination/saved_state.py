@@ -78,7 +78,7 @@ class StateFile:
         if found is previous is None:
             return None
         raise RecordError(
-            f"{self._path} is torn, and so is its previous copy: remove both to begin anew"
+            f"{self._path} and its previous copy are torn: remove both files to begin anew"
         )
 
     def _replace(self, path: Path, content: bytes) -> None:

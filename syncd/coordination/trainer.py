@@ -168,8 +168,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
         elif model_state_dict is not None:
             if self._writer is None:
                 raise InvalidSettingsError(
-                    "a state dict cannot be written without a writer: construct the Synchronizer "
-                    "with a writer, or write the save with trainer_hooks and announce None"
+                    "this Synchronizer has no writer, so it cannot write a state dict. Give the "
+                    "Synchronizer a writer, or write the save with trainer_hooks and pass None"
                 )
             self._writer(model_state_dict, trainer_step)
         self._saved_step = trainer_step

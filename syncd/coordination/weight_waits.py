@@ -91,7 +91,7 @@ class WeightWaits:
             if not wait.more():
                 raise WaitTimeoutError(
                     f"no trainer has registered in {self._root} in time, and no version is "
-                    "published there; check with `syncd status` that this is the trainer's job "
+                    "published there. Check with `syncd status` that this is the trainer's job "
                     "directory"
                 )
 
@@ -362,7 +362,7 @@ class Ending:
             return False
         log.warning(
             "step %d is saved but not published, and no daemon has worked in %s for %g s: "
-            "not waiting for this step; start `syncd run` there",
+            "not waiting for this step any longer. Start a daemon with `syncd run`",
             step,
             self._versions.job.layout.root,
             self._versions.lease_time,

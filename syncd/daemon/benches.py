@@ -258,14 +258,14 @@ class Benches:
         if isinstance(save, Unfinished):
             asked.identity, asked.why = None, save.reason
             if not self._is_there(request.step):
-                self._refuse(asked, SaveNotReadyError(f"{step} is not there: it was deleted"))
+                self._refuse(asked, SaveNotReadyError(f"{step} was deleted"))
             return None
         if save.identity != asked.identity:
             asked.identity, asked.since = save.identity, self._clock()
         if not save.receipts and self._clock() - asked.since < tick:
             asked.why = (
-                f"step {save.step} has no receipts, so the daemon waits until its files "
-                f"have not changed for {tick:g} s"
+                f"step {save.step} has no receipts, so the daemon waits until the step's "
+                f"files have not changed for {tick:g} s"
             )
             return None
         return save

@@ -335,8 +335,8 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish | G
     if not save.receipts and seen.save_still_for < config.tick:
         return (
             (),
-            f"step {save.step} has no receipts, so the daemon waits until its files have "
-            f"not changed for {config.tick:g} s",
+            f"step {save.step} has no receipts, so the daemon waits until the step's files "
+            f"have not changed for {config.tick:g} s",
         )
     return (Publish(save),), ""
 
@@ -393,7 +393,7 @@ def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
         elif count > config.keep_deltas:
             yield PruneDelta(delta.sequence, f"not among the newest {config.keep_deltas}")
         elif together > at_most:
-            why = "it and all newer deltas together have more than half the bytes of a version"
+            why = "this and all newer deltas together exceed half the bytes of a version"
             yield PruneDelta(delta.sequence, why)
 
 
@@ -408,7 +408,7 @@ def keep_newest(count: int) -> KeepRule:
         ValueError: ``count`` is below 1, so that LATEST would not stay.
     """
     if count < 1:
-        raise ValueError(f"keep_newest({count}): at least LATEST stays")
+        raise ValueError(f"keep_newest({count}): the count must be at least 1")
     return lambda sequences: frozenset(sequences[-count:])
 
 

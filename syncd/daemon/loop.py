@@ -302,7 +302,7 @@ class Loop:
         self._meter.failed(error)
         self._tidying.after(error)
         what = type(action).__name__
-        refused.setdefault(what, f"storage refuses the action {what}; trying again: {error}")
+        refused.setdefault(what, f"storage refuses the action {what}: {error}. Trying again")
 
     def _tidy(self, refused: dict[str, str], seen: Observation) -> None:
         """Remove leftovers; later rounds retry any work that storage refuses here."""

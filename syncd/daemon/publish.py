@@ -185,8 +185,7 @@ class Publisher:
         if self.config.refuse_nonfinite and found is not None and found.count:
             raise NonFiniteError(
                 f"step {save.step} has {found}, and the daemon refuses such saves "
-                "(refuse_nonfinite): "
-                "resume training from an earlier checkpoint, and save again"
+                "(refuse_nonfinite). Resume training from an earlier checkpoint, and save again"
             )
 
     def publish(

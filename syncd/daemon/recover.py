@@ -144,7 +144,7 @@ class _Look:
         try:
             self._job.storage.release(self._job.storage.open_read(path))
         except OSError as error:
-            log.debug("cannot open %s: %s; opening it again", path, error)
+            log.debug("cannot open %s: %s; trying again", path, error)
 
     def published(self) -> list[int]:
         found = (

@@ -206,7 +206,8 @@ class Scanner:
             actor = self._job.layout.actor(save.step)
             why = (
                 f"a trainer is saving into {actor} again: the .distcp files changed, but "
-                f"{DCP_METADATA}, the last file, did not; if the save is whole, touch that file"
+                f"{DCP_METADATA}, the last file, did not. If the save is complete, run 'touch' on "
+                f"{DCP_METADATA}"
             )
             save = Unfinished(save.step, why)
         if self._save is None or (save.step, save.known_as) != (

@@ -213,7 +213,7 @@ class Turns:
             )
         if now - merging.began >= limit * 2**ended and is_overtaken():
             self._end(job, merging, put_off=False)
-            raise LateError(f"{told}, and a newer save is announced: merging the newer one instead")
+            raise LateError(f"{told}, and a newer save is announced: merging that save instead")
         return found_late
 
     def leave(self, job: str) -> None:

@@ -164,7 +164,7 @@ class DeltaReader:
         entry = self._entries[row]
         encoded = self._storage.pread_all(self._fd, int(entry["length"]), int(self._offsets[row]))
         if xxhash.xxh3_64_intdigest(encoded) != int(entry["digest"]):
-            raise self._broken_block(tensor, block, "its digest differs from that in the index")
+            raise self._broken_block(tensor, block, "its digest is not the digest in the index")
         return memoryview(encoded), int(entry["count"])
 
     def _broken_block(self, tensor: int, block: int, why: object) -> NoDeltaError:

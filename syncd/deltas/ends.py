@@ -94,7 +94,7 @@ def _unlike(base: Manifest, target: Manifest) -> str | None:
             if name not in those:
                 return (
                     f"version {one.sequence} has the tensor {shown(name)}, but version "
-                    f"{other.sequence} has not"
+                    f"{other.sequence} does not"
                 )
     for name, new in after.items():
         old = before[name]
@@ -162,7 +162,7 @@ def why_no_chain(chain: Sequence[Delta], base: Manifest, target: Manifest) -> st
         if delta.base.content != at:
             return (
                 f"the delta to version {delta.target.sequence} does not start from the "
-                "version that comes before it in the chain"
+                "previous version in the chain"
             )
         at = delta.target.content
     if at != content_of(target):

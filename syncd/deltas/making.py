@@ -37,7 +37,7 @@ def why_not_here() -> str | None:
     missing = [] if find_spec("numpy") else ["numpy"]
     if sys.version_info >= (3, 14):
         if not find_spec("_zstd"):  # without it, compression.zstd exists, but cannot be imported
-            return "this Python was built without zstd: install one with compression.zstd"
+            return "this Python was built without zstd: install a Python with compression.zstd"
     elif not find_spec("zstandard"):
         missing.append("zstandard")
     if not missing:

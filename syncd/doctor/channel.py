@@ -90,8 +90,8 @@ def _silent(path: Path, limit: float, *, ended: bool) -> str:
     if ended:
         return "the other measuring process has ended: run both processes again"
     return (
-        f"{path} was not written within {limit:.0f} s: the other measuring process has "
-        "ended, or storage lags by more than this time; run both processes again"
+        f"{path} was not written within {limit:.0f} s. The other measuring process has "
+        "ended, or storage lags by more than this time. Run both processes again"
     )
 
 

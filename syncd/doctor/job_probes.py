@@ -134,7 +134,7 @@ def rights(job: Job, facts: Facts, refused: str | None) -> Finding:
     """
     if refused is None:
         folder = unwritable(job)
-        refused = f"{folder} may not be written" if folder is not None else None
+        refused = f"{folder} cannot be written" if folder is not None else None
     kept = unprunable(job) if refused is None else None
     return job_verdicts.rights(refused, kept, TO_DELETE, facts)
 

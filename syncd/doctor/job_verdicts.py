@@ -63,8 +63,8 @@ def exported_read_only(why: str) -> Finding:
     return fail(
         "mount",
         f"mounted rw, but its server refuses writes: {why}",
-        "make the server export it for writing; after errors a disk may stay read-only until it is "
-        "checked",
+        "make the server export it for writing. After errors, a disk can stay read-only until "
+        "somebody checks the disk",
     )
 
 
@@ -111,7 +111,7 @@ def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job
     return warn(
         "daemon",
         f"the daemon's heartbeat has not moved for {watched:.0f} s{last}",
-        f"check its host and its log; if that daemon has ended, {start}",
+        f"check the daemon's host and log. If that daemon has ended, {start}",
         watched=watched,
     )
 
@@ -212,7 +212,7 @@ def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) 
         )
     if kept:
         return warn("rights", kept, to_delete)
-    return ok("rights", f"{us}: may write, and delete the trainers' files")
+    return ok("rights", f"{us}: can write, and can delete the trainers' files")
 
 
 def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
@@ -228,7 +228,7 @@ def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
             sticky = ", but delete only their own files" if mode & _STICKY else ""
             return warn(
                 "others",
-                f"every user may write to {printable(path)}{sticky} (mode {mode:04o}): every user "
+                f"every user can write to {printable(path)}{sticky} (mode {mode:04o}): every user "
                 "can publish weights there, and fill the daemon's memory",
                 f"chmod o-w {printable(path)}, and let trainers, daemon and explorers share a "
                 "group",
@@ -237,8 +237,8 @@ def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
     users = sorted({user for _, _, user, _ in writers})
     words = f"the job belongs to user {_listed(users)}"
     if groups:
-        return ok("others", f"{words}; group {_listed(groups)} may write to it too")
-    return ok("others", f"{words}, and nobody else except root may write to it")
+        return ok("others", f"{words}; group {_listed(groups)} can write to it too")
+    return ok("others", f"{words}, and nobody else except root can write to it")
 
 
 def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
@@ -273,7 +273,7 @@ def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
         return warn(
             "hosts",
             f"{words}; {ours.filesystem} here, {theirs.filesystem} there",
-            "mount it in the same way on both hosts; a server that is one of the hosts is fine",
+            "mount it in the same way on both hosts. One of the hosts can be the server",
         )
     return ok("hosts", words, answer=answer)
 
@@ -301,7 +301,7 @@ def hung(name: str, seconds: float) -> Finding:
     return fail(
         name,
         f"storage did not answer within {seconds:.0f} s; the remaining probes were skipped",
-        "check whether the server can be reached; a hard mount waits for it forever",
+        "check whether the server can be reached; a hard mount waits for the server forever",
         seconds=seconds,
     )
 

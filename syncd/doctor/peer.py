@@ -90,9 +90,9 @@ def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) ->
             return There(Channel(storage, room.path, 0, 1), patience)
         if time.monotonic() > deadline:
             raise JobUnavailableError(
-                f"no other host joined within {limit:.0f} s: run 'syncd doctor {room.job} --peer "
-                "1' on the other host at the same time; if it runs there, that host sees another "
-                "folder at this path, or may not write to this folder"
+                f"no other host joined within {limit:.0f} s. Run 'syncd doctor {room.job} --peer "
+                "1' on the other host at the same time. If this command is running there, that "
+                "host sees another folder at this path, or cannot write to this folder"
             )
         time.sleep(_PAUSE)
 
@@ -127,9 +127,9 @@ def visit(job: Job, limit: float) -> tuple[Path, Channel]:
         time.sleep(_PAUSE)
     why = f" ({refused})" if refused else ""
     raise JobUnavailableError(
-        f"no 'syncd doctor {job.layout.root} --peer 0' was found within {limit:.0f} s{why}: run "
-        "this command on the other host at the same time; if it runs there, the two hosts see "
-        "different folders at this path"
+        f"no 'syncd doctor {job.layout.root} --peer 0' was found within {limit:.0f} s{why}. Run "
+        "this command on the other host at the same time. If this command is running there, the "
+        "two hosts see different folders at this path"
     )
 
 

@@ -160,7 +160,7 @@ def owner(made: tuple[int, int], us: tuple[int, int]) -> Finding:
         return warn(
             "owner",
             f"a file that user {us[0]} makes here belongs to user {made[0]}: the server maps users",
-            "run trainers, daemon and explorers as users that the server knows; or, if they run "
+            "run trainers, daemon and explorers as users that the server knows. If they must run "
             "as root, export the filesystem with no_root_squash",
             made=made[0],
             us=us[0],
@@ -279,7 +279,7 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
             "lease_time",
             f"a heartbeat is seen {shown} late, and the lease time is {lease_time:g} s: live "
             "processes would count as dead",
-            f"{_MOUNT}; or give a new job --lease-time {math.ceil(max(lease_time, longer))}",
+            f"{_MOUNT}. Or create a new job with --lease-time {math.ceil(max(lease_time, longer))}",
             seconds=late,
             lease_time=lease_time,
         )
@@ -288,7 +288,7 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
         return warn(
             "lease_time",
             f"{words}: the delay is too long for this lease time",
-            f"{_MOUNT}; or give a new job --lease-time {math.ceil(_WELL_ABOVE * late)}",
+            f"{_MOUNT}. Or create a new job with --lease-time {math.ceil(_WELL_ABOVE * late)}",
             seconds=late,
             lease_time=lease_time,
         )

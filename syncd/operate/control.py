@@ -113,7 +113,7 @@ class Control:
         answer = self._answer(request)
         if answer.outcome == "asked":
             told = f"{unanswered} serve version {sequence} again"
-            return f"{told}; to cancel the request, remove {path}"
+            return f"{told}. To cancel the request, remove {path}"
         self._job.storage.unlink_if_there(path)
         if answer.made is None:
             raise VersionGoneError(f"the daemon cannot serve version {sequence}: {answer.why}")

@@ -105,8 +105,8 @@ def check_is_job(job: Job) -> None:
         if not job.storage.exists(job.layout.root):
             raise no_folder(job.layout.root)
         raise JobUnavailableError(
-            f"{job.layout.root} is not a job that syncd has served: it has no .syncd/format.json; "
-            "'syncd run' with this path starts a daemon for it"
+            f"{job.layout.root} is not a job that syncd has served: it has no .syncd/format.json. "
+            "'syncd run' with this path starts a daemon for this job"
         )
 
 

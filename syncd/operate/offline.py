@@ -141,8 +141,8 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
         # A lock that cannot be read shows no heartbeat.
         if judge.saw_beat(job.layout.daemon_lock) or waited > 2 * judge.lease_time:
             raise JobUnavailableError(
-                f"a daemon is working on {job.layout.root}, and prunes by itself: set its --keep, "
-                "or stop the daemon first"
+                f"a daemon is working on {job.layout.root}, and that daemon prunes the job. Change "
+                "the daemon's --keep, or stop the daemon first"
             )
         pause = min(_LOOK, lease_time / LOOKS_PER_LEASE / 2)
         sleep(pause)

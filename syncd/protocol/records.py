@@ -123,8 +123,8 @@ def _refuse_newer_protocol(record: Record, where: object) -> None:
     if record.protocol > PROTOCOL:
         shown = str(record.protocol)[:_SHOWN]
         raise ProtocolMismatchError(
-            f"{printable(where)} is of protocol {shown}, this syncd reads up to {PROTOCOL}: "
-            "install the newer syncd here too"
+            f"{printable(where)} is of protocol {shown}, but this syncd reads only protocols up to "
+            f"{PROTOCOL}: install the newer syncd here too"
         )
 
 

@@ -106,9 +106,9 @@ class HeldName:
         if holder == self._session or (holder is None and self._create()):
             return
         raise NameTakenError(
-            f"session {read_claim(self._job.storage, self._path)} now holds {self._path}: this "
-            "process was paused, or its storage did not answer, for longer than a lease time; "
-            "start this process again"
+            f"session {read_claim(self._job.storage, self._path)} now holds {self._path}. This "
+            "process was paused, or its storage did not answer, for longer than a lease time. "
+            "Start this process again"
         )
 
     def release(self) -> None:
@@ -127,12 +127,12 @@ class HeldName:
             other = "give this trainer another job directory"
             who = "a trainer" if holder is None else f"trainer {holder[:_SHOWN]!r}"
         else:
-            other, who = "take another name", f"{role} {self._name!r}"
+            other, who = "use another name", f"{role} {self._name!r}"
         process = "" if session is None else process_of(session)
         return (
             f"{who} works in {self._job.layout.root} already ({process}session "
-            f"{session or 'unknown'}): stop it, or {other}; if that process has certainly ended, "
-            f"remove {self._path}"
+            f"{session or 'unknown'}). Stop that process, or {other}. If that process has "
+            f"certainly ended, remove {self._path}"
         )
 
     def _create(self) -> bool:

@@ -36,8 +36,8 @@ def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
         return JobUnavailableError(read_only(where))
     if error.errno in NO_ROOM:
         return NoRoomError(
-            f"{where} cannot be written: {os.strerror(error.errno or 0)}: make room for bytes and "
-            "for files (`df -h` and `df -i` show both) or raise the quota, and start again"
+            f"{where} cannot be written: {os.strerror(error.errno or 0)}. Make room, or raise the "
+            "quota, and start again. `df -h` shows the free bytes, and `df -i` the free inodes"
         )
     return None
 
@@ -45,8 +45,8 @@ def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
 def read_only(path: object) -> str:
     """The error message for storage that is mounted read-only."""
     return (
-        f"{path} cannot be written: its storage is mounted read-only: mount it rw (`findmnt -T` "
-        "shows how it is mounted), and start again"
+        f"{path} cannot be written: its storage is mounted read-only. Mount the storage rw, and "
+        "start again. `findmnt -T` shows the mount options"
     )
 
 

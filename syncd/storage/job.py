@@ -84,7 +84,7 @@ class Job:
             return self._agree(lease_time)
         except PermissionError as error:
             raise JobUnavailableError(
-                f"{error.filename} may not be written by user {os.geteuid()}: run as the trainers' "
+                f"{error.filename} cannot be written by user {os.geteuid()}: run as the trainers' "
                 "user, or give the folder a group that both users are in"
             ) from error
         except OSError as error:

@@ -95,8 +95,8 @@ class ProbeRoom:
             if not is_gone(error):
                 raise
             raise JobUnavailableError(
-                f"{self._mark} was removed during this run: by a daemon whose --leftover-grace is "
-                "shorter than a probe, or by a person; or the job was unmounted"
+                f"{self._mark} disappeared during this run. A person removed it, the job was "
+                "unmounted, or a daemon with a --leftover-grace shorter than a probe removed it"
             ) from error
 
     def remove(self) -> None:

@@ -27,8 +27,8 @@ _SHARED: Final = stat.S_ISGID | stat.S_IRWXG
 _FEW: Final = 4
 #: The remedy if steps cannot be deleted.
 TO_DELETE: Final = (
-    "run as the trainers' user; or run the trainers with umask 002, in a group that both users are "
-    "in (shared_group); or set --no-prune-steps"
+    "run the daemon as the trainers' user. Or run the trainers with umask 002, in a group that "
+    "both users are in (shared_group). Or set --no-prune-steps"
 )
 
 
@@ -68,7 +68,7 @@ def share_with_group(job: Job, group: str) -> None:
             root = job.layout.root
             raise InvalidSettingsError(
                 f"shared_group {group}: {folder} is not shared with this group, and user "
-                f"{os.geteuid()} may not share it ({error.strerror}): as its owner, run 'chgrp -R "
+                f"{os.geteuid()} cannot share it ({error.strerror}). As the owner, run 'chgrp -R "
                 f"{group} {root} && chmod -R g+rwX {root} && find {root} -type d -exec chmod g+s "
                 "{} +'"
             ) from error
@@ -85,7 +85,7 @@ def check_rights(job: Job) -> None:
         raise JobUnavailableError(read_only(folder))
     if folder is not None:
         raise JobUnavailableError(
-            f"{folder} may not be written by user {os.geteuid()}: run as the trainers' user, or "
+            f"{folder} cannot be written by user {os.geteuid()}: run as the trainers' user, or "
             "share the job with a group that both users are in (shared_group)"
         )
 
@@ -126,14 +126,14 @@ def unprunable(job: Job) -> str | None:
         folder = _kept_from_us(job.storage, job.layout.step(step))
         if folder is not None:
             return _sentence(
-                folder, f"belongs to user {status.st_uid}, and this user may not write to it"
+                folder, f"belongs to user {status.st_uid}, and this process cannot write to it"
             )
     return ""
 
 
 def _sentence(folder: Path, why: str) -> str:
     return (
-        f"old steps cannot be deleted, and the disk will fill up: {folder} {why} (this "
+        f"old steps cannot be deleted, and the disk will fill up: {folder} {why} (the "
         f"process runs as user {os.geteuid()})"
     )
 

@@ -86,7 +86,7 @@ class Watcher:
         except OSError as error:
             # For example, this user has no inotify instance left. Missing events do no harm.
             log.warning(
-                "no filesystem events, waiting by polling alone: %s",
+                "no filesystem events, so syncd waits by polling: %s",
                 error,
                 extra=Event.EVENTS_UNAVAILABLE(reason=error),
             )

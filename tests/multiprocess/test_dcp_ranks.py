@@ -34,7 +34,7 @@ def test_a_file_of_a_rank_that_is_missing_is_an_error_that_names_it(
     actor = tmp_path / "actor"
     shutil.copytree(saved / "fsdp2-2", actor)
     (actor / "__1_0.distcp").unlink()
-    with pytest.raises(CoverageError, match=r"__1_0\.distcp is not there, and \.metadata says"):
+    with pytest.raises(CoverageError, match=r"__1_0\.distcp is not there, but \.metadata says"):
         build(actor, tmp_path / "out")
 
 

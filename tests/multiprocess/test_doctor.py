@@ -248,7 +248,7 @@ def test_a_read_only_folder_is_one_finding_and_exits_with_19(others_job: Path) -
     assert err.endswith(": mount\n")
     assert [name for name, one in findings.items() if one["verdict"] == "fail"] == ["mount"]
     assert findings["mount"]["advice"] == "mount it rw"
-    assert "every user may write" in findings["others"]["words"]
+    assert "every user can write" in findings["others"]["words"]
 
 
 @only_root

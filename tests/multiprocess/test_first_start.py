@@ -25,7 +25,10 @@ FIRST = {
     "explorer": lambda job: ExplorerHook(job, "e", FakeEngine()),
     "reader": lambda job: Reader(job, "r"),
 }
-REMEDY = {NoRoomError: "No space left on device: make room", JobUnavailableError: "mount it rw"}
+REMEDY = {
+    NoRoomError: "No space left on device. Make room",
+    JobUnavailableError: "Mount the storage rw",
+}
 
 
 @pytest.fixture

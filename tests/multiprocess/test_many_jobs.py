@@ -165,7 +165,7 @@ def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
         for job in (sick, well):
             wait_for_step(job.layout.root, 1)
         marker.touch()
-        daemon.wait_for_log("another daemon may take over the job")
+        daemon.wait_for_log("Another daemon may take over the job")
         well.save(2)
         wait_for_step(well.layout.root, 2)
         # Its heartbeats end, so that another host's daemon has it at once.

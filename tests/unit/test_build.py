@@ -304,11 +304,11 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "a torn config": (
         {SHARD: shard_of(*PEFT), TOLD: b"{"},
-        "is not an adapter config as PEFT writes it",
+        "is not an adapter config of PEFT",
     ),
     "a huge config": (
         {SHARD: shard_of(*PEFT), TOLD: b" " * (1024 * 1024 + 1)},
-        "is not an adapter config as PEFT writes it",
+        "is not an adapter config of PEFT",
     ),
     "a config of another kind": (
         {SHARD: shard_of(*PEFT), TOLD: b'{"peft_type": "IA3"}'},
@@ -327,7 +327,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
     "half an adapter": ({SHARD: shard_of(*PEFT[:3]), TOLD: CONFIG}, "has no counterpart"),
     "an adapter by other names": (
         {LORA: file_of(*PEFT[2:4]), TOLD: CONFIG},
-        "with the tensor names of its model",
+        "with the tensor names of a PEFT model",
     ),
     "an empty adapter": ({LORA: file_of(), TOLD: CONFIG}, "holds no tensors"),
     "VeRA": (
@@ -348,7 +348,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "a full state dict of a PEFT model": (
         {"model.safetensors": file_of(*PEFT), TOLD: CONFIG},
-        "is a PEFT model, which no engine loads",
+        "holds a PEFT model, and no engine loads",
     ),
 }
 

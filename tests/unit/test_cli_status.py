@@ -160,8 +160,10 @@ def test_where_no_daemon_works_the_command_that_starts_one_is_shown(
 
     new = SmallJob(tmp_path / "it's new")
     command = f"syncd run {shlex.quote(str(new.layout.root))}"
-    assert start(new) == f"no daemon works here; start one: {command}"
-    assert start(served).startswith("no daemon works here; start one: syncd run ")  # it stopped
+    assert start(new) == f"no daemon serves this job; start a daemon: {command}"
+    assert start(served).startswith(
+        "no daemon serves this job; start a daemon: syncd run "
+    )  # it stopped
     reports(served, 0, memory_dir="/memory/job", host="elsewhere")
     assert start(served).endswith(f"syncd run {served.layout.root} --memory-dir /memory/job")
     served.layout.daemon_lock.touch()

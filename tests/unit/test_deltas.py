@@ -176,9 +176,9 @@ def test_a_chain_from_another_base_or_to_another_version_is_refused(
     tmp_path: Path, versions: list[WholeVersion], chain: list[Link]
 ) -> None:
     for base, links, target, why in (
-        (versions[1], chain, versions[2], "does not start from the version"),
+        (versions[1], chain, versions[2], "does not start from the previous"),
         (versions[0], chain[:1], versions[2], "does not end with"),
-        (versions[0], chain[::-1], versions[2], "does not start from the version"),
+        (versions[0], chain[::-1], versions[2], "does not start from the previous"),
         (versions[0], [], versions[2], "does not end with"),
     ):
         with pytest.raises(NoDeltaError, match=why):
@@ -314,8 +314,8 @@ def test_versions_that_are_unlike_have_no_delta(tmp_path: Path) -> None:
     like = base.model_copy(update={"sequence": 2})
     assert why_no_delta(base, like) is None
     for others, why in (
-        ({"a": tensors["a"]}, "version 1 has the tensor b, but version 3 has not"),
-        (tensors | {"c": tensors["b"]}, "version 3 has the tensor c, but version 1 has not"),
+        ({"a": tensors["a"]}, "version 1 has the tensor b, but version 3 does not"),
+        (tensors | {"c": tensors["b"]}, "version 3 has the tensor c, but version 1 does not"),
         (tensors | random_tensors(1, a=("F16", (4, 4))), "a is BF16 .* but F16"),
         (tensors | random_tensors(1, a=("BF16", (16,))), r"a is BF16 \[4, 4\] .* but BF16 \[16\]"),
     ):

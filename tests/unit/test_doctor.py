@@ -468,7 +468,7 @@ def facts(**changed: Any) -> Facts:
         (job_verdicts.daemon(False, "", 30, 30, "/job"), WARN, "has not moved for 30 s"),
         (job_verdicts.daemon(False, "", 30, 600, "/job"), OK, "not watched long enough"),
         (job_verdicts.others([("/job", 0o755, 7, 8)]), OK, "nobody else"),
-        (job_verdicts.others([("/job", 0o2775, 7, 8)]), OK, "group 8 may write"),
+        (job_verdicts.others([("/job", 0o2775, 7, 8)]), OK, "group 8 can write"),
         (job_verdicts.others([("/job", 0o777, 7, 8)]), WARN, "every user"),
         (job_verdicts.others([("/job", 0o1777, 7, 8)]), WARN, "delete only their own files"),
         (job_verdicts.others([]), WARN, "could be examined"),

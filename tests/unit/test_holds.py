@@ -162,7 +162,7 @@ def test_a_fork_can_take_and_release_nothing(tmp_path: Path) -> None:
     if not child:
         try:
             version.release()
-            with pytest.raises(InvalidSettingsError, match="this process is a fork of it"):
+            with pytest.raises(InvalidSettingsError, match="this process is a fork of that"):
                 holds.hold(1)
         except BaseException:  # noqa: BLE001 - the parent reports it
             os._exit(1)

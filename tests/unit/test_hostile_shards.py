@@ -111,7 +111,7 @@ LIES = {
     "larger by one": (zip_of([Entry(b"a/x", b"}.", size=3), PKL]), "overlaps"),
     "compressed": (zip_of([Entry(b"a/data.pkl", b"}.", method=8)]), "compressed"),
     "encrypted": (zip_of([Entry(b"a/data.pkl", b"}.", flags=1)]), "encrypted"),
-    "twice": (zip_of([PKL, PKL]), "is there twice"),
+    "twice": (zip_of([PKL, PKL]), "occurs twice"),
     "in a second folder": (zip_of([PKL, Entry(b"b/data.pkl", b"}.")]), "in another folder"),
     "without a folder": (zip_of([Entry(b"data.pkl", b"}.")]), "in another folder"),
     "not in UTF-8": (zip_of([PKL, Entry(b"a/\xff")]), "is not UTF-8"),

@@ -117,7 +117,7 @@ def test_a_split_factor_that_no_order_has_is_named(factor: int) -> None:
     message = str(raised.value)
     assert "rank_1.pt: weight has placements" in message
     assert f"_StridedShard(dim=0, split_factor={factor}), Shard(0)" in message
-    assert "redistribute the tensor to Shard() before saving" in message
+    assert "Redistribute the tensor to Shard() before saving" in message
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_split_factor_that_no_order_has_is_named(factor: int) -> None:
             (Other("_MaskPartial(offset_shape=4)"), Shard(0)),
             "redistribute the tensor to Replicate()",
         ),
-        ((Other("Ragged(dim=0)"), Shard(0)), "does not know: report it, and keep the save"),
+        ((Other("Ragged(dim=0)"), Shard(0)), "does not know: report this as a bug"),
         ((Shard(0), Shard(2)), "no dimension 2"),
         ((Replicate(), Shard(-1)), "no dimension -1"),
         ((StridedShard(-2, 2), Shard(0)), "no dimension -2"),

@@ -203,7 +203,7 @@ def test_plain_tensors_come_from_the_first_rank_and_are_compared_with_the_others
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (rows(0, 4), rows(4, 4, dtype="BF16"), "F32.*rank_0.pt but.*BF16.*rank_1.pt: save again"),
+        (rows(0, 4), rows(4, 4, dtype="BF16"), "F32.*rank_0.pt but.*BF16.*rank_1.pt. Save again"),
         (rows(0, 4), rows(5, 5, size=10), r"\(8, 2\) in rank_0.pt but.*\(10, 2\) in rank_1.pt"),
         (rows(0, 4), local((8, 2)), "a sharded.*rank_0.pt but a plain.*rank_1.pt"),
         (local((8, 2)), local((2, 8)), r"\(8, 2\).*\(2, 8\)"),
@@ -211,8 +211,8 @@ def test_plain_tensors_come_from_the_first_rank_and_are_compared_with_the_others
         (rows(0, 4), Chunks("F32", (8, 3), ()), r"\(8, 2\).*\(8, 3\)"),
         (rows(0, 4), Chunks("F16", (8, 2), ()), "F32.*F16"),
         (local((8, 2)), Chunks("F32", (8, 2), ()), "a plain.*a sharded"),
-        (local((8, 2)), None, "plain tensor in rank_0.pt, but missing in rank_1.pt: save the same"),
-        (None, local((8, 2)), "plain tensor in rank_1.pt, but missing in rank_0.pt: save the same"),
+        (local((8, 2)), None, "plain tensor in rank_0.pt, but missing in rank_1.pt. Save the same"),
+        (None, local((8, 2)), "plain tensor in rank_1.pt, but missing in rank_0.pt. Save the same"),
     ],
 )
 def test_ranks_that_disagree_are_named(
@@ -238,15 +238,15 @@ EMPTY = Chunks("F32", (8, 2), ())
         ([rows(0, 5), rows(4, 4)], "rows 4 to 4 are both in rank_0.pt and in rank_1.pt"),
         ([rows(0, 8), rows(2, 2)], "rows 2 to 3 are both in rank_0.pt and in rank_1.pt"),
         ([rows(0, 4), rows(0, 8)], "rows 0 to 3 are both in rank_0.pt and in rank_1.pt"),
-        ([rows(0, 4), rows(4, 5)], "rows 8 to 8 are in rank_1.pt, but the tensor has only 8"),
+        ([rows(0, 4), rows(4, 5)], "rows 8 to 8 are in rank_1.pt, but dimension 0 of the tensor"),
         ([rows(0, 8), rows(9, 1)], "rows 8 to 8 are in no file"),
-        ([rows(0, 8), rows(8, 1)], "rows 8 to 8 are in rank_1.pt, but the tensor has only 8"),
+        ([rows(0, 8), rows(8, 1)], "rows 8 to 8 are in rank_1.pt, but dimension 0 of the tensor"),
         (GRID[:3], "dimension 1 from 3 to 5 are in no file .after rank_2.pt"),
         (GRID[1:], "dimension 1 from 0 to 2 are in no file .between the beginning and rank_0.pt"),
         (GRID[:2], "rows 2 to 3 are in no file .after rank_0.pt"),
         ([box((4, 6), (0, 1), (4, 6))], "dimension 1 from 0 to 0 are in no file"),
         ([box((4, 6), (0, 0), (4, 5))], "dimension 1 from 5 to 5 are in no file"),
-        ([box((4, 6), (0, 0), (4, 7))], "dimension 1 from 6 to 6 are in rank_0.pt, but the tensor"),
+        ([box((4, 6), (0, 0), (4, 7))], "dimension 1 from 6 to 6 are in rank_0.pt, but"),
         ([*GRID, box((4, 6), (2, 2), (2, 2))], "dimension 1 from 2 to 2 are both in"),
         # As many elements as there are, and yet one is there twice.
         ([box((2, 2), (0, 0), (1, 2)), box((2, 2), (1, 0), (1, 1)), box((2, 2), (0, 1), (1, 1))],
@@ -256,7 +256,7 @@ EMPTY = Chunks("F32", (8, 2), ())
 def test_pieces_that_do_not_make_a_whole_are_named(
     held: list[Local | Chunks], message: str
 ) -> None:
-    with pytest.raises(CoverageError, match=f"^weight: .*{message}.*save again"):
+    with pytest.raises(CoverageError, match=f"^weight: .*{message}.*Save again"):
         plan(*({"weight": own} for own in held))
 
 

@@ -231,7 +231,7 @@ def test_a_file_without_a_digest_is_refused_if_the_manifest_promises_digests(
     flip(job.layout.version(1) / "model.safetensors", -1)
     job.put(job.layout.version(1) / "manifest.json", json.dumps(manifest).encode())
     job.hosts.settle()
-    with pytest.raises(VerificationError, match=r"has none for model\.safetensors"):
+    with pytest.raises(VerificationError, match=r"gives none for model\.safetensors"):
         reader.next_version(0, 0).verify()
 
 

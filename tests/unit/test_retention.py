@@ -25,7 +25,7 @@ def test_without_a_rule_nothing_is_kept() -> None:
 
 
 def test_keeping_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least LATEST stays"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         keep_newest(0)
 
 

@@ -288,7 +288,7 @@ def test_zips_of_another_kind_are_refused(tmp_path: Path) -> None:
         "another record": broken(whole, entry, 46, b"b"),
         "over 4 GiB": broken(whole, entry, 42, b"\xff" * 4),
         "no records": zipped({}),
-        "there twice": zipped({"a/x": b"", "a/y": b""}).replace(b"a/y", b"a/x"),
+        "occurs twice": zipped({"a/x": b"", "a/y": b""}).replace(b"a/y", b"a/x"),
         "in another folder": zipped({"a/data.pkl": b"", "b/data/0": b""}),
         "no data.pkl": zipped({"a/data/0": b""}),
         "not little-endian": shard({}, byteorder=b"big"),

@@ -422,7 +422,7 @@ def test_a_cast_checkpoint_is_not_converted_without_its_full_receipts(
         path.write_bytes(content.replace(full.save_id.encode(), b"other-1-0"))
     done = CliRunner().invoke(cli, ["convert", str(job.layout.root)])
     assert done.exit_code != 0
-    assert "copy the folder again, together with" in " ".join(done.output.split())
+    assert "Copy the folder again, together with" in " ".join(done.output.split())
     assert not (job.layout.actor(1) / "huggingface" / "model.safetensors").exists()
 
 
@@ -477,7 +477,7 @@ def test_a_daemon_that_casts_too_says_that_this_rounds_twice(
     saved(job, nn.Linear(3, 2), sync_dtype="bf16")
     manifest, _ = published(job, cast="fp16")
     assert manifest.dtype == "F16"
-    assert "set only one of these two settings" in caplog.text
+    assert "Set only one of these settings" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", ["fp32", "BF16", torch.bfloat16, True])

@@ -589,7 +589,7 @@ def test_a_state_dict_goes_through_the_writer(members: Members) -> None:
     trainer.set_model_state_dict({"weight": 1}, 4)
     assert written == [({"weight": 1}, 4)]
     trainer.close()
-    with pytest.raises(InvalidSettingsError, match="without a writer"):
+    with pytest.raises(InvalidSettingsError, match="has no writer"):
         members.trainer().set_model_state_dict({}, 4)
 
 

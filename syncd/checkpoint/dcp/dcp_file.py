@@ -115,14 +115,14 @@ class DcpFile:
         if (piece.dtype, piece.shape) != (dtype, chunk.shape):
             raise CoverageError(
                 f"{self.path}: the chunk of '{shown(name)}' at {chunk.offsets} is "
-                f"{piece.dtype} {piece.shape}, but .metadata says {dtype} {chunk.shape}: the file "
-                "belongs to another save; save again"
+                f"{piece.dtype} {piece.shape}, but .metadata says {dtype} {chunk.shape}. The file "
+                "belongs to another save. Save again"
             )
         key = f"data/{piece.key}"
         record = records.get(key)
         begin, nbytes = piece.offset * ITEMSIZE[dtype], math.prod(chunk.shape) * ITEMSIZE[dtype]
         if record is None or begin + nbytes > record.size:
-            raise self._broken(name, chunk, f"its tensor lies outside its record {key}")
+            raise self._broken(name, chunk, f"the tensor lies outside its record {key}")
         self.has_crc = self.has_crc or intact
         known = f"{key} of '{shown(name)}' at byte {chunk.at}"
         self.records[known] = record._replace(offset=chunk.at + record.offset)
@@ -132,8 +132,8 @@ class DcpFile:
     def _broken(self, name: str, chunk: Chunk, what: str) -> ShardFormatError:
         at = f"bytes {chunk.at} to {chunk.at + chunk.length}"
         return ShardFormatError(
-            f"{self.path}: the item of '{shown(name)}' at {at} cannot be read ({what}): the file "
-            "is torn, or belongs to another save than .metadata; save again"
+            f"{self.path}: the item of '{shown(name)}' at {at} cannot be read ({what}). The file "
+            "is torn, or does not belong to the same save as .metadata. Save again"
         )
 
 

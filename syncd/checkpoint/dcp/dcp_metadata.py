@@ -113,8 +113,8 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
     selected = select_model(entries, prefix, where)
     for name in selected.others:
         raise ShardFormatError(
-            f"{where}: '{shown(name)}' is in the model's state dict but is not a tensor: do not "
-            "save it"
+            f"{where}: '{shown(name)}' is in the model's state dict but is not a tensor: leave "
+            "it out of the save"
         )
     tensors: dict[str, Stored] = {}
     for name, own in selected.names.items():
@@ -168,8 +168,8 @@ def _place(name: str, place: Inert, where: str) -> _Place:
     file, at, length = (place.state.get(key) for key in ("relative_path", "offset", "length"))
     if place.state.get("transform_descriptors"):
         raise ShardFormatError(
-            f"{where}: '{shown(name)}' was transformed as it was written (by an extension, such as "
-            "compression): save without extensions"
+            f"{where}: '{shown(name)}' was transformed while it was written (by an extension, such "
+            "as compression): save without extensions"
         )
     if not is_distcp(file):
         raise ShardFormatError(
@@ -301,7 +301,7 @@ def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: st
     if not weights:
         what = "at its top level" if not prefix else f"whose name begins with {shown(prefix)!r}"
         raise CheckpointError(
-            f"{where} has no tensor {what}: give another --prefix (dcp_prefix); {_told(entries)}"
+            f"{where} has no tensor {what}; {_told(entries)}. Give another --prefix (dcp_prefix)"
         )
     others = [name for name, own in found.items() if name not in weights and not _is_extra(own)]
     return Selected(weights, tuple(others), is_all=len(found) == len(entries))
@@ -354,13 +354,12 @@ def _parent(entries: Mapping[str, SavedName], where: str) -> Keys:
         return next(iter(found))
     if not found:
         raise CheckpointError(
-            f"{where} holds no tensors of a model: save model.state_dict(), or give the beginning "
-            f"of their names with --prefix (dcp_prefix); {_told(entries)}"
+            f"{where} holds no tensors of a model; {_told(entries)}. Save model.state_dict(), or "
+            "give --prefix (dcp_prefix), the beginning of the names of the model's tensors"
         )
     raise CheckpointError(
-        f"{where} holds tensors under several prefixes, and does not say which of them "
-        "belong to the model: give --prefix (dcp_prefix), such as --prefix model. ; "
-        f"{_told(entries)}"
+        f"{where} holds tensors under several prefixes, and does not say which prefix is the "
+        f"model's; {_told(entries)}. Give --prefix (dcp_prefix), for example '--prefix model.'"
     )
 
 

@@ -90,8 +90,8 @@ def whole_shapes(files: Mapping[str, Iterable[Chunked]]) -> dict[str, tuple[str,
             if (known_dtype, len(known)) != (dtype, len(end)):
                 raise CoverageError(
                     f"{shown(name)} is {known_dtype} of {len(known)} dimensions in {first[name]} "
-                    f"but {dtype} of {len(end)} dimensions in {label}: save again from ranks of "
-                    "one job"
+                    f"but {dtype} of {len(end)} dimensions in {label}. Save again, with all ranks "
+                    "in one job"
                 )
             first.setdefault(name, label)
             found[name] = dtype, tuple(map(max, zip(known, end, strict=True)))

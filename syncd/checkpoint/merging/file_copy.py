@@ -216,15 +216,17 @@ class FileCopy:
         name = shown(tensor.name)
         if copy.tied is not None:
             return CoverageError(
-                f"{shown(copy.tied)} and {name} differ, and config.json says that they are tied: "
-                "set tie_word_embeddings to false there, or tie them in the trainer"
+                f"{shown(copy.tied)} and {name} differ, but config.json says that these tensors "
+                "are tied. Set tie_word_embeddings to false in config.json, or tie the tensors in "
+                "the trainer"
             )
         first, other = source_at(tensor.parts, offset), source_at(copy.parts, offset)
         return CoverageError(
             f"{name} differs between ranks {first} and {other}, in "
             f"{self._sources[first].path} and {self._sources[other].path}, but must be the "
-            "same in both: broadcast the tensor before saving. If the tensors differ on "
-            "purpose, give them different names, or a device mesh with all of these ranks"
+            "same on all ranks. Broadcast the tensor before saving. If the ranks hold different "
+            "tensors on purpose, give each tensor its own name, or shard one tensor over a device "
+            "mesh with all of these ranks"
         )
 
     def _flush(self) -> None:

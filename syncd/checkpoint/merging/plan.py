@@ -305,9 +305,9 @@ def _joined(
     dtypes = {tensor.dtype for tensor in tensors}
     if len(pieces) != len(names.trainer(name)) or len(dtypes) != 1:
         raise CoverageError(
-            f"{shown(name)} of the hub is joined from "
-            f"{', '.join(map(shown, sorted(missing)))}, but some of these trainer tensors "
-            "are missing, or have different dtypes: save the whole model"
+            f"the hub's tensor {shown(name)} is joined from the trainer's tensors "
+            f"{', '.join(map(shown, sorted(missing)))}, but some of these are missing, or their "
+            "dtypes differ. Save the whole model"
         )
     parts = [tensor.parts for tensor in tensors]
     copies = [
@@ -359,7 +359,8 @@ def _whole(
         if _agreed(other) != agreed:
             raise CoverageError(
                 f"{shown(name)} is {_described(told)} in {shards[first].label} but "
-                f"{_described(other)} in {shards[source].label}: save again from ranks of one job"
+                f"{_described(other)} in {shards[source].label}. Save again, with all ranks in "
+                "one job"
             )
     dtype, shape, is_plain = agreed
     length = math.prod(shape) * ITEMSIZE[dtype]
@@ -367,8 +368,9 @@ def _whole(
         there = {source for source, _ in found}
         missing = next(shard.label for source, shard in enumerate(shards) if source not in there)
         raise CoverageError(
-            f"{shown(name)} is a plain tensor in {shards[first].label}, but missing in {missing}: "
-            "save the same model on every rank, or gather it on one rank as model.safetensors"
+            f"{shown(name)} is a plain tensor in {shards[first].label}, but missing in {missing}. "
+            "Save the same model on every rank, or save the whole model on one rank as "
+            "model.safetensors"
         )
     if not length:
         return PlannedTensor(renamed, dtype, shape, 0, dtype, (), ())

@@ -158,8 +158,8 @@ class RecordChecks:
         self.at[number] += len(fresh)
         if self.at[number] == self.ends[number] and self._crc[number] != self._expected[number]:
             raise ShardFormatError(
-                f"{self._path}: record {self._names[number]} does not match its CRC-32: the file "
-                "is damaged, or still being written; save it again"
+                f"{self._path}: record {self._names[number]} does not match its CRC-32. The file "
+                "is damaged, or still being written. Save the file again"
             )
 
 

@@ -279,7 +279,7 @@ class _Tiling:
             if start < at:
                 raise self._wrong(
                     f"{self._span(dim, start, min(at, start + count))} both in {before} and in "
-                    f"{label}: save again from ranks of one job"
+                    f"{label}. Save again, with all ranks in one job"
                 )
             parts.extend(self.parts(band, dim + 1, count))
             at, before = start + count, label
@@ -287,8 +287,8 @@ class _Tiling:
             raise self._gap(self._span(dim, at, size), f"after {before}")
         if at > size:
             raise self._wrong(
-                f"{self._span(dim, size, at)} in {before}, but the tensor has only {size}: save "
-                "again from ranks of one job"
+                f"{self._span(dim, size, at)} in {before}, but dimension {dim} of the tensor has "
+                f"size {size}. Save again, with all ranks in one job"
             )
         return (Weave(rows, tuple(parts)),) if rows > 1 else tuple(parts)
 
@@ -298,8 +298,8 @@ class _Tiling:
 
     def _gap(self, span: str, where: str) -> CoverageError:
         return self._wrong(
-            f"{span} in no file ({where}): a rank's file is missing, or belongs to another job; "
-            "save again"
+            f"{span} in no file ({where}). A rank's file is missing, or belongs to another job. "
+            "Save again"
         )
 
     def _wrong(self, what: str) -> CoverageError:

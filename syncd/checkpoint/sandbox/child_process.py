@@ -154,8 +154,8 @@ class ChildProcess:
                 raise OSError(
                     errno.ETIMEDOUT,
                     f"the process to {self._task} this path did not answer for "
-                    f"{self._wall_seconds:.0f} s: check whether this machine hangs, or the "
-                    "storage where Python is installed",
+                    f"{self._wall_seconds:.0f} s: check whether this machine or the storage of its "
+                    "Python installation hangs",
                     self._where,
                 )
 

@@ -158,7 +158,7 @@ class IsolatedParser:
             wire.TENSOR, asked, where, "data.pkl", lambda rows: list(map(wire.read_bare, rows))
         )
         if len(found) != 1:
-            raise ShardFormatError(f"{where}: '{shown(name)}' cannot be read: save it again")
+            raise ShardFormatError(f"{where}: '{shown(name)}' cannot be read: save the file again")
         return found[0]
 
     def read_metadata(self, data: bytes, where: str, *, prefix: str | None) -> StoredModel:
@@ -216,7 +216,7 @@ class IsolatedParser:
         except EndedError as error:
             fault = self._fault(error)
         except ValueError as error:
-            fault = f"made the process that reads it send an invalid answer ({error})"
+            fault = f"broke the process that reads it, which sent an invalid answer ({error})"
         except CheckpointError:
             raise  # the child has reported this error itself, and goes on
         except BaseException:
@@ -224,8 +224,9 @@ class IsolatedParser:
             raise
         self.close()
         raise ShardFormatError(
-            f"{where}: its {what} {fault}; the file is damaged, or was made to exhaust this "
-            "machine: save it again, or run touch on the file to let syncd try once more"
+            f"{where}: its {what} {fault}. The file is damaged, or somebody built it to exhaust "
+            "this machine. Save the file again. If the file is good, run 'touch' on it: syncd then "
+            "reads it once more"
         )
 
     def _rows(self, child: ChildProcess, where: str, limit: int) -> Iterator[wire.Row]:
@@ -312,7 +313,7 @@ class IsolatedParser:
             )
         if status == -signal.SIGKILL:
             return "was being read when the child process was killed, perhaps for lack of memory"
-        return f"made the process that reads it end with {described(status)}"
+        return f"broke the process that reads it, which ended with {described(status)}"
 
 
 def _frame(child: ChildProcess) -> tuple[bytes, bytes]:

@@ -220,7 +220,7 @@ def sharding(spec: Spec, mesh: Mesh | None, *, tensor: str, file: str) -> Shardi
     if mesh is None or spec.placed is None or len(spec.placed) != len(mesh.shape):
         raise PlacementError(
             f"{file}: {tensor} is on a device mesh from a torch release whose format this "
-            "syncd does not know: report it, and keep the save"
+            "syncd does not know: report this as a bug of syncd, and keep the save"
         )
     if spec.shape is None or spec.told_shape != spec.shape:
         raise ShardFormatError(f"{file}: '{tensor}' is a DTensor whose global shape cannot be read")
@@ -229,7 +229,7 @@ def sharding(spec: Spec, mesh: Mesh | None, *, tensor: str, file: str) -> Shardi
             raise PlacementError(
                 f"{file}: {tensor} is sharded over a device mesh whose ranks are not in "
                 "ascending order. On such a mesh, torch itself is inconsistent about the "
-                "part of each rank: make the mesh with init_device_mesh"
+                "part of each rank. Create the mesh with init_device_mesh"
             )
     cut = [placed.dim for placed in spec.placed if isinstance(placed, placement.Shard)]
     if spec.unordered and len(cut) > len(set(cut)):

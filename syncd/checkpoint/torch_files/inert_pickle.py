@@ -322,8 +322,8 @@ class _Loading:
         found = ALLOWED.get((module, name))
         if found is None:
             raise ShardFormatError(
-                f"{self.where} asks for {shown(module)}.{shown(name)}, which is refused; nothing "
-                "was run: save a plain state dict of tensors"
+                f"{self.where} asks for {shown(module)}.{shown(name)}, which is refused. No code "
+                "was run. Save a plain state dict of tensors"
             )
         return found
 
@@ -379,7 +379,7 @@ def load_inert(data: bytes, where: str, *, intact: bool) -> object:
         # Any error comes from the bytes: nothing else takes part, not even a disk.
         raise ShardFormatError(
             f"{where} has a pickle that cannot be read ({type(error).__name__}: "
-            f"{shown(str(error))}): save it again"
+            f"{shown(str(error))}): save the file again"
         ) from error
 
 

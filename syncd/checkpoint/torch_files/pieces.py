@@ -188,7 +188,9 @@ class _Reader:
                 return Piece(*self._part(name, value), None)
             case ShardedTensorRef():
                 return self._sharded(name, value)
-        raise self._wrong(name, f"is a {type(value).__name__}, not a tensor: do not save it")
+        raise self._wrong(
+            name, f"is a {type(value).__name__}, not a tensor: leave it out of the save"
+        )
 
     def bare(self, name: str, value: object) -> Piece:
         """The piece of a tensor that is not in a state dict."""

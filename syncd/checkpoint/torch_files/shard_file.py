@@ -101,7 +101,7 @@ class ShardFile:
             return
         if self._storage.pread_all(self.fd, min(order.size, 16), order.offset) != b"little":
             raise ShardFormatError(
-                f"{self.path} is not little-endian: save it on a little-endian machine"
+                f"{self.path} is not little-endian: save the file on a little-endian machine"
             )
 
     def close(self) -> None:
@@ -150,13 +150,13 @@ class ShardFile:
         if record is None or record.size > PICKLE_LIMIT:
             raise ShardFormatError(
                 f"{self.path} has no data.pkl, or its data.pkl is larger than 256 MiB: save "
-                "it again"
+                "the file again"
             )
         data = self._storage.pread_all(self.fd, record.size, record.offset)
         if len(data) != record.size or (self.has_crc and crc32(data) != record.crc32):
             raise ShardFormatError(
-                f"{self.path}: data.pkl does not match its CRC-32: the file is damaged, or still "
-                "being written; save it again"
+                f"{self.path}: data.pkl does not match its CRC-32. The file is damaged, or still "
+                "being written. Save the file again"
             )
         return data
 

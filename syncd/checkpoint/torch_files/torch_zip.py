@@ -78,7 +78,7 @@ class _Entry(NamedTuple):
 
 def _broken(path: Path, what: str) -> ShardFormatError:
     return ShardFormatError(
-        f"{path}: {what}; the file is torn, or not a torch.save file: save it again with torch.save"
+        f"{path}: {what}. The file is torn, or not a torch.save file. Save it again with torch.save"
     )
 
 
@@ -197,7 +197,7 @@ def read_records(
         except UnicodeDecodeError:
             raise _broken(path, f"the name of {_shown(entry)} is not UTF-8") from None
         if not entry.name.startswith(prefix) or name in records:
-            raise _broken(path, f"{_shown(entry)} is there twice, or is in another folder")
+            raise _broken(path, f"{_shown(entry)} occurs twice, or is in another folder")
         records[name] = ZipRecord(offset, entry.size, entry.crc32)
     return records
 

@@ -67,9 +67,10 @@ def listen(address: str, port: int) -> socket.socket:
         listening.close()
         if error.errno == errno.EADDRINUSE:
             raise BroadcastError(
-                f"another program uses port {port} of {address}: give another port, or 0"
+                f"another program uses port {port} of {address}: give another port, or 0 for any "
+                "free port"
             ) from error
         raise BroadcastError(
-            f"cannot listen on {address} port {port}: {error}; see master_address"
+            f"cannot listen on {address} port {port}: {error}. Check master_address"
         ) from error
     return listening

@@ -246,7 +246,7 @@ class WeightGroup:
     def close(self) -> None:
         """Leave the group, without waiting for anybody. Safe to call twice."""
         with self._lock:
-            self._failure = self._failure or "it was closed"
+            self._failure = self._failure or "the group was closed"
             backend, self._backend = self._backend, None
             self._stores.clear()  # rank 0's store ends with its last reference: its port is free
         if backend is not None:

@@ -346,8 +346,8 @@ class RootServices:
                 continue
             served.hangs = True
             log.error(
-                "%s: storage has not answered for %.0f s; another daemon may take over the "
-                "job; this job's thread waits in %s",
+                "%s: storage has not answered for %.0f s. Another daemon may take over the "
+                "job. This job's thread is stuck in: %s",
                 path,
                 silence,
                 _stack_of(served.thread),
@@ -396,7 +396,7 @@ def _stack_of(thread: threading.Thread) -> str:
     """The stack of a thread as one line of text, with the innermost call first."""
     frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 # documented, for this use
     if frame is None:
-        return "nothing: it has ended"
+        return "no call, because the thread has ended"
     calls = reversed(traceback.extract_stack(frame))
     return ", called by ".join(f"{one.name} ({one.filename}:{one.lineno})" for one in calls)
 

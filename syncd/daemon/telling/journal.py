@@ -144,8 +144,8 @@ class Journal:
         )
         if found is not None:
             log.warning(
-                "version %d of step %d has %s in the weights that the trainer saved: check the "
-                "training; 'syncd rollback' serves an older version again",
+                "version %d of step %d has %s in the weights that the trainer saved. Check the "
+                "training. 'syncd rollback' serves an older version again",
                 manifest.sequence,
                 manifest.step,
                 found,
@@ -160,8 +160,8 @@ class Journal:
     def model_config_changed(self, manifest: Manifest, before: int, changes: list[str]) -> None:
         """The model settings of a new version differ from the settings of the previous version."""
         log.warning(
-            "config.json of version %d differs from the config.json of version %d: %s; "
-            "engines that reload only the weights keep the old settings: restart these "
+            "config.json of version %d differs from the config.json of version %d: %s. "
+            "Engines that reload only the weights keep the old settings. Restart these "
             "engines if the settings matter",
             manifest.sequence,
             before,
@@ -205,7 +205,7 @@ class Journal:
         self._count(skipped=1)
         self._file.note("skipped", step=step)
         extra = Event.SAVE_SKIPPED(step=step)
-        log.info("skipping step %d: a newer one is already published", step, extra=extra)
+        log.info("skipping step %d: a newer step is already published", step, extra=extra)
 
     def quarantined(self, save: Save, error: Exception, path: Path) -> None:
         """A save cannot be published; the record at ``path`` has the reason."""

@@ -53,11 +53,11 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        info = self._gauge("build_info", "Always 1; the label has the release.", "version")
+        info = self._gauge("build_info", "Always 1; the label names the release.", "version")
         info.labels(__version__).set(1)
         self.reloaded = Gauge(
             "syncd_config_last_reload_successful",
-            "1 if all of the configuration that was last read is in force, else 0.",
+            "1 if every setting that was last read is in force, else 0.",
             registry=self.registry,
         )
         self.reloaded.set(1)
@@ -285,7 +285,7 @@ class ExplorerMetrics:
         self._refused = gauge(
             "refuses", "1 if the explorer refused the newest version that it tried."
         )
-        self._broken = gauge("broken", "1 if the explorer's engine may serve wrong weights.")
+        self._broken = gauge("broken", "1 if the explorer's engine might serve wrong weights.")
         self._all = (
             self._lag,
             self._steps,
