@@ -193,7 +193,7 @@ def test_an_order_beside_the_strided_shards_that_say_the_same_is_fine(mesh: Shap
 def test_a_local_shape_of_another_split_is_an_error_that_shows_both() -> None:
     with pytest.raises(
         CoverageError,
-        match=r"rank_1.pt: weight has local shape \(3, 5\).*\(2, 5\).*\(7, 5\): save again",
+        match=r"rank_1.pt: weight has local shape \(3, 5\).*\(2, 5\).*\(7, 5\)\. Save again",
     ):
         put((7, 5), (4,), (1,), (Shard(0),), (3, 5))
 
