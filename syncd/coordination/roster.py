@@ -159,16 +159,16 @@ class Roster:
         """
         if self.trainer_status() is not RunningStatus.STOPPED:
             raise InvalidSettingsError(
-                f"explorer {name} cannot have step {step} published: the trainer is "
-                "running, and only the trainer decides which steps are published"
+                f"step {step} cannot be published for explorer {name}: the trainer is running, "
+                "and only the trainer decides which steps are published"
             )
         others = [one.name for one in self.working() if one.name != name and one.bench is None]
         if others:
             told = ", ".join(map(printable, others[:4])) + (", …" if len(others) > 4 else "")
             raise InvalidSettingsError(
-                f"explorer {name} cannot have step {step} published: the step would become the "
-                f"newest version for {told} too; stop the other explorers, or evaluate the step "
-                "here alone (explorer_hooks.bench.step)"
+                f"step {step} cannot be published for explorer {name}: the step would become the "
+                f"newest version for {told} too. Stop the other explorers, or load the step only "
+                "into this explorer (explorer_hooks.bench.step)"
             )
 
     def is_alive(self, session: str) -> bool:
