@@ -124,7 +124,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--budget",
     type=options.BytesRange(min=1),
-    help="The most bytes that all copies in --stage may take.  [default: the free space]",
+    help="The limit in bytes for all copies in --stage together.  [default: the free space]",
 )
 @click.option(
     "--base",

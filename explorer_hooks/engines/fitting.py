@@ -132,10 +132,9 @@ def refuse(what: str, whose: str, wrong: Iterable[str], *, remedy: str = "") -> 
     if not ordered:
         return
     more = len(ordered) - _MOST_NAMED
+    listed = "; ".join([*ordered[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else [])])
     raise EngineMismatchError(
-        f"{what} does not fit {whose}: {'; '.join(ordered[:_MOST_NAMED])}"
-        + (f"; and {more} more" if more > 0 else "")
-        + f". The weights of {whose} are unchanged"
+        f"{what} does not fit {whose}: {listed}. The weights of {whose} are unchanged"
         + (f". {remedy}" if remedy else "")
     )
 

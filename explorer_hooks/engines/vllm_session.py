@@ -108,8 +108,10 @@ class TransferSession:
             )
         if deltas_from is not None:
             why = states[0]["why_full"]
-            how = "only the changed elements" if why is None else f"all elements, because {why}"
-            log.info("%s loaded %s: %s", self._whose, folder, how)
+            if why is None:
+                log.info("%s loaded only the changed elements of %s", self._whose, folder)
+            else:
+                log.info("%s loaded all elements of %s, because %s", self._whose, folder, why)
         self._ask(_FINISH, {"weight_version": name})
 
     def _open(self) -> tuple[str, str] | None:

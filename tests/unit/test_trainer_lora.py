@@ -228,7 +228,9 @@ def test_where_more_is_trained_than_the_adapter_holds_it_is_merged() -> None:
     model.get_base_model().model.norm.weight.requires_grad_(True)
     state = state_of(model)
     assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
-    with pytest.raises(InvalidSettingsError, match=r"model\.norm\.weight is trained, but no fil"):
+    with pytest.raises(
+        InvalidSettingsError, match=r"model\.norm\.weight is trained, but in no file"
+    ):
         state.published_as(SaveLora.ADAPTER)
     assert "base_model.model.model.norm.weight" in state.for_resuming()
 

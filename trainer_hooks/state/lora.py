@@ -103,8 +103,8 @@ class PeftState:
         adapter = set(self._names(self.active[0]).values())
         left = [min(names) for names in self._trained if not names & adapter]
         if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            return f"{shown(min(left))}{more} is trained, but no file of the adapter holds it"
+            more = f" and {len(left) - 1} more are" if len(left) > 1 else " is"
+            return f"{shown(min(left))}{more} trained, but in no file of the adapter"
         return None
 
     @property
