@@ -158,9 +158,9 @@ class Follower:
             return
         self.stop()  # the old thread may be about to report its death: never over a new thread
         raise NotFollowingError(
-            f"the background thread of {self._name} has ended, and the engine stays at "
-            f"{self._serving.version or 'its initial weights'}: {error!r}; to go on, call "
-            "start() or pull()"
+            f"the background thread of {self._name} has ended: {error!r}. The engine still serves "
+            f"{self._serving.version or 'its initial weights'}. To continue, call start() or "
+            "pull()"
         ) from error
 
     def check_off(self) -> None:
@@ -175,8 +175,9 @@ class Follower:
         self.check()
         if self.is_on:
             raise InvalidSettingsError(
-                f"a background thread of {self._name} already follows the job: read version or "
-                "call wait_until_served(), or call stop() before this call"
+                f"a background thread of {self._name} already follows the job. To get the "
+                "versions of that thread, read the attribute version or call wait_until_served(). "
+                "To pull yourself, call stop() first"
             )
 
     def wait_until_served(
@@ -206,12 +207,12 @@ class Follower:
             newer = f" newer than {newer_than}" if newer_than else ""
             if not self._follows:
                 raise InvalidSettingsError(
-                    f"{self._name} serves nothing{newer}, and nothing follows the job in the "
-                    "background: call start() first, or pull()"
+                    f"{self._name} serves no version{newer}, and no thread follows the job in the "
+                    "background. Call start() or pull() first"
                 )
-            why = self._serving.fault or "'syncd status' shows what the daemon is waiting for"
+            why = self._serving.fault or "run 'syncd status' to see what the daemon is waiting for"
             raise WaitTimeoutError(
-                f"{self._name} serves nothing{newer} within {timeout:g} s: {why}"
+                f"{self._name} served no version{newer} within {timeout:g} s: {why}"
             )
         return found
 
@@ -223,12 +224,16 @@ class Follower:
         try:
             work()
         except BaseException as error:  # raised by the thread that calls next
-            log.error("the thread died, so nothing follows the job any more", exc_info=True)
+            log.error(
+                "the background thread died, so this explorer does not follow the job any more",
+                exc_info=True,
+            )
             if self._thread is not threading.current_thread():
                 return  # its own callback stopped it; another thread may follow by now
             self._error = error
             self._serving.follows_no_more(
-                f"the thread died, so nothing follows the job any more: {error!r}"
+                "the background thread died, so this explorer does not follow the job any more: "
+                f"{error!r}"
             )
 
 

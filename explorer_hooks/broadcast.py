@@ -337,7 +337,7 @@ class WeightReceiver:
                 arriving.end()
             except Exception as error:
                 raise EngineBrokenError(
-                    f"a broadcast failed after it had changed some weights ({error}): load a "
+                    f"a broadcast failed after it had changed some weights: {error}. Load a "
                     "version from the files"
                 ) from error
 

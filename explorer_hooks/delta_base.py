@@ -142,7 +142,7 @@ class DeltaBases:
         whole = sum(file.size for file in target.manifest.files)
         if size > _MOST * whole:
             raise NoDeltaError(
-                f"its deltas have {size} bytes, too many for a version of {whole} bytes"
+                f"the deltas have {size} bytes in total, too many for a version of {whole} bytes"
             )
         copy = hold(self._storage, self._room / name)
         if copy is None:
@@ -197,7 +197,7 @@ def _wait(
     latest = job.read(Latest, job.layout.latest, OF_OTHERS)
     if latest is None or latest.sequence != sequence or latest.delta_from is None:
         return f"the daemon makes no delta to version {sequence}"
-    leads_from = f"{which} leads from version {latest.delta_from}"
+    leads_from = f"{which} starts from version {latest.delta_from}"
     try:
         # Other jobs' copies have the same numbers.
         base = content_of(read_manifest(job.storage, job.layout.version(latest.delta_from)))
@@ -273,7 +273,7 @@ def _refreshed(job: Job, folder: Path) -> bool:
     try:
         job.storage.refresh(folder)
     except OSError as error:
-        log.debug("cannot refresh the cached names of %s: %s", folder, error)
+        log.debug("cannot refresh the cached list of the files in %s: %s", folder, error)
         return not is_gone(error)
     return True
 

@@ -54,12 +54,15 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--command",
     "run",
-    help="The shell command to run for each version. It exits with 0 to accept the version.",
+    help=(
+        "The shell command to run for each version. To accept the version, the command exits "
+        "with 0."
+    ),
 )
 @click.option(
     "--link",
     type=click.Path(path_type=Path),
-    help="A symbolic link: syncd lets it point to the folder of each new version.",
+    help="A symbolic link. syncd points the link to the folder of each new version.",
 )
 @click.option(
     "--engine",
@@ -71,8 +74,10 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     "--url",
     "urls",
     multiple=True,
-    help="The address of the server, e.g. http://127.0.0.1:8000. Repeat --url for several servers "
-    "of this host. They become the explorers NAME-0, NAME-1 and so on.",
+    help=(
+        "The address of the server, e.g. http://127.0.0.1:8000. Repeat --url for several servers "
+        "of this host. The servers become the explorers NAME-0, NAME-1 and so on."
+    ),
 )
 @click.option(
     "--start-timeout",
@@ -95,8 +100,10 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--sparse",
     is_flag=True,
-    help="Load only the elements that changed, if there are deltas to the version. Needs --engine "
-    "vllm and a server with syncd's weight transfer.",
+    help=(
+        "Load only the changed elements of each version for which there are deltas. Needs "
+        "--engine vllm and a server with syncd's weight transfer."
+    ),
 )
 @click.option(
     "--lora-name",
@@ -105,7 +112,9 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     help="The model name under which adapters are loaded.",
 )
 @click.option(
-    "--spans-hosts", is_flag=True, help="Give this if the server also reads weights on other hosts."
+    "--spans-hosts",
+    is_flag=True,
+    help="Use this option if the server also reads weights on other hosts.",
 )
 @click.option(
     "--stage",
@@ -115,7 +124,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--budget",
     type=options.BytesRange(min=1),
-    help="The most bytes that all copies in --stage may take.  [default: the free space]",
+    help="The limit in bytes for all copies in --stage together.  [default: the free space]",
 )
 @click.option(
     "--base",
@@ -127,7 +136,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     type=options.SecondsRange(min=0, min_open=True),
     default=600.0,
     show_default=True,
-    help="How long the command, or a load by the server, may take.",
+    help="The time limit for the command, or for a load by the server.",
 )
 @click.option(
     "--ask", is_flag=True, help="Request syncs from a trainer with style explorer_driven."
@@ -135,8 +144,10 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--broadcast",
     is_flag=True,
-    help="Take broadcasts from a trainer with method nccl. The --engine must be started "
-    "for broadcasts, too.",
+    help=(
+        "Receive broadcasts from a trainer with method nccl. The server must also be started "
+        "with support for broadcasts."
+    ),
 )
 @click.option(
     "--broadcast-timeout",
@@ -376,8 +387,9 @@ class CommandEngine(InProcessEngine):
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise CommandFailedError(
-                f"the command did not finish with version {version.sequence} within "
-                f"{self._timeout:g} s and was killed: raise --timeout, or find out why it hangs"
+                f"the command for version {version.sequence} did not finish within "
+                f"{self._timeout:g} s, so syncd killed it. Increase --timeout, or find out why "
+                "the command hangs"
             ) from error
         if status:
             raise CommandFailedError(
@@ -412,7 +424,7 @@ class LinkEngine(InProcessEngine):
             )
         if os.path.lexists(self._path) and not self._path.is_symlink():
             raise InvalidSettingsError(
-                f"{self._path} is not a link, so it is not replaced: move it away, or give "
+                f"{self._path} is not a link, so syncd does not replace it. Move it away, or give "
                 "another path"
             )
 

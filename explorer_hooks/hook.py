@@ -340,7 +340,7 @@ class ExplorerHook:
         check_step(step)
         self._follower.check()
         if self._settings.style is SyncStyle.FULLY_ASYNC and not self._follower.is_on:
-            raise InvalidSettingsError("style fully_async: call start() before the first step")
+            raise InvalidSettingsError("with style fully_async, call start() before the first step")
         if self._follower.is_on or not self.sync_is_due(step):
             return self.version
         waits = True
@@ -470,8 +470,8 @@ def _check_arguments(engine: object, staging: object) -> None:
         why = "it is a class" if is_class else f"it has no {missing[0]}"
         kind = getattr(engine, "__name__", type(engine).__name__)
         raise InvalidSettingsError(
-            f"engine is {kind}, which is not an engine ({why}): give TorchModule(model) for a "
-            "model in this process, or another engine of docs/engines.md"
+            f"engine is {kind}, which is not an engine, because {why}. Pass TorchModule(model) "
+            "for a model in this process, or another engine of docs/engines.md"
         )
     if staging is not None and not isinstance(staging, Staging):
         raise InvalidSettingsError(

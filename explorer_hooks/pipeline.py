@@ -67,7 +67,7 @@ class Pipeline:
         fast_path: ExplorerBroadcasts | None = None,
     ) -> None:
         if staging is not None and not engine.is_local:
-            log.warning("the engine also reads weights on other hosts: staging is off")
+            log.warning("the engine also reads weights on other hosts, so staging is off")
             staging = None
         self._sync = sync
         self._staging = staging
@@ -142,7 +142,9 @@ class Pipeline:
         with self._changed:  # so that it is not released meanwhile
             held = self.held
             if held is None:
-                raise InvalidSettingsError(f"{self._sync.name} serves nothing yet: pull() first")
+                raise InvalidSettingsError(
+                    f"{self._sync.name} serves no version yet. Call pull() first"
+                )
             if self._staging is not None and held.source != held.folder:
                 again = self._staging.hold_again(held)
             else:
@@ -243,7 +245,7 @@ class Pipeline:
                 self.last, self._received = told, transfer.save_id
                 self._changed.notify_all()
             log.info(
-                "%s serves step %d, by broadcast, in %.3f s, with a pause of %.3f s",
+                "%s serves step %d, received by broadcast in %.3f s, with a pause of %.3f s",
                 self._sync.name,
                 told.step,
                 told.seconds,

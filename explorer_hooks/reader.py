@@ -109,8 +109,8 @@ class Reader:
             if left <= 0:
                 lives = self._job.storage.exists(self._job.layout.daemon_lock)
                 raise WaitTimeoutError(
-                    f"nothing newer than version {newer_than} within {timeout:g} s in "
-                    f"{self._job.layout.root}; "
+                    f"no version newer than version {newer_than} was published in "
+                    f"{self._job.layout.root} within {timeout:g} s; "
                     f"{daemon_hint(self._job.layout.root, lives=lives)}"
                 )
             self._watcher.wait(min(left, self._poll))

@@ -44,7 +44,7 @@ class OnRemoteError(Exception):
     """
 
     def __init__(self, path: str, error: Exception) -> None:
-        super().__init__(f"on_remote did not take {path!r}: {error!r}")
+        super().__init__(f"on_remote raised an error for {path!r}: {error!r}")
         self.error = error
 
 
@@ -165,8 +165,8 @@ class Reloader:
                 raise
             except Exception as error:
                 raise EngineBrokenError(
-                    f"the engine failed while it took a broadcast: {error}; the weights that it "
-                    "serves are unknown"
+                    f"the engine failed while it received a broadcast: {error}. The weights that "
+                    "the engine serves are unknown"
                 ) from error
         pause = time.monotonic() - begun
         return told.model_copy(update={"pause": pause, "load": loaded - loading})
@@ -216,9 +216,9 @@ class Reloader:
             self._engine.reset_cache()
         except Exception as again:  # noqa: BLE001 - raised with the error that came before it
             raise EngineBrokenError(
-                f"the engine did not take the new version ({error}), and could not load its "
-                f"previous version {before.sequence} again ({again}): the weights that it "
-                "serves are unknown; restart the engine",
+                f"the engine did not load the new version ({error}), and could not load its "
+                f"previous version {before.sequence} again ({again}). The weights that the engine "
+                "serves are unknown. Restart the engine",
                 refuses=refuses(error),
             ) from error
 
@@ -241,6 +241,6 @@ class _Resumed:
         except Exception as refused:
             before = f" after {error}" if error is not None else ""
             raise EngineBrokenError(
-                f"the engine does not serve: it could not be resumed{before}: {refused}",
+                f"the engine does not serve, because it could not be resumed{before}: {refused}",
                 refuses=error is not None and refuses(error),
             ) from refused

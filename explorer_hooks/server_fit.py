@@ -48,16 +48,16 @@ def check_names(version: LeasedVersion, whose: str) -> None:
         return
     if names.unknown is not None:
         raise EngineMismatchError(
-            f"{named(version)} has the names of the trainer's module, but {whose} looks for the "
-            f"hub's names, which are unknown: {names.unknown}"
+            f"the tensors of {named(version)} have the names of the trainer's module, but {whose} "
+            f"needs the hub's names, which are unknown: {names.unknown}"
         )
     for tensor in version.manifest.tensors:
         for piece in names.pieces_of(tensor)[:1]:
             raise EngineMismatchError(
-                f"{named(version)} has the names of the trainer's module, but {whose} looks for "
-                f"the hub's names: it would skip {shown(tensor.name)}, which it knows as "
-                f"{shown(piece.other)}, and keep its old weights. Let the daemon publish the hub's "
-                "names: syncd run --names hub"
+                f"the tensors of {named(version)} have the names of the trainer's module, but "
+                f"{whose} needs the hub's names. A load would skip {shown(tensor.name)}, whose "
+                f"hub name is {shown(piece.other)}, and would keep the old weights of this "
+                "tensor. Let the daemon publish the hub's names: syncd run --names hub"
             )
 
 

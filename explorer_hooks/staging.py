@@ -197,7 +197,10 @@ class Staging:
             with self._copier().acquire(timeout=0):
                 self._sweep()
         except Timeout:
-            log.debug("skipping the clean-up of %s: another process is copying there", self._room)
+            log.debug(
+                "skipping the clean-up of %s, because another process is copying into this folder",
+                self._room,
+            )
         except OSError as error:
             log.warning("cannot clean up %s: %s", self._room, error)
 
@@ -218,8 +221,8 @@ class Staging:
             ) from None
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise InvalidSettingsError(
-                f"{self._room} is not a folder of this user: choose another stage folder, or "
-                "remove it"
+                f"{self._room} is not a folder of this user. Remove this folder, or choose "
+                "another stage folder"
             )
 
     def _stage(self, version: LeasedVersion, cancel: Callable[[], None]) -> LeasedVersion:
@@ -405,8 +408,8 @@ class Staging:
         if self._budget is not None and used + size > self._budget:
             raise NotStagedError(
                 f"the version's {size} bytes do not fit into the stage folder's budget of "
-                f"{self._budget}, because other copies take {used} of them: raise the budget, or "
-                "release other copies"
+                f"{self._budget}, because other copies take {used} of them. Increase the budget, "
+                "or release other copies"
             )
         free = self._storage.free(self._room).bytes
         if free is not None and size + _SPARE > free + leaves:

@@ -70,7 +70,7 @@ class CheckpointCoordinator:
         settings, saving = given_or_default("settings", SyncSettings, settings), SaveSettings()
         if settings.method is not SyncMethod.CHECKPOINT:
             raise InvalidSettingsError(
-                f"CheckpointCoordinator saves with method checkpoint, not {settings.method}"
+                f"CheckpointCoordinator supports only method checkpoint, not {settings.method}"
             )
         patience = patience_of(settings, saving, Ranks().world_size)
         progress = Progress()
@@ -185,8 +185,9 @@ class CheckpointCoordinator:
         actor = self._job.place.job.layout.actor(global_step)
         if Path(local_path).absolute() != actor:
             raise InvalidSettingsError(
-                f"step {global_step} cannot be saved to {local_path}: the daemon looks for it in "
-                f"{actor}. Save to that folder, or give the CheckpointCoordinator another job_dir"
+                f"step {global_step} cannot be saved to {local_path}, because the daemon looks "
+                f"for this step in {actor}. Save to that folder, or give the "
+                "CheckpointCoordinator another job_dir"
             )
 
     def wait_all(self) -> None:
@@ -239,4 +240,6 @@ class CheckpointCoordinator:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SaveFailedError("this coordinator is closed and cannot save: make a new one")
+            raise SaveFailedError(
+                "this coordinator is closed and cannot save. Make a new coordinator"
+            )

@@ -64,9 +64,9 @@ def announce_dcp(
     parts = [name for name in names if parse_part_name(name) is not None]
     if DCP_UNFINISHED in names or not (DCP_METADATA in names or parts):
         raise SaveNotReadyError(
-            f"{source} has no {DCP_METADATA}, which torch.distributed.checkpoint writes "
-            "last: announce a save only when it is complete, and check that its "
-            "checkpoint_id is this folder"
+            f"{source} has no {DCP_METADATA}, which torch.distributed.checkpoint writes last. "
+            "Announce a save only when it is complete. Check that the checkpoint_id of the save "
+            "is this folder"
         )
     is_elsewhere = folder is not None and source.absolute() != actor.absolute()
     others = [
@@ -76,8 +76,8 @@ def announce_dcp(
     ]
     if others:
         raise InvalidSettingsError(
-            f"{actor} holds {others[0]} of another save, which the daemon would publish instead: "
-            "remove the files of the other save, or give each save its own step"
+            f"{actor} holds {others[0]} of another save, which the daemon would publish instead. "
+            "Remove the files of the other save, or give each save its own step"
         )
     if is_elsewhere:
         files = sorted(filter(is_dcp_file, names)) if DCP_METADATA in names else parts
@@ -107,6 +107,6 @@ def _link_into(job: Job, step: int, source: Path, files: list[str]) -> None:
             if error.errno not in {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP}:
                 raise
             raise InvalidSettingsError(
-                f"{source / name} cannot be hard-linked into {actor} ({error.strerror}): save "
+                f"{source / name} cannot be hard-linked into {actor} ({error.strerror}). Save "
                 f"into {actor}, or into another folder of the same filesystem"
             ) from error

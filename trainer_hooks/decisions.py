@@ -111,8 +111,8 @@ class Decisions:
             dist.broadcast(word, src=0, group=self._group)
         except RuntimeError as error:
             raise SaveFailedError(
-                f"rank 0 did not send its decision about what to save: {error}; check "
-                "whether rank 0 has ended"
+                f"rank 0 did not send its decision about what to save: {error}. Check whether "
+                "rank 0 has ended"
             ) from error
         plan = Plan(int(word.item()))
         if plan & Plan.UNDECIDED:
@@ -140,7 +140,7 @@ class Decisions:
         try:
             outcome = within(end + _ANSWER, lambda: self._meet(name, end, timeout))
         except (RuntimeError, TimeoutError) as error:
-            said = (str(error).strip() or "no answer in time").splitlines()[0]
+            said = (str(error).strip() or "the store did not answer in time").splitlines()[0]
             return f"the store of the process group is out of reach: {said}"
         return None if outcome == _ALL else outcome
 
@@ -165,7 +165,7 @@ class Decisions:
             if time.monotonic() >= end:
                 late = [str(one) for one in range(world_size) if not store.check([f"{one}"])]
                 if late:
-                    late_ones = f"rank {', '.join(late)} did not arrive"
+                    late_ones = f"rank {', '.join(late)} did not call close()"
                     store.compare_set("outcome", "", f"{late_ones} within {timeout:g} s")
         outcome: str = store.get("outcome").decode()
         read = store.add("read", 1)

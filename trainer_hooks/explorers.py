@@ -81,7 +81,7 @@ class Explorers:
             SaveFailedError: this trainer has stopped.
         """
         if self._closed:
-            raise SaveFailedError(f"step {step} is not saved: this trainer has stopped")
+            raise SaveFailedError(f"step {step} is not saved, because this trainer has stopped")
         self.synchronizer.begin_save(step)
 
     def weights_announced(self, step: int) -> None:
@@ -125,7 +125,7 @@ class Explorers:
             raise
         except (OSError, SyncdError) as error:
             raise BroadcastError(
-                f"cannot announce the meeting address to explorers: {error}"
+                f"cannot announce the address of the weight group to explorers: {error}"
             ) from error
 
     def transferred(self) -> None:

@@ -192,16 +192,16 @@ class TrainerBroadcasts:
             is_alike = isinstance(error, BroadcastError | SaveFailedError)
             if not is_alike and Ranks().world_size > 1:
                 raise OutOfStepError(
-                    f"the weights could not be gathered for a broadcast: {error}; the ranks "
-                    "may be out of step: end this training, and resume it"
+                    f"the weights could not be gathered for a broadcast: {error}. The ranks may "
+                    "be out of step with each other. End this training, and resume it"
                 ) from error
             if self._explorers is not None:
                 self._explorers.goes_by_files(step)
             return False
         if nonfinite.count:
             log.warning(
-                "step %d was broadcast with %s, and explorers serve it: the daemon's "
-                "--refuse-nonfinite affects saves only",
+                "step %d was broadcast with %s, and explorers now serve these weights. The "
+                "daemon's --refuse-nonfinite affects only saves, not broadcasts",
                 step,
                 nonfinite,
             )
@@ -217,7 +217,7 @@ class TrainerBroadcasts:
 
     def _failed(self, step: int, error: Exception) -> None:
         log.warning(
-            "step %d is not broadcast; explorers get it from the files: %s",
+            "step %d was not broadcast, so explorers load it from the files: %s",
             step,
             error,
             exc_info=not isinstance(error, SyncdError),

@@ -325,7 +325,7 @@ class TrainerHook:
     def _begun(self) -> float:
         """Return the start time of a call; raise if the hook is closed."""
         if self._has_ended:
-            raise SaveFailedError("this hook is closed and cannot save: make a new one")
+            raise SaveFailedError("this hook is closed and cannot save. Make a new hook")
         return time.monotonic()
 
     def _carry_out(self, plan: Plan, step: int | None) -> dict[str, float]:

@@ -159,8 +159,7 @@ class Planner:
         if why_not is None:
             return self._decisions.agree(lambda: self._for_close(step))
         log.warning(
-            "close() makes no last save (of step %d), because %s; saves that were "
-            "announced before remain",
+            "close() does not save step %d, because %s. Earlier saves that were announced remain",
             step,
             why_not,
         )

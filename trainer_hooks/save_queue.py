@@ -110,7 +110,9 @@ class SaveQueue:
         before = self.thread.under_way
         # A save may be over by now, because the ranks have gathered this one meanwhile.
         why = f"{_steps(before)} is still being written" if before else "two saves were unfinished"
-        self.thread.fail(SaveFailedError(f"{what} is not saved: after {self._patience:g} s {why}"))
+        self.thread.fail(
+            SaveFailedError(f"{what} is not saved, because after {self._patience:g} s {why}")
+        )
 
     def wait(self) -> None:
         """Wait until all saves have ended.
@@ -150,8 +152,8 @@ class SaveQueue:
         if left:
             errors.append(
                 SaveFailedError(
-                    f"{_steps(left)} was still being written after {self._patience:g} s, "
-                    "and was cancelled; saves that were announced before remain"
+                    f"{_steps(left)} was still being written after {self._patience:g} s, and was "
+                    "cancelled. Earlier saves that were announced remain"
                 )
             )
         return errors

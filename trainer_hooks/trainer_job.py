@@ -242,8 +242,8 @@ def served(settings: SyncSettings, model: nn.Module, memory_dir: str | Path | No
     """
     if not isinstance(model, nn.Module):
         raise InvalidSettingsError(
-            f"model is a {type(model).__name__}: it must be a torch.nn.Module; TrainerHook takes "
-            "the job directory first, and then the model"
+            f"model is a {type(model).__name__}, but it must be a torch.nn.Module. The arguments "
+            "of TrainerHook are first the job directory, and then the model"
         )
     adapters = adapters_of(model)
     check_methods(adapters)
@@ -252,7 +252,7 @@ def served(settings: SyncSettings, model: nn.Module, memory_dir: str | Path | No
         log.warning("%s", why)
     if memory_dir is not None and settings.method is not SyncMethod.MEMORY:
         raise InvalidSettingsError(
-            f"memory_dir is for method memory, and the method is {settings.method}: set "
+            f"memory_dir is only for method memory, but the method is {settings.method}. Set "
             "SyncSettings(method='memory'), or give no memory_dir"
         )
     return settings

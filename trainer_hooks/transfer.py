@@ -148,8 +148,8 @@ class Outgoing:
     def _compare(self, number: int, name: str, flat: Tensor) -> None:
         if _digest(flat) != self._tied[number]:
             self._fault = (
-                f"{shown(name)} is not the same as {shown(self._tensors[number].name)}, and "
-                "config.json has tie_word_embeddings: tie them, or set it to false"
+                f"{shown(name)} differs from {shown(self._tensors[number].name)}, but config.json "
+                "has tie_word_embeddings. Tie these tensors, or set tie_word_embeddings to false"
             )
 
     def _end(self) -> None:

@@ -109,9 +109,9 @@ class SyncdCallback(TrainerCallback):
         self._metrics: dict[str, float] = {}
         if self._settings.save_interval or self._saving.save_as_hf is not SaveAsHf.NEVER:
             raise InvalidSettingsError(
-                "SyncdCallback makes no full checkpoints, because a Trainer could not resume from "
-                "them: leave save_interval at 0 and save_as_hf at never, and set save_steps of the "
-                "TrainingArguments"
+                "SyncdCallback makes no full checkpoints, because a Trainer could not resume "
+                "from them. Leave save_interval at 0 and save_as_hf at never. Set save_steps of "
+                "the TrainingArguments instead"
             )
 
     @property
@@ -251,7 +251,7 @@ class SyncdCallback(TrainerCallback):
         except SaveFailedError as error:
             if self._stop_on_failure:
                 raise
-            log.error("could not save or publish; training goes on: %s", error)
+            log.error("could not save or publish; training continues: %s", error)
             self._add({"sync/failed": 1.0})
 
     def _add(self, metrics: dict[str, float]) -> None:
@@ -276,7 +276,7 @@ def _trained(model: nn.Module | None) -> nn.Module:
         raise InvalidSettingsError("the Trainer has no model to publish")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise InvalidSettingsError(
-            "DeepSpeed's ZeRO-3 leaves no weights in the model between steps, so the model cannot "
-            "be published: train with FSDP, or with ZeRO-1 or ZeRO-2"
+            "DeepSpeed's ZeRO-3 leaves no weights in the model between steps, so the model "
+            "cannot be published. Train with FSDP, or with ZeRO-1 or ZeRO-2"
         )
     return model

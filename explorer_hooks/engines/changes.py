@@ -154,7 +154,7 @@ def write_changes(targets: Sequence[Target], changes: Changes) -> None:
 def _check_alike(before: TensorEntry | None, now: TensorEntry, base: LeasedVersion) -> None:
     if before is None or (before.dtype, before.shape) != (now.dtype, now.shape):
         raise CannotCompareError(
-            f"the tensors of version {base.sequence} have other names, shapes or dtypes"
+            f"the tensors of version {base.sequence} have different names, shapes or dtypes"
         )
 
 

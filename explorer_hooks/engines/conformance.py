@@ -234,7 +234,7 @@ def a_file_that_is_cut_short_changes_nothing(subject: Subject, folder: Path) -> 
         for size in (len(whole) - 1, 9):
             storage.replace(path, whole[:size])
             _require(
-                _fails(engine.load, second), f"load did not fail, although {path} is cut short"
+                _fails(engine.load, second), f"load did not fail, although {path} is truncated"
             )
             _survives(subject, engine, first)
             _serves(subject, engine, first)

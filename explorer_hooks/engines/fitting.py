@@ -47,18 +47,18 @@ def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
     what = named(version)
     if version.remote_path is not None:
         raise EngineMismatchError(
-            f"{what} is of kind remote, but this engine loads only from storage: pass "
+            f"{what} is of kind remote, but this engine loads only from storage. Pass "
             f"{shown(version.remote_path)} (LeasedVersion.remote_path) to the service that has "
             "the weights"
         )
     if version.kind == "adapter":
         raise EngineMismatchError(
-            f"{what} is a LoRA adapter, which this engine cannot load: load {version.folder} with "
+            f"{what} is a LoRA adapter, which this engine cannot load. Load {version.folder} with "
             "PEFT or vLLM, or let the trainer save full models"
         )
     raise EngineMismatchError(
-        f"{what} is of kind {shown(version.kind)}, which this engine cannot load: it takes only "
-        "LoRA adapters; load full models with an engine without PEFT"
+        f"{what} is of kind {shown(version.kind)}, but this engine loads only LoRA adapters. Load "
+        "full models with an engine without PEFT"
     )
 
 
@@ -132,10 +132,9 @@ def refuse(what: str, whose: str, wrong: Iterable[str], *, remedy: str = "") -> 
     if not ordered:
         return
     more = len(ordered) - _MOST_NAMED
+    listed = "; ".join([*ordered[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else [])])
     raise EngineMismatchError(
-        f"{what} does not fit {whose}, so the weights of {whose} stay as they were: "
-        f"{'; '.join(ordered[:_MOST_NAMED])}"
-        + (f"; and {more} more" if more > 0 else "")
+        f"{what} does not fit {whose}: {listed}. The weights of {whose} are unchanged"
         + (f". {remedy}" if remedy else "")
     )
 

@@ -30,12 +30,12 @@ _POLL: Final = 0.5
 #: Seconds between two log lines that the server is still not up.
 _WORD: Final = 30.0
 _DISTRUSTED: Final = (
-    "this host does not trust the server's certificate: give the certificate of its authority as "
-    "cacert (--cacert)"
+    "this host does not trust the server's certificate. Pass the certificate of the authority "
+    "that signed it as cacert (--cacert)"
 )
 _WRONG_KEY: Final = (
-    ": the server wants another key: set SYNCD_API_KEY to the key that it was started with, and "
-    "SYNCD_ADMIN_API_KEY to an SGLang server's --admin-api-key"
+    ": the server refuses the API key. Set SYNCD_API_KEY to the key that the server was started "
+    "with. For an SGLang server, also set SYNCD_ADMIN_API_KEY to the value of --admin-api-key"
 )
 #: The longest time in seconds to connect. A host that is down may not even refuse a connection; a
 #: new attempt gets through soon after it is up again.
@@ -106,7 +106,7 @@ class HttpServer:
             ServerError: the server does not list its routes.
         """
         if not self.has(route):
-            raise InvalidSettingsError(f"{self.url} has no {route}: {advice}")
+            raise InvalidSettingsError(f"{self.url} has no route {route}: {advice}")
 
     def forget_routes(self) -> None:
         """Drop the cached list of routes, because another server may have the address now."""
@@ -194,8 +194,9 @@ class HttpServer:
                 waited = now - begun
                 if waited >= timeout:
                     raise ServerUnreachableError(
-                        f"the server did not start to answer within {timeout:g} s: read its log, "
-                        f"or raise start_timeout (--start-timeout of syncd follow): {error}"
+                        f"the server did not start to answer within {timeout:g} s: {error}. Read "
+                        "the server's log, or increase start_timeout (syncd follow "
+                        "--start-timeout)"
                     ) from error
                 if now >= next_word:
                     next_word = now + _WORD
@@ -222,8 +223,8 @@ class HttpServer:
             if error.status == httpx2.codes.UNAUTHORIZED:
                 raise
             raise ServerRefusedError(
-                f"{error}: the server does not list its routes; start it without the option that "
-                "turns off its API description (openapi.json)"
+                f"{error}. The server does not list its routes. Start the server without the "
+                "option that turns off its API description (openapi.json)"
             ) from error
         paths = told.get("paths") if isinstance(told, dict) else None
         if not isinstance(paths, dict):
@@ -268,8 +269,8 @@ def _address(url: str) -> httpx2.URL:
     if address.userinfo or address.query or address.fragment:
         # The address appears in logs, and in reports on shared storage, so it must hold no secret.
         raise InvalidSettingsError(
-            f"the address of {address.host} has more parts than http://HOST:PORT/PATH: give "
-            "a key by SYNCD_API_KEY, or api_key"
+            f"the address of {address.host} has more parts than http://HOST:PORT/PATH. Pass an "
+            "API key in SYNCD_API_KEY or as api_key, not in the address"
         )
     return address
 

@@ -172,8 +172,8 @@ class ServerEngine(ServerCalls):
         if self._fits is None:
             log.warning(
                 "%s reports no model folder that exists on this host, so syncd cannot check "
-                "whether the first version fits; give the folder that the server was started "
-                "with as the base",
+                "whether the first version fits. Pass the model folder that the server was "
+                "started with as base (--base)",
                 self._whose,
             )
         said = self._said_label()
@@ -184,9 +184,11 @@ class ServerEngine(ServerCalls):
         if named is not None and self._serves_what_it_names(said):
             self._loaded = {"full": named}
         if not self._can_label() and self._may_be_paused():
-            self._torn = "a load may have been interrupted, and this server cannot report that"
+            self._torn = (
+                "a load may have been interrupted, and this server cannot report whether it was"
+            )
             self._model_is_torn = True
-            log.warning("leaving %s as it is until the next load: %s", self._whose, self._torn)
+            log.warning("not resuming %s until the next load: %s", self._whose, self._torn)
         else:
             self._resume()
 
@@ -245,7 +247,10 @@ class ServerEngine(ServerCalls):
         if before is not None and not before.startswith(LOADING):
             self._model_is_torn = False  # it was restarted since
         if version.kind == "adapter" and self._model_is_torn:
-            raise EngineBrokenError(f"load a full model into {self._whose}, or restart it: {torn}")
+            raise EngineBrokenError(
+                f"cannot load an adapter into {self._whose}: {torn}. Load a full model first, or "
+                "restart the server"
+            )
         self._torn = f"it has not loaded version {version.sequence}"
         loading = f"{LOADING}-{version.kind}"
         self._must(lambda: self._set_label(f"{loading}-{label(version)}"))
@@ -301,8 +306,8 @@ class ServerEngine(ServerCalls):
             raise EngineBrokenError(f"{self._whose} stays paused: {self._torn}")
         if self._uncached is not None:
             raise EngineBrokenError(
-                f"{self._whose} stays paused: it has {self._uncached}, but its caches hold results "
-                "of the previous weights"
+                f"{self._whose} stays paused: it has loaded {self._uncached}, but its caches hold "
+                "results of the previous weights"
             )
         self._must(self._resume)
         if self._proof is not None:
@@ -325,8 +330,8 @@ class ServerEngine(ServerCalls):
         given = self._received or label(version)
         if said is not None and said != given and said.startswith((_STEP, LOADING)):
             log.warning(
-                "%s has %s, but this hook loaded %s: another hook may be loading into it; use only "
-                "one hook for each server",
+                "%s has %s, but this hook loaded %s. Another hook may be loading into the same "
+                "server. Use only one hook for each server",
                 self._whose,
                 said,
                 given,
@@ -362,16 +367,16 @@ class ServerEngine(ServerCalls):
             self._others = said, now
         if now < self._others[1] + self._load_timeout:
             raise EngineBrokenError(
-                f"{self._whose} is in the middle of a load by another hook ({said}), but a "
-                "server may have only one hook: stop the other hook. If the other hook was "
-                "killed, restart the server, or wait: this hook continues "
-                f"{self._load_timeout:g} s after it first saw that load"
+                f"{self._whose} is in the middle of a load by another hook ({said}), but a server "
+                "may have only one hook. Stop the other hook. If the other hook was killed, "
+                f"restart the server, or wait. This hook continues {self._load_timeout:g} s after "
+                "it first saw the load"
             )
         self._was_left(said)
 
     def _was_left(self, said: str) -> None:
         """Treat the server as one whose hook was killed during a load."""
-        self._torn = f"it was left in the middle of a load, because its hook was stopped ({said})"
+        self._torn = f"its hook was stopped in the middle of a load ({said})"
         self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
         log.warning("%s stays paused until the next load: %s", self._whose, self._torn)
 
@@ -404,13 +409,18 @@ class ServerEngine(ServerCalls):
         if folder is None:
             # Without an adapter nothing was lost; the state of a model is unknown.
             return version.kind == "adapter"
-        log.warning("%s refused a load; loading %s again: %s", self._whose, folder, error)
+        log.warning(
+            "%s refused a load, so the previous weights in %s are loaded again: %s",
+            self._whose,
+            folder,
+            error,
+        )
         try:
             self._load_folder(version.kind, folder, name)
         except (ServerRefusedError, OSError) as again:
             self._torn = (
-                f"it did not load version {version.sequence}, and then did not load "
-                f"{folder} again: {again}"
+                f"it failed to load version {version.sequence}, and then failed to load {folder} "
+                f"again: {again}"
             )
             log.error("%s: %s", self._whose, self._torn)
             return False

@@ -139,8 +139,8 @@ class SGLangServer(ServerEngine):
                         f"{self._whose} is paused, and still refuses to flush its caches: {error}"
                     ) from error
                 log.info(
-                    "%s cannot flush its caches yet: letting it serve requests for %g s, and "
-                    "then trying again: %s",
+                    "%s cannot flush its caches yet, so it serves requests for %g s before the "
+                    "next attempt: %s",
                     self._whose,
                     seconds,
                     error,
@@ -195,7 +195,9 @@ class SGLangServer(ServerEngine):
         meta = answer.get("meta_info")
         said = meta.get("weight_version") if isinstance(meta, dict) else None
         if said not in {None, name}:
-            raise ServerRefusedError(f"the server generates with {said}, not with {name}")
+            raise ServerRefusedError(
+                f"the server generates with the weights {said} instead of {name}"
+            )
 
     def _told(self) -> dict[str, Any]:
         told = self._server.ask(self._info)

@@ -27,7 +27,8 @@ _EXTRA: Final = "_extra_state"
 
 #: The remedy if the floating dtypes differ.
 _TO_CAST: Final = (
-    "Cast floating values at the load (cast=True), or publish another dtype (syncd run --dtype)"
+    "Set cast=True to cast floating values when they are loaded, or publish another dtype with "
+    "syncd run --dtype"
 )
 
 #: The module's name of a tensor of the version; None if the module does not take it.
@@ -78,8 +79,9 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """
     if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
         raise EngineMismatchError(
-            "the module is wrapped in FullyShardedDataParallel, whose state dict is a copy: "
-            "serve an unwrapped module, or a module with fully_shard"
+            "the module is wrapped in FullyShardedDataParallel, whose state dict is a copy of "
+            "the weights. Serve an unwrapped module, or a module that was sharded with "
+            "fully_shard"
         )
     state = module.state_dict(keep_vars=True)
     tensors = {
@@ -91,8 +93,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     copies = sorted(name for name, value in tensors.items() if id(value) not in own)
     if copies:
         raise EngineMismatchError(
-            f"{shown(copies[0])} in the module's state dict is not a parameter or buffer of the "
-            "module, so it cannot be filled in place: a state_dict hook computes it"
+            f"{shown(copies[0])} in the module's state dict cannot be filled in place, because it "
+            "is not a parameter or buffer of the module. A state_dict hook computes it"
         )
     return tensors
 
@@ -258,7 +260,7 @@ def differ(one: str, other: str, whose: str) -> str:
 
 
 def _told(name: str, renamed: str) -> str:
-    return shown(name) if name == renamed else f"{shown(name)} (here {shown(renamed)})"
+    return shown(name) if name == renamed else f"{shown(name)} (renamed to {shown(renamed)})"
 
 
 def _memory(tensor: Tensor) -> object:
@@ -320,7 +322,7 @@ def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
 def _fault(tensor: Tensor) -> str:
     """The reason why a tensor cannot be changed in place; empty if it can be changed."""
     if tensor.is_meta:
-        return "is on the meta device: the module has no weights to replace"
+        return "is on the meta device, so the module has no weights to replace"
     if not _has_memory(tensor):
         return f"is a {type(tensor).__name__}, whose elements are not stored as plain memory"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():

@@ -210,8 +210,8 @@ class TorchModule(InProcessEngine):
                 fill_directly(reader, targets, self._stage, self._threads)
             except Exception as error:
                 error.add_note(
-                    f"{self._whose} now has parts of {named(version)} among its previous "
-                    "weights: load the previous version again"
+                    f"{self._whose} now has a mix of {named(version)} and its previous weights. "
+                    "Load the previous version again"
                 )
                 raise
 
@@ -301,7 +301,10 @@ class TorchModule(InProcessEngine):
             except CannotCompareError as error:
                 why = str(error)
         log.info(
-            "loading all tensors of version %d into %s: %s", version.sequence, self._whose, why
+            "loading all tensors of version %d into %s, because %s",
+            version.sequence,
+            self._whose,
+            why,
         )
         return None
 

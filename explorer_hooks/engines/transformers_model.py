@@ -104,9 +104,10 @@ class TransformersModel(TorchModule):
         except EngineMismatchError as error:
             if _converts(self._module):
                 raise EngineMismatchError(
-                    f"{error} (transformers renames tensors of this model when it saves or loads "
+                    f"{error}. transformers renames tensors of this model when it saves or loads "
                     "the model. Publish versions with the tensor names of the model's "
-                    f"state_dict(), or with a {NAME_MAP} that maps other names to these)"
+                    f"state_dict(), or with a {NAME_MAP} that maps the version's names to the "
+                    "names of the state_dict()"
                 ) from error
             raise
         if self._config is not None:
@@ -131,8 +132,8 @@ class TransformersModel(TorchModule):
         computed = sorted(name for name, value in found.items() if id(value) not in own)
         if computed:
             raise EngineMismatchError(
-                f"{shown(computed[0])} of the adapter {self._adapter!r} is computed by PEFT "
-                "when it saves, so it cannot be filled in place: make a new model for each version"
+                f"PEFT computes {shown(computed[0])} when it saves the adapter {self._adapter!r}, "
+                "so this tensor cannot be filled in place. Make a new model for each version"
             )
         # PEFT saves whole embeddings beside an adapter under their own names.
         saved = {entry.name for entry in version.manifest.tensors} & state.keys()
@@ -147,8 +148,8 @@ class TransformersModel(TorchModule):
     def _check_adapter(self, version: LeasedVersion, mine: Mapping[str, Any]) -> None:
         told = _json(version, ADAPTER_CONFIG)
         wrong = [
-            f"its {ADAPTER_CONFIG} says {key} {told[key]!r}, and the model's adapter has "
-            f"{mine[key]!r}"
+            f"{key} is {told[key]!r} in the version's {ADAPTER_CONFIG}, but {mine[key]!r} in the "
+            "model's adapter"
             for key in _COMPUTES
             if told is not None and key in told and key in mine and told[key] != mine[key]
         ]
@@ -160,7 +161,9 @@ class TransformersModel(TorchModule):
             None,
         )  # fmt: skip
         if merged is not None:
-            wrong.append(f"the adapter is merged into {merged}: call unmerge_adapter() first")
+            wrong.append(
+                f"the model's adapter is merged into {merged}, so call unmerge_adapter() first"
+            )
         refuse(named(version), self._whose, wrong)
 
     def _other_base(self, version: LeasedVersion) -> str | None:
@@ -176,8 +179,8 @@ class TransformersModel(TorchModule):
         if differs is None and self._said != told.name:
             self._said = told.name
             log.warning(
-                "version %d is an adapter for %s, and the model was loaded from %s: cannot tell "
-                "whether these are the same model; give its name as "
+                "version %d is an adapter for %s, and the model was loaded from %s. syncd cannot "
+                "tell whether these are the same model. Pass the name of the model as "
                 "TransformersModel(base_model=...)",
                 version.sequence,
                 shown(told.name),
@@ -205,7 +208,7 @@ def _forget_prompts(module: Any, manager: Any) -> None:
     if manager.is_running():
         log.warning(
             "continuous batching runs while the weights change, so its output mixes old and new "
-            "weights; stop it, or hold the lock, while a version is loaded"
+            "weights. Stop continuous batching during each load, or hold the lock"
         )
         return
     try:
@@ -222,8 +225,8 @@ def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
         return None
     if adapter not in configs:
         raise EngineMismatchError(
-            f"the model has no adapter {adapter!r}, only {', '.join(map(repr, configs))}: give the "
-            "name of the adapter to replace as TransformersModel(model, adapter=...)"
+            f"the model has no adapter {adapter!r}, only {', '.join(map(repr, configs))}. Pass "
+            "the name of the adapter to replace as TransformersModel(model, adapter=...)"
         )
     config: dict[str, Any] = configs[adapter].to_dict()
     told = {key: config[key] for key in _COMPUTES if key in config}

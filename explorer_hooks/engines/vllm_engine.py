@@ -132,7 +132,7 @@ class VLLMEngine(InProcessEngine):
         except EngineBrokenError:
             raise
         except Exception as error:
-            raise EngineBrokenError(f"vLLM did not take {what}: {error}") from error
+            raise EngineBrokenError(f"vLLM did not load {what}: {error}") from error
 
     def leave(self) -> None:
         """Let the workers leave the weight group, and release received weights."""
@@ -146,7 +146,7 @@ class VLLMEngine(InProcessEngine):
         prompt = {"prompt_token_ids": [1]}
         (answer,) = self._llm.generate([prompt], params, use_tqdm=False)
         if not answer.outputs or len(answer.outputs[0].token_ids) != 1:
-            raise EngineBrokenError(f"vLLM generates nothing with {what}")
+            raise EngineBrokenError(f"vLLM generated no token after it had loaded {what}")
 
     def reset_cache(self) -> None:
         """Empty the prefix cache.

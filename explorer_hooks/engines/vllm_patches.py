@@ -105,7 +105,7 @@ def patches_of(base: Manifest | None, folder: Path, deltas: Sequence[Path]) -> l
             file, entry = places[name]
             dtype = torch_dtype(entry.dtype)
             if not dtype.is_floating_point:
-                raise NoDeltaError(f"{shown(name)} is not a floating tensor")
+                raise NoDeltaError(f"{shown(name)} is not a floating-point tensor")
             indices = torch.cat(parts)
             values = _values(file, entry, indices).view(dtype)
             if values.isnan().any():

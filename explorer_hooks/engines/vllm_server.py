@@ -206,7 +206,9 @@ class VLLMServer(ServerEngine):
                 try:
                     return delta_folders(version, content)
                 except OSError as error:
-                    log.warning("loading all elements: the deltas cannot be read: %s", error)
+                    log.warning(
+                        "loading all elements, because the deltas cannot be read: %s", error
+                    )
                     return []
 
             self._deltas_from = deltas_from
@@ -343,7 +345,7 @@ class VLLMServer(ServerEngine):
             said = {span.get("version") for span in spans if isinstance(span, dict)}
             if said - {None, name}:
                 raise ServerRefusedError(
-                    f"the server generates with {said}, not with {name}", answer=told
+                    f"the server generates with the weights {said} instead of {name}", answer=told
                 )
         else:
             body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0}

@@ -57,7 +57,7 @@ class TransferSession:
             return False
         why = self._why_not(config or {})
         if why is not None and why != self._said:
-            log.warning("%s %s: loading versions by reload_weights", self._whose, why)
+            log.warning("%s %s, so versions are loaded by reload_weights", self._whose, why)
         self._said = why
         return why is None
 
@@ -65,10 +65,10 @@ class TransferSession:
         told = self._server.ask(_VERSION) if self._server.has(_VERSION) else None
         version = told.get("version") if isinstance(told, dict) else None
         if not str(version).startswith(INTERFACE):
-            return f"is vLLM {version}, and syncd's weight transfer is for vLLM {INTERFACE}x"
+            return f"runs vLLM {version}, but syncd's weight transfer needs vLLM {INTERFACE}x"
         for route in (_INIT, _START, _UPDATE, _FINISH):
             if not self._server.has(route):
-                return f"has no {route}"
+                return f"has no route {route}"
         if (config.get("parallel_config") or {}).get("data_parallel_size") != 1:
             return (
                 "has --data-parallel-size above 1, but only one of its replicas reports its state"
@@ -103,13 +103,15 @@ class TransferSession:
         states = self._state()
         if any(one["holds"] != name for one in states):
             raise ServerRefusedError(
-                f"{self._whose} does not have {folder} after its load: another hook may be loading "
-                "into it"
+                f"{self._whose} does not have the weights of {folder} after it loaded them. "
+                "Another hook may be loading into the same server"
             )
         if deltas_from is not None:
             why = states[0]["why_full"]
-            how = "only the changed elements" if why is None else f"all elements: {why}"
-            log.info("%s loaded %s of %s", self._whose, how, folder)
+            if why is None:
+                log.info("%s loaded only the changed elements of %s", self._whose, folder)
+            else:
+                log.info("%s loaded all elements of %s, because %s", self._whose, folder, why)
         self._ask(_FINISH, {"weight_version": name})
 
     def _open(self) -> tuple[str, str] | None:

@@ -171,7 +171,9 @@ class FolderTransfer:
                 self._model, patches, validate_unique_indices=False
             )
         except Exception as error:
-            log.exception("loading all elements instead of %d patches", len(patches))
+            log.exception(
+                "vLLM could not apply %d patches, so all elements are loaded", len(patches)
+            )
             self._why_full = repr(error)
             return False
         return True
@@ -250,7 +252,8 @@ def check_files(update: FolderUpdate) -> Manifest | None:
     storage, folder = Storage(), Path(update.folder)
     if folder.is_absolute() and not folder.is_dir():  # vLLM would look for it on the hub
         raise FileNotFoundError(
-            f"{folder} does not exist on this worker: all workers must see it under the same path"
+            f"{folder} does not exist on this worker. All workers must see the folder at the same "
+            "path"
         )
     if MANIFEST not in storage.names(folder):
         return None
@@ -273,8 +276,8 @@ class OtherInterface:
 
     def __init__(self, *_: object, **__: object) -> None:
         log.warning(
-            "syncd's weight transfer is for vLLM 0.32, and this is another release: loading "
-            "versions by reload_weights"
+            "syncd's weight transfer is for vLLM 0.32, but this is another release, so versions "
+            "are loaded by reload_weights"
         )
 
     def shutdown(self) -> None:

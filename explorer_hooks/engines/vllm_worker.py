@@ -145,7 +145,7 @@ class Membership:
         received, self._received = self._received, None
         if received is None:
             raise RuntimeError(
-                "this worker has no received weights to load: another worker received them"
+                "this worker has no received weights to load, because another worker received them"
             )
         return received
 

@@ -54,8 +54,8 @@ def workers_of(parallel_config: object) -> int:
     told = _fields(parallel_config)
     if told.get("worker_extension_cls") != EXTENSION:
         log.warning(
-            "this vLLM takes no broadcasts, and loads versions from files: for broadcasts start "
-            "it with --worker-extension-cls %s",
+            "this vLLM takes no broadcasts, so it loads versions from files. To receive "
+            "broadcasts, start vLLM with --worker-extension-cls %s",
             EXTENSION,
         )
         return 0
@@ -118,7 +118,7 @@ class VLLMWorkers:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "%s does not report whether it runs on a CPU: on a CPU, a reload may keep "
+                    "%s does not report whether it runs on a CPU. On a CPU, a reload may keep "
                     "old weights in a tied output layer or in experts",
                     self._whose,
                 )
@@ -128,10 +128,10 @@ class VLLMWorkers:
             stays = None if self._repacks else _left_by_reload(version)
             if stays is not None:
                 raise EngineMismatchError(
-                    f"not loading {named(version)} into {self._whose}: {stays}, so on a CPU "
+                    f"cannot load {named(version)} into {self._whose}: {stays}, so on a CPU "
                     "vLLM's own reload would keep old weights. Start the server with "
-                    '--weight-transfer-config \'{"backend": "syncd"}\' (an LLM in this '
-                    f"process with --worker-extension-cls {EXTENSION}), or restart it from each "
+                    f'--weight-transfer-config \'{{"backend": "syncd"}}\'. For an LLM in this '
+                    f"process, use --worker-extension-cls {EXTENSION}. Or restart vLLM from each "
                     "version's folder (syncd follow --command)"
                 )
 
@@ -219,7 +219,9 @@ class VLLMWorkers:
         except Exception as error:  # noqa: BLE001 # an LLM may raise anything; logging it is all that can be done
             failed = str(error)
         if failed:
-            log.warning("%s: its workers may still be in the weight group: %s", self._whose, failed)
+            log.warning(
+                "the workers of %s may still be in the weight group: %s", self._whose, failed
+            )
 
     def _ask(
         self, method: str, kwargs: dict[str, object], timeout: float

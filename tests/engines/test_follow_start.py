@@ -178,7 +178,7 @@ def test_a_private_certificate_is_trusted_if_its_authority_is_given(
             assert isinstance(ended.exception, ServerUnreachableError)
             assert "does not trust the server's certificate" in str(ended.exception)
             ended = follow(job.layout.root, "--url", url, "--cacert", certificate)
-            assert "has no POST /pause_generation" in str(ended.exception)  # so it was read
+            assert "has no route POST /pause_generation" in str(ended.exception)  # so it was read
         finally:
             server.shutdown()
             thread.join()

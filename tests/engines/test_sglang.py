@@ -180,7 +180,7 @@ def test_what_a_killed_hook_left_half_loaded_waits_for_a_version(
     engine = engine_of(fake)
     engine.attach()
     assert fake.is_paused
-    with pytest.raises(EngineBrokenError, match="left in the middle"):
+    with pytest.raises(EngineBrokenError, match="stopped in the middle"):
         engine.resume()
     load(engine, version(tmp_path / "v4", 4))
     assert not fake.is_paused
@@ -222,7 +222,7 @@ def test_versions_are_compared_with_what_the_server_was_started_with(
 
 def test_a_server_without_the_routes_is_said_so(base: Path) -> None:
     fake = FakeSGLang(str(base), without=frozenset({"/pause_generation"}))
-    with pytest.raises(InvalidSettingsError, match="has no POST /pause_generation"):
+    with pytest.raises(InvalidSettingsError, match="has no route POST /pause_generation"):
         engine_of(fake).attach()
     fake = FakeSGLang(str(base), without=frozenset({"/load_lora_adapter"}))
     engine = engine_of(fake)
@@ -395,7 +395,7 @@ def test_a_model_that_is_half_loaded_is_never_served_under_an_adapter(
     fake.faults["/update_weights_from_disk"] = "out of memory"
     with pytest.raises(ServerRefusedError):
         engine.load(version(tmp_path / "v2", 2))
-    with pytest.raises(EngineBrokenError, match="load a full model into"):
+    with pytest.raises(EngineBrokenError, match="Load a full model first"):
         engine.load(adapter)
     with pytest.raises(EngineBrokenError, match="stays paused"):
         engine.resume()

@@ -79,7 +79,7 @@ def test_a_server_takes_the_names_that_vllm_finds_and_no_others(
             assert serves(server, 2, config)
         else:
             with pytest.raises(
-                EngineMismatchError, match=r"experts\.\w+, which it knows as \S+\.w\d\.weight"
+                EngineMismatchError, match=r"experts\.\w+, whose hub name is \S+\.w\d\.weight"
             ):
                 hook.pull(LONG)
             assert serves(server, 1, config)

@@ -222,7 +222,7 @@ def test_a_folder_that_the_transfer_refuses_is_taken_back(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("routes", "options", "why"),
     [
-        (TRANSFER, {"vllm": "0.33.0"}, "is vLLM 0.33.0"),
+        (TRANSFER, {"vllm": "0.33.0"}, "runs vLLM 0.33.0"),
         (TRANSFER, {"replicas": 2}, "--data-parallel-size"),
         ((*OPTIONS, "/version", "/update_weights"), {}, "/init_weight_transfer_engine"),
     ],

@@ -380,7 +380,7 @@ class Rank:
             assert torch.equal(model.weight.to_local(), wanted)
             self.passed(EXPERTS)
         else:
-            with pytest.raises(CheckpointError, match="'weight' is not the same in"):
+            with pytest.raises(CheckpointError, match="'weight' has one value in"):
                 load_checkpoint(self.root / "experts", model)
             self.passed("experts by one name, by other ranks")
 
@@ -411,7 +411,7 @@ class Rank:
         self.passed("a file of one rank is torn")
 
         other = fsdp2(Net(12 if self.rank else 10), 2)
-        with pytest.raises(CheckpointError, match=r"shape \(10, 7\), and here it has \(12, 7\)"):
+        with pytest.raises(CheckpointError, match=r"shape \(10, 7\) in .*, but shape \(12, 7\) in"):
             load_checkpoint(job, other)
         self.passed("one rank has another model")
 

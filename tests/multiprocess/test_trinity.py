@@ -53,7 +53,7 @@ def test_the_pointer_moves_when_all_ranks_have_vouched_for_their_shards(
         assert "global_step_5/actor" in facts["path"]
         assert (
             facts["closed"]
-            == "SaveFailedError: this coordinator is closed and cannot save: make a new one"
+            == "SaveFailedError: this coordinator is closed and cannot save. Make a new coordinator"
         )
         assert facts["at last"] == "6"
     assert (

@@ -493,7 +493,7 @@ def test_every_bit_of_the_model_is_checked_and_none_of_the_optimizer(tmp_path: P
 def test_a_save_is_announced_once_it_is_done(tmp_path: Path) -> None:
     job = tmp_path / "job"
     job.mkdir()
-    with pytest.raises(SaveNotReadyError, match="announce a save only when it is complete"):
+    with pytest.raises(SaveNotReadyError, match="Announce a save only when it is complete"):
         announce_dcp(job, 3)
     small().write(job / "global_step_3" / "actor")
     announce_dcp(job, 3)
@@ -524,7 +524,7 @@ def test_a_save_on_another_filesystem_cannot_be_announced(tmp_path: Path) -> Non
             super().link(source, target)
 
     with pytest.raises(
-        InvalidSettingsError, match=r"cannot be hard-linked into .* link\): save into"
+        InvalidSettingsError, match=r"cannot be hard-linked into .* link\). Save into"
     ):
         announce_dcp(tmp_path / "job", 3, folder=own, storage=OtherDisk(durable=False))
     assert not (tmp_path / "job" / "latest_state_dict_iteration.txt").exists()

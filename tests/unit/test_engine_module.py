@@ -213,7 +213,7 @@ def test_direct_loading_says_that_it_may_have_torn_the_module(
     pointers = [p.data_ptr() for p in net.parameters()]
     with pytest.raises(OSError, match="half") as raised:
         engine.load(half_read)
-    assert "the module now has parts of version 1" in raised.value.__notes__[0]
+    assert "the module now has a mix of version 1" in raised.value.__notes__[0]
     assert bits(net.one.weight) == random_tensors(SPECS, 7)["one.weight"].content
     engine.load(first)
     assert bits(net.one.weight) == random_tensors(SPECS, 1)["one.weight"].content
@@ -273,7 +273,9 @@ def test_extra_state_of_a_module_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_that_is_made_up_cannot_be_filled(tmp_path: Path) -> None:
-    with pytest.raises(EngineMismatchError, match=r"one\.weight in the module's state dict is no"):
+    with pytest.raises(
+        EngineMismatchError, match=r"one\.weight in the module's state dict cannot be filled"
+    ):
         TorchModule(Copied()).check(made(tmp_path))
 
 

@@ -110,7 +110,9 @@ def test_a_version_that_lacks_a_piece_is_refused_and_nothing_changes(
 def test_what_does_not_fit_is_refused_with_both_names(tmp_path: Path) -> None:
     truth = state()
     truth["experts.gate_up_proj"] = truth["experts.gate_up_proj"][:2]
-    both = r"experts\.2\.gate\.weight \(here experts\.gate_up_proj\) is .*, but the module has"
+    both = (
+        r"experts\.2\.gate\.weight \(renamed to experts\.gate_up_proj\) is .*, but the module has"
+    )
     with pytest.raises(EngineMismatchError, match=both):
         TorchModule(Named(truth)).check(made(tmp_path, "hub", 1))
     del truth["experts.down_proj"]
@@ -140,7 +142,7 @@ def test_sglang_never_gets_names_that_it_would_drop(tmp_path: Path, says_base: b
     if not says_base:
         engine = SGLangServer("http://sglang", transport=fake.transport)
         engine._fits = None
-    both = r"skip experts\.gate_up_proj, which it knows as experts\.0\.gate\.weight"
+    both = r"skip experts\.gate_up_proj, whose hub name is experts\.0\.gate\.weight"
     with pytest.raises(EngineMismatchError, match=both):
         engine.check(made(tmp_path, "trainer", 1))
     assert not fake.loaded
@@ -165,7 +167,7 @@ def test_an_sglang_that_was_started_with_the_trainers_names_gets_the_hubs(tmp_pa
     fake = FakeSGLang(str(base), knows=frozenset(on_the_hub(state())))
     engine = SGLangServer("http://sglang", transport=fake.transport, base=base)
     engine.check(made(tmp_path, "hub", 1))
-    with pytest.raises(EngineMismatchError, match="looks for the hub's names"):
+    with pytest.raises(EngineMismatchError, match="needs the hub's names"):
         engine.check(made(tmp_path, "trainer", 2))
 
 
@@ -196,7 +198,7 @@ def test_vllm_gets_the_trainers_names_only_if_it_finds_them(
         if fits:
             engine.check(version)
             continue
-        with pytest.raises(EngineMismatchError, match=r"gate_up_proj, which it knows as experts\."):
+        with pytest.raises(EngineMismatchError, match=r"gate_up_proj, whose hub name is experts\."):
             engine.check(version)
 
 

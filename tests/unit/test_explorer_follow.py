@@ -46,9 +46,7 @@ def test_a_command_that_fails_or_hangs_has_not_taken_the_version(
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-        with pytest.raises(
-            CommandFailedError, match=r"did not finish with version 1 within 0\.2 s"
-        ):
+        with pytest.raises(CommandFailedError, match=r"for version 1 did not finish within 0\.2 s"):
             CommandEngine(f"(sleep 600; true) > {pipe}; true", timeout=0.2).load(version)
         os.set_blocking(reader, True)
         assert os.read(reader, 1) == b""
@@ -87,7 +85,7 @@ def test_a_link_is_moved_by_one_rename_and_leads_to_the_version(
 
 def test_a_link_replaces_nothing_but_a_link(job: SmallJob, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidSettingsError, match="is not a link, so it is not replaced"):
+    with pytest.raises(InvalidSettingsError, match="is not a link, so syncd does not replace it"):
         LinkEngine(tmp_path / "file")
     with pytest.raises(InvalidSettingsError, match="create this folder first"):
         LinkEngine(tmp_path / "nowhere" / "link")

@@ -250,10 +250,10 @@ def test_a_hook_follows_in_the_background(job: SmallJob, engine: FakeEngine) -> 
         hook.stop()
         publish(job, 5)
         assert hook.pull(0) == Version(5, 5)
-        with pytest.raises(InvalidSettingsError, match=r"nothing follows .*: call start\(\) first"):
+        with pytest.raises(InvalidSettingsError, match=r"no thread follows .* Call start\(\) or"):
             hook.wait_until_served(newer_than=Version(5, 5))
         hook.start()
-        with pytest.raises(WaitTimeoutError, match=r"nothing newer than .* 'syncd status'"):
+        with pytest.raises(WaitTimeoutError, match=r"no version newer than .* 'syncd status'"):
             hook.wait_until_served(0.01, newer_than=Version(5, 5))
 
 
@@ -261,7 +261,7 @@ def test_who_waits_to_be_served_by_nobody_is_told_at_once(
     job: SmallJob, engine: FakeEngine
 ) -> None:
     with hook_of(job, engine) as hook:
-        with pytest.raises(InvalidSettingsError, match=r"nothing follows .*: call start\(\) first"):
+        with pytest.raises(InvalidSettingsError, match=r"no thread follows .* Call start\(\) or"):
             hook.wait_until_served()
         hook.start()
         waiting = Aside(hook.wait_until_served)
@@ -272,8 +272,11 @@ def test_who_waits_to_be_served_by_nobody_is_told_at_once(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"engine": FakeEngine}, r"^engine is FakeEngine, .*\(it is a class\): give TorchModule"),
-        ({"engine": object()}, r"^engine is object, .*: give TorchModule\(model\)"),
+        (
+            {"engine": FakeEngine},
+            r"^engine is FakeEngine, .* because it is a class. Pass TorchModule",
+        ),
+        ({"engine": object()}, r"^engine is object, .* Pass TorchModule\(model\)"),
         ({"engine": None}, "^engine is NoneType, "),
         ({"settings": {"sync_interval": 2}}, "^settings is a dict: it must be a SyncSettings"),
         ({"staging": "/srv/copies"}, r"^staging is '/srv/copies': it must be a Staging, such as"),
@@ -366,7 +369,7 @@ def test_one_that_a_callback_has_stopped_dies_no_death_of_the_next_one(
     with hook_of(job, engine, before_load=start_anew) as hook:
         hook.start()
         assert hook.wait_until_served(LONG) == Version(1, 1)
-        wait_until(lambda: "nothing follows the job any more" in caplog.text, "the first has ended")
+        wait_until(lambda: "does not follow the job any more" in caplog.text, "the first has ended")
         publish(job, 2)
         assert hook.wait_until_served(LONG, newer_than=Version(1, 1)) == Version(2, 2)
         assert hook.fault is None

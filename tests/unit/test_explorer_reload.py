@@ -93,8 +93,8 @@ def test_an_engine_that_takes_neither_version_is_broken_until_it_takes_one(
         hook.pull(0)
     assert not engine.is_paused
     assert not hook.may_produce()
-    assert "the weights that it serves are unknown" in str(hook.fault)
-    assert "the weights that it serves are unknown" in str(report(job).fault)
+    assert "weights that the engine serves are unknown" in str(hook.fault)
+    assert "weights that the engine serves are unknown" in str(report(job).fault)
     with pytest.raises(EngineBrokenError, match="still cannot load version 1"):
         hook.pull(0)
     with pytest.raises(WaitTimeoutError):  # it takes version 1 again; version 2 was refused

@@ -72,7 +72,8 @@ def test_whatever_a_sending_ends_with_ends_no_training(
     assert not path.send(3)
     assert (path.failures, path.broadcasts) == (1, 0)
     assert (
-        "step 3 is not broadcast; explorers get it from the files: nobody foresaw it" in caplog.text
+        "step 3 was not broadcast, so explorers load it from the files: nobody foresaw it"
+        in caplog.text
     )
 
 

@@ -170,7 +170,9 @@ def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
         try:
             for step in (1, 2):
                 hook.after_step(step)
-            with pytest.raises(SaveFailedError, match=r"step 3 is not saved: after 0\.2 s step 1 "):
+            with pytest.raises(
+                SaveFailedError, match=r"step 3 is not saved, because after 0\.2 s step 1 "
+            ):
                 hook.after_step(3)
         finally:
             gate.opened.set()
@@ -407,7 +409,7 @@ def test_syncs_go_to_the_memory_folder_and_full_checkpoints_to_the_job(
 def test_settings_that_do_not_go_together_are_refused(
     job: SmallJob, model: nn.Module, tmp_path: Path
 ) -> None:
-    with pytest.raises(InvalidSettingsError, match="memory_dir is for method memory"):
+    with pytest.raises(InvalidSettingsError, match="memory_dir is only for method memory"):
         TrainerHook(job.layout.root, model, memory_dir=tmp_path)
     for wrong in ({"layout": "odd"}, {"max_to_keep": -1}, {"when_busy_sync": "never"}):
         with pytest.raises(InvalidSettingsError, match=next(iter(wrong))):

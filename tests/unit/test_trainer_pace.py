@@ -119,7 +119,7 @@ def test_a_rank_whose_turn_never_comes_gives_up_in_time(
         job, WriteConcurrency.ONE_AT_A_TIME, *(RuledStorage() for _ in range(RANKS)), timeout=0.2
     )
     two = threads.submit(ranks[2].save, SaveId("run", 1, 0), CONTENTS)
-    with pytest.raises(SaveFailedError, match="rank 1, whose turn is first, took too long"):
+    with pytest.raises(SaveFailedError, match="rank 1 had to write first, and took too long"):
         two.result(DEADLINE)
 
 

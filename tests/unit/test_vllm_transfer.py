@@ -83,5 +83,5 @@ def test_a_folder_without_a_manifest_is_vllms_to_judge_and_a_missing_one_is_not(
     tmp_path: Path,
 ) -> None:
     check_files(FolderUpdate(str(tmp_path), "label"))
-    with pytest.raises(FileNotFoundError, match="under the same path"):
+    with pytest.raises(FileNotFoundError, match="at the same path"):
         check_files(FolderUpdate(str(tmp_path / "gone"), "label"))

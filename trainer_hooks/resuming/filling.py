@@ -123,14 +123,14 @@ def plan(
     for goal, boxes in left:
         if not any(goal.name in file.tensors for file in files.opened.values()):
             raise CheckpointError(
-                f"'{shown(goal.name)}' is not in {files.paths[0]}, nor in the other ranks' "
-                "files of this save: the files are of another model or optimizer"
+                f"'{shown(goal.name)}' is neither in {files.paths[0]} nor in the other ranks' "
+                "files of this save. The files are of another model or optimizer"
             )
         box = boxes[0]
         raise CheckpointError(
-            f"'{shown(goal.name)}': the part of shape {box.shape} at {box.offsets} is not "
-            f"in {files.paths[0]}, nor in the other ranks' files of this save: a rank did "
-            f"not save its part; {ADVICE}"
+            f"'{shown(goal.name)}': the part of shape {box.shape} at {box.offsets} is neither in "
+            f"{files.paths[0]} nor in the other ranks' files of this save, because a rank did not "
+            f"save its part. {ADVICE}"
         )
     return copies
 
@@ -191,14 +191,14 @@ def _checked_dtype(goal: Goal, held: Held, path: Path) -> torch.dtype:
     """The dtype in a file, after a check that its tensor can be loaded into the goal."""
     if held.shape != goal.shape:
         raise CheckpointError(
-            f"{path} has '{shown(goal.name)}' of shape {held.shape}, and here it has {goal.shape}: "
-            "the file is of another model or optimizer"
+            f"'{shown(goal.name)}' has shape {held.shape} in {path}, but shape {goal.shape} in "
+            "this process. The file is of another model or optimizer"
         )
     dtype = held.torch_dtype
     if dtype is None or not _becomes(dtype, goal.tensor.dtype):
         raise CheckpointError(
             f"{path} has '{shown(goal.name)}' as {held.dtype}, which cannot be loaded as "
-            f"{goal.tensor.dtype}: the file is of another model or optimizer"
+            f"{goal.tensor.dtype}. The file is of another model or optimizer"
         )
     return dtype
 
@@ -247,7 +247,7 @@ def fill(copies: Sequence[BoxRead], files: SavedFiles, *, checked: Sequence[int]
             read += _copy(copy, reader, numbers[copy.file], buffer, files)
         reader.finish()
     except SyncdError as error:
-        raise CheckpointError(f"{error}; to resume, {ADVICE}") from error
+        raise CheckpointError(f"{error}. {ADVICE}") from error
     return read
 
 
@@ -280,9 +280,9 @@ def _copy(
             into.copy_(values)
         elif not _same(into, values):
             raise CheckpointError(
-                f"'{shown(copy.goal.name)}' is not the same in {files.paths[copy.file]} and "
-                "in another rank's file, which is of another device mesh: if ranks saved "
-                "different experts under the same name, only the same ranks can resume them"
+                f"'{shown(copy.goal.name)}' has one value in {files.paths[copy.file]} and another "
+                "value in the file of a rank of another device mesh. If ranks saved different "
+                "experts under one name, resume with the same ranks as at the save"
             )
     return read
 

@@ -61,7 +61,7 @@ class Loading(ABC):
         """The error for names that no rank uses."""
         return CheckpointError(
             f"{self.files.paths[0]} and the files beside it have {told_names(names)}, which "
-            f"{self.whose} does not have: the files are of another model or optimizer"
+            f"{self.whose} does not have. The files are of another model or optimizer"
         )
 
     def fill(self, checked: Sequence[int]) -> None:
@@ -92,8 +92,9 @@ class ModelLoading(Loading):
             self._state = get_model_state_dict(self._model)
         except AttributeError as error:
             raise CheckpointError(
-                "the model's state dict has a name that is no parameter or buffer of the model "
-                f"({error}), which torch cannot load: load the weights from a published version"
+                "torch cannot load the model's state dict, because it has a name that is no "
+                f"parameter or buffer of the model ({error}). Load the weights from a published "
+                "version"
             ) from error
         # A full state dict has only one name of tied tensors.
         for name, first in tied_by_fsdp1(self._model).items():
@@ -202,8 +203,8 @@ class OptimizerLoading(Loading):
                     options.setdefault(option[0], {}).setdefault(option[1], value)
         if not options:
             raise CheckpointError(
-                f"{self.files.paths[0]} is not the state of a torch.optim.Optimizer as "
-                "trainer_hooks saves it: load without optimizer, or load another save"
+                f"{self.files.paths[0]} is not the state of a torch.optim.Optimizer that "
+                "trainer_hooks saved. Load without optimizer, or load another save"
             )
         return names, options
 
@@ -223,7 +224,7 @@ class OptimizerLoading(Loading):
             else:
                 raise CheckpointError(
                     f"{self.files.paths[0]} does not have '{shown(name)}' as a plain value, but "
-                    f"{self.whose} has it: the file is of another optimizer"
+                    f"{self.whose} has '{shown(name)}'. The file is of another optimizer"
                 )
         return found
 
@@ -235,16 +236,16 @@ class OptimizerLoading(Loading):
         for name in group["params"]:
             if name not in options:
                 raise CheckpointError(
-                    f"{self.files.paths[0]} and the files beside it have nothing of "
-                    f"'{shown(name)}', which {self.whose} updates: the files are of "
-                    "another optimizer or model"
+                    f"{self.files.paths[0]} and the files beside it have no state of "
+                    f"'{shown(name)}', which {self.whose} updates. The files are of another "
+                    "optimizer or model"
                 )
             if first is None:
                 first = name
             elif _comparable(options[name]) != _comparable(options[first]):
                 raise CheckpointError(
-                    f"in {self.files.paths[0]} '{shown(name)}' has other options than "
-                    f"'{shown(first)}', but this optimizer has both in one parameter group: make "
+                    f"in {self.files.paths[0]}, '{shown(name)}' and '{shown(first)}' have "
+                    "different options, but this optimizer has them in one parameter group. Make "
                     "the same parameter groups as at the save"
                 )
         found: dict[str, Tensor] = {}
@@ -276,8 +277,8 @@ class RawOptimizerLoading(Loading):
         found = self.files.loaded(self._own)
         if not isinstance(found, dict) or found.keys() != {RAW}:
             raise CheckpointError(
-                f"{self.files.paths[self._own]} does not hold the state of a {self.whose}: load it "
-                "into an optimizer of the saved kind"
+                f"{self.files.paths[self._own]} does not hold the state of a {self.whose}. Load "
+                "the file into an optimizer of the saved kind"
             )
         self._state = found[RAW]
 

@@ -140,7 +140,11 @@ def find_checkpoint(job: Job) -> FoundSteps:
         checkpoint = look_at_checkpoint(job, step, is_pointed=step == pointed)
         if isinstance(checkpoint, FullCheckpoint):
             if reasons:
-                log.warning("resuming from step %d: %s", step, "; ".join(reasons))
+                log.warning(
+                    "resuming from step %d, because other checkpoints cannot be used: %s",
+                    step,
+                    "; ".join(reasons),
+                )
             return FoundSteps(checkpoint, tuple(reasons))
         reasons.append(checkpoint)
     if reasons:
@@ -159,12 +163,12 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
     folder, actor = job.layout.step(step), job.layout.actor(step)
     names = job.storage.names(folder)
     if not names:
-        return f"{folder} is not there, or empty"
+        return f"{folder} does not exist, or is empty"
     if RECEIPTS not in job.storage.names(actor):
         return _foreign(job, step, names, is_marked=is_pointed or FULL in names)
     if FULL not in names:
         what = "its trainer has retired it" if RETIRED in names else "its save was cut off"
-        return f"{folder} has no {FULL}: it holds no full checkpoint, or {what}"
+        return f"{folder} has no {FULL}: either it holds no full checkpoint, or {what}"
     try:
         receipts = _full_receipts(job.storage, actor)
     except RecordError as error:
@@ -215,8 +219,8 @@ def _full_receipts(storage: Storage, folder: Path) -> list[Receipt]:
         receipt = _full_receipt(storage, folder, rank)
         if _identity(receipt) != _identity(receipts[0]) or receipt.rank != rank:
             raise RecordError(
-                f"{folder}: the receipts of ranks 0 and {rank} are of two saves, "
-                f"{receipts[0].save_id} and {receipt.save_id}: the later save was cut off"
+                f"{folder}: the receipts of ranks 0 and {rank} belong to two saves, "
+                f"{receipts[0].save_id} and {receipt.save_id}. The later save was cut off"
             )
         receipts.append(receipt)
     return receipts

@@ -188,8 +188,8 @@ def load_checkpoint(
     if not is_exact:
         warnings.warn(
             f"{layout.step(chosen.step)} was saved by {chosen.world_size} ranks and is resumed by "
-            f"{ranks.world_size}: random number generators stay as they are, user state and "
-            "scheduler are rank 0's",
+            f"{ranks.world_size} ranks. Random number generators are not restored. All ranks get "
+            "the user state and the scheduler of rank 0",
             stacklevel=2,
         )
     log.info("resumed from %s", layout.step(chosen.step))
@@ -206,8 +206,9 @@ def _chosen(job: Job, step: int | None) -> FullCheckpoint | None:
         found = find_checkpoint(job)
         if found.checkpoint is None and found.reasons:
             raise CheckpointError(
-                f"{job.layout.root} has no whole full checkpoint ({'; '.join(found.reasons)}): "
-                "restore one; to train from the beginning, use another job directory"
+                f"{job.layout.root} has no whole full checkpoint ({'; '.join(found.reasons)}). "
+                "Restore a full checkpoint. To train from the beginning, use another job "
+                "directory"
             )
         return found.checkpoint
     is_pointed = pointed_step(job) == step
@@ -247,7 +248,7 @@ def _optimizer_part(
     if own is None:
         raise CheckpointError(
             f"{files.paths[0]} holds the state of an optimizer that is not a "
-            f"torch.optim.Optimizer: resume with {chosen.world_size} ranks, as it was saved"
+            f"torch.optim.Optimizer. Resume with {chosen.world_size} ranks, as many as at the save"
         )
     return RawOptimizerLoading(optimizer, files, own)
 
@@ -272,7 +273,7 @@ def _extra_state(job: Job, chosen: FullCheckpoint, own: int | None) -> dict[str,
     found = SavedFiles(job.storage, folder, [name], chosen.vouched.get(ACTOR)).loaded(0)
     if not isinstance(found, dict) or RNG not in found:
         raise CheckpointError(
-            f"{folder / name} is not the extra state of trainer_hooks: load from another save"
+            f"{folder / name} is not the extra state of trainer_hooks. Load another save"
         )
     return found
 
@@ -287,13 +288,13 @@ def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> Non
     differs = are_two_models(saved, here)
     if differs:
         raise CheckpointError(
-            f"{folder} holds adapters without their base model, {shown(saved)}, but the "
-            f"base model here is {shown(here)}: use the same base model"
+            f"{folder} holds adapters of the base model {shown(saved)}, but the base model of "
+            f"this process is {shown(here)}. Use the same base model as at the save"
         )
     if differs is None:
         log.warning(
-            "%s holds adapters that were trained on the base model %s, and the base model "
-            "here is %s: cannot tell whether these base models are the same",
+            "%s holds adapters that were trained on the base model %s, and the base model of "
+            "this process is %s. syncd cannot tell whether these base models are the same",
             folder,
             shown(saved),
             shown(here),
@@ -306,7 +307,7 @@ def _restore(
     if scheduler is not None:
         if SCHEDULER not in extra:
             raise CheckpointError(
-                f"{folder} was saved without a scheduler: load it with scheduler=None"
+                f"{folder} was saved without a scheduler. Load it with scheduler=None"
             )
         scheduler.load_state_dict(extra[SCHEDULER])
     if own is not None:

@@ -26,7 +26,7 @@ from syncd.storage.fsio import Storage
 
 #: The end of every message about a part that is missing or damaged.
 ADVICE: Final = (
-    "restore the file, or resume from an older full checkpoint with load_checkpoint(..., step=N)"
+    "Restore the file, or resume from an older full checkpoint with load_checkpoint(..., step=N)"
 )
 
 
@@ -179,12 +179,12 @@ class SavedFiles:
                 raise missing(path) from error
             raise
         except ShardFormatError as error:
-            raise CheckpointError(f"{error}; to resume, {ADVICE}") from error
+            raise CheckpointError(f"{error}. {ADVICE}") from error
         except (pickle.UnpicklingError, RuntimeError) as error:
             first = str(error).partition("\n")[0]
             raise CheckpointError(
-                f"{path} cannot be loaded ({first}), so it was not written by "
-                f"trainer_hooks: {ADVICE}"
+                f"{path} was not written by trainer_hooks, because it cannot be loaded ({first}). "
+                f"{ADVICE}"
             ) from error
 
     def reader(self, checked: Sequence[int]) -> tuple[SourceReader, dict[int, int]]:
@@ -213,8 +213,8 @@ class SavedFiles:
         told = self._vouched.get(path.name)
         if told is None:
             raise CheckpointError(
-                f"{path} is not listed in the receipts of its save, so it is not part of "
-                f"that save; {ADVICE}"
+                f"{path} is not listed in the receipts of its save, so it is not part of that "
+                f"save. {ADVICE}"
             )
         return told
 
@@ -231,7 +231,7 @@ class SavedFiles:
         except ShardFormatError as error:
             what = "the state of a torch.optim.Optimizer" if self._is_optimizer else "a state dict"
             raise CheckpointError(
-                f"{error}; the file should be {what} as trainer_hooks saves it: {ADVICE}"
+                f"{error}. The file should be {what} as trainer_hooks saves it. {ADVICE}"
             ) from error
 
     def _shard(self, path: Path, told: ReceiptFile | None) -> OpenFile:
@@ -269,16 +269,16 @@ class SavedFiles:
 
 def missing(path: Path) -> CheckpointError:
     """The error for a file that does not exist."""
-    return CheckpointError(f"{path} is missing: {ADVICE}")
+    return CheckpointError(f"{path} is missing. {ADVICE}")
 
 
 def _compare(path: Path, told: ReceiptFile | None, size: int, digest: str) -> None:
     if told is not None and (told.size, told.digest) != (size, digest):
-        raise _differs(path, "is not what was written")
+        raise _differs(path, "has other content than the rank wrote")
 
 
 def _differs(path: Path, how: str) -> CheckpointError:
-    return CheckpointError(f"{path} is not the file that its receipt lists (it {how}): {ADVICE}")
+    return CheckpointError(f"{path} is not the file that its receipt lists (it {how}). {ADVICE}")
 
 
 def names_in(files: Mapping[int, OpenFile]) -> Iterator[str]:

@@ -89,7 +89,7 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
             flat[name] = value.item()
         elif not isinstance(value, Tensor | ShardedTensor) and not is_plain(value):
             raise InvalidSettingsError(
-                f"{kind} has a {type(value).__name__} as {name}, which cannot be saved: use only "
+                f"{kind} has a {type(value).__name__} as {name}, which cannot be saved. Use only "
                 "tensors, numbers, text, and tuples of these"
             )
     return flat
@@ -112,8 +112,8 @@ def torch_optimizer_state(
         raise InvalidSettingsError(f"the state of {kind} cannot be saved: {error}") from error
     except KeyError as error:
         raise InvalidSettingsError(
-            f"{kind} updates a parameter (number {error}) that the model does not have: give the "
-            "model that the optimizer was made for"
+            f"{kind} updates a parameter (number {error}) that the model does not have. Pass the "
+            "model for which the optimizer was made"
         ) from error
     return found
 
@@ -171,8 +171,8 @@ def checked(value: Any, where: str, depth: int = 0) -> Any:
             )
     raise InvalidSettingsError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which could not be loaded again "
-        "without running code: use only tensors (torch.from_numpy converts an array), numbers, "
-        "text, lists and dicts"
+        "without running code. Use only tensors, numbers, text, lists and dicts. Convert arrays "
+        "with torch.from_numpy"
     )
 
 

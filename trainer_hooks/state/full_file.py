@@ -199,8 +199,9 @@ class FullStateStream:
             for copy in tensor.copies:
                 if self._digest(tensor) != digest:
                     raise CoverageError(
-                        f"{shown(copy.tied)} is not the same as {shown(tensor.name)}, but "
-                        "config.json has tie_word_embeddings: tie them, or set it to false"
+                        f"{shown(copy.tied)} differs from {shown(tensor.name)}, but config.json "
+                        "has tie_word_embeddings. Tie these tensors, or set tie_word_embeddings "
+                        "to false"
                     )
         header = plan.header(content_digest(digests))
         draft.overwrite(header, 0)

@@ -103,9 +103,9 @@ def agree_on_plan(
             raise SaveFailedError(f"rank {number} cannot save its full state dict: {other.fault}")
         if other.digest != outlines[0].digest:
             raise SaveFailedError(
-                f"the {other.count} tensors of rank {number} differ from the "
-                f"{outlines[0].count} tensors of rank 0 in name, kind, dtype or shape: "
-                "pipeline stages can only save shards"
+                f"the {other.count} tensors of rank {number} differ from the {outlines[0].count} "
+                "tensors of rank 0 in name, kind, dtype or shape. Pipeline stages can only save "
+                "shards"
             )
     try:
         return FullPlan(_planned(state, outlines[0].memory, tied=tied, cast=cast))
@@ -147,7 +147,7 @@ def _fault(name: object, value: Tensor, rank: int) -> str | None:
         if any(placement.is_partial() for placement in value.placements):
             fault = "is Partial: redistribute it to Replicate() or Shard() before saving"
         elif rank == 0 and value.device_mesh.get_coordinate() is None:
-            fault = "is on a device mesh without rank 0: only shards can be saved"
+            fault = "is on a device mesh without rank 0, so only shards can be saved"
     return None if fault is None else f"{shown(name)} {fault}"
 
 

@@ -83,7 +83,7 @@ class PeftState:
         why = None if chosen is SaveLora.MERGED else self.not_an_adapter
         if chosen is SaveLora.ADAPTER and why is not None:
             raise InvalidSettingsError(
-                f"the adapter alone does not hold everything that is trained: {why}; set "
+                f"the adapter's files would not hold everything that is trained: {why}. Set "
                 "SaveSettings(lora='merged')"
             )
         if chosen is SaveLora.AUTO:
@@ -104,8 +104,8 @@ class PeftState:
         adapter = set(self._names(self.active[0]).values())
         left = [min(names) for names in self._trained if not names & adapter]
         if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            return f"{shown(min(left))}{more} is trained, but no file of the adapter holds it"
+            more = f" and {len(left) - 1} more are" if len(left) > 1 else " is"
+            return f"{shown(min(left))}{more} trained, but in no file of the adapter"
         return None
 
     @property
@@ -232,7 +232,7 @@ class PeftState:
             what = f"computes {shown(computed[0])}" if computed else "finds no tensors"
             raise InvalidSettingsError(
                 f"to save the {_method(config)} adapter {adapter!r}, PEFT {what}, so the adapter "
-                "cannot be saved from tensors that are spread over ranks: use LoRA, or "
+                "cannot be saved from tensors that are spread over ranks. Use LoRA, or "
                 "PeftModel.save_pretrained"
             )
         return {name: str(name_in_state) for name, name_in_state in names.items()}
@@ -251,9 +251,9 @@ def check_methods(configs: Mapping[str, Any]) -> None:
     for name, config in configs.items():
         if getattr(config, "is_prompt_learning", False):
             raise InvalidSettingsError(
-                f"the adapter {name!r} is of {_method(config)}, which TrainerHook cannot save: the "
-                "prompts are computed, and are not in the state dict. Use LoRA, or write "
-                "lora_adapter/ with PeftModel.save_pretrained"
+                f"the adapter {name!r} is of {_method(config)}, which TrainerHook cannot save, "
+                "because the prompts are computed and are not in the state dict. Use LoRA, or "
+                "write lora_adapter/ with PeftModel.save_pretrained"
             )
 
 

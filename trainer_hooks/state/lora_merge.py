@@ -71,7 +71,7 @@ def merged_parts(
             if held in taken:
                 raise InvalidSettingsError(
                     f"{shown(held)} is changed by two layers of PEFT, {shown(taken[held])} and "
-                    f"{shown(layer.path)}, which cannot be merged: save the adapter instead"
+                    f"{shown(layer.path)}, which cannot be merged. Save the adapter instead"
                 )
             taken[held] = layer.path
             derived[found.published[held]] = layer.derived(target, state)
@@ -103,7 +103,7 @@ class _Layer(NamedTuple):
             if (found.dtype, found.shape) != (held.dtype, shape_of(held)):
                 raise SaveFailedError(
                     f"{shown(self.path)}.{target} became {found.dtype} of shape "
-                    f"{tuple(found.shape)} when it was merged: save the adapter instead"
+                    f"{tuple(found.shape)} when it was merged. Save the adapter instead"
                 )
             return found
 
@@ -112,7 +112,7 @@ class _Layer(NamedTuple):
         # PEFT may raise any error for a configuration that it cannot merge.
         except Exception as error:
             raise InvalidSettingsError(
-                f"{shown(self.path)} cannot be merged ({error}): save the adapter instead, by "
+                f"{shown(self.path)} cannot be merged ({error}). Save the adapter instead, by "
                 "SaveSettings(lora='adapter')"
             ) from error
         return Derived(parts, make)
@@ -181,8 +181,8 @@ class _Base:
         kind = next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
         if (kind.__module__, kind.__qualname__) not in _MERGED:
             raise InvalidSettingsError(
-                f"{shown(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be merged "
-                "into a weight of the base model's dtype: save the adapter instead, by "
+                f"{shown(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be "
+                "merged into a weight of the base model's dtype. Save the adapter instead, by "
                 "SaveSettings(lora='adapter')"
             )
         active = set(module.active_adapters)
@@ -205,7 +205,7 @@ class _Base:
             if held not in self.state or self.state[held].dtype not in _FLOATING:
                 what = "is quantized" if held in self.state else "is not in the state dict"
                 raise InvalidSettingsError(
-                    f"{shown(held)} {what}, so no adapter can be merged into it: save the adapter "
+                    f"{shown(held)} {what}, so no adapter can be merged into it. Save the adapter "
                     "instead, by SaveSettings(lora='adapter')"
                 )
             targets.append((target, held))
@@ -223,7 +223,7 @@ def _used(module: Any) -> str:
             else ("original_module")
         )
     raise InvalidSettingsError(
-        f"PEFT's {type(module).__name__} cannot be merged, because syncd does not know it: save "
+        f"PEFT's {type(module).__name__} cannot be merged, because syncd does not know it. Save "
         "the adapter instead, by SaveSettings(lora='adapter')"
     )
 

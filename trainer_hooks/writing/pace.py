@@ -117,8 +117,10 @@ class Pace:
         while notes.written(receipt_of(before)) != save_id:
             for other in {before, 0}:
                 if notes.failed(other) == save_id:
-                    raise SaveFailedError(f"{ours}: the save failed on rank {other} before that")
+                    raise SaveFailedError(f"{ours}, because the save failed on rank {other} first")
             if time.monotonic() >= until:
-                raise SaveFailedError(f"{ours}: rank {before}, whose turn is first, took too long")
+                raise SaveFailedError(
+                    f"{ours}, because rank {before} had to write first, and took too long"
+                )
             if self._stopped.wait(POLL):
-                raise SaveFailedError(f"{ours}: training ended before its turn")
+                raise SaveFailedError(f"{ours}, because training ended before its turn")

@@ -113,7 +113,9 @@ class Remains:
         try:
             return self._job.storage.exists(path)
         except OSError as error:
-            log.warning("cannot access %s, so it counts as present: %s", path, error)
+            log.warning(
+                "cannot check whether %s exists, so syncd treats it as existing: %s", path, error
+            )
             return True
 
     def _remove(self, path: Path) -> None:

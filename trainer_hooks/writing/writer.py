@@ -127,9 +127,9 @@ class RankWriter:
         except OSError as error:
             self._after_failure(attempt)
             raise SaveFailedError(
-                f"rank {self._rank} could not write the save of step {save_id.step}: "
-                f"{error}; the unannounced parts of this save are never served, and the "
-                "previous version stays published"
+                f"rank {self._rank} could not write the save of step {save_id.step}: {error}. The "
+                "unannounced parts of this save are never served. The previous version stays "
+                "published"
             ) from error
         except BaseException:
             self._after_failure(attempt)  # for example a tokenizer that cannot be saved
@@ -150,7 +150,7 @@ class RankWriter:
                 raise
             raise SaveFailedError(
                 f"the weights of step {save_id.step} could not be written as a Hugging Face "
-                f"model: {error}; the full checkpoint is complete nevertheless"
+                f"model: {error}. The full checkpoint of this step is complete nevertheless"
             ) from error
 
     def say_failed(self, save_id: SaveId) -> None:
@@ -317,20 +317,24 @@ class RankWriter:
             while (found := notes.written(name_of(rank))) != save_id:
                 if found is not None and found.is_newer_than(save_id):
                     log.info(
-                        "save %s is not announced: the newer save %s overtook it", save_id, found
+                        "save %s is not announced, because the newer save %s overtook it",
+                        save_id,
+                        found,
                     )
                     return False
                 missing = f"rank {rank} of {self._world_size} has not written its part of the save"
                 if notes.failed(rank) == save_id:
-                    raise SaveFailedError(f"{missing} of step {save_id.step}: that rank failed")
+                    raise SaveFailedError(
+                        f"{missing} of step {save_id.step}, because that rank failed"
+                    )
                 if time.monotonic() >= until:
                     raise SaveFailedError(
-                        f"{missing} of step {save_id.step} within {self._timeout:g} s; the save "
-                        "was not announced"
+                        f"{missing} of step {save_id.step} within {self._timeout:g} s, so the "
+                        "save was not announced"
                     )
                 # A poll: shared storage sends no events for another host's files.
                 if self._stopped.wait(POLL):
-                    raise SaveFailedError(f"{missing} of step {save_id.step}, and training ended")
+                    raise SaveFailedError(f"{missing} of step {save_id.step} before training ended")
         return True
 
     def _remove_saving(self, save_id: SaveId) -> None:
