@@ -89,7 +89,7 @@ class DeltaReader:
         if (changed < 1).any() or (changed > inside).any():
             raise self._broken("its index has a block with too many changes, or none")
         if (lengths < 1).any() or (lengths > inside * widths[tensors] + 1).any():
-            raise self._broken("its index has a block that is longer than its elements, or empty")
+            raise self._broken("a block in its index is empty, or longer than its elements")
         if int(lengths.sum()) != size:
             raise self._broken("its blocks together are not as long as the file that holds them")
         if int(changed.sum()) != delta.changed or int(counts.sum()) != delta.elements:

@@ -29,6 +29,7 @@ from tests.jobs import SmallJob
 from tests.multiprocess.processes import (
     DEADLINE,
     Daemon,
+    report,
     verified,
     wait_for_step,
     wait_until,
@@ -152,6 +153,16 @@ main()
 """
 
 
+def wait_for_round(job: Path, step: int) -> None:
+    """Wait for the end of the round that published a step: until then the job keeps its turn."""
+
+    def ended() -> bool:
+        found = report(job)
+        return found is not None and (found.state, found.step) == ("watching", step)
+
+    wait_until(ended, f"the round that published step {step} of {job} has ended")
+
+
 def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
     root: Path, tmp_path: Path
 ) -> None:
@@ -163,7 +174,7 @@ def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
     options = ("--hang-time", "10", "--concurrent-merges", "1")
     with Daemon(root, *options, root=True, program=program) as daemon:
         for job in (sick, well):
-            wait_for_step(job.layout.root, 1)
+            wait_for_round(job.layout.root, 1)
         marker.touch()
         daemon.wait_for_log("Another daemon may take over the job")
         well.save(2)
@@ -177,7 +188,7 @@ def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
             daemon.wait_for_log(f"found job {sick.layout.root}; serving it", times=2)
             assert other.terminate() == 0
         sick.save(3)
-        wait_for_step(sick.layout.root, 3)
+        wait_for_round(sick.layout.root, 3)
         with Reader(sick.layout.root, "explorer") as reader:
             reader.next_version(2, DEADLINE).release()
         # What hangs at the end is left, and the process ends all the same.

@@ -221,7 +221,7 @@ def test_what_cannot_be_built_is_refused_with_the_reason_and_nothing_is_quaranti
     storage = hosts.ruled()
     job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     full(job, 4)
-    why = f"{job.layout.step(4)} is not there"
+    why = f"{job.layout.step(4)} was deleted"
     if breaks == "damaged":
         path = job.layout.actor(4) / "model.safetensors"
         job.put(path, path.read_bytes()[:-4])

@@ -402,7 +402,7 @@ def test_a_config_whose_settings_differ_from_the_version_before_is_said_once(
     (line,) = told(caplog)
     assert line.startswith(
         "config.json of version 3 differs from the config.json of version 2: "
-        'eos (absent → "\\u001b[2J"); layers ([1, 2] → absent); rope_scaling.factor (2.0 → 4.0);'
+        'eos (absent → "\\u001b[2J"); layers ([1, 2] → absent); rope_scaling.factor (2.0 → 4.0). '
     )
 
 

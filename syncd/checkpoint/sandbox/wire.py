@@ -294,14 +294,16 @@ def _position(row: Row, shape: Shape, known: dict[Hashable, Any]) -> Position:
             try:
                 position: Position | None = known.get(key)
             except TypeError:
-                raise ValueError("the answer has an invalid position of a tensor's piece") from None
+                raise ValueError(
+                    "the answer gives an invalid position for a tensor's piece"
+                ) from None
             if position is None:
                 sizes, begin = shape_of(whole), shape_of(offsets)
                 if sizes is None or begin is None:
-                    raise ValueError("the answer has an invalid position of a tensor's piece")
+                    raise ValueError("the answer gives an invalid position for a tensor's piece")
                 position = known[key] = Position(sizes, begin, mesh)
             # A part without elements may be of any such shape.
             dimensions = len(position.global_shape)
             if len(position.offsets) == dimensions and (dimensions == len(shape) or 0 in shape):
                 return position
-    raise ValueError("the answer has an invalid position of a tensor's piece")
+    raise ValueError("the answer gives an invalid position for a tensor's piece")

@@ -58,7 +58,7 @@ class _Sealed:
     __slots__ = ()
 
     def __setstate__(self, state: object) -> NoReturn:
-        raise pickle.UnpicklingError("it sets attributes of an object that has none")
+        raise pickle.UnpicklingError("it sets attributes on an object that cannot have any")
 
 
 class DType(NamedTuple):
