@@ -119,6 +119,19 @@ class Decisions:
             raise SaveFailedError("rank 0 could not decide what to save: see the log of rank 0")
         return plan
 
+    def wait_until_sent(self, timeout: float) -> None:
+        """On rank 0, wait until all decisions are sent: if it ended before, others would fail.
+
+        Args:
+            timeout: seconds for each decision. If they are over, a warning is logged.
+        """
+        for work, _ in self._sent:
+            try:
+                work.wait(timedelta(seconds=min(timeout, _LONGEST)))
+            except RuntimeError as error:
+                log.warning("a rank may not know what to save: %s", error)
+        self._sent = []
+
     def meet(self, name: str, *, timeout: float) -> str | None:
         """Wait until all ranks have called this method: a barrier with a timeout.
 

@@ -293,6 +293,7 @@ class TrainerHook:
                 log.error("%s", other)
             raise
         errors = self._end()
+        self._planner.wait_until_told()
         if failed is not None:
             errors.insert(0, failed)
         raise_first(errors)

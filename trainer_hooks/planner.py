@@ -165,6 +165,10 @@ class Planner:
         )
         return Plan.NOTHING
 
+    def wait_until_told(self) -> None:
+        """Wait until all ranks can know the last plan, even if this process ends next."""
+        self._decisions.wait_until_sent(self._settings.save_timeout)
+
     def stays_away(self) -> None:
         """Tell the other ranks not to wait for this rank in :meth:`at_close`."""
         self._decisions.call_off(self._run_id, "has ended with an error")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,7 +174,9 @@ def test_a_merge_by_hand_that_is_killed_leaves_no_folder_that_looks_whole(tmp_pa
     arguments = [str(job.layout.actor(2)), str(out)]
 
     def act() -> None:
-        merge.main(arguments, standalone_mode=False)
+        # strace counts the calls of each process: the one that reads shards may be killed instead.
+        with suppress(BlockingIOError):
+            merge.main(arguments, standalone_mode=False)
 
     def whole() -> bool:
         if not out.exists():
@@ -184,7 +187,7 @@ def test_a_merge_by_hand_that_is_killed_leaves_no_folder_that_looks_whole(tmp_pa
     calls = straced.calls_of(act, tmp_path / "calls")
     assert whole()
     kills = 0
-    for at in straced.chosen(calls, _KILLS, out.parent):
+    for at in straced.chosen(calls, 2 * _KILLS, out.parent):
         shutil.rmtree(out.parent)
         out.parent.mkdir()
         kills += straced.run(act, at)

@@ -217,7 +217,7 @@ with ExplorerSynchronizer(report.parents[2], report.stem) as explorer:
         try:
             explorer.set_explorer_version(Version(1, 1))
         except InvalidSettingsError as error:
-            sys.exit(0 if "register after the fork" in str(error) else 1)  # leaves the block too
+            sys.exit(0 if "Register after the fork" in str(error) else 1)  # leaves the block too
         sys.exit(2)
     assert os.waitpid(child, 0)[1] == 0
     assert report.read_bytes() == before

@@ -132,7 +132,8 @@ def test_each_version_gets_a_delta_and_the_daemon_never_imports_numpy(job: Path)
 
 
 def goes_on(job: Path, model: Sparse, daemon: Daemon, step: int) -> None:
-    """Once the work that came to nothing has ended, the next version has a delta again."""
+    """Once no work on a delta goes on any more, the next version has a delta again."""
+    wait_until(lambda: (last := progress(job)) and last.state != "making", "it has ended")
     wait_until(lambda: not any(epoch_content(job).values()), "nothing is left in the room")
     daemon_round(job)
     save(job, model, step)

@@ -57,8 +57,8 @@ def test_the_pointer_moves_when_all_ranks_have_vouched_for_their_shards(
         )
         assert facts["at last"] == "6"
     assert (
-        "rank 1 of 2 has not written its part of the save of step 3: that rank failed"
-        in first["failed"]
+        "rank 1 of 2 has not written its part of the save of step 3, because that rank "
+        "failed" in first["failed"]
     )
     assert "no shard" in second["failed"]
     assert "rank 1 of 2" in first["elsewhere"]

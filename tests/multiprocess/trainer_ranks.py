@@ -91,6 +91,7 @@ class Rank(Told):
         logger.addHandler(handler)
         try:
             self.hook.close()
+            assert not self.hook._planner._decisions._sent, "this process may end now"
         finally:
             logger.removeHandler(handler)
         return [record.getMessage() for record in handler.buffer]
