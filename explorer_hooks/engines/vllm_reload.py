@@ -38,7 +38,7 @@ def reload_whole(
 
 
 def _end_reload(model: Any, vllm_config: Any) -> None:
-    """End a failed reload: vLLM 0.32 would count its layers as part of the next reload."""
+    """End a failed reload, because vLLM 0.32 would count its layers as part of the next reload."""
     try:
         # Importable only in vLLM's own environment.
         config = importlib.import_module("vllm.config")

@@ -1,4 +1,4 @@
-"""Load folders by syncd's weight transfer in a vLLM server, over HTTP. Needs no torch."""
+"""Load folders by syncd's weight transfer in a vLLM server, over HTTP and without torch."""
 
 from __future__ import annotations
 
