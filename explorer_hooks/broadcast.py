@@ -108,7 +108,7 @@ class Arriving(Generic[T]):
             wait_for_copies({self._group.device})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each whole tensor on the group's device, valid until the next tensor is yielded."""
+        """Yield whole tensors on the group's device, each valid until the next one is yielded."""
         large = None
         for bucket, arrived in self._buckets():
             for piece in bucket.pieces:
@@ -188,7 +188,7 @@ def _go_on_if_all(group: WeightGroup) -> None:
     """Tell the other members that this member is ready; return only if all members are ready."""
     if not group.agree(ok=True):
         raise BroadcastError(
-            "another member of the weight group refuses the transfer: see the log of that "
+            "another member of the weight group refuses the transfer. See the log of that "
             "member for the reason"
         )
 

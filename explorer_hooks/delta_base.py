@@ -216,7 +216,7 @@ def _wait(
 
 
 def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None]) -> str:
-    """Wait for a delta while waiting can save time; return the reason why the wait ended."""
+    """Wait for a delta as long as it can save time; return the reason why the wait ended."""
     which = f"the delta to version {sequence}"
     begun = alive = time.monotonic()
     first: tuple[float, int] | None = None

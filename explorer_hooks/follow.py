@@ -285,7 +285,7 @@ def _engine(
         return CommandEngine(run, timeout=timeout, fits=fits)
     if link is None:
         raise InvalidSettingsError(
-            "nothing to load versions into: give --engine, --command or --link"
+            "syncd follow has no target to load versions into. Give --engine, --command or --link"
         )
     engine = LinkEngine(link, fits=fits)
     if staging is not None and engine.target is not None:

@@ -299,7 +299,7 @@ class Pipeline:
     def _take(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
         """Load a leased version into the engine; release the version if the load fails.
 
-        Before this method is called, a pull has accessed these files in this order: it has read
+        Before this method is called, the pull has done three things in this order. It has read
         LATEST, created the lease ``leases/VERSION/EXPLORER.SESSION`` (an empty file), and read
         ``manifest.json``.
         """
@@ -391,7 +391,7 @@ class Pipeline:
                 self._is_verified = True
             except (VerificationError, OSError) as error:
                 raise EngineBrokenError(
-                    f"{self._broken}; version {held.sequence} cannot be loaded again: {error}"
+                    f"{self._broken}. Version {held.sequence} cannot be loaded again: {error}"
                 ) from error
         self._reloader.restore(held)
         log.info("the engine serves version %d again", held.sequence)

@@ -222,8 +222,8 @@ class Staging:
             ) from None
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise InvalidSettingsError(
-                f"{self._room} is not a folder of this user. Remove this folder, or choose "
-                "another stage folder"
+                f"{self._room} is not a folder, or belongs to another user. Remove this path, "
+                "or choose another stage folder"
             )
 
     def _stage(self, version: LeasedVersion, cancel: Callable[[], None]) -> LeasedVersion:
@@ -449,7 +449,7 @@ class Staging:
             left = name.startswith(self._rooms) and name != self._room.name
             if left and not (kind is Kind.FOLDER and self._is_held(self.folder / name)):
                 log.info(
-                    "removing %s: it is from before this host's last restart", self.folder / name
+                    "removing %s, which is from before this host's last restart", self.folder / name
                 )
                 self._discard(self.folder / name)
 
@@ -466,7 +466,7 @@ class Staging:
         gone = self._room / f"{TEMPORARY}gone-{secrets.token_hex(6)}"
         self._storage.rename(self._room / name, gone)
         self._discard(gone)
-        log.info("removing the copy %s: no process holds it", self._room / name)
+        log.info("removing the copy %s, because no process holds it", self._room / name)
 
     def _discard(self, path: Path) -> None:
         try:

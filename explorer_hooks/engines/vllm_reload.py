@@ -46,7 +46,7 @@ def _end_reload(model: Any, vllm_config: Any) -> None:
         with config.set_current_vllm_config(vllm_config):
             reload.finalize_layerwise_reload(model, vllm_config.model_config)
     except Exception as error:  # noqa: BLE001 # another release may lack this; the reload's own error is raised
-        log.warning("cannot end a failed reload; restart vLLM: %r", error)
+        log.warning("cannot end a failed reload: %r. Restart vLLM", error)
 
 
 def _reload_packed(reload_weights: Callable[[], object], model: Any, vllm_config: Any) -> None:
