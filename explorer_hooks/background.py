@@ -48,9 +48,9 @@ def follow(
         pause: waits for the given number of seconds; returns whether the wait was cancelled.
         poll: seconds to wait after the first failure. The wait doubles with each further failure,
             up to 4 seconds.
-        is_away: called after a failure; returns True if the engine does not answer at all. The
-            function does not pull until the engine answers, because a pull could read a whole
-            version in vain.
+        is_away: called after a failure; returns True if the engine does not answer at all. Without
+            an answer the function does not pull, because a pull could read a whole version that
+            cannot be loaded.
 
     Raises:
         Exception: ``pull`` raised an error after which the function does not pull again.
@@ -107,7 +107,7 @@ class Follower:
 
     @property
     def is_on(self) -> bool:
-        """True from :meth:`start` until the thread is stopped, or its death is reported."""
+        """True from :meth:`start` until the thread is stopped or its death is reported."""
         return self._thread is not None
 
     def start(self, pull: Callable[[Cancellation], object]) -> None:
@@ -166,7 +166,7 @@ class Follower:
     def check_off(self) -> None:
         """Check that no background thread follows the job.
 
-        While a thread follows the job, the caller would never get its turn to pull.
+        A pull of the caller would have to wait for the thread, and the thread pulls all the time.
 
         Raises:
             NotFollowingError: the background thread has died.
@@ -238,7 +238,7 @@ class Follower:
 
 
 def _is_other(version: Version | None, than: Version | None) -> bool:
-    """Whether ``version`` is newer than ``than``; a broadcast changes only a version's step."""
+    """Whether ``version`` is newer. After a broadcast only the step is newer, not the sequence."""
     return version is not None and (
         than is None or (version != than and version.sequence >= than.sequence)
     )

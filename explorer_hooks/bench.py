@@ -93,7 +93,7 @@ def serve(
     Args:
         hook: the hook of the job.
         served: called with each version.
-        interval: seconds between two checks whether the hook's background thread has died.
+        interval: seconds between two checks that the hook's background thread is alive.
 
     Raises:
         NotFollowingError: the background thread has died.

@@ -39,7 +39,7 @@ T = TypeVar("T")
 def greet(
     group: WeightGroup, known: WeightMeta | None, prepare: Callable[[WeightMeta, Image], T]
 ) -> Arriving[T]:
-    """Do the handshake of a transfer. When this returns, all members are prepared for the transfer.
+    """Do the handshake of a transfer. Return once all members are prepared for it.
 
     Args:
         group: the weight group in which a transfer begins.
@@ -81,7 +81,7 @@ class Arriving(Generic[T]):
         prepared: the result of the receiver's ``prepare``.
 
     Attributes:
-        fault: the reason to refuse the transfer although it arrives; None to accept the transfer.
+        fault: the reason to refuse the transfer once it has arrived; None to accept the transfer.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Arriving(Generic[T]):
             wait_for_copies({self._group.device})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each whole tensor on the group's device, valid until the next tensor is yielded."""
+        """Yield whole tensors on the group's device, each valid until the next one is yielded."""
         large = None
         for bucket, arrived in self._buckets():
             for piece in bucket.pieces:
@@ -188,7 +188,7 @@ def _go_on_if_all(group: WeightGroup) -> None:
     """Tell the other members that this member is ready; return only if all members are ready."""
     if not group.agree(ok=True):
         raise BroadcastError(
-            "another member of the weight group refuses the transfer: see the log of that "
+            "another member of the weight group refuses the transfer. See the log of that "
             "member for the reason"
         )
 
@@ -278,7 +278,7 @@ class WeightReceiver:
             yield spec.name, as_tensor(memory.content[offset:][: spec.nbytes], spec)
 
     def receive_into(self, stage: HostStage, fit: Callable[[WeightMeta], Fit]) -> list[Target]:
-        """Receive the new content of the engine's targets into a stage, without changing them.
+        """Receive the new content of the engine's targets into a stage. The targets do not change.
 
         This method returns once every receiver has confirmed the last byte. If a target is only a
         part of a tensor, the stage keeps only that part.
@@ -292,7 +292,7 @@ class WeightReceiver:
             The targets, for ``stage.copy``.
 
         Raises:
-            BroadcastError: see :meth:`receive`; also raised if two tensors that share one target
+            BroadcastError: see :meth:`receive`. Also raised if two tensors share one target, but
                 differ.
         """
 
@@ -349,7 +349,7 @@ class WeightReceiver:
 
 @torch.no_grad()
 def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -> None:
-    """Copy to each target its part of the tensors, and wait until all devices have the copies.
+    """Fill each target with its part of the tensors, and wait until all devices have the parts.
 
     Args:
         arriving: the transfer.

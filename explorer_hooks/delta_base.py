@@ -1,4 +1,4 @@
-"""Find a copy on this host from which deltas make a newer version, and wait for a delta."""
+"""Find a copy on this host that deltas can turn into a newer version, or wait for a delta."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DeltaBase:
     def make(
         self, target: LeasedVersion, to: Storage, draft: Path, cancel: Callable[[], None]
     ) -> None:
-        """Make the target's files, except the manifest, in an empty folder, and verify them.
+        """Make the target's files in an empty folder, except the manifest. Verify the files.
 
         Raises:
             NoDeltaError: the deltas do not make this version from this copy.
@@ -101,7 +101,7 @@ class DeltaBases:
         why_no_room: Callable[[str], str | None],
         cancel: Callable[[], None],
     ) -> DeltaBase:
-        """Hold the copy from which the fewest bytes of deltas lead to a version.
+        """Hold the copy that can be turned into the version with the fewest bytes of deltas.
 
         If the daemon is still making a delta from a copy on this host, this method waits for it.
 
@@ -150,7 +150,7 @@ class DeltaBases:
         return DeltaBase(copy, here[name], tuple(links))
 
     def _look(self, names: Collection[str]) -> dict[str, WholeVersion]:
-        """The copies that can be a base, by name. Manifests never change, so each is read once."""
+        """The copies that can be a base, by name. Each manifest is read only once."""
         for name in names:
             if name not in self._known:
                 folder = self._room / name
@@ -166,7 +166,7 @@ class DeltaBases:
 def _chain(
     job: Job, here: Mapping[str, WholeVersion], content: str
 ) -> tuple[str, list[tuple[Path, Delta]]] | None:
-    """Find the copy with the fewest bytes of deltas to ``content``; return its name and deltas."""
+    """Find the copy whose deltas to ``content`` are smallest; return the copy's name and deltas."""
     folders = {delta: folder for folder, delta in _deltas(job)}
     found = []
     for name, version in here.items():
@@ -216,7 +216,7 @@ def _wait(
 
 
 def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None]) -> str:
-    """Wait for a delta while waiting can save time; return the reason why the wait ended."""
+    """Wait for a delta as long as it can save time; return the reason why the wait ended."""
     which = f"the delta to version {sequence}"
     begun = alive = time.monotonic()
     first: tuple[float, int] | None = None
@@ -247,7 +247,7 @@ def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None])
 
 
 def _progress(job: Job, sequence: int) -> DeltaProgress | None:
-    """Read the progress of the delta to LATEST's version; None if no progress is recorded."""
+    """Read the progress of the delta to LATEST's version; return None if there is no record."""
     for is_asked in (False, True):
         if is_asked:
             # It is written before LATEST names the version: this client's cache may be older.
@@ -260,7 +260,7 @@ def _progress(job: Job, sequence: int) -> DeltaProgress | None:
 
 def _end_of(told: DeltaProgress | None, sequence: int) -> str:
     if told is None:
-        return "is not being made: the daemon has ended, or has not started to make it"
+        return "is not being made, because the daemon has ended or has not begun this delta"
     if told.sequence != sequence:
         return f"was cancelled: the daemon now makes the delta to version {told.sequence}"
     if told.state == "made":

@@ -22,7 +22,7 @@ class Transfer:
 
     Attributes:
         save_id: the save that the weights belong to.
-        take: lets the engine receive all of the weights, or none. For its errors see
+        take: lets the engine receive all of the weights, or none of the weights. For the errors see
             :meth:`~explorer_hooks.engines.base.WeightTaker.receive`.
     """
 

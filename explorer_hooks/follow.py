@@ -1,4 +1,4 @@
-"""``syncd follow``: an explorer beside a server, as a separate process. It never imports torch.
+"""``syncd follow``: an explorer beside a server, in a separate process that never imports torch.
 
 The explorer passes versions to an inference server, to a command, or to the readers of a link. The
 package ``syncd`` does not import this package. ``syncd`` finds the command by an entry point.
@@ -194,7 +194,7 @@ def command(
     syncd verifies each version and copies it to this host (--stage). Then syncd does one of these:
 
     --engine, at --url: syncd pauses the server, and lets the server load the version and generate a
-    token. Only then does the version count as served. If the server was restarted, syncd lets it
+    token. Only then does the version count as served. If the server was restarted, the server must
     load the version again. The server's key is read from SYNCD_API_KEY, and the key of SGLang's
     --admin-api-key from SYNCD_ADMIN_API_KEY.
 
@@ -285,7 +285,7 @@ def _engine(
         return CommandEngine(run, timeout=timeout, fits=fits)
     if link is None:
         raise InvalidSettingsError(
-            "nothing to load versions into: give --engine, --command or --link"
+            "syncd follow has no target to load versions into. Give --engine, --command or --link"
         )
     engine = LinkEngine(link, fits=fits)
     if staging is not None and engine.target is not None:

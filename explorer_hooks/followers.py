@@ -37,8 +37,8 @@ class Followers:
 
     Args:
         opens: explorer's name → the function that opens the explorer's hook.
-        served: called with an explorer's name and each version that its server serves, in the
-            thread of that explorer. If ``served`` raises, all explorers end.
+        served: called in the thread of an explorer, with the explorer's name and each version that
+            the explorer's server serves. If ``served`` raises, all explorers end.
         again: seconds between two attempts to open an explorer.
     """
 

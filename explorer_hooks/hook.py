@@ -1,4 +1,4 @@
-"""``ExplorerHook``: a rollout worker calls it between its batches."""
+"""``ExplorerHook``: a rollout worker calls this hook between two batches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ExplorerHook:
     - The engine loads only versions that were verified and that fit the engine.
     - The engine's version never goes back, except by :meth:`load_step`.
     - The version that the engine serves stays on disk until the next version is loaded. So the
-      engine can be restarted from that folder.
+      engine can be restarted from the version's folder.
     - A version that cannot be used is refused and reported.
     - No other live explorer has the same name.
 
@@ -71,7 +71,8 @@ class ExplorerHook:
             Without ``on_remote``, a version of this kind is refused if the engine does not support
             the kind. If ``on_remote`` raises EngineMismatchError, the version is refused. After any
             other error the hook tries the version again.
-        poll: the most seconds between two checks for news, if the filesystem sends no events.
+        poll: the most seconds between two checks for a newer version, if the filesystem sends no
+            events.
         storage: the seam for tests.
 
     Raises:
@@ -177,10 +178,11 @@ class ExplorerHook:
     def synchronizer(self) -> ExplorerSynchronizer:
         """The synchronizer that registers this explorer as a participant of the job.
 
-        Use it to save and load states (``save_state``, ``load_state``), and to see which
-        participants are registered and which of them wait (``modules``, ``get_trainer_status``,
-        ``trainer_requires_weight_sync``, ``get_explorer_status_counts``). The hook itself waits for
-        weights, writes the reports, and sets the status.
+        Use the synchronizer to save and load states (``save_state``, ``load_state``). The
+        synchronizer also shows which participants are registered, and which participants wait
+        (``modules``, ``get_trainer_status``, ``trainer_requires_weight_sync``,
+        ``get_explorer_status_counts``). The hook itself waits for weights, writes the reports, and
+        sets the status.
         """
         return self._sync
 

@@ -41,7 +41,8 @@ class Pipeline:
     Any thread may read the served version. Only one thread at a time may load the next version.
 
     Args:
-        sync: this explorer, registered; it leases versions and writes reports.
+        sync: this explorer's synchronizer, already registered, which leases versions and writes
+            reports.
         engine: the engine to load into.
         staging: copies each version to this host first; not used if the engine also reads on other
             hosts.
@@ -160,7 +161,7 @@ class Pipeline:
         """Wait until ``until`` returns True or the time is up; return the version served then.
 
         ``until`` is called ten times a second, because a signal handler can change its result. The
-        handler must not take a lock, so it cannot notify this wait.
+        handler must not take a lock, so the handler cannot notify this wait.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -169,7 +170,7 @@ class Pipeline:
             return self.version
 
     def ends_bench(self) -> None:
-        """Stop counting the held version as an evaluation, if it is a published version."""
+        """If the held version is published, stop counting it as an evaluation."""
         held = self.held
         if self._benches and held is not None and held.sequence:
             self._benches = False
@@ -263,8 +264,8 @@ class Pipeline:
             exactly: whether to load the version even if the engine has later weights.
 
         Returns:
-            False if the engine already has these weights, or later weights of the same run, from a
-            broadcast. In this case the version is leased and reported, and nothing is loaded.
+            False if a broadcast has already given the engine these weights, or later weights of the
+            same run. In this case the version is leased and reported, and nothing is loaded.
 
         Raises:
             VersionGoneError: the version was retired, or is not visible yet.
@@ -298,7 +299,7 @@ class Pipeline:
     def _take(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
         """Load a leased version into the engine; release the version if the load fails.
 
-        Before this method is called, a pull has accessed these files in this order: it has read
+        Before this method is called, the pull has done three things in this order. It has read
         LATEST, created the lease ``leases/VERSION/EXPLORER.SESSION`` (an empty file), and read
         ``manifest.json``.
         """
@@ -390,7 +391,7 @@ class Pipeline:
                 self._is_verified = True
             except (VerificationError, OSError) as error:
                 raise EngineBrokenError(
-                    f"{self._broken}; version {held.sequence} cannot be loaded again: {error}"
+                    f"{self._broken}. Version {held.sequence} cannot be loaded again: {error}"
                 ) from error
         self._reloader.restore(held)
         log.info("the engine serves version %d again", held.sequence)
@@ -412,8 +413,8 @@ class Pipeline:
         self._looked = now
         if not self._reloader.still_serves(held):
             self._broken = (
-                f"the engine has lost version {held.sequence}: it was restarted, or cannot be "
-                "reached"
+                f"the engine has lost version {held.sequence}: the engine was restarted, or cannot "
+                "be reached"
             )
             self.report()
             raise EngineBrokenError(self._broken)

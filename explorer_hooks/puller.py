@@ -90,7 +90,7 @@ class Puller:
                     raise
 
     def sync(self, timeout: float) -> None:
-        """Wait until newer weights are loaded, or until the trainer reports that there are none.
+        """Load newer weights; return without them if the trainer has none, or has stopped.
 
         Raises:
             WaitTimeoutError: neither event happened in time.

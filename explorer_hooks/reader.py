@@ -76,7 +76,7 @@ class Reader:
 
     @property
     def session_id(self) -> str:
-        """The id of this process's session in the job. The names of its leases contain this id."""
+        """The id of this process's session in the job. It is part of the leases' names."""
         return self._session.id
 
     def latest(self) -> Latest | None:

@@ -51,8 +51,9 @@ class OnRemoteError(Exception):
 def refuses(error: BaseException) -> bool:
     """Whether the version caused an error. A version that caused an error is not tried again.
 
-    The version does not cause a cancellation, or an error of storage, of a connection (any OSError)
-    or of ``on_remote``. After these errors, the next try can succeed.
+    Some errors do not count as caused by the version: a cancellation, an OSError (of storage or of
+    a connection), an error of ``on_remote``, and an unavailable job. After such an error, the next
+    try can succeed.
     """
     if isinstance(error, EngineBrokenError):
         return error.refuses

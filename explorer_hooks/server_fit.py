@@ -166,7 +166,7 @@ def model_tensors(folder: Path) -> dict[str, TensorSpec]:
     except (OSError, ValueError, CheckpointError) as error:
         raise InvalidSettingsError(f"{folder} is not a model folder: {error}") from error
     if not found:
-        raise InvalidSettingsError(f"{folder} holds no *.safetensors to compare versions with")
+        raise InvalidSettingsError(f"{folder} has no *.safetensors file to compare versions with")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Hold a whole copy of a version on this host, by a shared flock, so that nobody removes it."""
+"""Hold a whole copy of a version on this host by a shared flock, which prevents its removal."""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ class Fetched:
     Attributes:
         full_bytes: the bytes read from the version's own files.
         delta_bytes: the bytes read from deltas; None if no delta was used.
-        no_delta: the reason why no delta was used; None if a delta was used or not possible.
+        no_delta: the reason why no delta was used. None if a delta was used, or if syncd did not
+            look for a delta.
     """
 
     full_bytes: int = 0
@@ -160,7 +161,7 @@ class Staging:
 
     @property
     def base(self) -> int | None:
-        """The sequence of the last version of :meth:`stage`, if deltas can apply to its copy.
+        """The sequence of the last staged version, if deltas can be applied to its copy.
 
         The result is None if the copy was removed, or if the job is on the same filesystem as the
         copy.
@@ -221,8 +222,8 @@ class Staging:
             ) from None
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise InvalidSettingsError(
-                f"{self._room} is not a folder of this user. Remove this folder, or choose "
-                "another stage folder"
+                f"{self._room} is not a folder, or belongs to another user. Remove this path, "
+                "or choose another stage folder"
             )
 
     def _stage(self, version: LeasedVersion, cancel: Callable[[], None]) -> LeasedVersion:
@@ -408,8 +409,8 @@ class Staging:
         if self._budget is not None and used + size > self._budget:
             raise NotStagedError(
                 f"the version's {size} bytes do not fit into the stage folder's budget of "
-                f"{self._budget}, because other copies take {used} of them. Increase the budget, "
-                "or release other copies"
+                f"{self._budget} bytes, because other copies take {used} bytes of the budget. "
+                "Increase the budget, or release other copies"
             )
         free = self._storage.free(self._room).bytes
         if free is not None and size + _SPARE > free + leaves:
@@ -448,7 +449,7 @@ class Staging:
             left = name.startswith(self._rooms) and name != self._room.name
             if left and not (kind is Kind.FOLDER and self._is_held(self.folder / name)):
                 log.info(
-                    "removing %s: it is from before this host's last restart", self.folder / name
+                    "removing %s, which is from before this host's last restart", self.folder / name
                 )
                 self._discard(self.folder / name)
 
@@ -465,7 +466,7 @@ class Staging:
         gone = self._room / f"{TEMPORARY}gone-{secrets.token_hex(6)}"
         self._storage.rename(self._room / name, gone)
         self._discard(gone)
-        log.info("removing the copy %s: no process holds it", self._room / name)
+        log.info("removing the copy %s, because no process holds it", self._room / name)
 
     def _discard(self, path: Path) -> None:
         try:

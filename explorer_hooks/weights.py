@@ -53,9 +53,9 @@ class _OtherNames(NamedTuple):
     Attributes:
         pieces: other name → the parts of the version's tensors that make up the tensor with this
             other name.
-        of: name of a version's tensor → the other names of its parts. If one other name stands for
-            several tensors of the version joined together, the other name is listed only for the
-            first of these tensors.
+        of: name of a version's tensor → the other names of its parts. If several tensors of the
+            version are joined under one other name, this name is listed only for the first of these
+            tensors.
     """
 
     pieces: Mapping[str, Sequence[NamedPiece]]
@@ -212,7 +212,7 @@ class WeightsReader:
                     yield name, self._join(others.pieces[name])
 
     def spans(self, name: str, box: Box, into: memoryview) -> Iterator[Span]:
-        """List the reads that fill memory with a part of a tensor, in C order, without reading.
+        """List the reads that fill memory with a part of a tensor, in C order. Nothing is read yet.
 
         Args:
             name: the name of the tensor in the version.
@@ -239,7 +239,7 @@ class WeightsReader:
         return self._others
 
     def _join(self, pieces: Sequence[NamedPiece]) -> Tensor:
-        """Join pieces to one tensor, in new memory."""
+        """Join pieces into one tensor, in new memory."""
         ends = zip(*(piece.other_box.ends for piece in pieces), strict=True)
         dtype = torch_dtype(self._told[pieces[0].own].dtype)
         joined = torch.empty(tuple(map(max, ends)), dtype=dtype)

@@ -27,7 +27,7 @@ class Engine(Protocol):
         check -> prepare -> pause -> load -> reset_cache -> resume
 
     After ``pause`` the hook always calls ``resume``. If ``load`` fails, the hook loads the previous
-    version again before it calls ``resume``. The previous version is still leased then.
+    version again before it calls ``resume``. Until then the previous version stays leased.
     """
 
     @property
@@ -115,7 +115,7 @@ class WeightTaker(Protocol):
         Args:
             rendezvous: the record with the group's address.
             rank_offset: the group rank of the first worker. The next workers have the next ranks.
-            deadline: the limit in seconds for joining the group, and also for the transfer.
+            deadline: seconds to join the group. The transfer gets the same number of seconds.
 
         Raises:
             BroadcastError: the transfer failed. The engine has its old weights, and has left this
@@ -130,9 +130,9 @@ class WeightTaker(Protocol):
 
 @runtime_checkable
 class MayBeAway(Protocol):
-    """The additional method of an :class:`Engine` in another process, which is not always running.
+    """The additional method of an :class:`Engine` that needs another process, such as a server.
 
-    While the engine does not answer, a hook that follows the job in the background loads nothing.
+    While that process does not answer, a hook that follows the job in the background loads nothing.
     """
 
     def is_away(self) -> bool:
@@ -144,7 +144,7 @@ class MayStartLater(Protocol):
     """The additional method of an :class:`Engine` whose ``attach`` may wait for minutes."""
 
     def on_waiting(self, told: Callable[[str], object]) -> None:
-        """Let ``attach`` call ``told`` with the reason for its wait: at once, then repeatedly."""
+        """Let ``attach`` tell ``told`` the reason for its wait, at once and then repeatedly."""
 
 
 @runtime_checkable

@@ -201,7 +201,7 @@ def _as_bits(values: Tensor) -> Tensor:
 
 
 def _ahead(box: Box, part: Box) -> int:
-    """Count the elements of a box before a part that is cut along the first dimension."""
+    """Count the elements of a box that come before a part. The part is a slice of whole rows."""
     if not box.size or not box.shape:
         return 0
     return (part.offsets[0] - box.offsets[0]) * (box.size // box.shape[0])

@@ -128,7 +128,7 @@ def serves_the_bits_of_what_was_loaded(subject: Subject, folder: Path) -> None:
 
 
 def follows_the_order_of_a_hook(subject: Subject, folder: Path) -> None:
-    """Of a hook's calls, only load changes the served weights."""
+    """A hook makes many calls, but only load changes the served weights."""
     engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
     engine.attach()
     engine.load(first)

@@ -16,7 +16,7 @@ _MOST_NAMED: Final = 5
 
 
 class TensorSpec(NamedTuple):
-    """The properties of a tensor that must match.
+    """The properties in which an engine's tensor and a version's tensor must match.
 
     Attributes:
         dtype: the dtype's name in safetensors.

@@ -30,7 +30,7 @@ class HostStage:
     """Host memory from which new content is copied into the targets.
 
     The first use allocates the memory. Later uses allocate memory only if they need more bytes. The
-    memory is pinned if the targets are on another device than the CPU.
+    memory is pinned if the targets are not on the CPU.
 
     Args:
         threads: the most threads that read at a time.
@@ -82,7 +82,7 @@ class HostStage:
         that still reads the old values.
 
         Args:
-            targets: targets of the same number, dtypes and shapes as in :meth:`lay_out`.
+            targets: as many targets as in :meth:`lay_out`, with the same dtypes and shapes.
         """
         devices = {target.tensor.device for target in targets} - {_CPU}
         synchronize(devices)
@@ -101,7 +101,7 @@ class HostStage:
         self._memory = None
 
     def _room(self, targets: Sequence[Target]) -> Tensor:
-        """Memory for all targets: the present block if it is large enough and of the right kind."""
+        """Memory for all targets: the present block if it is suitable, or else a new block."""
         size = _size(targets)
         devices = {target.tensor.device for target in targets} - {_CPU}
         device = min(devices, key=str, default=_CPU)
@@ -118,9 +118,9 @@ def fill_directly(
 ) -> None:
     """Read directly into the targets. An error can leave the targets partly filled.
 
-    Targets that are contiguous, on the CPU and of the version's dtype are read in place. The other
-    targets are read batch by batch through the stage. The stage then has at most 256 MiB of host
-    memory. If a target is larger than 256 MiB, the stage is as large as the largest target.
+    Targets that are contiguous, on the CPU and of the version's dtype are filled without a copy.
+    The other targets are read batch by batch through the stage. The stage then has at most 256 MiB
+    of host memory. If a target is larger than 256 MiB, the stage is as large as the largest target.
 
     Raises:
         VerificationError, ShardFormatError: a file differs from the manifest.

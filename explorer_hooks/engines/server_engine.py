@@ -317,8 +317,8 @@ class ServerEngine(ServerCalls):
     def still_serves(self, version: LeasedVersion) -> bool:
         """Whether the server reports this version, or weights of a later broadcast.
 
-        A restarted server reports neither of them. For a server that cannot report its weights, the
-        result is True if the server answers.
+        A restarted server reports neither the version nor such weights. For a server that cannot
+        report its weights, the result is True if the server answers.
         """
         if self._torn is not None or self._uncached is not None:
             return False
@@ -427,7 +427,7 @@ class ServerEngine(ServerCalls):
         return True
 
     def _must(self, call: Callable[[], T]) -> T:
-        """Make a call; convert a refusal to an EngineBrokenError: the version is not the cause."""
+        """Make a call; raise EngineBrokenError if refused, because the version is not the cause."""
         try:
             return call()
         except ServerRefusedError as error:

@@ -50,7 +50,7 @@ class Target(NamedTuple):
         name: the name in the version.
         dtype: the dtype in the version.
         tensor: a view of this rank's own part of the module's tensor, on any device. A write into
-            it changes the module.
+            the view changes the module.
         box: the position of that part in the whole tensor.
     """
 
@@ -94,7 +94,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     if copies:
         raise EngineMismatchError(
             f"{shown(copies[0])} in the module's state dict cannot be filled in place, because it "
-            "is not a parameter or buffer of the module. A state_dict hook computes it"
+            "is not a parameter or buffer of the module. A state_dict hook computes this tensor"
         )
     return tensors
 
@@ -283,7 +283,7 @@ def _has_memory(tensor: Tensor) -> bool:
 def _target(
     entry: DescribedTensor, value: Tensor, piece: NamedPiece | None, *, cast: bool, whose: str
 ) -> Sequence[Target] | str:
-    """Return the targets (none if this rank has no part), or why the tensor cannot be filled."""
+    """Return the targets, or the reason why the tensor cannot be filled."""
     shape = tuple(value.shape)
     if shape != entry.shape if piece is None else not holds(shape, piece.other_box):
         return f"is {list(entry.shape)}, but {whose} has {list(shape)}"

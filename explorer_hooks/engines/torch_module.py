@@ -55,15 +55,14 @@ class TorchModule(InProcessEngine):
 
     Promised: parameters and buffers stay the same objects with the same data pointers. So CUDA
     graphs, compiled code and optimizers that hold these objects stay valid. Every tensor is filled
-    with the bits of the version. A DTensor gets this rank's own part, and only that part is read,
-    for any mesh of ``Shard``, ``_StridedShard`` and ``Replicate``. On return the copies are
-    complete on every device. Work launched later sees the new weights, and work launched earlier
-    has seen only the old weights.
+    with the bits of the version. A DTensor gets this rank's own part, and only that part is read.
+    Each mesh dimension may have the placement ``Shard``, ``_StridedShard`` or ``Replicate``. On
+    return the copies are complete on every device. Work launched later sees the new weights, and
+    work launched earlier has seen only the old weights.
 
     Not promised: that a forward in another thread sees only one version. To make sure that a
-    forward sees only one version, let its thread hold the ``lock``. Also not promised: that ranks
-    that share a model change the model at the same moment. So let all ranks pull between two
-    batches.
+    forward sees only one version, let its thread hold the ``lock``. Also not promised: a change at
+    the same moment on all ranks of one model. So let all ranks pull between two batches.
 
     ``in_place`` selects how the bytes are copied:
 
@@ -157,8 +156,8 @@ class TorchModule(InProcessEngine):
         """Compare every name, shape and dtype.
 
         Raises:
-            EngineMismatchError: some tensors differ, and the message lists them; or the module
-                cannot take versions of this kind.
+            EngineMismatchError: some tensors differ, or the module cannot take versions of this
+                kind. The message lists the tensors that differ.
             VerificationError, ShardFormatError, OSError: tied weights cannot be read. Tied weights
                 are read and compared only if the manifest has no digests.
         """
@@ -231,7 +230,7 @@ class TorchModule(InProcessEngine):
         Args:
             rendezvous: the record with the group's address.
             rank_offset: the rank of this process in the group.
-            deadline: the limit in seconds for joining the group, and also for the transfer.
+            deadline: seconds to join the group. The transfer gets the same number of seconds.
 
         Raises:
             BroadcastError: the transfer failed, or its tensors do not fit. The module is unchanged.
@@ -317,7 +316,7 @@ class TorchModule(InProcessEngine):
         self._prepared = self._changes = self._filled = None
 
     def _lock_to_look(self) -> AbstractContextManager[Any]:
-        """The lock with FSDP2, because its ``state_dict`` frees parameters that a forward needs."""
+        """With FSDP2 the lock, because ``state_dict`` frees parameters that a forward needs."""
         return self._lock if gathers(self._module) else nullcontext()
 
     @contextmanager

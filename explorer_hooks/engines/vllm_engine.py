@@ -54,9 +54,9 @@ class VLLMEngine(InProcessEngine):
     a mix of two versions until the hook has loaded the previous version again. If there is no
     previous version, the engine is broken.
 
-    If vLLM's workers are on other hosts, give ``is_local=False``, because they read the folder
-    there. The LLM can take broadcasts if it was made with ``worker_extension_cls`` and
-    :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
+    If vLLM's workers are on other hosts, give ``is_local=False``, because the workers read the
+    folder on those hosts. The LLM can take broadcasts if it was made with ``worker_extension_cls``
+    and :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
     Args:
         llm: an ``LLM`` of vLLM 0.12 or newer.

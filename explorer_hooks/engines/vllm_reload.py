@@ -38,7 +38,7 @@ def reload_whole(
 
 
 def _end_reload(model: Any, vllm_config: Any) -> None:
-    """End a failed reload: vLLM 0.32 would count its layers as part of the next reload."""
+    """End a failed reload, because vLLM 0.32 would count its layers as part of the next reload."""
     try:
         # Importable only in vLLM's own environment.
         config = importlib.import_module("vllm.config")
@@ -46,7 +46,7 @@ def _end_reload(model: Any, vllm_config: Any) -> None:
         with config.set_current_vllm_config(vllm_config):
             reload.finalize_layerwise_reload(model, vllm_config.model_config)
     except Exception as error:  # noqa: BLE001 # another release may lack this; the reload's own error is raised
-        log.warning("cannot end a failed reload; restart vLLM: %r", error)
+        log.warning("cannot end a failed reload: %r. Restart vLLM", error)
 
 
 def _reload_packed(reload_weights: Callable[[], object], model: Any, vllm_config: Any) -> None:

@@ -122,7 +122,7 @@ class VLLMServer(ServerEngine):
         return self._world
 
     def attach(self) -> None:
-        """Do as :meth:`ServerEngine.attach`. The workers are counted later, at the first use."""
+        """See :meth:`ServerEngine.attach`. The first use of :attr:`workers` counts the workers."""
         super().attach()
         self._world = None
         self._workers.half_loaded = self._model_is_torn
@@ -171,7 +171,7 @@ class VLLMServer(ServerEngine):
     # -- weights from folders ----------------------------------------------------------------------
 
     def check(self, version: LeasedVersion) -> None:
-        """Do as :meth:`ServerEngine.check`; also check that vLLM's reload changes all weights.
+        """See :meth:`ServerEngine.check`. Also check that vLLM's reload changes all weights.
 
         Raises:
             EngineMismatchError: the version does not fit, or its kind is not supported. Or vLLM
@@ -190,7 +190,7 @@ class VLLMServer(ServerEngine):
             raise
 
     def load(self, version: LeasedVersion) -> None:
-        """Do as :meth:`ServerEngine.load`. With ``sparse``, load only changed elements if possible.
+        """See :meth:`ServerEngine.load`. With ``sparse``, load only changed elements if possible.
 
         Raises:
             ServerError: see :meth:`ServerEngine.load`.

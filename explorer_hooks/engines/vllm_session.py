@@ -1,4 +1,4 @@
-"""Load folders by syncd's weight transfer in a vLLM server, over HTTP. Needs no torch."""
+"""Load folders by syncd's weight transfer in a vLLM server, over HTTP and without torch."""
 
 from __future__ import annotations
 
@@ -135,7 +135,10 @@ class TransferSession:
             try:
                 self._ask(_FINISH, {})  # the workers that did not raise the last error
             except ServerRefusedError as refused:
-                log.debug("a worker that had ended the update refused, as expected: %s", refused)
+                log.debug(
+                    "a worker refused to end the update, as expected, because it had ended it: %s",
+                    refused,
+                )
         self._ask(_START)
         return known
 

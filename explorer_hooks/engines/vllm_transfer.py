@@ -55,7 +55,7 @@ class FolderTransfer:
 
     First, every worker compares the folder with its manifest: the sizes and headers of the files,
     and the list of weight files. The workers change their models only if all comparisons succeed.
-    The whole load is one call, so a client that dies cannot leave a half load.
+    The whole load is one call, so a client that dies cannot leave a half-finished load.
 
     If any worker fails, only the last worker raises the error, because vLLM stops reading answers
     at the first error. vLLM would take the unread answers for answers to the next call. A client

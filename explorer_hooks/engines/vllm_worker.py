@@ -42,8 +42,8 @@ class SyncdWorker:
 
     No method raises an error, because after an error vLLM does not read the answers of the other
     workers. vLLM would take these answers for answers to the next call. Instead, the answer of a
-    method holds the error as ``failed``. The ``misfits`` of the answer is True if the transfer does
-    not fit the model.
+    method holds the error as ``failed``. If the transfer does not fit the model, ``misfits`` of the
+    answer is True.
     """
 
     _syncd_membership: Membership | None = None
@@ -62,7 +62,7 @@ class SyncdWorker:
         Args:
             rendezvous: the record with the group's address, as JSON.
             rank_offset: the group rank of the engine's first worker.
-            deadline: the limit in seconds for joining the group, and also for the transfer.
+            deadline: seconds to join the group. The transfer gets the same number of seconds.
         """
         member = self._syncd_membership
         if member is None:
@@ -115,7 +115,7 @@ class Membership:
         Args:
             rendezvous: the record of the transfer's group.
             rank: this worker's rank in the group.
-            deadline: the limit in seconds for joining the group, and also for the transfer.
+            deadline: seconds to join the group. The transfer gets the same number of seconds.
             device: the worker's device. With gloo the transfer uses host memory nevertheless.
             model: the folder of the model that the worker has loaded. The transfer must fit this
                 model. If the folder is not on this host, nothing is compared.

@@ -165,7 +165,7 @@ class VLLMWorkers:
         Args:
             rendezvous: the record with the group's address.
             rank_offset: the group rank of the first worker.
-            deadline: the limit in seconds for joining the group, and also for the transfer.
+            deadline: seconds to join the group. The transfer gets the same number of seconds.
 
         Raises:
             BroadcastError: a worker did not receive the transfer. All workers have left the group.
@@ -269,7 +269,7 @@ def _left_by_reload(version: LeasedVersion) -> str | None:
     """Describe the weights that vLLM's own reload leaves wrong on a CPU; None if there are none.
 
     If the config has no ``tie_word_embeddings``, the layers may be tied, because transformers
-    before release 5 writes this key only if it is False.
+    before release 5 writes this key only if its value is False.
 
     Raises:
         OSError: the config cannot be read.
