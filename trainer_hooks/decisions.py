@@ -63,13 +63,13 @@ class Plan(IntFlag):
 class Decisions:
     """Sends rank 0's decisions to all ranks of the default process group.
 
-    This class uses a separate gloo group, so the training's own messages do not wait, and no
-    accelerator is used.
+    This class uses a separate gloo group, so it neither delays the training's own messages nor
+    uses an accelerator.
 
     Promised: :meth:`agree` returns the same plan on all ranks. :meth:`agree` is not a barrier: rank
     0 waits for no rank. The other ranks wait only for rank 0, and for the ranks that forward rank
-    0's message in gloo's tree. If rank 0 has died and its connection is closed, :meth:`agree` ends
-    at once. If the connection is still open, :meth:`agree` ends after the timeout.
+    0's message in gloo's tree. If rank 0 has died and its connection is closed, :meth:`agree` fails
+    at once. If the connection is still open, :meth:`agree` fails after the timeout.
 
     Args:
         timeout: seconds that the other ranks wait for rank 0.

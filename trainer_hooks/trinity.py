@@ -50,7 +50,7 @@ class FSDPEngine(Protocol):
     """The part of verl's engine that is needed here.
 
     Attributes:
-        module: the trained model: a plain module, or one under FSDP1 or FSDP2.
+        module: the trained model; it is a plain module, or is under FSDP1 or FSDP2.
     """
 
     @property

@@ -206,7 +206,7 @@ def _chosen(job: Job, step: int | None) -> FullCheckpoint | None:
         found = find_checkpoint(job)
         if found.checkpoint is None and found.reasons:
             raise CheckpointError(
-                f"{job.layout.root} has no whole full checkpoint ({'; '.join(found.reasons)}). "
+                f"{job.layout.root} has no complete full checkpoint ({'; '.join(found.reasons)}). "
                 "Restore a full checkpoint. To train from the beginning, use another job "
                 "directory"
             )

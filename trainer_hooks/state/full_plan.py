@@ -46,7 +46,7 @@ class FullPlan:
         yield from (str(copy.tied) for tensor in self.tensors for copy in tensor.copies)
 
     def header(self, content: bytes) -> bytes:
-        """The file's header with this digest of the tensors. All digests have one length."""
+        """The file's header with this digest. The header's length does not depend on the digest."""
         return header_bytes(header_entries(self.tensors), {CONTENT: content.hex()})
 
 

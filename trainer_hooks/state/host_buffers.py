@@ -81,8 +81,8 @@ class HostBuffers:
 
     The first copy makes the buffers. Later copies of the same names, shapes and dtypes use no new
     memory, so on the CPU they are no slower than ``clone``. For tensors of an accelerator the
-    buffers are pinned. The copies run on the current stream of each device, and there is one wait
-    for all copies.
+    buffers are pinned. The copies run on the current stream of each device, and the host waits
+    once for all copies.
 
     Each copy overwrites the previous one.
     """

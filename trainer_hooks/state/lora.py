@@ -138,7 +138,7 @@ class PeftState:
         """The full model that ``merge_and_unload()`` would make; the model stays as it is.
 
         Returns:
-            Two dicts by the names in the base model. The first has this rank's part of each
+            Two dicts, keyed by the names in the base model. The first has this rank's part of each
             unmerged weight. The second has the way to compute each weight that adapters change.
 
         Raises:
