@@ -38,7 +38,7 @@ class Ranks:
         return values
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run rank-local work, and succeed on all ranks or on none.
+        """Run rank-local work. If the work fails on any rank, every rank raises an error.
 
         Returns:
             The result of ``work`` on this rank.

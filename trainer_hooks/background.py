@@ -42,8 +42,8 @@ class SaveThread:
 
         Args:
             step: the step of the save.
-            work: the function; returns the number of bytes that it wrote, or None if it writes no
-                save.
+            work: the function. It returns the number of bytes written, or None if it does not
+                write a save.
         """
         with self._changed:
             self._queue.append((step, work))
@@ -71,7 +71,7 @@ class SaveThread:
             return self._errors.popleft() if self._errors else None
 
     def take_written(self) -> int | None:
-        """Return how many bytes saves wrote since the previous call; None if there was no save."""
+        """Return the bytes written by saves since the previous call; None if there was no save."""
         with self._changed:
             written, self._written = self._written, None
             return written

@@ -1,4 +1,4 @@
-"""``CheckpointCoordinator``: saves in the background; moves the pointer when all ranks wrote."""
+"""``CheckpointCoordinator``: saves in the background, and announces complete saves."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ class CheckpointCoordinator:
 
         Args:
             name: a name for messages.
-            save_fn: called when all earlier functions have returned. For a state dict it must
-                ``torch.save`` this rank's part to
-                ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``, from tensors that training
-                does not change meanwhile. The folder exists already. If storage fails for a moment,
-                ``save_fn`` is called again and must start over.
+            save_fn: called when all earlier functions have returned. For a state dict,
+                ``save_fn`` must write this rank's part with ``torch.save`` to
+                ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``. Training must not change
+                the written tensors meanwhile. The folder exists already. If storage fails for a
+                moment, ``save_fn`` is called again and must start over.
             global_step: the step.
             is_state_dict: True to move the pointer to the step once all ranks have written their
                 part; False to announce nothing.
@@ -186,7 +186,7 @@ class CheckpointCoordinator:
         if Path(local_path).absolute() != actor:
             raise InvalidSettingsError(
                 f"step {global_step} cannot be saved to {local_path}, because the daemon looks "
-                f"for this step in {actor}. Save to that folder, or give the "
+                f"for this step in {actor}. Save to the daemon's folder, or give the "
                 "CheckpointCoordinator another job_dir"
             )
 

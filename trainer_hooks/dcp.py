@@ -51,7 +51,8 @@ def announce_dcp(
     Raises:
         SaveNotReadyError: the folder has no finished save.
         InvalidSettingsError: the folder is on another filesystem, or on a filesystem without hard
-            links. Or the step also holds weights of another kind, which the daemon would prefer.
+            links. This error is also raised if the step's folder holds weights of another kind,
+            which the daemon would publish instead.
         JobUnavailableError: the job directory is missing or not writable.
         OSError: storage failed.
     """
@@ -91,7 +92,7 @@ def announce_dcp(
 
 
 def _link_into(job: Job, step: int, source: Path, files: list[str]) -> None:
-    """Hard-link files into the step's folder: delete the old ``.metadata`` first, link it last."""
+    """Hard-link files into the step's folder. ``.metadata`` is deleted first, and linked last."""
     make_step_folder(job, step)
     actor = job.layout.actor(step)
     job.storage.make_folder(actor, below=job.layout.root)

@@ -39,8 +39,8 @@ class Plan(IntFlag):
       they are one save, except if the sync is written to a memory folder.
     - ``COMPLETE``: extend the existing save of this step to a full checkpoint.
     - ``AGAIN``: like ``COMPLETE``, but the weights are written again.
-    - ``HUGGING_FACE``: the full checkpoint also gets the full weights. Without ``FULL``, they are
-      added to an existing full checkpoint.
+    - ``HUGGING_FACE``: the full checkpoint also gets the full weights. Without ``FULL``, the full
+      weights are added to an existing full checkpoint.
     - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the save is due, but is not made now, because the writer
       is busy. The save stays due.
     - ``BROADCAST``: send the weights to the weight group that rank 0 has opened. In the decision
@@ -63,13 +63,13 @@ class Plan(IntFlag):
 class Decisions:
     """Sends rank 0's decisions to all ranks of the default process group.
 
-    This class uses a separate gloo group, so the training's own messages do not wait, and no
-    accelerator is used.
+    This class uses a separate gloo group, so it neither delays the training's own messages nor
+    uses an accelerator.
 
     Promised: :meth:`agree` returns the same plan on all ranks. :meth:`agree` is not a barrier: rank
     0 waits for no rank. The other ranks wait only for rank 0, and for the ranks that forward rank
-    0's message in gloo's tree. If rank 0 has died and its connection is closed, :meth:`agree` ends
-    at once. If the connection is still open, :meth:`agree` ends after the timeout.
+    0's message in gloo's tree. If rank 0 has died and its connection is closed, :meth:`agree` fails
+    at once. If the connection is still open, :meth:`agree` fails after the timeout.
 
     Args:
         timeout: seconds that the other ranks wait for rank 0.
@@ -95,7 +95,7 @@ class Decisions:
             decide: called only on rank 0.
 
         Raises:
-            SaveFailedError: on ranks other than 0: rank 0 could not decide, or sent no decision.
+            SaveFailedError: on ranks other than 0, if rank 0 could not decide or sent no decision.
         """
         if self._group is None:
             return decide()
@@ -116,7 +116,7 @@ class Decisions:
             ) from error
         plan = Plan(int(word.item()))
         if plan & Plan.UNDECIDED:
-            raise SaveFailedError("rank 0 could not decide what to save: see the log of rank 0")
+            raise SaveFailedError("rank 0 could not decide what to save. See the log of rank 0")
         return plan
 
     def wait_until_sent(self, timeout: float) -> None:

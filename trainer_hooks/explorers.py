@@ -32,7 +32,7 @@ class Explorers:
     """Calls rank 0's Synchronizer so that storage errors do not end the training.
 
     Only :meth:`begin_save` raises storage errors, because a save that was not announced must not be
-    written. The other methods log storage errors. The next call of the method tries again. A
+    written. The other methods log storage errors, and the next call of a method tries again. A
     request that cannot be read counts as no request.
 
     Args:
@@ -53,7 +53,7 @@ class Explorers:
     def decide(
         self, settings: SyncSettings, *, step: int, last_sync_step: int | None, waiting: bool
     ) -> TrainerDecision:
-        """Decide by settings and requests; tell the explorers if no new weights will come."""
+        """Decide by settings and requests. Tell explorers if no new weights will come."""
         requested = on_its_way = False
         if settings.style is SyncStyle.EXPLORER_DRIVEN:
             asked = self._tried(self.synchronizer.explorer_requires_sync)
@@ -152,7 +152,7 @@ class Explorers:
         self.synchronizer.close()
 
     def _tried(self, work: Callable[[], T]) -> T | None:
-        """Return the result of ``work``, or log the error and return None if storage fails."""
+        """Return the result of ``work``. If storage fails, log the error and return None."""
         if self._closed:
             return None  # a late save has ended; another trainer may have the name by now
         try:

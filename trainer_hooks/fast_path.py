@@ -58,8 +58,8 @@ class Cadence:
     but saved as files.
 
     Args:
-        checkpoint_every: of this many syncs in a row, at least one is saved as files, even if all
-            were broadcast.
+        checkpoint_every: at least one of this many successive syncs is saved as files, even if all
+            of these syncs were broadcast.
     """
 
     def __init__(self, checkpoint_every: int) -> None:
@@ -108,9 +108,9 @@ class Cadence:
 class TrainerBroadcasts:
     """The broadcasts of a trainer: rank 0 opens them, all ranks send.
 
-    Promised: an error of a broadcast does not end the training. The error is logged once, with its
-    reason, and counted, and the step is saved as files. Not promised: that training continues if a
-    collective of the trainer's own ranks fails.
+    Promised: an error of a broadcast does not end the training. The error is counted, and is
+    logged once with its reason. The step is saved as files. Not promised: that training continues
+    if a collective of the trainer's own ranks fails.
 
     Args:
         model: the model to send.
@@ -151,7 +151,7 @@ class TrainerBroadcasts:
         return self._explorers.have_received(sent)
 
     def open(self, step: int, save_id: SaveId) -> Way:
-        """On rank 0: choose the route of a sync; a broadcast if all receivers are ready."""
+        """On rank 0: choose the route of a sync: a broadcast only if all receivers are ready."""
         explorers = self._explorers
         takers = explorers.takers() if explorers is not None else None
         if explorers is None or takers is None:

@@ -68,8 +68,8 @@ class TrainerHook:
         memory_dir: with method ``memory``: a second job directory for syncs, on a memory filesystem
             of rank 0's host. Full checkpoints stay in ``job_dir``.
         critic, critic_optimizer: another model of this trainer, saved in full checkpoints.
-        user_state: called at each full checkpoint on each rank; returns other state needed to
-            resume: tensors, numbers, text and nestings of these.
+        user_state: called at each full checkpoint on each rank. Returns any other state that
+            resuming needs, as tensors, numbers, text and nestings of these.
         name: the name of the trainer; a job has one trainer.
         storage: set only by tests.
 
@@ -166,14 +166,14 @@ class TrainerHook:
         Use it to store and load states (``save_state``, ``load_state``), to list the participants
         (``modules``, ``get_explorer_status_counts``), and to see if an explorer requests a sync
         (``explorer_requires_sync``). The hook itself announces saves, answers requests, and sets
-        the status. Call the synchronizer's methods only on rank 0; unlike the hook's methods, they
-        raise if storage fails.
+        the status. Call the synchronizer's methods only on rank 0. Unlike the hook's methods, the
+        synchronizer's methods raise if storage fails.
         """
         explorers = self._job.explorers
         return None if explorers is None else explorers.synchronizer
 
     def after_step(self, step: int) -> dict[str, float]:
-        """Sync this step, make a full checkpoint, both, or neither, according to the settings.
+        """Sync the step, or make a full checkpoint, or do both or nothing, as the settings say.
 
         Args:
             step: the step that the model has just finished; the same on all ranks.
@@ -197,7 +197,7 @@ class TrainerHook:
         return self._told(metrics, begun)
 
     def sync_while_waiting(self) -> dict[str, float]:
-        """Sync if a sync is due now; for a trainer that waits for data.
+        """Sync if a sync is due now. Call this method while the trainer waits for data.
 
         Call this method equally often on all ranks, and between the same steps. This method never
         makes a full checkpoint.
@@ -234,8 +234,8 @@ class TrainerHook:
     ) -> dict[str, float]:
         """Make a full checkpoint now; do nothing if this step already has one.
 
-        If the step was synced, that save becomes the full checkpoint, so its weights are not
-        written again.
+        If this step was already synced, the sync's save becomes the full checkpoint, so the
+        weights are not written again.
 
         Args:
             step: the step that the model has just finished.

@@ -54,7 +54,8 @@ class Planner:
         thread: the writing thread; rank 0 checks whether it is busy.
         progress: the outcome of earlier saves.
         are_weights_there: called on rank 0; returns True if an announced save has all its weights.
-        patience: seconds that rank 0 waits for an unfinished save that a full checkpoint extends.
+        patience: seconds that rank 0 waits for unfinished saves before it decides whether a full
+            checkpoint extends an existing save.
 
     Attributes:
         synced: the newest save whose weights explorers get as files.
@@ -118,8 +119,8 @@ class Planner:
     def wait_for_explorers(self) -> None:
         """Wait while the slowest explorer lags by more than the settings allow.
 
-        Rank 0 checks the explorers. The other ranks wait for rank 0's message, not in a collective
-        of the training, because the training's timeout may be shorter.
+        Rank 0 checks the explorers. The other ranks wait for rank 0's message. They do not wait
+        in a collective of the training, whose timeout could end before this wait.
 
         Raises:
             SaveFailedError: rank 0 sent no decision.
@@ -159,7 +160,7 @@ class Planner:
         if why_not is None:
             return self._decisions.agree(lambda: self._for_close(step))
         log.warning(
-            "close() does not save step %d, because %s. Earlier saves that were announced remain",
+            "close() does not save step %d, because %s. Saves announced earlier are unaffected",
             step,
             why_not,
         )
@@ -174,7 +175,7 @@ class Planner:
         self._decisions.call_off(self._run_id, "has ended with an error")
 
     def begin(self, plan: Plan, step: int) -> Begun:
-        """Record a plan as carried out; returns the saves to make."""
+        """Record that a plan is being carried out, and return the saves to make."""
         self.skipped += bool(plan & Plan.SYNC_SKIPPED) + bool(plan & Plan.FULL_SKIPPED)
         for done, skipped in ((Plan.SYNC, Plan.SYNC_SKIPPED), (Plan.FULL, Plan.FULL_SKIPPED)):
             if plan & done:
@@ -195,12 +196,12 @@ class Planner:
         return Begun(sync, full, self._full if plan & Plan.HUGGING_FACE else None)
 
     def begin_broadcast(self, step: int) -> SaveId:
-        """Record a plan's broadcast as begun; returns its id."""
+        """Record that a broadcast of this step begins, and return the id of the broadcast."""
         self._sent = self._new_id(step)
         return self._sent
 
     def after_broadcast(self, plan: Plan, sent: SaveId, *, arrived: bool) -> Plan:
-        """Return the actions that remain of a plan after its broadcast has ended.
+        """Return a plan's remaining actions, after the broadcast has ended.
 
         Args:
             plan: the plan.
@@ -287,7 +288,7 @@ class Planner:
         return plan
 
     def _is_missed(self) -> bool:
-        """Whether an explorer that must not produce has missed the last sync, which was not saved.
+        """Whether an explorer that must not produce missed the last sync, which was only broadcast.
 
         Such an explorer waits for the next sync, while the trainer waits for the explorer's data.
         So the trainer must sync now.
@@ -323,7 +324,7 @@ class Planner:
         return self._by_files(is_saved=is_saved or way is Way.FALLBACK)
 
     def _nothing_new(self) -> Plan:
-        """Tell explorers that no new weights come, because they have this step already."""
+        """Tell explorers that no new weights come, because explorers have this step already."""
         if self._explorers is not None:
             self._explorers.say_nothing_new()
         return Plan.NOTHING

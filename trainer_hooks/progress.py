@@ -56,17 +56,17 @@ class Progress:
             return save_id in self._failed
 
     def is_announced(self, save_id: SaveId) -> bool:
-        """Whether this save was announced last."""
+        """Whether this save is the most recently announced save."""
         with self._lock:
             return self._announced == save_id
 
     def is_checkpoint(self, save_id: SaveId) -> bool:
-        """Whether this save is the full checkpoint that was announced last."""
+        """Whether this save is the most recently announced full checkpoint."""
         with self._lock:
             return self._checkpoint == save_id
 
     @property
     def announced_step(self) -> int | None:
-        """The step that was announced last; None if no step was announced."""
+        """The step of the most recently announced save; None if no save was announced."""
         with self._lock:
             return None if self._announced is None else self._announced.step

@@ -63,7 +63,7 @@ class SaveQueue:
         return self.thread.wait(most=LIMIT - 1, timeout=self._patience)
 
     def buffers(self) -> HostBuffers:
-        """Take free buffers for a copy of a save, after :meth:`has_room` returned True."""
+        """Return free buffers for a copy of a save; only after :meth:`has_room` returned True."""
         return self._buffers.pop()
 
     def submit(
@@ -73,7 +73,7 @@ class SaveQueue:
         contents: RankContents,
         buffers: HostBuffers | None = None,
     ) -> None:
-        """Queue a save to be written; its buffers are free again when the save has ended."""
+        """Queue a save to be written. The buffers are free again when the save has ended."""
 
         def work() -> int:
             """Write the save, in the thread, so that training does not wait for storage."""
@@ -111,7 +111,7 @@ class SaveQueue:
         # A save may be over by now, because the ranks have gathered this one meanwhile.
         why = f"{_steps(before)} is still being written" if before else "two saves were unfinished"
         self.thread.fail(
-            SaveFailedError(f"{what} is not saved, because after {self._patience:g} s {why}")
+            SaveFailedError(f"{what} is not saved, because {why} after {self._patience:g} s")
         )
 
     def wait(self) -> None:
@@ -153,7 +153,7 @@ class SaveQueue:
             errors.append(
                 SaveFailedError(
                     f"{_steps(left)} was still being written after {self._patience:g} s, and was "
-                    "cancelled. Earlier saves that were announced remain"
+                    "cancelled. Saves announced earlier are unaffected"
                 )
             )
         return errors

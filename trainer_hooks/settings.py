@@ -58,8 +58,9 @@ class SaveSettings:
         layout: ``sharded``: each rank writes its own file, and nothing is gathered. ``full``: rank
             0 gathers the weights into one safetensors file, tensor by tensor, while training waits.
         when_busy_sync: for a sync that is due while the previous save is still being written.
-            ``skip``: nothing is copied; the sync is counted as skipped and stays due, until a step
-            at which the writer is free. ``wait``: training waits if two saves are unfinished.
+            ``skip``: nothing is copied, and the sync is counted as skipped. The sync stays due
+            until a step at which the writer is free. ``wait``: training waits if
+            two saves are unfinished.
         when_busy_full: like ``when_busy_sync``, but for full checkpoints.
         save_as_hf: which full checkpoints also have the full weights in ``actor/huggingface/``.
         max_to_keep: how many of the newest full checkpoints to keep; 0 = all.

@@ -199,7 +199,7 @@ class TrainerJob:
         self._progress.announced(save_id)
 
     def _checkpoint_announced(self, save_id: SaveId) -> None:
-        """Retire older checkpoints, now that a new one is announced; runs in rank 0's thread."""
+        """Retire older checkpoints after a new announcement. Runs in rank 0's writing thread."""
         self._progress.checkpointed(save_id)
         try:
             retire_old(

@@ -105,7 +105,7 @@ class Outgoing:
             self._unless_failed(lambda: self._looked.add(self._tensors[number].name, whole))
 
     def compare(self, number: int, name: str, whole: Tensor) -> None:
-        """Check that a tied tensor that is not sent equals the tensor that was sent for it."""
+        """Check that a tied tensor, which is not sent, equals the tensor that was sent instead."""
         self._unless_failed(lambda: self._compare(number, name, flat_bytes(whole)))
 
     def end(self) -> None:
@@ -129,7 +129,7 @@ class Outgoing:
         if not self._group.agree(ok=True):
             self._say(self._meta.encode())
         if not self._group.agree(ok=True):
-            raise BroadcastError("an explorer cannot take the weights: see the explorer's log")
+            raise BroadcastError("an explorer cannot take the weights. See the explorer's log")
 
     def _put(self, number: int, flat: Tensor) -> None:
         if self._tensors[number].copies:
@@ -218,7 +218,7 @@ class Buffers:
         self._made: deque[_BucketBuffer] = deque()
 
     def next(self, size: int, device: torch.device, source: torch.device) -> Tensor:
-        """Return ``size`` bytes of the buffer that the previous call did not return.
+        """Return ``size`` bytes of a buffer. Successive calls alternate between two buffers.
 
         Args:
             size: the number of bytes.

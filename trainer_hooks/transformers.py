@@ -48,7 +48,8 @@ class SyncdCallback(TrainerCallback):
     them.
 
     Promised: explorers get the whole model as it was after the step, with the names of the plain
-    model, even if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only:
+    model, even if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only
+    in these cases:
 
     - if :class:`~trainer_hooks.settings.SaveSettings` ask for a wait,
     - if the Trainer saves a step while two saves are unfinished,
@@ -62,8 +63,8 @@ class SyncdCallback(TrainerCallback):
     to have the failure reported. Otherwise the trainer counts as dead one lease time after its
     process has ended.
 
-    Add the callback with ``trainer.add_callback(callback)``. If its metrics should reach W&B or
-    TensorBoard, use :meth:`add_to` instead.
+    Add the callback with ``trainer.add_callback(callback)``. If the callback's metrics should reach
+    W&B or TensorBoard, use :meth:`add_to` instead.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share;

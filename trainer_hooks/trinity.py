@@ -1,9 +1,9 @@
 """Trinity-RFT's FSDP helpers, with receipts and files: to port a trainer, change the import.
 
-Names, arguments and meaning are those of ``trinity.trainer.verl.fsdp_engine``; ``docs/trinity.md``
-lists the differences. An engine is verl's ``FSDPEngine``, or any object that has ``module``. The
-attributes ``checkpoint_manager.processing_class``, ``get_per_tensor_param`` and ``_strategy`` are
-optional.
+The functions have the names, arguments and meaning of the functions in
+``trinity.trainer.verl.fsdp_engine``. ``docs/trinity.md`` lists the differences. An engine is verl's
+``FSDPEngine``, or any object that has ``module``. The attributes
+``checkpoint_manager.processing_class``, ``get_per_tensor_param`` and ``_strategy`` are optional.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FSDPEngine(Protocol):
     """The part of verl's engine that is needed here.
 
     Attributes:
-        module: the trained model: a plain module, or one under FSDP1 or FSDP2.
+        module: the trained model; it is a plain module, or is under FSDP1 or FSDP2.
     """
 
     @property
@@ -90,7 +90,7 @@ def fsdp_save_state_dict(
     _without_nameless_code(engine.module)
     files = model_files(engine.module, _processing_class(engine))
     coordinator.save_model(engine.module, global_step, model_files=files)
-    logger.info("step %d: its state dict is being written to %s", global_step, local_path)
+    logger.info("the state dict of step %d is being written to %s", global_step, local_path)
 
 
 def fsdp_upload_state_dict(
@@ -139,7 +139,7 @@ def fsdp_upload_state_dict(
 
     # In place of the original's barrier, so that an error on rank 0 is raised everywhere.
     ranks.together(upload)
-    logger.info("step %d: its state dict was uploaded", global_step)
+    logger.info("the state dict of step %d was uploaded", global_step)
 
 
 @torch.no_grad()
@@ -199,7 +199,7 @@ class StateDictWriter:
         job_dir: the job directory.
         model: its config becomes part of each version.
         tokenizer: its files become part of each version.
-        save_timeout: seconds that a save may wait for its turn.
+        save_timeout: the longest wait of a save for its turn, in seconds.
         storage: set only by tests.
 
     Raises:

@@ -51,7 +51,7 @@ class BoxRead(NamedTuple):
         dtype: the dtype in the file.
         held: the box that the file holds, and the position of its bytes in the file.
         part: the part of that box to read.
-        compares: True to check that the goal has the same values already, instead of filling it.
+        compares: True to check that the goal already has these values, instead of filling the goal.
     """
 
     goal: Goal
@@ -100,8 +100,8 @@ def plan(
 ) -> list[BoxRead]:
     """Plan the reads that fill the goals, and open the files that the reads need.
 
-    If as many ranks resume as have saved, reads from the rank's own file are planned first. This
-    file is usually enough. In that case no other file is opened.
+    If the number of ranks is the same as at the save, reads from the rank's own file are planned
+    first. Usually the rank's own file has all the data, and no other file is opened.
 
     Args:
         goals: this rank's goals.
@@ -110,8 +110,9 @@ def plan(
         optional: the names of goals that stay as they are if no file has them.
 
     Raises:
-        CheckpointError: a tensor, or a part of a tensor, is in no file. Or the tensor in a file has
-            another shape than the goal, or a dtype that cannot be cast to the goal's dtype.
+        CheckpointError: no file has a tensor, or a part of a tensor. This error is also raised if a
+            tensor's shape in a file differs from the goal's shape, or if the tensor's dtype cannot
+            be cast to the goal's dtype.
         OSError: a file cannot be read now.
     """
     if own is not None:
@@ -124,13 +125,13 @@ def plan(
         if not any(goal.name in file.tensors for file in files.opened.values()):
             raise CheckpointError(
                 f"'{shown(goal.name)}' is neither in {files.paths[0]} nor in the other ranks' "
-                "files of this save. The files are of another model or optimizer"
+                "files of this save. The files belong to another model or optimizer"
             )
         box = boxes[0]
         raise CheckpointError(
-            f"'{shown(goal.name)}': the part of shape {box.shape} at {box.offsets} is neither in "
-            f"{files.paths[0]} nor in the other ranks' files of this save, because a rank did not "
-            f"save its part. {ADVICE}"
+            f"the part of '{shown(goal.name)}' with shape {box.shape} at {box.offsets} is neither "
+            f"in {files.paths[0]} nor in the other ranks' files of this save, because a rank did "
+            f"not save its part. {ADVICE}"
         )
     return copies
 
@@ -138,7 +139,7 @@ def plan(
 def _plan(
     goals: Sequence[Goal], files: SavedFiles, numbers: Iterable[int], optional: Container[str]
 ) -> tuple[list[BoxRead], list[tuple[Goal, list[Box]]]]:
-    """Plan reads from some files; returns them, and the parts of goals that no file has."""
+    """Plan reads from some files. Return the reads, and the parts of goals that no file has."""
     copies: list[BoxRead] = []
     left = {number: [goal.box] if goal.box.size else [] for number, goal in enumerate(goals)}
     seen: set[str] = set()
@@ -188,17 +189,17 @@ def _place(goal: Goal) -> tuple[object, ...]:
 
 
 def _checked_dtype(goal: Goal, held: Held, path: Path) -> torch.dtype:
-    """The dtype in a file, after a check that its tensor can be loaded into the goal."""
+    """Return the dtype in a file; raise if the file's tensor cannot be loaded into the goal."""
     if held.shape != goal.shape:
         raise CheckpointError(
             f"'{shown(goal.name)}' has shape {held.shape} in {path}, but shape {goal.shape} in "
-            "this process. The file is of another model or optimizer"
+            "this process. The file belongs to another model or optimizer"
         )
     dtype = held.torch_dtype
     if dtype is None or not _becomes(dtype, goal.tensor.dtype):
         raise CheckpointError(
             f"{path} has '{shown(goal.name)}' as {held.dtype}, which cannot be loaded as "
-            f"{goal.tensor.dtype}. The file is of another model or optimizer"
+            f"{goal.tensor.dtype}. The file belongs to another model or optimizer"
         )
     return dtype
 
@@ -280,9 +281,10 @@ def _copy(
             into.copy_(values)
         elif not _same(into, values):
             raise CheckpointError(
-                f"'{shown(copy.goal.name)}' has one value in {files.paths[copy.file]} and another "
-                "value in the file of a rank of another device mesh. If ranks saved different "
-                "experts under one name, resume with the same ranks as at the save"
+                f"'{shown(copy.goal.name)}' has one value in {files.paths[copy.file]}, but a "
+                "different value in a file that was written on another device mesh. If ranks saved "
+                "different experts under one name, resume with the number of ranks and the mesh of "
+                "the save"
             )
     return read
 

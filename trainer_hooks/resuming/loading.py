@@ -47,7 +47,7 @@ class Loading(ABC):
 
     @abstractmethod
     def plan(self, own: int | None) -> None:
-        """Find the data for the tensors in the files; raise if some data do not fit."""
+        """Find the tensors' data in the files; raise if some data do not fit."""
 
     @abstractmethod
     def taken(self) -> set[str]:
@@ -61,7 +61,7 @@ class Loading(ABC):
         """The error for names that no rank uses."""
         return CheckpointError(
             f"{self.files.paths[0]} and the files beside it have {told_names(names)}, which "
-            f"{self.whose} does not have. The files are of another model or optimizer"
+            f"{self.whose} does not have. The files belong to another model or optimizer"
         )
 
     def fill(self, checked: Sequence[int]) -> None:
@@ -87,12 +87,12 @@ class ModelLoading(Loading):
         self._state: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Find the tensors. Collective for FSDP1, which copies them; others are filled in place."""
+        """Find the tensors. With FSDP1, this method is collective and copies the tensors."""
         try:
             self._state = get_model_state_dict(self._model)
         except AttributeError as error:
             raise CheckpointError(
-                "torch cannot load the model's state dict, because it has a name that is no "
+                "torch cannot load the model's state dict, because one of its names is no "
                 f"parameter or buffer of the model ({error}). Load the weights from a published "
                 "version"
             ) from error
@@ -101,7 +101,7 @@ class ModelLoading(Loading):
             self._state[name] = self._state[first]
 
     def plan(self, own: int | None) -> None:
-        """Plan all tensors of the model; only the frozen base of adapters may be missing."""
+        """Plan reads for all tensors; the files need not have the frozen base of adapters."""
         if own is not None and own >= len(self.files):
             own = None  # rank 0 has written the weights of all
         optional: frozenset[str] = frozenset()
@@ -179,7 +179,7 @@ class OptimizerLoading(Loading):
         self._state = {}
 
     def forget(self) -> None:
-        """Drop the state that ``prepare`` made, because it would count as a step."""
+        """Drop the state that ``prepare`` made, because that state would count as a step."""
         if self._was_empty:
             self._optimizer.state.clear()
         self._state = {}
@@ -223,8 +223,8 @@ class OptimizerLoading(Loading):
                 state[key] = names[name]
             else:
                 raise CheckpointError(
-                    f"{self.files.paths[0]} does not have '{shown(name)}' as a plain value, but "
-                    f"{self.whose} has '{shown(name)}'. The file is of another optimizer"
+                    f"{self.files.paths[0]} has no plain value '{shown(name)}', but {self.whose} "
+                    "needs this value. The file belongs to another optimizer"
                 )
         return found
 
@@ -237,7 +237,7 @@ class OptimizerLoading(Loading):
             if name not in options:
                 raise CheckpointError(
                     f"{self.files.paths[0]} and the files beside it have no state of "
-                    f"'{shown(name)}', which {self.whose} updates. The files are of another "
+                    f"'{shown(name)}', which {self.whose} updates. The files belong to another "
                     "optimizer or model"
                 )
             if first is None:
@@ -309,7 +309,7 @@ def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:
 
 
 def _option(name: str) -> tuple[str, str] | None:
-    """The parameter and the option in an option's name; None for any other name."""
+    """The parameter and the option that a name contains; None if it is not an option's name."""
     kind, _, rest = name.partition(".")
     parameter, dot, option = rest.rpartition(".")
     return (parameter, option) if kind == GROUPS and dot else None

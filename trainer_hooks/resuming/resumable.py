@@ -64,8 +64,8 @@ class FullCheckpoint:
         world_size: the number of ranks that wrote it.
         save_id: the id of the save; None for a save of another trainer.
         weights: the names, inside ``actor/``, of the files that hold the actor's weights.
-        vouched: folder of the step → name of a file in that folder → the file's entry in its
-            receipt; empty if there are no receipts.
+        vouched: for each folder of the step, a dict: the name of a file → the file's entry in
+            its receipt. Empty if there are no receipts.
     """
 
     step: int
@@ -82,7 +82,7 @@ class FullCheckpoint:
 
     @property
     def optimizers(self) -> tuple[str, ...]:
-        """The names of all ranks' optimizer files; ``actor`` and ``critic`` have the same names."""
+        """The names of all ranks' optimizer files. The names are the same in actor and critic."""
         return tuple(optimizer_name(self.world_size, rank) for rank in range(self.world_size))
 
 
@@ -99,7 +99,7 @@ class FoundSteps(NamedTuple):
 
 
 def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) -> int | None:
-    """The step to resume from: a complete full checkpoint, never one that a crash interrupted.
+    """Return the step to resume from. Its full checkpoint is complete, not cut off by a crash.
 
     If the step that ``latest_checkpointed_iteration.txt`` names is complete, this step is chosen,
     even if a newer step is complete too. Otherwise the newest complete step is chosen.
@@ -191,7 +191,7 @@ def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ..
 
 
 def _foreign(job: Job, step: int, names: list[str], *, is_marked: bool) -> FullCheckpoint | str:
-    """A checkpoint without receipts: of another trainer, or copied without its receipts."""
+    """A checkpoint that has no receipts: another trainer wrote it, or a copy lost the receipts."""
     if not is_marked or SAVING in names:
         return f"{job.layout.step(step)} is being written, or is not a full checkpoint"
     save = look_at_save(job.storage, job.layout.actor(step), step)

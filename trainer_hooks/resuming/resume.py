@@ -102,7 +102,7 @@ def load_checkpoint(
     Promised:
 
     - All loaded data are of the same save, and are the bytes that were written. Every file is
-      checked against its receipt, and some rank checks every byte of the file against the file's
+      checked against its receipt, and one rank checks every byte of the file against the file's
       CRC-32. ``model.safetensors``, and files of a trainer that switched CRC-32 off, have no
       CRC-32.
     - Either all ranks return, or all ranks raise.
@@ -122,8 +122,8 @@ def load_checkpoint(
         job_dir: the job directory; nothing in it is changed.
         model: gets the actor's weights, in place.
         optimizer: gets the saved state. A ``torch.optim.Optimizer`` of this model, or any other
-            object with ``load_state_dict``. Any other object can resume only on as many ranks as
-            have saved. With None the saved state is ignored.
+            object with ``load_state_dict``. An object of another class can resume only if the
+            number of ranks is the same as at the save. With None the saved state is ignored.
         scheduler: the learning rate's scheduler. With None its saved state is ignored.
         critic: another model, which gets the weights in ``critic/``.
         critic_optimizer: the critic's optimizer.
@@ -206,7 +206,7 @@ def _chosen(job: Job, step: int | None) -> FullCheckpoint | None:
         found = find_checkpoint(job)
         if found.checkpoint is None and found.reasons:
             raise CheckpointError(
-                f"{job.layout.root} has no whole full checkpoint ({'; '.join(found.reasons)}). "
+                f"{job.layout.root} has no complete full checkpoint ({'; '.join(found.reasons)}). "
                 "Restore a full checkpoint. To train from the beginning, use another job "
                 "directory"
             )

@@ -1,4 +1,4 @@
-"""The files of one kind that all ranks of a save have written; each is opened when needed."""
+"""The files of one kind that all ranks of a save have written. Each file is opened when needed."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class SavedFiles:
         folder: the folder of the files.
         names: the names in the folder, in rank order; or only ``model.safetensors``.
         vouched: file name → the file's entry in a receipt; None if there are no receipts.
-        is_optimizer: whether the files are of an optimizer, and may hold values that are not
-            tensors.
+        is_optimizer: whether the files are an optimizer's files, which also hold values that are
+            not tensors.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class SavedFiles:
         return self._open[number]
 
     def check_there(self, numbers: Sequence[int]) -> None:
-        """Raise a CheckpointError if one of these files is missing or has another size."""
+        """Raise a CheckpointError if a file is missing, or does not have its receipt's size."""
         for number in numbers:
             path = self.paths[number]
             told = self._told(path)
@@ -274,7 +274,7 @@ def missing(path: Path) -> CheckpointError:
 
 def _compare(path: Path, told: ReceiptFile | None, size: int, digest: str) -> None:
     if told is not None and (told.size, told.digest) != (size, digest):
-        raise _differs(path, "has other content than the rank wrote")
+        raise _differs(path, "does not have the content that the rank wrote")
 
 
 def _differs(path: Path, how: str) -> CheckpointError:

@@ -37,7 +37,7 @@ class Looked:
     """Checks tensors for NaN and Inf, each on its device and the device's current stream.
 
     Only :meth:`nonfinite` needs the results, so no other method waits for a device. A check reads
-    each element once, and makes two scalars. A check of fp8 also needs 4 MiB for a copy of bits.
+    each element once, and keeps a few scalars. A check of fp8 also needs 4 MiB for a copy of bits.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class LookedAtBytes:
         self._begun = b""
 
     def add(self, part: memoryview) -> None:
-        """Check the next bytes, in writable memory; you may change this memory afterwards."""
+        """Check the next bytes. Their memory must be writable, and may change after this call."""
         size = self._dtype.itemsize
         if self._begun:  # a part has ended inside an element
             missing = size - len(self._begun)

@@ -1,7 +1,7 @@
 """A full checkpoint's state other than weights: the optimizer, and the rest needed to resume.
 
-Files are read without running code in them: by ``torch.load(weights_only=True)``, or by the parser
-of the merge. So a save refuses values that could not be read in these ways.
+These files are read by ``torch.load(weights_only=True)`` or by the parser of the merge. Neither
+runs code from a file. So a save refuses values that could not be read in these two ways.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(states: Mapping[str, Any]) -> None:
     """Set the random number generators to the states of :func:`rng_state`.
 
-    The accelerator's generator is unchanged if no accelerator was in use at the save, or none is in
-    use now.
+    The accelerator's generator is unchanged if no accelerator was in use at the save, or if no
+    accelerator is in use now.
     """
     torch.set_rng_state(states["cpu"])
     version, numbers, gauss = states["random"]

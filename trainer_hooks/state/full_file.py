@@ -175,7 +175,7 @@ class FullStateStream:
             raise
 
     def abort(self, error: BaseException) -> None:
-        """End the waits of both threads; :meth:`write` raises."""
+        """End the waits of both threads. After that, :meth:`write` raises."""
         self._pipe.abort(error)
 
     def _hand_over(self, whole: Tensor | None) -> None:
@@ -300,7 +300,7 @@ class BytePipe:
         self._filling, self._filled = None, 0
 
     def take(self, count: int) -> Iterator[memoryview]:
-        """Yield the next ``count`` bytes in parts; each is valid until the next part is yielded."""
+        """Yield the next ``count`` bytes in parts; a part is valid until the next is yielded."""
         while count:
             if not self._rest:
                 self._reading, filled = self._next_ready()

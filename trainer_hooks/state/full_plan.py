@@ -27,7 +27,7 @@ from trainer_hooks.state.host_buffers import memory_of
 
 @dataclass(frozen=True, slots=True)
 class FullPlan:
-    """The plan of the file of a full state dict.
+    """The plan for the file of a full state dict.
 
     Attributes:
         file: the tensors of the file, each with the tied tensors that must equal it.
@@ -46,7 +46,7 @@ class FullPlan:
         yield from (str(copy.tied) for tensor in self.tensors for copy in tensor.copies)
 
     def header(self, content: bytes) -> bytes:
-        """The file's header with this digest of the tensors; all digests give the same length."""
+        """The file's header with this digest. The header's length does not depend on the digest."""
         return header_bytes(header_entries(self.tensors), {CONTENT: content.hex()})
 
 
@@ -104,8 +104,8 @@ def agree_on_plan(
         if other.digest != outlines[0].digest:
             raise SaveFailedError(
                 f"the {other.count} tensors of rank {number} differ from the {outlines[0].count} "
-                "tensors of rank 0 in name, kind, dtype or shape. Pipeline stages can only save "
-                "shards"
+                "tensors of rank 0 in name, kind, dtype or shape. Pipeline stages can be saved "
+                "only as shards"
             )
     try:
         return FullPlan(_planned(state, outlines[0].memory, tied=tied, cast=cast))

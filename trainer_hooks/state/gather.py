@@ -80,7 +80,7 @@ def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -
 
 
 def flat_bytes(whole: Tensor) -> Tensor:
-    """The bytes of a tensor: uint8, of one dimension. A contiguous tensor is not copied."""
+    """The bytes of a tensor, as a 1-D uint8 tensor. A contiguous tensor is not copied."""
     flat = whole.detach().resolve_neg().reshape(-1)
     if flat.stride() != (1,):  # also of one element, which is contiguous with any stride
         flat = flat.clone(memory_format=torch.contiguous_format)

@@ -77,12 +77,12 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 class HostBuffers:
-    """A set of host buffers into which one state after the other is copied.
+    """A set of host buffers. States are copied into the same buffers, one after another.
 
     The first copy makes the buffers. Later copies of the same names, shapes and dtypes use no new
     memory, so on the CPU they are no slower than ``clone``. For tensors of an accelerator the
-    buffers are pinned. The copies run on the current stream of each device, and there is one wait
-    for all copies.
+    buffers are pinned. The copies run on the current stream of each device, and the host waits
+    once for all copies.
 
     Each copy overwrites the previous one.
     """
@@ -92,7 +92,7 @@ class HostBuffers:
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Any], cast: Cast | None = None) -> HostCopy:
-        """Copy each tensor of a state to contiguous host memory, complete on return.
+        """Copy each tensor of a state to contiguous host memory; return when all copies are done.
 
         Tensors on a GPU are cast and checked for NaN and Inf on the GPU, before they are copied.
         Only one tensor at a time has a cast copy on the GPU. Tensors on the CPU are cast during the
@@ -163,7 +163,7 @@ class _Kept:
     Attributes:
         buffers: the buffers of its parts.
         layout: the layout of a sharded tensor, for comparison.
-        value: the copy itself, over the buffers.
+        value: the copy itself, whose memory is in the buffers.
     """
 
     buffers: Sequence[_Buffer]
@@ -177,7 +177,7 @@ class _Kept:
 
 
 def _looks_at(device: torch.device) -> bool:
-    """Whether tensors are checked before the copy; on a CPU, training would wait for the check."""
+    """Whether to check tensors before the copy. On a CPU, training would wait for the check."""
     return device.type == "cuda"  # other accelerators may lack aminmax for some dtype
 
 
@@ -340,7 +340,7 @@ def _sharded_tensor(
 
 
 def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
-    """The position of a shard in host memory, on the same rank."""
+    """A shard's metadata, for a copy of the shard in the same rank's host memory."""
     rank = shard.placement.rank() if shard.placement is not None else None
     placement = "cpu" if rank is None else f"rank:{rank}/cpu"
     return ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), placement)

@@ -232,7 +232,9 @@ class _Trace:
             return [(value, None)]
         dim, parts = joined
         if dim != 0 or value.shape[1:] != parts[0].shape[1:] or not value.is_contiguous():
-            raise _NotRowsError(f"{shown(hub_name)} is joined along dimension {dim}")
+            raise _NotRowsError(
+                f"{shown(hub_name)} is several tensors joined along dimension {dim}"
+            )
         placed: list[tuple[Tensor, int | None]] = []
         at = 0
         for part in parts:
@@ -290,7 +292,7 @@ def _rows(
 
 
 def _pieces(places: Sequence[_Place], shape: Shape) -> tuple[HubPiece, ...]:
-    """Join places to few pieces: the tensors that differ only in their index become one piece.
+    """Merge places into few pieces. Places that differ only in an index become one piece.
 
     Raises:
         _NotRowsError: the names of the tensors of a piece do not have consecutive numbers.

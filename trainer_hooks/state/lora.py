@@ -94,8 +94,10 @@ class PeftState:
     def not_an_adapter(self) -> str | None:
         """The reason why the adapter cannot be published alone; None if it can be."""
         if len(self.active) != 1:
-            told = " and ".join(map(repr, self.active)) or "no adapter"
-            return f"{told} are active at once, but an adapter's file holds exactly one"
+            told = ", ".join(map(repr, self.active)) or "none"
+            return (
+                f"an adapter's file holds exactly one adapter, but the active adapters are: {told}"
+            )
         if (method := self._changed_base) is not None:
             return (
                 f"{method} changed the base model's weights when training began, so the adapter "
@@ -136,7 +138,7 @@ class PeftState:
         """The full model that ``merge_and_unload()`` would make; the model stays as it is.
 
         Returns:
-            Two dicts by the names in the base model. The first has this rank's part of each
+            Two dicts, keyed by the names in the base model. The first has this rank's part of each
             unmerged weight. The second has the way to compute each weight that adapters change.
 
         Raises:
@@ -155,7 +157,7 @@ class PeftState:
     def config_writer(self) -> Callable[[Path], object]:
         """A function that writes ``adapter_config.json`` as ``PeftModel.save_pretrained`` does.
 
-        The function writes the config of the present moment, even if the function is called later.
+        The function writes the config as it is now, even if the function is called later.
         """
         config: Any = copy.deepcopy(self._configs[self.active[0]])
         told = {}

@@ -50,8 +50,8 @@ def merged_parts(
         state: this rank's sharded state dict.
 
     Returns:
-        Two dicts by the names in the base model. The first has the name of each unmerged tensor in
-        the state dict. The second has the way to compute each tensor that adapters change.
+        Two dicts, keyed by the names in the base model. The first has each unmerged tensor's name
+        in the state dict. The second has the way to compute each tensor that adapters change.
 
     Raises:
         InvalidSettingsError: PEFT cannot merge some layer, or the result is not a weight of the

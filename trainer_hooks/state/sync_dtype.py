@@ -18,7 +18,7 @@ _TORCH_DTYPES: Final = {
 
 @cache
 def cast_to(dtype: torch.dtype, cast: Cast | None) -> torch.dtype:
-    """The dtype after a cast; integers, bool, fp8 and dtypes unknown to safetensors stay."""
+    """The dtype after a cast. Not cast: integers, bool, fp8, and dtypes unknown to safetensors."""
     told, _ = DTYPES.get(str(dtype).removeprefix("torch."), ("", 0))
     wanted = cast_dtype(told, cast)
     return dtype if wanted == told else _TORCH_DTYPES[wanted]

@@ -13,7 +13,7 @@ from trainer_hooks.writing.spool import Spool
 
 @dataclass(frozen=True, slots=True)
 class RankContents:
-    """Everything that one rank writes in one save. The tensors are in host memory, unchanging.
+    """Everything that one rank writes in one save. The tensors stay unchanged in host memory.
 
     Attributes:
         model: the rank's part of the state dict; None if the rank writes no shard.
@@ -22,8 +22,8 @@ class RankContents:
         model_files: rank 0 only: functions that write config and tokenizer into a given folder.
         fsdp_version: the FSDP version for ``fsdp_config.json``; None without FSDP.
         is_full: whether this is a full checkpoint.
-        full_model: rank 0 only: the weights in one file, instead of shards: the full state dict, or
-            an adapter.
+        full_model: rank 0 only: the weights in one file instead of shards. The file has the full
+            state dict, or an adapter.
         adapter_files: rank 0 only: functions that write an adapter's config into a given folder.
         trained: full checkpoints only: this rank's part of the model to resume from, if it differs
             from the published weights (an adapter, a merged model, or cast weights).

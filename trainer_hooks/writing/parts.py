@@ -41,7 +41,7 @@ def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> Rec
         The file's entry for the receipt.
 
     Raises:
-        OSError: storage refused; the error names the file.
+        OSError: storage failed; the error names the file.
     """
     with saying_which(storage, path, lambda: tensor_bytes(state)):
         with Draft(storage, path) as draft:
@@ -61,7 +61,7 @@ def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) 
     Raises:
         SaveFailedError: ``write`` did not write the file.
         ShardFormatError: the file was not written by ``torch.save``.
-        OSError: storage refused.
+        OSError: storage failed.
     """
     # A process that has the previous file open goes on reading that one.
     storage.unlink_if_there(path)
@@ -82,7 +82,7 @@ def write_small(storage: Storage, path: Path, content: bytes) -> None:
     """Replace a file of a few bytes.
 
     Raises:
-        OSError: storage refused; the error names the file.
+        OSError: storage failed; the error names the file.
     """
     with saying_which(storage, path, lambda: len(content)):
         storage.replace(path, content)
@@ -99,7 +99,7 @@ def write_model_files(
         writers: functions that each write their files into a given folder.
 
     Raises:
-        OSError: storage refused; the error names the file.
+        OSError: storage failed; the error names the file.
     """
     files: list[ReceiptFile] = []
     with tempfile.TemporaryDirectory(prefix="syncd-") as scratch:
@@ -133,7 +133,7 @@ def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
     """Hard-link a file that never changes; copy it if storage refuses hard links.
 
     Raises:
-        OSError: storage refused; the error names the file.
+        OSError: storage failed; the error names the file.
     """
     storage.unlink_if_there(target)
     if storage.link_if_possible(source, target):
@@ -155,7 +155,7 @@ def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
 
 @contextmanager
 def saying_which(storage: Storage, path: Path, needed: Callable[[], int]) -> Iterator[None]:
-    """Make an ``OSError`` name its file; on a full disk, also the bytes needed and free.
+    """Make an ``OSError`` name its file and, on a full disk, the needed and the free bytes.
 
     The operating system's error for a write has no file name, because a write gets a descriptor.
 

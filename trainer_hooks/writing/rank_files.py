@@ -95,7 +95,7 @@ class RankFiles:
         self._job.storage.sync_folder(notes.folder)
 
     def remove_full_receipt(self, save_id: SaveId) -> None:
-        """Delete the receipt, or the failure record, of an earlier try to complete this save."""
+        """Delete the receipt or failure record of an earlier attempt to complete this save."""
         _, _, notes = self._places(save_id)
         self._unlink_all(notes.folder, full_receipt_name(self._rank), failure_name(self._rank))
 
@@ -113,7 +113,7 @@ class RankFiles:
             The files' entries for the receipt.
 
         Raises:
-            OSError: storage refused; the error names the file.
+            OSError: storage failed; the error names the file.
         """
         _, actor, _ = self._places(save_id)
         shard = actor / shard_name(self._world_size, self._rank)
@@ -154,7 +154,7 @@ class RankFiles:
         """Write a receipt: these files are complete and durable.
 
         Raises:
-            OSError: storage refused, but other ranks may see the receipt nevertheless.
+            OSError: storage failed, but other ranks may see the receipt nevertheless.
         """
         _, _, notes = self._places(save_id)
         receipt = Receipt(
@@ -193,7 +193,7 @@ class RankFiles:
             receipt = None
         if receipt is None or receipt.save_id != str(save_id):
             raise SaveFailedError(
-                f"the weights of step {save_id.step} are not in {folder} any more: save the step "
+                f"the weights of step {save_id.step} are not in {folder} any more. Save the step "
                 "again"
             )
         return list(receipt.files)
@@ -205,7 +205,7 @@ class RankFiles:
             The receipt entries of the written files, except the weights in ``huggingface/``.
 
         Raises:
-            OSError: storage refused; the error names the file.
+            OSError: storage failed; the error names the file.
         """
         rank, world_size = self._rank, self._world_size
         _, actor, _ = self._places(save_id)
@@ -257,8 +257,8 @@ class RankFiles:
     def _drop_hugging_face(self, folder: Path) -> None:
         """Delete the full weights of the replaced checkpoint, and then the file that lists them.
 
-        Otherwise the old weights would look like weights of the new checkpoint. The new checkpoint
-        may have no full weights.
+        Otherwise the old weights would look like weights of the new checkpoint, even if the new
+        checkpoint has no full weights.
         """
         weights = filter(is_weights_name, self._job.storage.names(folder))
         self._unlink_all(folder, *weights, MANIFEST)
@@ -267,7 +267,7 @@ class RankFiles:
         """Add the full weights to a complete full checkpoint.
 
         Raises:
-            OSError: storage refused.
+            OSError: storage failed.
         """
         folder, actor, _ = self._places(save_id)
         make_mark(self._job.storage, folder / SAVING)

@@ -57,12 +57,13 @@ class Remains:
         self._world_size = world_size
 
     def discard(self, attempt: Attempt) -> None:
-        """Delete this rank's files that were not announced, its receipts first.
+        """Delete this rank's unannounced files, beginning with the receipts.
 
         This rank's shard is kept if the save has only weights, and this rank's optimizer is beside
         the shard. Then both files belong to another trainer's full checkpoint of the same step
-        (e.g. verl's), which may be the only one to resume from. The daemon does not publish the
-        shard, because it publishes no save without receipts from a folder that once had receipts.
+        (e.g. verl's), which is perhaps the only checkpoint to resume from. The daemon does not
+        publish the shard. From a folder that once had receipts, the daemon publishes only saves
+        with receipts.
         """
         step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
         actor, critic = self._job.layout.actor(step), self._job.layout.step(step) / CRITIC

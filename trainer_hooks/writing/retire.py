@@ -42,10 +42,10 @@ def kept_steps(
 def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> list[int]:
     """Rename ``.full_checkpoint`` to ``.retired`` in the steps that the rules do not keep.
 
-    The steps are read from disk, so a restarted trainer forgets none. Rank 0 calls this after all
-    ranks have written ``newest``, and the checkpoint pointer names that step. If the pointer names
-    another step, nothing is retired. Each rename commits by itself: if the process is killed
-    between two renames, the next call does the remaining renames.
+    The steps are read from disk, so a restarted trainer also finds the steps of earlier runs.
+    Rank 0 calls this function after all ranks have written ``newest``, and the checkpoint pointer
+    names that step. If the pointer names another step, nothing is retired. Each rename commits by
+    itself: if the process is killed between two renames, the next call does the remaining renames.
 
     This function deletes nothing: the daemon or ``syncd prune`` deletes retired checkpoints later.
 
@@ -59,7 +59,7 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
         The steps that were retired now, lowest first.
 
     Raises:
-        OSError: storage refused. The steps that were retired before the error stay retired.
+        OSError: storage failed. The steps that were retired before the error stay retired.
     """
     if max_to_keep == 0:
         return []

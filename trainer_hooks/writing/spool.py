@@ -70,7 +70,7 @@ class Spool:
         After an OSError, you can call this method again.
 
         Raises:
-            OSError: storage refused; the error names the file.
+            OSError: storage failed; the error names the file.
             SaveFailedError: the pruner deleted the folder that contains the file.
             Exception: the error that ended the gathering or the writing.
         """
@@ -85,7 +85,7 @@ class Spool:
         elif not self._job.storage.exists(self.path):
             raise SaveFailedError(
                 f"{self.path} was deleted during the save, and the gathered tensors are no "
-                "longer in memory: save the step again"
+                "longer in memory. Save the step again"
             )
         self._job.storage.sync_folder(self.path.parent)
         return self._file

@@ -171,7 +171,7 @@ class RankWriter:
         return self._files.are_weights_there(save_id)
 
     def stop_waiting(self) -> None:
-        """Stop waiting for other ranks; saves that they have not finished fail."""
+        """Stop waiting for other ranks. A save that another rank has not finished fails."""
         self._stopped.set()
 
     def again(self, save_id: SaveId, work: Callable[[], T]) -> T:
@@ -273,7 +273,7 @@ class RankWriter:
         """Write the receipt: these files are complete and durable.
 
         Raises:
-            OSError: storage refused, and no other rank has seen the receipt.
+            OSError: storage failed, and no other rank has seen the receipt.
             SaveFailedError: other ranks can see the receipt, but storage refused to make it
                 durable. Rank 0 may have announced the files, so they must not be deleted or
                 rewritten.
@@ -296,7 +296,7 @@ class RankWriter:
                     attempt.weights_stay = True
                 raise SaveFailedError(
                     f"rank {self._rank} has written its part of the save of step {save_id.step}, "
-                    "but its receipt could not be made durable: see the storage error in the log"
+                    "but its receipt could not be made durable. See the storage error in the log"
                 ) from None
 
     def _wait_for_all(self, save_id: SaveId, name_of: Callable[[int], str]) -> bool:
