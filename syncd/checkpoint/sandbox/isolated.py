@@ -198,7 +198,7 @@ class IsolatedParser:
         what: str,
         read: Callable[[Iterator[wire.Row]], T],
     ) -> T:
-        """Send bytes to the child, and let ``read`` read the rows of the answer.
+        """Send bytes to the child, and pass the rows of the answer to ``read``.
 
         If ``read`` raises a ValueError, the child is killed.
 
@@ -283,7 +283,7 @@ class IsolatedParser:
         if tag != wire.READY:
             raise OSError(
                 errno.EAGAIN,
-                "the process to read this file failed when it started "
+                "the process that should read this file failed when it started "
                 f"({described(child.end())}): check that '{self._python} -c \"import "
                 "syncd\"' works, and that memory is free",
                 where,
