@@ -469,8 +469,8 @@ class FreeSpace:
             )
         if free.inodes is not None and free.inodes < _FEW_INODES:
             raise NoRoomError(
-                f"only {free.inodes} more files can be made in {self._root} (its filesystem "
-                "is out of inodes): remove some files"
+                f"only {free.inodes} more files can be made in {self._root}, because its "
+                "filesystem is almost out of inodes. Remove some files"
             )
 
 

@@ -91,7 +91,7 @@ def resumed_weights(names: Container[str], world_size: int) -> tuple[str, ...]:
 
 
 def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[str, ...]:
-    """The names of the files with the ranks' weights in the model's dtype, without receipts.
+    """The names of the files with the ranks' weights in the model's dtype, found without receipts.
 
     Returns:
         The name for every rank, even if some of these files are missing. The result is empty if the

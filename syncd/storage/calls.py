@@ -1,7 +1,8 @@
 """The system calls on shared storage, one in each method, so that tests can inject faults.
 
-A test's subclass can count the calls, or fail or be killed at the k-th call. So tests reach every
-state that a crash can leave. Reads are methods here too, so that tests can make them fail.
+A test's subclass can count the calls, make the k-th call fail, or end the process at the k-th call.
+So tests reach every state that a crash can leave. Reads are methods of this class too, so that
+tests can make reads fail.
 
 Below the job directory syncd never follows a link, because through a link a daemon could read or
 delete files outside the job. So :class:`Beneath` opens each folder on the way to a path separately,
@@ -164,7 +165,7 @@ class Calls:
             os.fsync(fd)
 
     def close(self, fd: int) -> None:
-        """Close a written file. On network filesystems an earlier write may fail only now."""
+        """Close a written file. Network filesystems may report a failed write only at the close."""
         os.close(fd)
 
     def sync_folder(self, path: Path) -> None:
@@ -377,7 +378,7 @@ class Beneath:
 
 
 def _absolute(text: str) -> str:
-    """An absolute path. ``..`` stays, because after a link only the system can resolve it."""
+    """An absolute path. ``..`` stays, because only the system can resolve a ``..`` after a link."""
     return text if text.startswith("/") else os.path.join(os.getcwd(), text)
 
 

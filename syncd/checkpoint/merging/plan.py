@@ -106,11 +106,11 @@ def plan_merge(
     """Plan how to make one model from the shards of all ranks.
 
     Files are filled in the order of the first rank's state dict, so that a layer stays together.
-    Tensors that are missing on the first rank come last. All files get about the same size, so that
-    each file takes about the same time to write. A tensor over ``max_file_size`` gets a file of its
-    own. Inside a file, tensors whose size is a multiple of a page come first, so that each of these
-    tensors begins at a page. Then come the other tensors, wider dtypes first, so that every tensor
-    is aligned to its dtype.
+    Tensors that are missing in that state dict come last. All files get about the same size, so
+    that each file takes about the same time to write. A tensor over ``max_file_size`` gets a file
+    of its own. Inside a file, tensors whose size is a multiple of a page come first, so that each
+    of these tensors begins at a page. Then come the other tensors, wider dtypes first, so that
+    every tensor is aligned to its dtype.
 
     Args:
         shards: the :class:`ShardIndex` of each rank's file, in the order of the ranks.
