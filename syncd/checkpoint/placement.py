@@ -69,7 +69,7 @@ _TOLD_LIMIT: Final = 300
 _REPORT: Final = "report this as a bug of syncd, and keep the save"
 _UNKNOWN: Final = f"which this version of syncd does not know: {_REPORT}"
 _PARTIAL: Final = (
-    "and Partial means that each rank holds a summand, not a part: redistribute the tensor to "
+    "and Partial means that each rank holds a summand, not a part. Redistribute the tensor to "
     "Replicate() or Shard() before saving"
 )
 

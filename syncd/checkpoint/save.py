@@ -297,7 +297,7 @@ def _foreign_save(
             return Unfinished(
                 step,
                 f"{actor} holds complete shards of world sizes {sizes}, and {FSDP_CONFIG} does not "
-                "say which one counts: remove the older set",
+                "say which set counts. Remove the older set",
             )
         whole = [told]
     shards: tuple[str, ...] = ()
@@ -402,7 +402,7 @@ def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
     if len(ranks) == 1:
         return told
     others = " and ".join(map(str, sorted(ranks)[:-1][:5]))
-    return f"{told}; it also has shards of world size {others}, and no set is complete: save again"
+    return f"{told}. The shards of world size {others} are incomplete too. Save again"
 
 
 def _told_world_size(storage: Storage, actor: Path) -> int | None:

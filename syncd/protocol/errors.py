@@ -211,7 +211,7 @@ class SaveFailedError(SyncdError):
 
 
 class NoRoomError(SyncdError):
-    """Raised when storage has no room for the next write; no incomplete work stays there."""
+    """Raised when storage has no room for the next write. No incomplete files stay on storage."""
 
     exit_code = 14
 

@@ -38,7 +38,7 @@ class Load(BaseModel):
 
 
 class Reload(BaseModel):
-    """The times of loading the version that an engine serves: seconds by the explorer's clock.
+    """Durations of the load of an engine's present version, in seconds by the explorer's clock.
 
     Attributes:
         sequence, step: the version; ``sequence`` is 0 for a step that was built for a bench.

@@ -383,7 +383,7 @@ def _absolute(text: str) -> str:
 
 
 def _step_into(name: str, folder: int, whole: str, flags: int) -> int:
-    """Open a subfolder of an open folder. If its name is a link, the error says so."""
+    """Open a subfolder of an open folder. If the subfolder is a link, the error says so."""
     try:
         return os.open(name, flags | _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:

@@ -40,9 +40,9 @@ class HeldName:
     """The name of a participant, held by this process's session.
 
     Promised: while the hosts and the storage of two participants work, at most one of the two
-    participants has the name at a time. Not promised: that a participant still has its name after
-    it was paused for longer than a lease time. The participant notices the loss at its next
-    :meth:`check`. A write that the participant began before the loss may still take effect.
+    participants has the name at a time. A participant that was paused for longer than a lease time
+    may have lost its name. The participant notices the loss at its next :meth:`check`. A write that
+    the participant began before the loss may still take effect.
     """
 
     def __init__(self, job: Job, path: Path, session: str, name: str) -> None:

@@ -225,8 +225,8 @@ class IsolatedParser:
         self.close()
         raise ShardFormatError(
             f"{where}: its {what} {fault}. The file is damaged, or somebody built it to exhaust "
-            "this machine. Save the file again. If the file is good, run 'touch' on it: syncd then "
-            "reads it once more"
+            "this machine. Save the file again. If the file is good, run 'touch' on it, so that "
+            "syncd reads it once more"
         )
 
     def _rows(self, child: ChildProcess, where: str, limit: int) -> Iterator[wire.Row]:
