@@ -5,20 +5,21 @@ PEFT adds an adapter's tensors to each module that it wraps::
     base_model.model.layers.0.q_proj.base_layer.weight        frozen weight of the base model
     base_model.model.layers.0.q_proj.lora_A.default.weight    LoRA weight of the adapter "default"
 
-The files that PEFT saves leave out the adapter's name, here ``default``.
+In the files that PEFT saves, the tensors' names lack the adapter's name (here ``default``).
 
 syncd recognizes the state dict of a PEFT model only by its tensor names. A *half* is a tensor
 ``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module M and an adapter N. An embedding's halves
 are called ``M.lora_embedding_A.N`` and ``M.lora_embedding_B.N``. A state dict with a half belongs
 to a PEFT model if
 
-- a module M with a half also has ``M.base_layer.…``, as every module that PEFT wraps; or
+- a module M with a half also has ``M.base_layer.…``, as every module that PEFT wraps has; or
 - every name begins with ``base_model.model.``, as in every PeftModel; or
 - every tensor belongs to an adapter: the tensor is a ``lora_…``, or a tensor of ``modules_to_save``
   or of trained tokens.
 
-A state dict that has only names of PEFT's files also belongs to a PEFT model. Any other state dict
-is a full model, even if one of its own tensors is called ``lora_A``.
+If all names of a state dict are LoRA names as PEFT writes them to files, the state dict also
+belongs to a PEFT model. Any other state dict is a full model, even if one of its own tensors is
+called ``lora_A``.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ class Adapter:
         name: the adapter's name, e.g. ``default``. None if the tensors have the names of PEFT's
             files, which leave out the adapter's name.
         modules: the names of the modules that the adapter changes.
-        prefix: :data:`PREFIX` if the tensors' names do not begin with this prefix; else empty. The
-            names lack the prefix if the model has LoRA but is not inside a PeftModel.
+        prefix: :data:`PREFIX` if the tensors' names do not begin with :data:`PREFIX`; else empty.
+            The names lack this prefix if the model has LoRA but is not inside a PeftModel.
         others: the names of the other adapters in the state dict.
     """
 
@@ -169,7 +170,7 @@ class Adapter:
         return f"{module.removesuffix(f'.{self.name}')}.{parameter}"
 
     def _beside_lora(self, name: str) -> str | None:
-        """The saved name of a tensor of ``modules_to_save`` or of trained tokens; else None."""
+        """The saved name of a tensor of ``modules_to_save`` or of trained tokens, or None."""
         module, found, parameter = name.partition(f".modules_to_save.{self.name}.")
         if found:
             return f"{module}.{parameter}"
@@ -194,8 +195,8 @@ def is_peft_model(names: Iterable[str]) -> bool:
 def find_adapter(names: Iterable[str]) -> Adapter | None:
     """The LoRA adapter of a state dict with these names; None if no PEFT model has such names.
 
-    If there are several adapters, the result is ``default``, which PEFT saves into the folder
-    itself.
+    If there are several adapters, the result is the adapter ``default``, which PEFT saves directly
+    into the folder.
 
     Raises:
         CheckpointError: there are several adapters, and none is called ``default``; the PeftModel
@@ -216,7 +217,7 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
         return None
     if not is_wrapped and (inside := next((m for m in modules if f".{PREFIX}" in f".{m}"), None)):
         raise CheckpointError(
-            f"{shown(inside)} belongs to a PEFT model inside another module: save the state dict "
+            f"{shown(inside)} belongs to a PEFT model inside another module. Save the state dict "
             "of the PeftModel itself, or save the adapter with PeftModel.save_pretrained"
         )
     adapter = _chosen(halves)
@@ -224,7 +225,7 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
         if len(found) != 2:
             raise CheckpointError(
                 f"{shown(lora)}{found.pop()} of the adapter {shown(adapter)!r} has no "
-                "counterpart, although LoRA stores A and B as a pair: save all of the "
+                "counterpart, although LoRA stores A and B as a pair. Save all of the "
                 "adapter's tensors"
             )
     return Adapter(
@@ -247,6 +248,6 @@ def _chosen(adapters: Mapping[str, object]) -> str:
         return DEFAULT if DEFAULT in adapters else next(iter(adapters))
     told = ", ".join(shown(name) for name in sorted(adapters)[:5])
     raise CheckpointError(
-        f"the save holds {len(adapters)} adapters ({told}), and none of them is {DEFAULT!r}: save "
+        f"the save holds {len(adapters)} adapters ({told}), and none of them is {DEFAULT!r}. Save "
         "only one adapter, with PeftModel.save_pretrained(selected_adapters=[…])"
     )

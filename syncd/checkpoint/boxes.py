@@ -37,7 +37,7 @@ class Box(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A run of consecutive elements: the number of the first element, and the run's length."""
+    """A run of consecutive elements: the index of the first element, and the run's length."""
 
     first: int
     length: int
@@ -126,7 +126,7 @@ def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[
         within: the box whose elements are stored, in C order.
         part: the wanted part of that box, not empty.
         limit: the largest number of elements of one read, at least 1.
-        near: up to this many elements are read at once, even if most of them are not wanted.
+        near: a piece may span up to this many elements even if most of them are not wanted.
     """
     pending = [part]
     while pending:

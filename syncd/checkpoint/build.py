@@ -79,7 +79,8 @@ def build_model_folder(
         save: the latest result of ``look_at_save``.
         folder: an empty folder that no other process reads. The caller syncs the folder's parent.
         options: the options of the merge.
-        work: its ``cancel`` is called between chunks, and its clock gives the manifest's timings.
+        work: ``work.cancel`` is called between chunks. The manifest's timings are by
+            ``work.clock``.
         sequence: the version's sequence, for the manifest; 0 for a build for a bench. None
             if no explorer loads the folder.
 
@@ -198,9 +199,9 @@ def _write_manifest(storage: Storage, actor: Path, folder: Path, manifest: Manif
     content = encode(manifest)
     if len(content) > LONG_RECORD_LIMIT:
         raise CheckpointError(
-            f"{actor} has {len(manifest.tensors)} tensors, whose names would make the "
-            f"{MANIFEST} {len(content)} bytes long, over the limit of {LONG_RECORD_LIMIT}: "
-            "save the model's own state dict"
+            f"{actor} has {len(manifest.tensors)} tensors. Their names would make the "
+            f"{MANIFEST} {len(content)} bytes long, over the limit of {LONG_RECORD_LIMIT}. "
+            "Save the model's own state dict"
         )
     storage.write_new(folder / MANIFEST, content)
     storage.sync_folder(folder)
@@ -271,9 +272,9 @@ def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
 
 @contextmanager
 def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
-    """Raise a CheckpointError of the block only if the save has not changed meanwhile.
+    """Let a CheckpointError leave the block only if the save has not changed meanwhile.
 
-    If the save has changed, the cause may be a file that the trainer is still writing.
+    If the save has changed, the trainer may still be writing the file that caused the error.
     """
     try:
         yield
@@ -367,7 +368,7 @@ def _adapter_config(
     if all(file.name != ADAPTER_CONFIG for file in copied):
         raise CheckpointError(
             f"{actor} holds a LoRA adapter without its {ADAPTER_CONFIG}, the only file with the "
-            f"scaling of the adapter's weights: write this file into {actor / LORA_ADAPTER} with "
+            f"scaling of the adapter's weights. Write this file into {actor / LORA_ADAPTER} with "
             "PeftConfig.save_pretrained"
         )
     try:
@@ -380,7 +381,7 @@ def _adapter_config(
     if contents.adapter is not None and config.peft_type != "LORA":
         raise CheckpointError(
             f"the {ADAPTER_CONFIG} of {actor} is for a {shown(config.peft_type)} adapter, but "
-            "the shards hold a LORA adapter: save the config and the shards from the same model"
+            "the shards hold a LORA adapter. Save the config and the shards from the same model"
         )
     return config
 
@@ -434,8 +435,8 @@ class FreeSpace:
     ) -> None:
         """Refuse a merge if its result does not fit on the disk.
 
-        If the filesystem does not report a quota, this check misses the quota, and the merge fails
-        later.
+        This check does not see a quota that the filesystem does not report. If the merge exceeds
+        such a quota, the merge fails later.
 
         Raises:
             NoRoomError: there is not enough space for this save's version.
@@ -468,8 +469,8 @@ class FreeSpace:
             )
         if free.inodes is not None and free.inodes < _FEW_INODES:
             raise NoRoomError(
-                f"only {free.inodes} more files can be made in {self._root} (its filesystem "
-                "is out of inodes): remove some files"
+                f"only {free.inodes} more files can be made in {self._root}, because its "
+                "filesystem is almost out of inodes. Remove some files"
             )
 
 

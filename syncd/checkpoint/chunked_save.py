@@ -223,7 +223,7 @@ def _indexes(
     """The parts in each file.
 
     The first index lists the names of all tensors, in order, also those without a part in the first
-    file. So the plan keeps this order, and finds tensors that have no part in any file.
+    file. So the plan keeps this order. The plan also detects tensors that have no part in any file.
     """
     return [
         ShardIndex(
@@ -241,5 +241,5 @@ def _check_count(path: Path, count: int, given: Opening) -> None:
     if count > given.tensor_limit:
         raise ShardFormatError(
             f"{path}: the save has over {given.tensor_limit} chunks of tensors, which would take "
-            "gigabytes of memory to merge: save the model's own state dict, from fewer ranks"
+            "gigabytes of memory to merge. Save the model's own state dict, from fewer ranks"
         )

@@ -66,7 +66,7 @@ class SaveContents:
             options: the options of the merge.
             bias: the value of ``bias`` in ``adapter_config.json``.
             tied: the value of ``tie_word_embeddings`` in ``config.json``.
-            hub: the hub's names, if a full model gets these instead of the trainer's names.
+            hub: the map to the hub's names for a full model; None to keep the trainer's names.
             cancel: called often; it raises to stop.
 
         Raises:
@@ -161,7 +161,7 @@ def _index(file: SafetensorsFile) -> ShardIndex:
 
 
 def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
-    """Refuse a file with tensor names that no engine can load: syncd does not change the names."""
+    """Refuse tensor names that no engine can load, because syncd does not change the names."""
     found = find_adapter(entry.name for entry in file.entries)
     if is_adapter and not file.entries:
         raise CheckpointError(

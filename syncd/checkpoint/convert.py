@@ -225,8 +225,8 @@ def convert_step(
 
     ``build_model_folder`` makes the files in a temporary folder. Then this function renames the
     files into ``huggingface/``: first ``manifest.json``, then the weights, and last the index, if
-    there is an index. If the call is cut off, ``huggingface/`` holds a whole model or none, and the
-    next call does the work again. The call changes nothing else in the step's folder.
+    there is an index. If the call is cut off, ``huggingface/`` holds a whole model or no model, and
+    the next call does the work again. The call changes nothing else in the step's folder.
 
     If a trainer saves this step again during the renames, the call possibly does not notice the new
     save. In that case ``manifest.json`` names the earlier save, and the next call converts the new

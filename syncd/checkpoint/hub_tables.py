@@ -43,8 +43,9 @@ def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
         tensors: the shapes of the save's tensors, by the trainer's names.
 
     Returns:
-        The map. Its ``refused`` is set if the table of this type is for another model. None if the
-        type has no table: syncd assumes that such a model has the same names on the hub.
+        The map. Its ``refused`` is set if the table of this type is for another model. The result
+        is None if the type has no table, because syncd assumes that such a model has the same names
+        on the hub.
     """
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not has_table(model_type):

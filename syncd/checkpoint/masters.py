@@ -1,4 +1,4 @@
-"""A full checkpoint's weights in the model's dtype, if its trainer has cast the published weights.
+"""The weights of a full checkpoint in the model's dtype, if the published weights were cast.
 
 The full receipts name the files (``master_world_size_W_rank_R.pt``). If a folder was copied without
 its receipts, the names of the files count instead.
@@ -91,11 +91,11 @@ def resumed_weights(names: Container[str], world_size: int) -> tuple[str, ...]:
 
 
 def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[str, ...]:
-    """The names of all ranks' weights in the model's dtype, of a save without receipts.
+    """The names of the files with the ranks' weights in the model's dtype, found without receipts.
 
     Returns:
-        The name for every rank, even if some of these files are missing. Empty if the folder has no
-        such file.
+        The name for every rank, even if some of these files are missing. The result is empty if the
+        folder has no such file.
 
     Raises:
         SaveNotReadyError: syncd cannot tell which files belong together.

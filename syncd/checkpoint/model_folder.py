@@ -189,9 +189,9 @@ def write_name_map(
 ) -> tuple[VersionFile, ...]:
     """Write and sync ``name_map.json`` if names differ on the hub, and the trainer wrote no map.
 
-    Explorers that load in place need the map, whether the version has the trainer's names or the
-    hub's. If the hub's names are unknown, the map holds the reason, because servers that need the
-    hub's names must refuse the version.
+    Explorers that load in place need the map for versions with the trainer's names, and also for
+    versions with the hub's names. If the hub's names are unknown, the map holds the reason, because
+    servers that need the hub's names must refuse the version.
 
     Returns:
         The file if it was written, else an empty tuple.

@@ -85,8 +85,9 @@ class NameMap:
     of a piece apply in this order:
 
     1. ``first``: if it is a number, the piece is a tensor on the hub for each index i of dimension
-       0. The shape of each is S without dimension 0, and ``first + i`` replaces ``{}`` in the name.
-       If ``first`` is None, the piece is a single tensor, and keeps all dimensions.
+       0. The shape of each of these tensors is S without dimension 0, and ``first + i`` replaces
+       ``{}`` in the name. If ``first`` is None, the piece is a single tensor, and keeps all
+       dimensions.
     2. ``rows``: if it is ``(begin, end)``, the piece has only the rows from ``begin`` to before
        ``end``, along the first remaining dimension. If ``rows`` is None, the piece has all rows.
     3. ``transposed``: if it is True, the last two remaining dimensions are swapped.
@@ -97,7 +98,8 @@ class NameMap:
 
     For example ``experts.gate_up_proj`` [E, 2I, H] has the pieces ``experts.{}.gate_proj.weight``
     (first 0, rows 0 to I) and ``experts.{}.up_proj.weight`` (first 0, rows I to 2I). In NumPy, the
-    hub's tensor is ``t[index][begin:end]``, and ``.swapaxes(-1, -2)`` if ``transposed``.
+    hub's tensor is ``t[index][begin:end]``. If ``transposed`` is True, the hub's tensor is
+    ``t[index][begin:end].swapaxes(-1, -2)``.
 
     Elements keep their dtype and their value. An empty map is the identity.
 
@@ -269,7 +271,7 @@ class NameMap:
 
 
 def _fault(piece: HubPiece, left: Shape) -> str | None:
-    """The fault of a piece, or None; ``left`` is the shape of its tensors before ``rows``."""
+    """The fault of a piece, if any; ``left`` is the shape of its tensors before ``rows``."""
     if piece.name.count(_SLOT) != (piece.first is not None):
         return "has a wrong number of {} in its name"
     if piece.rows is not None and not left:

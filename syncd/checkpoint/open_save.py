@@ -104,7 +104,8 @@ def open_save(
 ) -> Iterator[OpenSave]:
     """Open all files of a whole save, and check each file against its receipt.
 
-    If the save has no receipts, a child process parses the files. The child ends with the context.
+    If the save has no receipts, a child process parses the files. The child ends when the ``with``
+    block ends.
 
     Args:
         storage: the shared storage.
@@ -124,9 +125,9 @@ def open_save(
     """
     if isinstance(save, LoraAdapter) and save.weights == (PICKLED_ADAPTER,):
         raise CheckpointError(
-            f"{actor / PICKLED_ADAPTER} is a pickle, which syncd never loads: save the adapter "
-            "with PeftModel.save_pretrained, which writes adapter_model.safetensors, and remove "
-            "the pickle"
+            f"{actor / PICKLED_ADAPTER} is a pickle, which syncd never loads. Remove the pickle, "
+            "and save the adapter with PeftModel.save_pretrained, which writes "
+            "adapter_model.safetensors"
         )
     vouched = save.vouched()
     limits = limits or ParseLimits()
@@ -195,6 +196,6 @@ def _check_vouched(
 def _too_many(path: Path, limits: ParseLimits, what: str) -> ShardFormatError:
     return ShardFormatError(
         f"{path}: the shards up to this one have more than {limits.tensors} {what}, which "
-        "would take gigabytes of memory to merge: save the model's own state dict, from "
+        "would take gigabytes of memory to merge. Save the model's own state dict, from "
         "fewer ranks"
     )

@@ -69,7 +69,7 @@ _TOLD_LIMIT: Final = 300
 _REPORT: Final = "report this as a bug of syncd, and keep the save"
 _UNKNOWN: Final = f"which this version of syncd does not know: {_REPORT}"
 _PARTIAL: Final = (
-    "and Partial means that each rank holds a summand, not a part: redistribute the tensor to "
+    "and Partial means that each rank holds a summand, not a part. Redistribute the tensor to "
     "Replicate() or Shard() before saving"
 )
 
@@ -167,9 +167,9 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
         file: the tensor's file, for the message.
 
     Raises:
-        PlacementError: a placement is of another kind than Shard, Replicate and ``_StridedShard``,
-            or is for a dimension that the tensor lacks. Or the placements give no order of cuts,
-            or contradict the recorded order.
+        PlacementError: a placement is neither Shard, Replicate nor ``_StridedShard``, or is for a
+            dimension that the tensor lacks. Or the placements give no order of cuts, or contradict
+            the recorded order.
         CoverageError: the local shape contradicts the placements.
     """
     cuts, fault = _cuts(layout)

@@ -78,7 +78,7 @@ def write_remote(
 
 
 def _look_at_path(storage: Storage, path: Path, step: int) -> Unfinished | Remote:
-    """The remote save. Writing the same line again makes a new save; the weights may be new."""
+    """The remote save. The same line, written again, is a new save: the weights may be new."""
     try:
         content, (_, inode, size, mtime, _) = storage.read_with_signature(path, _LONGEST)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: building it, reading it strictly. Pure, and quick to import.
+"""Building and strictly reading the header of a safetensors file. Pure, and quick to import.
 
 Reading has two steps. First, :func:`read_fields` parses the JSON. A small malicious header can make
 this step take much memory and time. Therefore a child process does this step for untrusted files
@@ -61,7 +61,7 @@ def header_bytes(
         metadata: metadata of the file, besides the format.
 
     Raises:
-        ShardFormatError: the header would be longer than the safetensors library reads.
+        ShardFormatError: the header would be longer than the safetensors library can read.
     """
     text = bytearray(8) + b"{" + _members({METADATA: {"format": "pt", **(metadata or {})}})
     count = 0
@@ -146,7 +146,7 @@ def checked_entry(
 def arrange(
     fields: Sequence[HeaderEntry], base: int, size: int, where: str
 ) -> tuple[HeaderEntry, ...]:
-    """Sort entries by their bytes, change their offsets to offsets in the file, and check them.
+    """Sort entries by offset, change the offsets to offsets in the file, and check the entries.
 
     Args:
         fields: the result of :func:`read_fields`.
@@ -165,7 +165,7 @@ def arrange(
             raise broken(where, f"the bytes of '{shown(entry.name)}' leave a gap or overlap")
         at = entry.end
     if at != size:
-        raise broken(where, f"the file has {size} bytes, but by its header it must have {at}")
+        raise broken(where, f"the file has {size} bytes, but {at} by its header")
     return tuple(entries)
 
 

@@ -2,7 +2,7 @@
 
 There are two kinds of save. A save of ``trainer_hooks`` has receipts, and its identity is the
 save_id that all receipts name. Another trainer's save has no receipts. Its identity is a digest of
-the names, sizes, inodes and times of its files (:func:`fingerprint`), which must not change.
+the names, sizes, inodes and times of its files (:func:`fingerprint`). These files must not change.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def _foreign_save(
     """A save of another trainer: all shards of one world size, a single file, or DCP's files.
 
     If there is an adapter beside shards, the adapter is published instead of the shards. The shards
-    must be whole too, because the trainer may still be writing both.
+    must be whole too, because the trainer may still be writing the adapter and the shards.
     """
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for name in names:
@@ -297,7 +297,7 @@ def _foreign_save(
             return Unfinished(
                 step,
                 f"{actor} holds complete shards of world sizes {sizes}, and {FSDP_CONFIG} does not "
-                "say which one counts: remove the older set",
+                "say which set counts. Remove the older set",
             )
         whole = [told]
     shards: tuple[str, ...] = ()
@@ -328,7 +328,7 @@ def _foreign_save(
 def _whole(
     step: int, identity: str, weights: tuple[str, ...], receipts: tuple[Receipt, ...] = ()
 ) -> SavedWeights:
-    """The save with these files; the name of the first file gives its kind."""
+    """The save with these files; the name of the first file gives the kind of the save."""
     kind: type[SavedWeights] = Shards
     if weights == (FULL_STATE_DICT,):
         kind = FullStateDict
@@ -402,7 +402,7 @@ def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
     if len(ranks) == 1:
         return told
     others = " and ".join(map(str, sorted(ranks)[:-1][:5]))
-    return f"{told}; it also has shards of world size {others}, and no set is complete: save again"
+    return f"{told}. The shards of world size {others} are incomplete too. Save again"
 
 
 def _told_world_size(storage: Storage, actor: Path) -> int | None:

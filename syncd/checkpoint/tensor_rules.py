@@ -1,6 +1,7 @@
 """The rules for a tensor's name, dtype and shape, in any file. Pure, and quick to import.
 
-The rules are for untrusted files: text that passes them is safe in any header, record or message.
+The rules are for untrusted files: text that passes the rules is safe in any header, record or
+message.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def name_fault(name: object) -> str | None:
 
 
 def shown(value: object, limit: int = 200) -> str:
-    """Text from a file, made safe for a message; for a value that is not text, its type."""
+    """Text from a file, made safe for a message. If the value is not text, the name of its type."""
     if not isinstance(value, str):
         return f"a {type(value).__name__}"
     cut = value[:limit] + ("…" if len(value) > limit else "")

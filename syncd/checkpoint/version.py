@@ -49,10 +49,10 @@ def verify_version(
     cancel: Callable[[], None] = lambda: None,
     progress: Progress = unheard,
 ) -> None:
-    """Compare a version's files with its manifest: sizes, headers, and any digests.
+    """Compare the sizes, headers and digests of a version's files with the version's manifest.
 
     A manifest whose ``digests`` is not ``off`` must have a digest for each file. The folder of a
-    published version must hold no weights besides those that the manifest lists.
+    published version must hold no weights besides the weights that the manifest lists.
 
     Args:
         storage: reads the files.
@@ -97,8 +97,8 @@ def copy_version(
 ) -> None:
     """Copy a version's files, except the manifest, and verify them in the same pass.
 
-    Each byte is read once. If both folders are on the same filesystem, no bytes are copied: the
-    files are hard links, or share blocks.
+    Each byte is read once. If both folders are on the same filesystem, no bytes are copied, because
+    the new files are hard links, or share blocks with the version's files.
 
     Args:
         storage: reads the files.
@@ -145,7 +145,7 @@ def each_file(
     for entry in manifest.tensors:
         if entry.file not in listed:
             raise VerificationError(
-                f"the manifest of {folder} has {shown(entry.name)} in {shown(entry.file)}, "
+                f"the manifest of {folder} puts {shown(entry.name)} into {shown(entry.file)}, "
                 "but the manifest lists no such file"
             )
         told[entry.file][entry.name] = entry
@@ -166,7 +166,7 @@ def each_file(
 def _check_nothing_else(
     storage: Storage, folder: Path, manifest: Manifest, listed: Container[str]
 ) -> None:
-    """Refuse weights that the manifest does not list: a server loads all weights in the folder.
+    """Refuse weights that the manifest does not list, because a server would load them.
 
     A folder that was never published (sequence 0) is not checked: it may be the trainer's own
     ``huggingface/``, with files like ``training_args.bin``.

@@ -152,7 +152,7 @@ class SaveNotReadyError(SyncdError):
 
 
 class VersionGoneError(SyncdError):
-    """Raised when a version was retired before it could be leased. Take the newer version."""
+    """Raised when a version was retired before it could be leased. Load the newer version."""
 
     exit_code = 6
 
@@ -211,7 +211,7 @@ class SaveFailedError(SyncdError):
 
 
 class NoRoomError(SyncdError):
-    """Raised when storage has no room for the next write; no incomplete work stays there."""
+    """Raised when storage has no room for the next write. No incomplete files stay on storage."""
 
     exit_code = 14
 

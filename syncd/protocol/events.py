@@ -1,4 +1,4 @@
-"""The events of the log. Scripts can rely on their names, but not on the messages.
+"""The events of the log. Scripts can rely on the names of events, but not on the messages.
 
 A log call names the event of its line::
 

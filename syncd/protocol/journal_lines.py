@@ -37,7 +37,7 @@ class JournalLine(Record):
             - ``refused``: the daemon refused a rollback;
             - ``delta``: the daemon made a delta to the version;
             - ``no_delta``: the daemon began or wanted a delta to the version, but made none;
-            - ``names``: the names of the tensors have another origin than before. Also written for
+            - ``names``: the origin of the tensors' names has changed. This line is also written for
               the job's first version for which the hub's names and the trainer's names differ.
         version: the version that the line is about.
         step: the step of that version, or of the save.
@@ -59,8 +59,8 @@ class JournalLine(Record):
         explorer: the explorer that serves the version.
         names: the origin of the names of the version's tensors.
         why: the reason for ``quarantined``, ``refused`` and ``no_delta``. For ``published``: the
-            tensors with NaN or Inf, if any. For ``names``: the reason for the trainer's names, if
-            no setting asks for these.
+            tensors with NaN or Inf, if any. For ``names``: the reason why the tensors have the
+            trainer's names although no setting asks for these names.
     """
 
     time: float

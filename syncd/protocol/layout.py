@@ -1,4 +1,4 @@
-"""The paths of a job directory, which ``docs/protocol.md`` shows; nothing here touches the disk."""
+"""The paths of a job directory, as in ``docs/protocol.md``; this module does not use the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make and parse the names of the on-disk protocol; nothing here touches the disk."""
+"""Make and parse the names of the on-disk protocol; this module does not use the disk."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def checked_name(name: object, what: str) -> str:
 
     Raises:
         InvalidSettingsError: the name is empty, has more than 64 characters, begins with ``-``, or
-            has other characters than ASCII letters, digits, ``_`` and ``-``.
+            has a character that is not an ASCII letter, a digit, ``_`` or ``-``.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidSettingsError(
@@ -263,7 +263,7 @@ def printable(text: object) -> str:
     """Text from outside, as one line without characters that a terminal would obey.
 
     The function escapes control, bidi and other invisible characters, line ends, and bytes that are
-    not UTF-8. Spaces and joiners, which many scripts need, stay.
+    not UTF-8. Spaces and joiners, which many writing systems need, stay.
     """
     plain = str(text)
     return plain if plain.isprintable() else "".join(map(_printable, plain))

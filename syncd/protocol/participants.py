@@ -29,8 +29,8 @@ class _Owned(BaseModel):
 def session_of(content: bytes) -> str | None:
     """The session in a participant's report or claim.
 
-    The function reads records of any protocol version, so an older syncd can tell whether a newer
-    participant lives.
+    The function reads records of any protocol version, so that an older syncd can tell whether a
+    newer participant lives.
 
     Returns:
         None if the content names no session, or a session that cannot be part of a file name.
@@ -46,7 +46,7 @@ class _Named(BaseModel):
 
 
 def name_in(content: bytes) -> str | None:
-    """The name in a participant's report or claim of any protocol version, if there is one."""
+    """The name, if any, in a participant's report or claim of any protocol version."""
     try:
         return _Named.model_validate_json(content).name
     except ValidationError:

@@ -150,7 +150,7 @@ class SyncSettings:
         max_staleness: the most steps by which an explorer may lag behind the newest version and
             still produce; None = no limit.
         max_explorer_lag: the most steps by which the slowest explorer may lag before the trainer
-            waits for it; None = no limit.
+            waits for this explorer; None = no limit.
         checkpoint_every: with method ``nccl``, every n-th sync also saves the weights by the
             checkpoint path, for late joiners.
         broadcast_timeout: the most seconds that each of three parts of a broadcast may take: the
@@ -216,7 +216,7 @@ class SyncSettings:
     def normalised(
         self, *, lora: bool = False, tinker: bool = False, alone: bool = False
     ) -> tuple[SyncSettings, str | None]:
-        """These settings, but with method ``checkpoint`` if this case rules out method ``nccl``.
+        """These settings, but with method ``checkpoint`` if method ``nccl`` is impossible.
 
         Args:
             lora: True if the model is trained with LoRA.
@@ -347,7 +347,7 @@ def explorer_sync_is_due(settings: SyncSettings, step: int) -> bool:
 def explorer_syncs(
     settings: SyncSettings, step: int, *, trainer_requires_sync: bool | None
 ) -> bool:
-    """True if an explorer that has no work in flight syncs now.
+    """True if an explorer that has no work in flight should sync now.
 
     Args:
         settings: the settings of the job.

@@ -2,7 +2,7 @@
 
 All records are read by :func:`parse`, which distinguishes the record of a newer protocol from a
 broken record. Times are seconds since the epoch by the writer's clock. These times are only for
-people: syncd decides nothing by them (``docs/protocol.md``, "Sessions and time").
+people: syncd bases no decision on these times (``docs/protocol.md``, "Sessions and time").
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class Latest(Record):
     """``.syncd/LATEST``: the version that explorers should serve.
 
     Attributes:
-        delta_from: the base of the delta to this version that the daemon planned when it wrote
-            LATEST; None if the daemon planned no delta. The file of
+        delta_from: the base of a delta to this version, which the daemon planned to make when it
+            wrote LATEST; None if the daemon planned no delta. The file of
             :class:`~.reports.DeltaProgress` tells whether the delta was made.
         names: the origin of the tensor names that the job keeps for its next versions. This origin
             comes from the newest version for which the hub's names and the trainer's names differ.
@@ -202,7 +202,7 @@ class RolledBack(BaseModel):
 
     Attributes:
         sequence: the older version.
-        instead_of: the identity of the save from which the LATEST before the rollback was made. The
+        instead_of: the identity of the save whose version LATEST named before the rollback. The
             daemon does not publish this save again, even while the pointer names it.
         request: the id of the request for the rollback.
     """
@@ -229,7 +229,7 @@ class AdaptedModel(BaseModel):
 
 
 class NonFinite(BaseModel):
-    """The tensors of one or several files that hold NaN or Inf.
+    """The tensors with NaN or Inf, of one or several files.
 
     Attributes:
         count: the number of these tensors. In a record for the files of several ranks this number
@@ -286,7 +286,7 @@ class Manifest(Record):
             same names, or if the hub's names are unknown.
         nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody
             checked, for example in a save without receipts.
-        timings: the name of a part of the work → its seconds, measured by the daemon.
+        timings: the seconds for each part of the work, by the part's name, measured by the daemon.
     """
 
     sequence: Size
@@ -309,9 +309,7 @@ class Manifest(Record):
     @model_validator(mode="after")
     def _says_where(self) -> Self:
         if (self.kind == "remote") != (self.remote is not None):
-            raise ValueError(
-                "only a version of kind remote has a remote path, and it must have one"
-            )
+            raise ValueError("a version has a remote path if, and only if, its kind is remote")
         return self
 
     @property
@@ -370,7 +368,7 @@ _SAVE_ID: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class SaveId:
-    """The unique identity of a save: written as ``run-step-counter``.
+    """The unique identity of a save, written as ``run-step-counter``.
 
     Attributes:
         run: the id of the run, on which the ranks of a trainer agreed once.

@@ -38,14 +38,14 @@ class Load(BaseModel):
 
 
 class Reload(BaseModel):
-    """The times of loading the version that an engine serves: seconds by the explorer's clock.
+    """Durations of the load of an engine's present version, in seconds by the explorer's clock.
 
     Attributes:
         sequence, step: the version; ``sequence`` is 0 for a step that was built for a bench.
         verify: the time to read the whole version and compare it with the manifest. With a stage
             folder this time includes the copy, or the wait for another explorer's copy.
-        prepare: the time of the engine's preparations, while it still serves, and of the user's
-            ``before_load``.
+        prepare: the time of the engine's preparations, while the engine still serves, and of the
+            user's ``before_load``.
         pause: the time for which the engine did not serve: from ``pause`` to the end of ``resume``.
         load: the part of ``pause`` in which the engine's ``load`` ran.
         staged: True if the version was read from a copy on the explorer's host; None if staging is
@@ -81,7 +81,7 @@ class Reload(BaseModel):
 def loads_with(
     loads: tuple[Load, ...], version: Version | None, time: float, reload: Reload | None
 ) -> tuple[Load, ...]:
-    """An explorer's list of loads, after the load of a version.
+    """Add the load of a version to an explorer's list of loads, and return the new list.
 
     If the version is not newer than the listed versions, the list stays unchanged. The list keeps
     the newest :data:`LOADS_KEPT` loads.
@@ -106,7 +106,7 @@ def loads_with(
 
 
 class SyncTerms(BaseModel):
-    """The settings of one participant that must be equal in a trainer and its explorers.
+    """A participant's sync settings, which must be equal in a trainer and its explorers.
 
     Attributes:
         style: the side that decides when weights travel.
@@ -188,8 +188,8 @@ class ExplorerReport(Record):
         starting: the reason why the explorer waits before it runs for the first time. While the
             explorer waits, its status is ``stopped``, so that nobody waits for the explorer.
         sync: the sync settings of the explorer; None if the explorer has no sync settings.
-        delta_base: the newest version of which the explorer's host has a whole copy, on another
-            filesystem than the job. A delta can make the next version from this copy. None if there
+        delta_base: the newest version of which the explorer's host has a whole copy, outside the
+            filesystem of the job. A delta can make the next version from this copy. None if there
             is no such copy, or if the explorer's release has no deltas.
         hub_names: True if the explorer also takes versions with the hub's names. Older releases do
             not write this field.

@@ -51,8 +51,8 @@ class NameMapRecord(Record):
     """``name_map.json`` beside ``config.json``: a model's tensors by the names of the hub.
 
     Attributes:
-        tensors: the name of each trainer's tensor that the hub names or shapes differently → its
-            pieces. A tensor that is not listed has the same name and shape on the hub.
+        tensors: the trainer's tensors whose name or shape differs on the hub: the name of each
+            tensor → its pieces. A tensor that is not listed has the same name and shape on the hub.
         refused: the reason why there is no mapping, for people; in that case ``tensors`` is empty.
     """
 

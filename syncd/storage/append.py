@@ -1,7 +1,7 @@
 """The daemon's growing files, such as the journal: one line for each event, up to a limit.
 
-When such a file has :data:`LIMIT` bytes, the daemon renames it over the file of older lines, and
-begins a new file. So there are at most two files, and the lines of the replaced file are lost.
+When such a file has :data:`LIMIT` bytes, the daemon renames the file over the file of older lines,
+and begins a new file. So there are at most two files, and the lines of the replaced file are lost.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LIMIT: Final = 4 * 1024 * 1024
 def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: int = LIMIT) -> None:
     """Append to a file, and make it if it is missing.
 
-    If a folder, a link or another thing has the file's name, it is renamed first. Not promised:
-    that older lines stay if a superseded daemon begins a new file at the same time.
+    If a folder, a link or another thing has the file's name, that other thing is renamed first.
+    Older lines may be lost if a superseded daemon begins a new file at the same time.
 
     Args:
         storage: the shared storage.

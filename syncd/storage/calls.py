@@ -1,7 +1,8 @@
 """The system calls on shared storage, one in each method, so that tests can inject faults.
 
-A test's subclass can count the calls, or fail or be killed at the k-th call. So tests reach every
-state that a crash can leave. Reads are methods here too, so that tests can make them fail.
+A test's subclass can count the calls, make the k-th call fail, or end the process at the k-th call.
+So tests reach every state that a crash can leave. Reads are methods of this class too, so that
+tests can make reads fail.
 
 Below the job directory syncd never follows a link, because through a link a daemon could read or
 delete files outside the job. So :class:`Beneath` opens each folder on the way to a path separately,
@@ -164,7 +165,7 @@ class Calls:
             os.fsync(fd)
 
     def close(self, fd: int) -> None:
-        """Close a written file. On network filesystems an earlier write may fail only now."""
+        """Close a written file. Network filesystems may report a failed write only at the close."""
         os.close(fd)
 
     def sync_folder(self, path: Path) -> None:
@@ -377,12 +378,12 @@ class Beneath:
 
 
 def _absolute(text: str) -> str:
-    """An absolute path. ``..`` stays, because after a link only the system can resolve it."""
+    """An absolute path. ``..`` stays, because only the system can resolve a ``..`` after a link."""
     return text if text.startswith("/") else os.path.join(os.getcwd(), text)
 
 
 def _step_into(name: str, folder: int, whole: str, flags: int) -> int:
-    """Open a subfolder of an open folder. If its name is a link, the error says so."""
+    """Open a subfolder of an open folder. If the subfolder is a link, the error says so."""
     try:
         return os.open(name, flags | _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:

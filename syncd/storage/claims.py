@@ -1,8 +1,8 @@
 """Exclusive names: at most one live participant holds each name.
 
-A claim is a file under ``.syncd/claims/``, created exclusively, that names the session that holds a
-name. If the session is dead (:class:`~.judge.Judge`), another participant may remove the claim and
-take the name. If the session is alive, :meth:`HeldName.take` refuses the name.
+A claim is a file under ``.syncd/claims/``, created exclusively. The claim of a name says which
+session holds the name. If the session is dead (:class:`~.judge.Judge`), another participant may
+remove the claim and take the name. If the session is alive, :meth:`HeldName.take` refuses the name.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _SHOWN: Final = 200
 class HeldName:
     """The name of a participant, held by this process's session.
 
-    Promised: while the hosts and the storage of two participants work, only one participant at a
-    time has the name. Not promised: that a participant still has its name after it was paused for
-    longer than a lease time. The participant notices the loss at its next :meth:`check`. A write
-    that the participant began before the loss may still take effect.
+    Promised: while the hosts and the storage of two participants work, at most one of the two
+    participants has the name at a time. A participant that was paused for longer than a lease time
+    may have lost its name. The participant notices the loss at its next :meth:`check`. A write that
+    the participant began before the loss may still take effect.
     """
 
     def __init__(self, job: Job, path: Path, session: str, name: str) -> None:

@@ -3,8 +3,8 @@
 ``daemon.lock`` only says which daemon *should* work. A daemon that was paused for a minute would
 still rename files, although another daemon has the lock by then. So a take-over makes a new room
 ``.syncd/epoch/<n>-<suffix>/``, and empties every lower room until the room can be removed. From
-then on a rename out of a lower room, or into a lower room, finds no such folder.
-``docs/protocol.md`` has the argument, and ``tests/model`` explores it.
+then on a rename out of a lower room, or into a lower room, fails because the folder is gone.
+``docs/protocol.md`` explains why this fence holds, and ``tests/model`` checks the explanation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Epoch:
     Promised: after :meth:`take_over` has returned, no daemon of a lower epoch commits or prunes
     anything. After the ``take_over`` of a higher epoch has returned, this daemon is superseded.
     From then on each method that would change files outside this room raises
-    :class:`SupersededError`. Possibly a daemon learns only from such a call that it was superseded.
+    :class:`SupersededError`. A daemon possibly learns only from this error that another daemon
+    superseded it.
 
     Attributes:
         number: the number of the epoch. Rooms are ordered by their number, and rooms with equal
@@ -247,7 +248,7 @@ class Epoch:
             raise refused
 
     def is_live(self) -> bool:
-        """True if this room still exists: only for messages, not for decisions about commits."""
+        """True if this room still exists. Use this only for messages, not to decide on a commit."""
         folders = (self.building, self._trash, self._doomed)
         return all(self._job.storage.exists(folder) for folder in folders)
 
@@ -255,8 +256,8 @@ class Epoch:
         """Translate an error that occurred because another daemon removed this room.
 
         Raises:
-            SupersededError: another daemon has taken over: this room is gone although the job
-                exists.
+            SupersededError: this room is gone although the job exists, so another daemon has taken
+                over.
         """
         if (
             is_gone(error)
@@ -279,10 +280,10 @@ class Epoch:
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it, which ends all unfinished work there.
 
-        The room's daemon renames files out of some folders of the room, and into some. These
-        folders are emptied and removed, never moved. The reason: a rename uses the handle that a
-        folder had when the folder's name was looked up (always on NFS, and for a moment on all
-        filesystems). That handle stays usable until the folder is removed.
+        The room's daemon renames files out of some folders of the room, and into some folders of
+        the room. These folders are emptied and removed. They are never moved, because a rename uses
+        the handle that a folder had when the folder's name was looked up (always on NFS, and for a
+        moment on all filesystems). That handle stays usable until the folder is removed.
         """
         homes = {
             room / "building": self._doomed,

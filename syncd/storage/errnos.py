@@ -56,7 +56,7 @@ def is_gone(error: OSError) -> bool:
 
 
 def is_no_record(error: OSError) -> bool:
-    """True if an error of a read says that the name cannot have a record."""
+    """True if an error of a read says that there can be no record under this name."""
     return error.errno in _NO_RECORD
 
 

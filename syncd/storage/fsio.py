@@ -130,7 +130,7 @@ class Storage(Calls):
 
     @contextmanager
     def closing(self, fd: int) -> Iterator[int]:
-        """Close a written descriptor at the end of the block; a failing close is an error."""
+        """Close a written descriptor at the end of the block. Raise an error if the close fails."""
         try:
             yield fd
         except BaseException:

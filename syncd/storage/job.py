@@ -84,7 +84,7 @@ class Job:
             return self._agree(lease_time)
         except PermissionError as error:
             raise JobUnavailableError(
-                f"{error.filename} cannot be written by user {os.geteuid()}: run as the trainers' "
+                f"{error.filename} cannot be written by user {os.geteuid()}. Run as the trainers' "
                 "user, or give the folder a group that both users are in"
             ) from error
         except OSError as error:
@@ -93,11 +93,11 @@ class Job:
             if not (is_no_record(error) or is_gone(error)):
                 raise
             raise JobUnavailableError(
-                f"{error}: move it away, because syncd needs a file or folder there"
+                f"{error}. Another file or folder has a name that syncd needs. Move it away"
             ) from error
 
     def _check_is_no_part(self) -> None:
-        """Refuse a folder that another job consists of, for example its ``published``."""
+        """Refuse a folder that is a part of another job, for example that job's ``published``."""
         root = self.layout.root
         for outer in map(JobLayout, (root.parent, root.parent.parent)):
             below = root.relative_to(outer.root).parts[:1]
@@ -262,7 +262,7 @@ def registering(layout: JobLayout) -> Iterator[None]:
 
 
 def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
-    """The end of an error message that nothing was published in time: it names the remedy.
+    """Return the remedy to append to the error message that nothing was published in time.
 
     Args:
         folder: the job directory, or the memory directory of a job.

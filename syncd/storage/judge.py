@@ -61,7 +61,8 @@ class Judge:
         lease_time: seconds.
         clock: seconds, monotonic.
         counts_pauses: if True, a longer time between two checks counts as a third of a lease time;
-            if False, a longer time counts as zero. Set this only if a wrong judgement does no harm.
+            if False, a longer time counts as zero. Set this to True only if a wrong judgement does
+            no harm.
     """
 
     def __init__(
@@ -204,9 +205,8 @@ class Lookout:
     """Judges many heartbeats: each call checks some of them, and returns the results for all.
 
     Promised: if :meth:`look` is called once a tick, each heartbeat is checked at least three times
-    in a lease time, and a new heartbeat at once. If a heartbeat seems to be missing, the lookout
-    asks the server. Not promised: the state at this moment, because a result may be a third of a
-    lease time old.
+    in a lease time, and a new heartbeat is checked at once. If a heartbeat seems to be missing, the
+    lookout asks the server. A result may be a third of a lease time old.
 
     Args:
         judge: judges single heartbeats. No other code may use this judge.

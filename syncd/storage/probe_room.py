@@ -29,7 +29,7 @@ _ATTEMPTS: Final = 5
 class ProbeRoom:
     """The folder of one run of ``syncd doctor``, in which the run may make any file.
 
-    Promised: the job's own files are not touched, and :meth:`remove` leaves nothing. If a run is
+    Promised: the job's own files are not touched, and :meth:`remove` leaves no file. If a run is
     killed, its files are removed by the next run on the same host (:func:`sweep_rooms`), or by a
     daemon (:func:`left_rooms`).
 
@@ -120,7 +120,7 @@ class ProbeRoom:
 
 
 def rooms(job: Job, prefix: str) -> list[Path]:
-    """The rooms of running and of killed runs whose names begin with ``prefix``."""
+    """The rooms whose names begin with ``prefix``: rooms of running and of killed runs."""
     names = set(job.storage.names(job.layout.doctor))
     return [
         job.layout.doctor / name

@@ -24,12 +24,12 @@ def _warn(path: Path, error: Exception) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPolicy:
-    """The failures of a read that raise no error: by default a missing file, or a damaged record.
+    """The failed reads that raise no error: by default of a missing file or a damaged record.
 
     Attributes:
         absent: returns True for an OSError that counts as a missing file. Such an error is not
             logged.
-        damaged: returns True for another OSError that counts as an unreadable record.
+        damaged: returns True for an OSError that counts as an unreadable record.
         newer: True if a record of a newer protocol counts as unreadable. If False, such a record
             raises an error.
         say: logs the path and the error of an unreadable record.

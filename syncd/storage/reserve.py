@@ -22,7 +22,7 @@ class Reserve:
     """16 files of 64 KiB, which are removed when the disk is full.
 
     The freed space is enough for a heartbeat, a room, a report and the audit lines of the
-    deletions. Not promised: that no other process uses the freed space first.
+    deletions. Another process may use the freed space first.
 
     Args:
         job: the job.

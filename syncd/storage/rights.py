@@ -50,7 +50,7 @@ def share_with_group(job: Job, group: str) -> None:
     number = _number(group)
     if os.geteuid() and number not in {os.getegid(), *os.getgroups()}:
         raise InvalidSettingsError(
-            f"shared_group {group}: user {os.geteuid()} is not in this group: add the user to the "
+            f"shared_group {group}: user {os.geteuid()} is not in this group. Add the user to the "
             f"group, or add SupplementaryGroups={group} to the systemd unit"
         )
     for folder in (job.layout.root, job.layout.state, *_ours(job.layout)):
@@ -85,13 +85,13 @@ def check_rights(job: Job) -> None:
         raise JobUnavailableError(read_only(folder))
     if folder is not None:
         raise JobUnavailableError(
-            f"{folder} cannot be written by user {os.geteuid()}: run as the trainers' user, or "
+            f"{folder} cannot be written by user {os.geteuid()}. Run as the trainers' user, or "
             "share the job with a group that both users are in (shared_group)"
         )
 
 
 def unwritable(job: Job) -> Path | None:
-    """The first folder to which a daemon must write, but this user may not write.
+    """The first folder that a daemon must write to, but that this user may not write to.
 
     The checked folders are the job directory, ``.syncd`` and the folders without which a daemon
     cannot publish.
@@ -103,7 +103,7 @@ def unwritable(job: Job) -> Path | None:
 
 
 def unprunable(job: Job) -> str | None:
-    """The reason why this user could not delete existing steps, as far as file modes show it.
+    """The reason, according to the file modes, why this user could not delete existing steps.
 
     Returns:
         A sentence for people; the text :data:`TO_DELETE` can follow it. Empty if no reason was

@@ -53,8 +53,8 @@ class Session:
 
     Promised: while the process runs and its storage answers, other processes see the session alive.
     If the storage did not answer for longer than a lease time, other processes see the session
-    alive again soon after the storage answers. Not promised: that the heartbeat stops when the
-    process hangs. So a loop that makes no progress must end its process.
+    alive again soon after the storage answers. The heartbeat may continue while the process hangs.
+    So a loop that makes no progress must end its process.
 
     Args:
         layout: the job.

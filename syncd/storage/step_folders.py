@@ -109,5 +109,5 @@ def _remove(storage: Storage, draft: Path, mark: str | None) -> None:
 
 
 def point(job: Job, pointer: Path, step: int) -> None:
-    """Make a pointer name a step, by one rename."""
+    """Write the number of a step into a pointer, by one rename."""
     job.storage.replace(pointer, f"{step}\n".encode(), room=job.layout.drafts)

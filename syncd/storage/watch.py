@@ -185,7 +185,7 @@ class _Shared:
 
     @classmethod
     def renew(cls) -> None:
-        """Start without watches in a forked child, because the threads are the parent's."""
+        """Start without watches in a forked child, because the threads exist only in the parent."""
         cls.of_this_process = cls()
 
     def begin(self, folder: Path, hints: _Hints) -> ObservedWatch:

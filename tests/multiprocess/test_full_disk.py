@@ -122,7 +122,7 @@ def test_a_version_that_does_not_fit_waits_says_so_and_is_published_when_there_i
         save(job, Constant(megabytes=8), 3, 3)
         filler.fill(kind)
         daemon.resume()
-        why = "step 3 needs" if kind == "bytes" else "is out of inodes"
+        why = "step 3 needs" if kind == "bytes" else "is almost out of inodes"
         assert "waiting: " in daemon.wait_for_log(why)
         # Not at each moment: whenever it tries again it says so.
         wait_until(lambda: why in status(job)["daemon"]["detail"], "status says why it waits")

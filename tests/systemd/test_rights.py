@@ -132,7 +132,7 @@ def test_a_daemon_that_may_not_write_to_the_job_says_as_whom_to_run(root: Path) 
     TRAINER.does(trained(root, 1))
     said = DAEMON.does(served(root, lambda: True))
     assert said[0].startswith("JobUnavailableError")
-    assert "cannot be written by user 52002: run as the trainers' user" in said[0]
+    assert "cannot be written by user 52002. Run as the trainers' user" in said[0]
 
 
 def test_in_a_shared_group_daemon_trainers_and_explorers_work_on_each_others_files(

@@ -89,8 +89,8 @@ class DcpFile:
 
         Raises:
             ShardFormatError: the chunk's item lies outside the file, is not a whole zip of
-                torch.save, does not match its CRC-32, is not contiguous, or asks for code.
-            CoverageError: the item has another dtype or shape than the metadata says.
+                torch.save, does not match its CRC-32, is not contiguous, or would run code.
+            CoverageError: the dtype or shape of the item differs from the metadata.
             OSError: storage failed.
         """
         if chunk.at + chunk.length > self._size:

@@ -1,15 +1,15 @@
 """The ``.metadata`` of ``torch.distributed.checkpoint``: the place of each tensor's bytes. Pure.
 
 The file is a pickle, and is read as inert records (``inert_pickle``). An *item* is the result of
-one ``torch.save`` by DCP. It holds a *chunk* of a tensor, and lies at an offset in one of the
+one ``torch.save`` by DCP. An item holds a *chunk* of a tensor, and lies at an offset in one of the
 ``.distcp`` files. This module checks the metadata as far as possible without those files.
 
 DCP flattens the state that it saves: ``{"model": model.state_dict(), "optim": …}`` becomes tensors
 ``model.layers.0.weight`` and so on. The metadata keeps the *path* of each tensor, for example
 ``("model", "layers.0.weight")``. The last element of a path is the tensor's key in the dict that
-held it. The elements before it are the path of that dict, here called the tensor's *parent*. All
-tensors of a model come from the same flat ``state_dict()``, so they have the same parent;
-:func:`select_model` finds this parent.
+held it. The elements before the last element are the path of that dict, here called the tensor's
+*parent*. All tensors of a model come from the same flat ``state_dict()``, so they have the same
+parent; :func:`select_model` finds this parent.
 """
 
 from __future__ import annotations
@@ -86,13 +86,14 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
         where: the file, for the beginning of the error message.
         prefix: the beginning of the names of the model's tensors. If None, :func:`select_model`
             finds the prefix.
-        intact: True to use the fast unpickler, because something else limits the memory that a
-            damaged pickle takes.
+        intact: True to use the fast unpickler. Only allowed if something else limits the memory
+            that a damaged pickle takes.
 
     Raises:
-        ShardFormatError: the pickle is broken, asks for code, or is not DCP's metadata. Or it lists
-            an item that cannot be merged: the item overlaps another item, lies in another folder,
-            was transformed, or has a dtype or name that safetensors does not support.
+        ShardFormatError: the pickle is broken, would run code, or is not DCP's metadata. Or the
+            metadata lists an item that cannot be merged: the item overlaps another item, lies in
+            another folder, was transformed, or has a dtype or name that safetensors does not
+            support.
         PlacementError: a tensor is a flat parameter of FSDP1.
         CoverageError: a chunk is in no file.
         CheckpointError: syncd cannot find out which tensors are the model's.
@@ -273,13 +274,13 @@ class Selected(NamedTuple):
 def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: str) -> Selected:
     """Find the tensors of the model among all entries of a checkpoint.
 
-    - With a prefix, the model's tensors are those whose names begin with the prefix, which is cut
-      off.
-    - With an empty prefix, the model's tensors are those at the top level.
-    - With None, they are the tensors of the only parent that can be a model. Parents with names of
-      optimizers, schedulers, data loaders and the like do not count. The top level does not count
-      if it has only scalars beside a dict of tensors. If several parents remain, the parent called
-      ``model`` counts.
+    - With a prefix, the model's tensors are the tensors whose names begin with the prefix, which is
+      cut off.
+    - With an empty prefix, the model's tensors are the tensors at the top level.
+    - With None, the model's tensors are the tensors of the only parent that can be a model. Parents
+      with names of optimizers, schedulers, data loaders and the like do not count. The top level
+      does not count if it has only scalars beside a dict of tensors. If several parents remain, the
+      parent called ``model`` counts.
 
     Args:
         entries: the entries by name, in the order of the checkpoint.

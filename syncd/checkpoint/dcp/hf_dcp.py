@@ -76,7 +76,7 @@ def whole_shapes(files: Mapping[str, Iterable[Chunked]]) -> dict[str, tuple[str,
     """The dtype and the shape of each whole tensor, from the parts in all files.
 
     Args:
-        files: the tensors of each file, by the file's name in messages.
+        files: the tensors of each file, by the name that messages use for the file.
 
     Raises:
         CoverageError: two files disagree on the dtype of a tensor, or on its number of dimensions.

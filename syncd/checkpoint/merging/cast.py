@@ -40,7 +40,7 @@ _WALL_SECONDS: Final = 300.0
 
 
 class Caster:
-    """A child that casts, for :data:`THREADS` threads. Close it, or use it as a context manager.
+    """A child process that casts tensors, for :data:`THREADS` threads. The caller must close it.
 
     Args:
         where: the save to cast, for messages.

@@ -289,7 +289,7 @@ class TensorStream:
             view = view[count:]
 
     def _weave(self, weave: Weave, view: memoryview) -> int:
-        """Read the next whole rows that fit, else a part of a row; return the number of bytes."""
+        """Read the next whole rows, or a part of a row if none fits; return the number of bytes."""
         width = weave.length // weave.turns
         row, within = divmod(self._done, width)
         rows = 0 if within else min(len(view) // width, weave.turns - row)

@@ -51,7 +51,8 @@ class PlannedTensor:
         dtype: safetensors' name of the dtype in the output.
         shape: the shape of the whole tensor.
         length: the length in the output, in bytes.
-        source_dtype: the dtype of the parts. It differs from ``dtype`` if the tensor is to be cast.
+        source_dtype: the dtype of the parts. This dtype differs from ``dtype`` if the tensor is to
+            be cast.
         parts: the parts of the tensor, in order.
         copies: the tensors whose bytes must equal this tensor's bytes.
     """
@@ -105,11 +106,11 @@ def plan_merge(
     """Plan how to make one model from the shards of all ranks.
 
     Files are filled in the order of the first rank's state dict, so that a layer stays together.
-    Tensors that only later ranks have come last. All files get about the same size, so that each
-    file takes about the same time to write. A tensor over ``max_file_size`` gets a file of its own.
-    Inside a file, tensors of whole pages come first, so that each of these tensors begins at a
-    page. Then come the other tensors, wider dtypes first, so that every tensor is aligned to its
-    dtype.
+    Tensors that are missing in that state dict come last. All files get about the same size, so
+    that each file takes about the same time to write. A tensor over ``max_file_size`` gets a file
+    of its own. Inside a file, tensors whose size is a multiple of a page come first, so that each
+    of these tensors begins at a page. Then come the other tensors, wider dtypes first, so that
+    every tensor is aligned to its dtype.
 
     Args:
         shards: the :class:`ShardIndex` of each rank's file, in the order of the ranks.
@@ -117,8 +118,8 @@ def plan_merge(
         rename: gives a tensor's name in the output; None to leave the tensor out.
         stem: the beginning of the names of the output files.
         tied: True if the model's config says that the output embedding is tied to the input
-            embedding. In that case the output embedding is left out, as by Hugging Face's
-            ``save_pretrained``.
+            embedding. In that case the output embedding is left out, as Hugging Face's
+            ``save_pretrained`` does.
         hub: maps the names after ``rename`` to the names in the output; None to keep the names.
         cast: the dtype to cast floating-point tensors to; None for no cast.
         cancel: called often; it raises to stop.

@@ -39,7 +39,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A source without CRC-32, or with only the records that are to be read and checked."""
+    """An open file as a source: without CRC-32s, or with only the records to read and check."""
 
     path: Path
     fd: int
@@ -48,7 +48,7 @@ class SourceFile:
 
 
 class SourceReader:
-    """Reads the sources, and checks the CRC-32 of the records that ``checks`` has.
+    """Reads the sources, and checks the CRC-32 of the records that ``checks`` lists.
 
     A record is checked from its first byte to its last. Bytes that the merge does not need are read
     only for the check. Bytes that the merge reads again (tied weights) are not checked again.
@@ -94,7 +94,7 @@ class SourceReader:
                 checks.extend(number, offset, part)
 
     def finish(self) -> None:
-        """Check the bytes that were not read yet. Call it when all other readers have finished.
+        """Check the bytes that were not read yet. Call this after all other readers have finished.
 
         Raises:
             SaveNotReadyError: a source became shorter.

@@ -36,7 +36,7 @@ class Weave(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """Transposed matrices: the first element of every row, then the second of every row, etc.
+    """Transposed matrices: the first element of every row, then the second element, etc.
 
     Attributes:
         rows, columns: the size of each matrix in ``parts``, which holds one matrix after another.
@@ -226,7 +226,7 @@ def tile(
 def _rows(shape: Shape, blocks: Sequence[Block]) -> tuple[Run, ...] | None:
     """The bytes of blocks of whole rows, if each block begins at the end of the previous block.
 
-    Most tensors are cut like this, so this case has its own, cheaper proof.
+    Most tensors are cut in this way, so this case has its own, cheaper proof.
 
     Returns:
         None if the blocks do not follow one another, or do not cover all rows.

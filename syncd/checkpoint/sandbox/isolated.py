@@ -198,7 +198,7 @@ class IsolatedParser:
         what: str,
         read: Callable[[Iterator[wire.Row]], T],
     ) -> T:
-        """Send bytes to the child, and let ``read`` read the rows of the answer.
+        """Send bytes to the child, and pass the rows of the answer to ``read``.
 
         If ``read`` raises a ValueError, the child is killed.
 
@@ -225,8 +225,8 @@ class IsolatedParser:
         self.close()
         raise ShardFormatError(
             f"{where}: its {what} {fault}. The file is damaged, or somebody built it to exhaust "
-            "this machine. Save the file again. If the file is good, run 'touch' on it: syncd then "
-            "reads it once more"
+            "this machine. Save the file again. If the file is good, run 'touch' on it, so that "
+            "syncd reads it once more"
         )
 
     def _rows(self, child: ChildProcess, where: str, limit: int) -> Iterator[wire.Row]:
@@ -283,7 +283,7 @@ class IsolatedParser:
         if tag != wire.READY:
             raise OSError(
                 errno.EAGAIN,
-                "the process to read this file failed when it started "
+                "the process that should read this file failed when it started "
                 f"({described(child.end())}): check that '{self._python} -c \"import "
                 "syncd\"' works, and that memory is free",
                 where,

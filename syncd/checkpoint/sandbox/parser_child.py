@@ -90,7 +90,7 @@ def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) ->
 def _confine() -> None:
     """Drop rights that parsing does not need.
 
-    If memory is short, the kernel kills this process before others.
+    Also ask the kernel to kill this process before others if memory is short.
     """
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:

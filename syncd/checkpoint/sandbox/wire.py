@@ -175,7 +175,7 @@ def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Piece
 
 
 def read_bare(row: Row) -> Piece:
-    """The piece in a row that is a whole tensor without a name.
+    """The piece in a row, which must be a whole tensor without a name.
 
     Raises:
         ValueError: the row is not such a piece; for example, the row has a name or a position.
@@ -184,7 +184,7 @@ def read_bare(row: Row) -> Piece:
         piece = _read_piece(row[1:], {})
         if piece.position is None:
             return piece
-    raise ValueError("the answer is not an unnamed tensor")
+    raise ValueError("the answer is not a tensor without a name")
 
 
 def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:

@@ -25,7 +25,7 @@ class Mesh(NamedTuple):
     Attributes:
         shape: the number of ranks along each dimension.
         coordinate: this rank's index in each dimension; None if this rank is not on the mesh.
-        ascends: for each dimension, True if the ranks along it are in ascending order.
+        ascends: for each dimension, True if the ranks along this dimension are in ascending order.
         identity: a digest of the set of ranks on the mesh; None if these ranks are unknown.
     """
 
@@ -274,7 +274,7 @@ def _is_number(value: object) -> TypeGuard[int]:
 
 
 def _order(spec: Mapping[Any, Any]) -> Order | None:
-    """A spec's ``shard_order``, or None. An unreadable order becomes one that fits nothing."""
+    """A spec's ``shard_order``, or None. An unreadable order becomes an order that never fits."""
     told = spec.get("shard_order")
     if told is None:
         return None

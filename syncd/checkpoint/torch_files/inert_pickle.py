@@ -337,7 +337,7 @@ class _Loading:
 
 
 class _Fast(_Loading, pickle.Unpickler):
-    """The unpickler in C. Its memo is an array, so a damaged index may make it take gigabytes."""
+    """The unpickler in C. Its memo is an array, which a damaged index can make gigabytes long."""
 
 
 class _Frugal(_Loading, pickle._Unpickler):  # noqa: SLF001 - the only one without that array
@@ -366,7 +366,7 @@ def load_inert(data: bytes, where: str, *, intact: bool) -> object:
         intact: True if a CRC-32 proves that these are the bytes that were pickled.
 
     Raises:
-        ShardFormatError: the pickle is broken, takes more memory than there is, or names a global
+        ShardFormatError: the pickle is broken, needs more memory than is free, or names a global
             that is not in the table.
     """
     try:

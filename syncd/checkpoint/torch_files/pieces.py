@@ -88,7 +88,7 @@ def read_pieces(
             plain values.
 
     Raises:
-        ShardFormatError: the pickle is broken or asks for code. Or a value is not a tensor, is not
+        ShardFormatError: the pickle is broken or would run code. Or a value is not a tensor, is not
             contiguous, or has a dtype, shape or name that safetensors does not support.
         PlacementError: a tensor has a device mesh of unknown layout, or a placement that syncd does
             not merge.
@@ -124,7 +124,7 @@ def read_tensor(data: bytes, where: str, name: str, *, intact: bool) -> Piece:
         intact: True if a CRC-32 proves that these are the bytes that were pickled.
 
     Raises:
-        ShardFormatError: the pickle is broken, asks for code, or does not hold a single tensor; or
+        ShardFormatError: the pickle is broken, would run code, or does not hold a single tensor; or
             the tensor is not contiguous, or has a dtype that safetensors does not support.
     """
     return _Reader(where).bare(name, load_inert(data, where, intact=intact))

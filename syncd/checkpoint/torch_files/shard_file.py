@@ -123,7 +123,7 @@ class ShardFile:
             parse: reads the pickle. For an untrusted file, pass a method of ``IsolatedParser``.
 
         Raises:
-            ShardFormatError: the pickle is broken, does not match its CRC-32, or asks for code. Or
+            ShardFormatError: the pickle is broken, does not match its CRC-32, or would run code. Or
                 a value is not a tensor, is not contiguous, has a dtype that safetensors lacks, or
                 lies outside its record.
             PlacementError: a tensor has a device mesh or a placement that syncd does not merge.

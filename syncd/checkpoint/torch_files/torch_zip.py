@@ -48,7 +48,7 @@ class Bytes(Protocol):
 
 
 class ZipRecord(NamedTuple):
-    """A record of the zip: the offset, the number and the CRC-32 of the record's bytes."""
+    """A record of the zip: the offset of its bytes, their number, and their CRC-32."""
 
     offset: int
     size: int
