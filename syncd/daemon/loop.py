@@ -297,7 +297,7 @@ class Loop:
         return gone
 
     def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
-        """Note an action that storage refused; a later round retries this action."""
+        """Remember an action that storage refused; a later round retries this action."""
         self._job.check_is_there()
         self._meter.failed(error)
         self._tidying.after(error)
@@ -389,7 +389,7 @@ class Loop:
             self._scanner.look_again()
 
     def _may_go_on(self) -> None:
-        """Check whether work on a version may continue; called often, raises to end the work."""
+        """Check often whether work on a version may continue; raise an error to end the work."""
         self._cancel()
         published = self._merging
         step = self._benches.building if published is None else published

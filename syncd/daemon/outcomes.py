@@ -93,7 +93,7 @@ class Outcomes:
     def learn(self, step: int, *, prefix: str | None, cancel: Callable[[], None]) -> None:
         """Record whether a save of torch.distributed.checkpoint holds only a model.
 
-        Does nothing if the step folder now holds another save than the recorded save.
+        If the save in the step folder is not the recorded save, this method does nothing.
 
         Args:
             step: the save's step.
