@@ -51,7 +51,7 @@ class HostMemory:
         if error:
             log.warning(
                 "CUDA cannot pin %d bytes of host memory (error %d), so copies take "
-                "longer; check the limits of locked memory",
+                "longer. Check the limits of locked memory",
                 self.content.nbytes,
                 error,
             )

@@ -207,6 +207,6 @@ def _manifest(storage: Storage, sequence: int, folder: Path) -> Manifest:
         raise VerificationError(str(error), sequence=sequence) from error
     if manifest.sequence != sequence:
         raise VerificationError(
-            f"{folder}: its manifest is of version {manifest.sequence}", sequence=sequence
+            f"{folder}: its manifest belongs to version {manifest.sequence}", sequence=sequence
         )
     return manifest

@@ -105,7 +105,7 @@ class WeightWaits:
         ends_with_trainer: bool = False,
         look: Callable[[], None] = lambda: None,
     ) -> Version | Offer | None:
-        """Run the loop that all waits for weights share; return None if the trainer ended the wait."""
+        """Run the loop that all waits for weights share; return None if the trainer has ended."""
         if ends_with_trainer:
             self.for_trainer(current, wait)
         request = SyncRequest(self._me, self._roster, clock=self._clock, poll=self._poll)

@@ -271,7 +271,7 @@ class Decision:
 def decide(seen: Observation, config: DaemonConfig) -> Decision:
     """The actions for an observation.
 
-    The first action is a publication, so that no explorer waits until old files are deleted.
+    New versions come before deletions, so that no explorer waits until old files are deleted.
     """
     new: tuple[Publish | GiveUp | Republish | AnswerRequest, ...]
     if seen.rollbacks:

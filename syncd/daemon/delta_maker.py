@@ -277,7 +277,7 @@ class DeltaMaker:
             self._again = ended
 
     def finished(self) -> list[DeltaOutcome]:
-        """The outcomes of deltas since the previous call; this call can restart a cancelled delta."""
+        """The outcomes of deltas since the previous call; may restart a cancelled delta."""
         self._collect()
         again = self._again
         if again is not None and self._making is None:
@@ -370,7 +370,7 @@ class DeltaMaker:
             raise NoDeltaError(f"{version_folder(sequence)} is gone") from error
 
     def _open_folder(self) -> None:
-        """Create ``deltas/`` if it is missing. In a superseded daemon the rename that creates it fails."""
+        """Create ``deltas/`` if it is missing, by a rename, which fails in a superseded daemon."""
         target = self._job.layout.deltas
         if not self._job.storage.exists(target):
             self._epoch.start_build(_ALL)

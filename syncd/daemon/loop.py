@@ -397,7 +397,7 @@ class Loop:
             lambda: published is not None and self._scanner.points_elsewhere(published)
         ):
             log.warning(
-                "step %d: its merge takes far longer than the size of its tensors "
+                "the merge of step %d takes far longer than the size of its tensors "
                 "explains. Check whether storage is slow, or whether the files in %s are "
                 "far larger than their tensors. Other jobs no longer wait for this merge, "
                 "and syncd cancels it when a newer save is announced",

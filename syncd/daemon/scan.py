@@ -154,8 +154,9 @@ class Scanner:
         return pointer.step is not None and pointer.step != step
 
     def is_needed(self, step: int) -> bool:
-        """True if a step must stay, because a pointer names it or the last announced step is not
-        higher.
+        """True if a step must stay.
+
+        A step must stay if a pointer names the step, or if the last announced step is not higher.
 
         This method is called when the step's folder is already in the trash. The method asks the
         server. Each file is opened twice, because on some storage the first open may still find an

@@ -194,9 +194,7 @@ def _nccl(
     rendezvous: Rendezvous, rank: int, store: Store, *, deadline: float, device: torch.device
 ) -> Any:
     if device.type != "cuda" or not torch.cuda.is_available() or not dist.is_nccl_available():
-        raise ValueError(
-            "the group is between GPUs (nccl), and this process has no GPU to receive on"
-        )
+        raise ValueError("the weight group uses nccl, and this process has no GPU for the weights")
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = torch_time(deadline)  # noqa: SLF001 # torch has no other name for it
