@@ -145,7 +145,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             version: the served version; None before the first version.
             refused: the newer version that was refused, and the reason.
             reload: the times of loading the served version.
-            fault: why this explorer cannot be relied on.
+            fault: the reason why this explorer counts as faulty.
             received: the save id of the served weights, if a broadcast brought these weights.
             bench: the step that is evaluated instead of a version.
             workers: the new number of ranks in a weight group; None for no change.
@@ -240,9 +240,10 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         Returns:
             The newest version, which is never older than ``current``. The result is ``current`` if
-            the trainer has stopped, died or said that nothing newer will come. In that case the
-            trainer's last save was published, skipped or quarantined, or no daemon was alive for a
-            lease time. For each version this method logs such an end of a wait only once.
+            the trainer has stopped, died or said that nothing newer will come. The method returns
+            ``current`` only after the trainer's last save was published, skipped or quarantined, or
+            after no daemon was alive for a lease time. For each version this method logs such an
+            end of a wait only once.
 
         Raises:
             WaitTimeoutError: no newer version was published in time.

@@ -428,7 +428,8 @@ class Member(Generic[Report]):
     def _trainer_there(self) -> TrainerReport | None:
         """The trainer's report if the trainer seems to be running; else None.
 
-        This does not use the roster, because the roster would then watch the trainer's heartbeat.
+        This method does not use the roster, because the roster would then watch the trainer's
+        heartbeat.
         """
         try:
             found = self._job.read(TrainerReport, self._job.layout.trainer_report)

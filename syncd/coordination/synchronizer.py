@@ -283,7 +283,7 @@ class Synchronizer:
 
 
 class Threads:
-    """A pool of threads for blocking calls. It ends at :meth:`close` or with the process."""
+    """A pool of threads for blocking calls. The pool ends at :meth:`close` or with the process."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="syncd-synchronizer")

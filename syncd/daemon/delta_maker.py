@@ -42,8 +42,8 @@ _ALL: Final = "deltas"
 class MakeDelta(Protocol):
     """Writes a delta durably into an empty folder; ``delta.json`` is the last file.
 
-    ``cancel`` is called often, and raises to stop the work. Whenever the work has advanced,
-    ``progress`` is called with the number of bytes compared so far, and the total.
+    ``cancel`` is called often. To stop the work, ``cancel`` raises an error. Whenever the work has
+    advanced, ``progress`` is called with the number of bytes compared so far, and the total.
 
     Raises:
         NoDeltaError: the two versions can have no delta, or the delta would save too few bytes.

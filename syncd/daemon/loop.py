@@ -66,7 +66,7 @@ class Loop:
         lock: the daemon lock, which this process holds.
         judge: finds out which explorers are alive.
         epoch: this daemon's room.
-        cancel: called between chunks of a merge; it raises to stop the merge.
+        cancel: called between chunks of a merge; raises an error to stop the merge.
         publishes: whether to make new versions; if False, the loop only prunes.
         turn: asked before and during each merge whether this job may merge now.
         notice: receives messages for the service manager: ready, and the present state.

@@ -98,7 +98,7 @@ class Outcomes:
         Args:
             step: the save's step.
             prefix: the prefix of the model's tensor names; None to detect the prefix.
-            cancel: called between reads; it raises to stop the work.
+            cancel: called between reads; raises an error to stop the work.
 
         Raises:
             OSError: storage failed; nothing was recorded.
