@@ -378,7 +378,7 @@ def _versions(
 
 
 def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
-    """Deltas to delete, because a chain larger than half a version helps no explorer.
+    """Deltas to delete. A chain of deltas larger than half a version helps no explorer.
 
     If a delta is pruned, all older deltas are pruned too, because every chain ends with the newest
     delta. Deltas to versions above LATEST are never touched.

@@ -389,7 +389,7 @@ class Loop:
             self._scanner.look_again()
 
     def _may_go_on(self) -> None:
-        """Check often whether work on a version may continue; raise an error to end the work."""
+        """Raise an error if work on a version must end; the work calls this method often."""
         self._cancel()
         published = self._merging
         step = self._benches.building if published is None else published
