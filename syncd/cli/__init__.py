@@ -110,8 +110,8 @@ def _loaded(point: EntryPoint) -> Any:
         return point.load()
     except (ImportError, AttributeError) as error:
         raise InvalidSettingsError(
-            f"the command {point.name} of {point.value} cannot be loaded: {error}; install its "
-            "package again"
+            f"the command {point.name} of {point.value} cannot be loaded: {error}. Install the "
+            "package of this command again"
         ) from error
 
 
@@ -134,7 +134,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line. At a syncd error, print one line and exit with the error's code."""
+    """Run the command line. If syncd raises an error, print one line and exit with its code."""
     log_lines.set_up()
     log_lines.name_faults()
     try:

@@ -94,7 +94,7 @@ def command(
 
     JOB can also be the folder of one step, global_step_N.
 
-    Together with the config and the tokenizer that the trainer saved there, the folder becomes a
+    With the config and the tokenizer that the trainer saved in this folder, the result is a
     complete Hugging Face model. Checkpoints that were converted before, and checkpoints that the
     trainer is writing now, are skipped. The trainer and the daemon can run at the same time. If a
     checkpoint fails, the other checkpoints are still converted; the exit code is the code of the

@@ -65,7 +65,7 @@ _DOES: Final = {
     help="Training steps; each one is saved.",
 )
 @click.option("--keep", is_flag=True, help="Keep the job directory and the logs.")
-@click.option("--no-tty", is_flag=True, help="Print plain lines, as if stdout were no terminal.")
+@click.option("--no-tty", is_flag=True, help="Print plain lines, even if stdout is a terminal.")
 @options.as_json
 def command(steps: int, *, keep: bool, no_tty: bool, as_json: bool) -> None:
     """Train on 2 FSDP ranks, merge, publish, reload in 2 explorers, prune; then compare the bits.

@@ -35,7 +35,7 @@ _INDENT: Final = 18
     type=click.IntRange(min=0, max=1),
     default=None,
     metavar="HOST_NUMBER",
-    help="Test between two hosts: run with 0 here, and at the same time with 1 on the other host.",
+    help="Test between two hosts: give 0 on this host, and at the same time 1 on the other host.",
 )
 @click.option(
     "--wait",

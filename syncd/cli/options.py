@@ -90,8 +90,8 @@ def configured_folders() -> list[Path]:
     found = list(dict.fromkeys(folder for folder in named if folder is not None))
     if not found:
         raise InvalidSettingsError(
-            f"which job? Give a job directory, because no configuration in {CONFIGURATIONS} names "
-            "a job"
+            f"no job is given, and no configuration in {CONFIGURATIONS} names a job. Give a job "
+            "directory"
         )
     return found
 

@@ -18,7 +18,7 @@ from syncd.storage.job import Job
 @options.timeout
 @options.as_json
 def command(job: Path, timeout: float, *, as_json: bool) -> None:
-    """Stop publishing the saves of JOB, and all pruning, until 'syncd resume'.
+    """Stop publishing and pruning in JOB until 'syncd resume'.
 
     During a pause the daemon keeps its heartbeat, explorers keep their versions, and 'syncd
     rollback' still works. A merge that has begun is finished first; this command waits for the end

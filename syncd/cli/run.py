@@ -174,7 +174,7 @@ def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_opt
 
 
 def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
-    """Load the configuration, and check that this host can do what it asks for.
+    """Load the configuration, and check that this host supports the settings.
 
     Raises:
         InvalidSettingsError: the configuration cannot be used, or asks for deltas that this host
@@ -186,7 +186,7 @@ def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
         require_torch(f"cast, set by {printable(configuration.sources['cast'])},")
     if configuration.config.deltas == "on" and (why := why_not_here()) is not None:
         source = printable(configuration.sources["deltas"])
-        raise InvalidSettingsError(f'deltas = "on", set by {source}: {why}')
+        raise InvalidSettingsError(f'deltas = "on", set by {source}, cannot be used: {why}')
     return configuration
 
 

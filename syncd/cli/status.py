@@ -95,7 +95,7 @@ def _print_json(found: list[Path], *, is_one: bool, indent: int | None) -> None:
 
 
 def _repeat(show: Callable[[], None], every: float | None) -> None:
-    """Show once, or with an interval repeatedly until Ctrl-C, which is the normal end."""
+    """Show the state once. With an interval, repeat until Ctrl-C, which is the normal end."""
     try:
         show()
         while every is not None:

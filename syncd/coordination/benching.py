@@ -98,8 +98,8 @@ class Bench:
     def is_of(self, manifest: Manifest, step: int) -> bool:
         """True if a version has a step's weights.
 
-        If the step's folder still exists, the version must be of the save that the folder now
-        holds.
+        If the step's folder still exists, the version must come from the save that is in the folder
+        now.
         """
         if manifest.step != step:
             return False

@@ -1,4 +1,4 @@
-"""An explorer's blocking methods of the Synchronizer, which a rollout worker's hook calls."""
+"""The blocking Synchronizer of an explorer; a rollout worker's hook calls its methods."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             version: the served version; None before the first version.
             refused: the newer version that was refused, and the reason.
             reload: the times of loading the served version.
-            fault: why this explorer cannot be relied on.
+            fault: the reason why this explorer counts as faulty.
             received: the save id of the served weights, if a broadcast brought these weights.
             bench: the step that is evaluated instead of a version.
             workers: the new number of ranks in a weight group; None for no change.
@@ -240,9 +240,10 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         Returns:
             The newest version, which is never older than ``current``. The result is ``current`` if
-            the trainer has stopped, died or said that nothing newer will come. In that case the
-            trainer's last save was published, skipped or quarantined, or no daemon was alive for a
-            lease time. This end of a wait is logged once per version.
+            the trainer has stopped, died or said that nothing newer will come. The method returns
+            ``current`` only after the trainer's last save was published, skipped or quarantined, or
+            after no daemon was alive for a lease time. For each version this method logs such an
+            end of a wait only once.
 
         Raises:
             WaitTimeoutError: no newer version was published in time.
@@ -314,7 +315,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         Returns:
             A version; or the offer of an agreed transfer; or None if the wait ended because the
-            trainer ended. After an offer, all its members must meet (:meth:`rendezvous`).
+            trainer has stopped, died or said that nothing newer will come. After an offer, all its
+            members must meet (:meth:`rendezvous`).
 
         Raises:
             WaitTimeoutError: no version or transfer came in time.
@@ -431,7 +433,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     def open_group(
         self, device: torch.device, *, cancel: Cancellation | None = None
     ) -> WeightGroup:
-        """Call :meth:`rendezvous`, and join the weight group as a first worker in this process.
+        """Call :meth:`rendezvous`, and join the weight group as this explorer's first worker.
 
         Args:
             device: the device of received tensors.

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class _SharedHold:
-    """One of several holds on a version. The holds share one lease."""
+    """One of several holds on a version. All holds on the version share one lease."""
 
     def __init__(self, release: Callable[[_SharedHold], None], folder: Path) -> None:
         self._release = release

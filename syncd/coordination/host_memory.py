@@ -22,7 +22,7 @@ _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every device of the
 
 
 class HostMemory:
-    """A block of host memory for copies to and from a device; pinned if the device is no CPU.
+    """A block of host memory for copies to and from a device; pinned if the device is not a CPU.
 
     Keep a reference to this object during every copy to or from the block. A tensor that views the
     block keeps the content, but the memory is pinned only while this object exists. If pinning
@@ -51,7 +51,7 @@ class HostMemory:
         if error:
             log.warning(
                 "CUDA cannot pin %d bytes of host memory (error %d), so copies take "
-                "longer; check the limits of locked memory",
+                "longer. Check the limits of locked memory",
                 self.content.nbytes,
                 error,
             )

@@ -1,4 +1,4 @@
-"""A leased version: read LATEST, lease the version it names, read its manifest. Without torch."""
+"""A leased version: read LATEST, lease the version, read the version's manifest. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Hold(Protocol):
-    """Keeps a version's files on disk: a lease, or for a local copy something equivalent."""
+    """Keeps a version's files on disk: a lease, or the equivalent of a lease for a local copy."""
 
     def release(self) -> None:
         """Release the files. Safe to call twice."""
@@ -94,7 +94,7 @@ class LeasedVersion:
             storage: the storage of the copy.
             folder: the folder for the copy. The folder must be empty, and no other process may use
                 it.
-            cancel: called often; to stop the copy it raises an error.
+            cancel: called often during the copy. To stop the copy, ``cancel`` raises an error.
 
         Raises:
             VerificationError: a file is not what the manifest says.
@@ -207,6 +207,6 @@ def _manifest(storage: Storage, sequence: int, folder: Path) -> Manifest:
         raise VerificationError(str(error), sequence=sequence) from error
     if manifest.sequence != sequence:
         raise VerificationError(
-            f"{folder}: its manifest is of version {manifest.sequence}", sequence=sequence
+            f"{folder}: its manifest belongs to version {manifest.sequence}", sequence=sequence
         )
     return manifest

@@ -75,10 +75,10 @@ class Member(Generic[Report]):
 
     Promised: a participant counts as live until it is closed or its process dies. If the process
     dies, the participant counts as dead one lease time later. No other live participant of the
-    same role has its name, and nobody else writes its status. At its end a wait always restores
-    the status. A participant never gets an older version after a newer one. Not promised: that
-    others see a change at once. Storage may cache, so a participant asks the storage again after at
-    most :data:`POLL` seconds.
+    same role has its name, and nobody else writes its status. When a wait ends, it always restores
+    the participant's status. A participant never gets an older version after a newer one. Not
+    promised: that others see a change at once. Storage may cache, so a participant asks the storage
+    again after at most :data:`POLL` seconds.
 
     Methods block. Several threads may call them, but only one wait runs at a time. The timeout of a
     wait includes its time in the queue, so a queued wait can end with WaitTimeoutError. A fork of
@@ -282,7 +282,7 @@ class Member(Generic[Report]):
         timeout: float | None = None,
         cancel: Cancellation | None = None,
     ) -> Version | None:
-        """Have a step on disk published; wait for the publication and return the version.
+        """Request the publication of a step on disk; wait for it, and return the version.
 
         If LATEST already names the step, the method returns LATEST's version at once, even if the
         step was saved again since. If the save in the step folder is not complete yet, the method
@@ -330,7 +330,7 @@ class Member(Generic[Report]):
                     )
 
     def _point(self, step: int) -> None:
-        """Make the pointer name a step."""
+        """Write the step into the pointer."""
         self._versions.point(step)
 
     # -- the state to resume from ----------------------------------------------------------------
@@ -387,8 +387,9 @@ class Member(Generic[Report]):
     def close(self) -> None:
         """End all waits, report that this participant has stopped, and give its name up.
 
-        It is safe to call this method twice. In a fork it does nothing. If a process ends without
-        this call, other participants notice the end of the process only one lease time later.
+        It is safe to call this method twice. In a fork this method does nothing. If a process ends
+        without this call, other participants notice the end of the process only one lease time
+        later.
         """
         if not self.is_ours:
             return
@@ -427,7 +428,8 @@ class Member(Generic[Report]):
     def _trainer_there(self) -> TrainerReport | None:
         """The trainer's report if the trainer seems to be running; else None.
 
-        This does not use the roster, because the roster would then watch the trainer's heartbeat.
+        This method does not use the roster, because the roster would then watch the trainer's
+        heartbeat.
         """
         try:
             found = self._job.read(TrainerReport, self._job.layout.trainer_report)
@@ -467,5 +469,5 @@ class Member(Generic[Report]):
         return unlike
 
     def _worth_a_look(self) -> dict[Path, frozenset[str]]:
-        """Folder → the names of the files in it whose change can end a wait."""
+        """For each folder, the names of the files whose change can end a wait."""
         return {self._versions.job.layout.state: frozenset({self._versions.job.layout.latest.name})}

@@ -41,8 +41,8 @@ class Synchronizer:
     :class:`~syncd.coordination.explorer.ExplorerSynchronizer`. If the task of a wait is cancelled,
     the wait first restores the participant's status and then raises the cancellation.
 
-    Construction blocks: for one lease time if a dead participant has the name. In a running event
-    loop use :meth:`open`.
+    The constructor blocks. If a dead participant has the name, the constructor blocks for one lease
+    time. In a running event loop use :meth:`open`.
 
     Args:
         job_dir: the job directory.
@@ -134,7 +134,7 @@ class Synchronizer:
         *,
         timeout: float | None = None,
     ) -> Version | None:
-        """Have a step on disk published; wait for the publication and return the version."""
+        """Request the publication of a step on disk; wait for it, and return the version."""
         call = self.blocking.set_model_state_dict_with_step_num
         return await self._wait(partial(call, step, world_size, timeout=timeout))
 
@@ -283,7 +283,7 @@ class Synchronizer:
 
 
 class Threads:
-    """A pool of threads for blocking calls. It ends at :meth:`close` or with the process."""
+    """A pool of threads for blocking calls. The pool ends at :meth:`close` or with the process."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="syncd-synchronizer")

@@ -55,8 +55,8 @@ def check_header(
     """Compare the dtype and shape of each tensor in a file with the manifest.
 
     Raises:
-        VerificationError: a tensor is not in the manifest, or has another dtype or shape than the
-            manifest says.
+        VerificationError: a tensor is not in the manifest, or its dtype or shape differs from the
+            manifest.
     """
     for entry in file.entries:
         expected = told.get(entry.name)

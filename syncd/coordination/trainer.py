@@ -1,4 +1,4 @@
-"""The trainer's blocking methods of the Synchronizer, which a training loop's hook calls."""
+"""The blocking Synchronizer of the trainer; a training loop's hook calls its methods."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def save_is_on_its_way(self) -> bool:
         """True if the daemon has neither published nor refused the last announced save.
 
-        If the same step was saved before, the outcome of the older save may be mistaken for the
+        If this step was saved before, the method can mistake the outcome of the older save for the
         outcome of the new save. In that case explorers ask once more.
         """
         if self._saved_step is None:
@@ -241,7 +241,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
         Promised: if any participant returns the step, all live participants return the step, as
         long as their storage works. Not promised: that all participants take part in the transfer.
-        A participant may die after the agreement, so a transfer needs its own timeout. This method
+        A participant can die after the agreement, so a transfer needs its own timeout. This method
         does not change versions; only :meth:`nccl_sync_succeeded` does.
 
         Args:
@@ -355,8 +355,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> None:
         """Form the weight group with all live explorers, without a transfer.
 
-        Each explorer must call the method of the same name. A transfer forms the group by itself.
-        So call this method only to test, before training, that the group can be formed.
+        Each explorer must call the method of the same name. A transfer forms the group without this
+        method. So call this method only before training, to test whether the group can be formed.
 
         Args:
             timeout: seconds to wait for the explorers; the settings' ``sync_timeout`` by default.

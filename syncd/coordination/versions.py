@@ -91,7 +91,7 @@ class Versions:
         """Hold a version inside the block, by default the newest; None if no version exists.
 
         Raises:
-            VersionGoneError: the wanted version was retired. Without a wanted version: new versions
+            VersionGoneError: the wanted version was retired. If no version was wanted, new versions
                 are retired faster than this method can hold them.
             VerificationError: the version's manifest is damaged.
         """
@@ -186,7 +186,7 @@ class Versions:
         )
 
     def _is_of_now(self, step: int, outcome: SaveOutcome) -> bool:
-        """True if this outcome is of the save that is in the step folder now, by its receipt.
+        """True if this outcome belongs to the save that the step folder now holds, by its receipt.
 
         If the save has no receipt, or a receipt that this user may not read, the result is True.
         """
@@ -230,7 +230,7 @@ class Versions:
         return seen is Liveness.ALIVE
 
     def daemon_hint(self) -> str:
-        """The cause and the remedy if nothing was published: the end of an error message."""
+        """The end of an error message: why nothing was published, and the remedy."""
         try:
             lives = self.daemon_lives()
         except OSError as error:
@@ -275,7 +275,7 @@ class Versions:
             raise
 
     def point(self, step: int) -> None:
-        """Make the pointer name a step."""
+        """Write the step into the pointer."""
         point(self.job, self.job.layout.state_pointer, step)
 
     def write_step(self, step: int, name: str, content: bytes) -> None:
@@ -284,7 +284,7 @@ class Versions:
         self.job.storage.replace(self.job.layout.step(step) / name, content)
 
     def announce(self, report: TrainerReport) -> None:
-        """Report to a memory directory's daemon which step is written next; else do nothing."""
+        """Report the next step to a memory directory's daemon; in a job directory do nothing."""
         if self._own is not None:
             here = report.model_copy(update={"session": self._own.id})
             path, room = self.job.layout.trainer_report, self.job.layout.drafts

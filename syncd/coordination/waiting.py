@@ -129,7 +129,7 @@ class Waits:
 
     Args:
         name: the participant's name.
-        worth_a_look: returns folder → the names of the files in it whose change can end a wait.
+        worth_a_look: returns, for each folder, the names of the files whose change can end a wait.
         poll: seconds between two checks if the filesystem sends no events.
         clock: seconds, monotonic.
     """

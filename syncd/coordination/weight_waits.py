@@ -1,4 +1,4 @@
-"""Waits for weights: the loop that they share, the request to the trainer, and when a wait ends."""
+"""Waits for weights: their common loop, the request to the trainer, and the end of a wait."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class WeightWaits:
         ends_with_trainer: bool = False,
         look: Callable[[], None] = lambda: None,
     ) -> Version | Offer | None:
-        """Run the loop of all waits for weights; return None if the wait ended with the trainer."""
+        """Run the loop that all waits for weights share; return None if the trainer has ended."""
         if ends_with_trainer:
             self.for_trainer(current, wait)
         request = SyncRequest(self._me, self._roster, clock=self._clock, poll=self._poll)

@@ -158,8 +158,8 @@ class Attempts:
         New saves wait until the rollback is done.
 
         Raises:
-            OSError: storage refuses the rollback; the caller may try the rollback again, a few
-                times at most.
+            OSError: storage refuses the rollback. The caller can try the rollback again, but only a
+                few times.
             SyncdError: the daemon cannot continue, for the reasons that :meth:`publish` lists.
         """
         if request.id != self._asked:

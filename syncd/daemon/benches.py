@@ -271,7 +271,7 @@ class Benches:
         return save
 
     def _is_built(self, request: BenchRequest) -> bool:
-        """True if the build exists; asks the server, because a listing may be outdated."""
+        """True if the build exists. Ask the server, because a listing can be outdated."""
         build = self._job.layout.bench_build(request.session, request.id)
         try:
             self._job.storage.refresh(build.parent)

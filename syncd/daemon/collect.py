@@ -82,7 +82,7 @@ class Tidying:
         self._keep_room()
 
     def after(self, error: Exception) -> None:
-        """Note that some work failed halfway; the next :meth:`run_once` removes its leftovers.
+        """Record that some work failed halfway; the next :meth:`run_once` removes the leftovers.
 
         If the work failed because the disk is full, all deltas and the reserve are deleted.
         """
@@ -92,7 +92,7 @@ class Tidying:
             self._reserve.relieve(error)
 
     def leftovers(self) -> None:
-        """Note that a failed delta may have left unfinished files; delete nothing now."""
+        """Record that a failed delta may have left unfinished files; delete nothing now."""
         self._untidy = True
 
     def gave_up_deltas(self, error: Exception) -> bool:
@@ -115,7 +115,7 @@ class Tidying:
         Args:
             leased: the sessions that hold leases.
             leftover_grace: seconds without a change after which a leftover is removed. A new value
-                counts also for leftovers that are watched already.
+                also applies to leftovers that the collector already watches.
 
         Raises:
             OSError: storage refuses some work; the next call tries that work again.
@@ -158,8 +158,8 @@ class Collector:
         clock: seconds, monotonic.
 
     Attributes:
-        grace: the caller may change it; the new value counts also for leftovers that are watched
-            already.
+        grace: the caller may change this value. The new value also applies to leftovers that the
+            collector already watches.
     """
 
     def __init__(self, job: Job, grace: float, *, clock: Clock) -> None:
@@ -196,7 +196,7 @@ class Collector:
             self._round = None
 
     def _go_round(self) -> Iterator[None]:
-        """Look at each leftover once; each step of the iterator is one look."""
+        """Check each leftover once; each step of the iterator checks one path."""
         for path in self._found():
             if path is None:
                 yield
@@ -237,7 +237,7 @@ class Collector:
             return False
 
     def _look(self, path: Path) -> None:
-        """Look once at a path, and remove it if it has not changed for ``grace``."""
+        """Check a path once, and remove the path if it has not changed for ``grace``."""
         try:
             liveness = self._judge.look(path)
             # A session may beat again at this very moment: that is looked at once more.

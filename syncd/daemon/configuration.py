@@ -79,7 +79,9 @@ class Configuration:
             where = "as job = \"/…\" in a configuration file ('--config FILE')"
             if self.file is not None:
                 where = f'as job = "/…" in {self.file}'
-            raise InvalidSettingsError(f"which job? Give it on the command line, or {where}")
+            raise InvalidSettingsError(
+                f"no job is given. Give the job on the command line, or {where}"
+            )
         return self.config.job
 
     @property
@@ -95,7 +97,10 @@ class Configuration:
                 f"{key} = {printable(getattr(config, key))} ({printable(self.sources[key])})"
                 for key in ("job", "root")
             )
-            raise InvalidSettingsError(f"one job or many? {told}: leave out one of these keys")
+            raise InvalidSettingsError(
+                f"the configuration names both a job and a folder of many jobs: {told}. "
+                "Leave out one of these two keys"
+            )
         return config.root
 
 

@@ -271,7 +271,7 @@ class Decision:
 def decide(seen: Observation, config: DaemonConfig) -> Decision:
     """The actions for an observation.
 
-    New weights come first, so that no explorer waits until old files are deleted.
+    New versions come before deletions, so that no explorer waits until old files are deleted.
     """
     new: tuple[Publish | GiveUp | Republish | AnswerRequest, ...]
     if seen.rollbacks:
@@ -378,7 +378,7 @@ def _versions(
 
 
 def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
-    """Deltas that are not worth keeping: a chain larger than half a version helps no explorer.
+    """Deltas to delete. A chain of deltas larger than half a version helps no explorer.
 
     If a delta is pruned, all older deltas are pruned too, because every chain ends with the newest
     delta. Deltas to versions above LATEST are never touched.

@@ -42,8 +42,8 @@ _ALL: Final = "deltas"
 class MakeDelta(Protocol):
     """Writes a delta durably into an empty folder; ``delta.json`` is the last file.
 
-    ``cancel`` is called often, and raises to stop the work. Whenever the work has advanced,
-    ``progress`` is called with the number of bytes compared so far, and the total.
+    ``cancel`` is called often. To stop the work, ``cancel`` raises an error. Whenever the work has
+    advanced, ``progress`` is called with the number of bytes compared so far, and the total.
 
     Raises:
         NoDeltaError: the two versions can have no delta, or the delta would save too few bytes.
@@ -157,8 +157,8 @@ class _EndedError(Exception):
 class DeltaMaker:
     """Makes the delta to each new version from the previous version; one delta at a time.
 
-    The loop's thread calls the methods. Only :meth:`leave` waits for the work, and no method raises
-    an error of the work.
+    The loop's thread calls the methods. Only :meth:`leave` waits for the work. If the work raises
+    an error, the methods do not raise this error.
 
     Args:
         job: the job.
@@ -277,7 +277,7 @@ class DeltaMaker:
             self._again = ended
 
     def finished(self) -> list[DeltaOutcome]:
-        """The outcomes of deltas since the previous call; may begin a cancelled delta again."""
+        """The outcomes of deltas since the previous call; may restart a cancelled delta."""
         self._collect()
         again = self._again
         if again is not None and self._making is None:
@@ -370,7 +370,7 @@ class DeltaMaker:
             raise NoDeltaError(f"{version_folder(sequence)} is gone") from error
 
     def _open_folder(self) -> None:
-        """Make ``deltas/`` if it is missing, by a rename, which fails in a superseded daemon."""
+        """Create ``deltas/`` if it is missing, by a rename, which fails in a superseded daemon."""
         target = self._job.layout.deltas
         if not self._job.storage.exists(target):
             self._epoch.start_build(_ALL)

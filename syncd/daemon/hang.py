@@ -1,4 +1,4 @@
-"""Ending a process that hangs, because its heartbeat thread would keep the job forever.
+"""End a process that hangs, because its heartbeat would block the job for other daemons forever.
 
 Progress means that shared storage has answered a call, even with an error. All of a daemon's work
 consists of such calls, also in the copying threads of a merge. Even an idle daemon makes such

@@ -66,7 +66,7 @@ class Loop:
         lock: the daemon lock, which this process holds.
         judge: finds out which explorers are alive.
         epoch: this daemon's room.
-        cancel: called between chunks of a merge; it raises to stop the merge.
+        cancel: called between chunks of a merge; raises an error to stop the merge.
         publishes: whether to make new versions; if False, the loop only prunes.
         turn: asked before and during each merge whether this job may merge now.
         notice: receives messages for the service manager: ready, and the present state.
@@ -297,7 +297,7 @@ class Loop:
         return gone
 
     def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
-        """Note an action that storage refused; a later round retries this action."""
+        """Remember an action that storage refused; a later round retries this action."""
         self._job.check_is_there()
         self._meter.failed(error)
         self._tidying.after(error)
@@ -389,7 +389,7 @@ class Loop:
             self._scanner.look_again()
 
     def _may_go_on(self) -> None:
-        """Check whether work on a version may continue; called often, raises to end the work."""
+        """Raise an error if work on a version must end; the work calls this method often."""
         self._cancel()
         published = self._merging
         step = self._benches.building if published is None else published
@@ -397,7 +397,7 @@ class Loop:
             lambda: published is not None and self._scanner.points_elsewhere(published)
         ):
             log.warning(
-                "step %d: its merge takes far longer than the size of its tensors "
+                "the merge of step %d takes far longer than the size of its tensors "
                 "explains. Check whether storage is slow, or whether the files in %s are "
                 "far larger than their tensors. Other jobs no longer wait for this merge, "
                 "and syncd cancels it when a newer save is announced",

@@ -79,7 +79,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
             self._room.release()
 
     def heard(self, request: socket.socket) -> None:
-        """Note that a connection's request is complete; such connections are closed last."""
+        """Record that a connection's request is complete; such connections are closed last."""
         with self._changing:
             if request in self._open:
                 self._open[request] = True, self._open[request][1]

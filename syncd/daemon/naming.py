@@ -34,8 +34,8 @@ class NewNames:
         names: the names of the newest version.
         before: the names that the job kept before; None if the newest version is the first version
             for which the hub's names and the trainer's names differ.
-        why: the reason why the daemon chose the trainer's names; empty if it chose the hub's names,
-            or if a setting chose.
+        why: the reason why the daemon chose the trainer's names; empty if the daemon chose the
+            hub's names, or if a setting determined the names.
     """
 
     names: Names
@@ -113,7 +113,7 @@ class Naming:
             self._kept = latest.names
 
     def serves(self, manifest: Manifest) -> None:
-        """Note that this version is LATEST now."""
+        """Record that this version is LATEST now."""
         self._is_new, self.change, self.newest = False, None, None
         if not _differ(manifest):
             return

@@ -57,7 +57,7 @@ class ServiceManager:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> ServiceManager:
-        """The manager that ``NOTIFY_SOCKET`` names; a stand-in if that is not a Unix socket."""
+        """The manager that ``NOTIFY_SOCKET`` names; a stand-in if it names no Unix socket."""
         address = environment.get("NOTIFY_SOCKET", "")
         if not address.startswith(("/", "@")):
             return cls()

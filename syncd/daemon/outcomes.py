@@ -93,12 +93,12 @@ class Outcomes:
     def learn(self, step: int, *, prefix: str | None, cancel: Callable[[], None]) -> None:
         """Record whether a save of torch.distributed.checkpoint holds only a model.
 
-        Does nothing if the step folder now holds another save than the recorded save.
+        If the save in the step folder is not the recorded save, this method does nothing.
 
         Args:
             step: the save's step.
             prefix: the prefix of the model's tensor names; None to detect the prefix.
-            cancel: called between reads; it raises to stop the work.
+            cancel: called between reads; raises an error to stop the work.
 
         Raises:
             OSError: storage failed; nothing was recorded.

@@ -17,8 +17,8 @@ class Participants:
     """Watches all heartbeats of a job except the daemons' heartbeats.
 
     Promised: the heartbeat of a process that died before this process began never counts as a live
-    participant. Not promised: to see a trainer without a heartbeat, for example a trainer without
-    syncd's hooks.
+    participant. Not promised: that this object sees a trainer without a heartbeat, for example a
+    trainer without syncd's hooks.
 
     Args:
         job: the job.

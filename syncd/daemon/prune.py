@@ -168,8 +168,8 @@ class Pruner:
     def sweep(self) -> None:
         """Finish a previous daemon's deletions, and put back the folders that are in its trash.
 
-        Folders that the previous daemon had moved to ``doomed/`` are deleted, and recorded, perhaps
-        for the second time.
+        Folders that the previous daemon had moved to ``doomed/`` are deleted. The audit log gets a
+        line for each deletion, possibly for the second time.
         """
         for trash in self._epoch.undecided():
             name = trash.name.partition("-")[0]

@@ -56,7 +56,7 @@ class Publisher:
         epoch: the active daemon's room.
         session: this process's session, for ``publish.lock``.
         naming: chooses the names of tensors.
-        cancel: called between chunks of a merge; it raises to stop the merge.
+        cancel: called between chunks of a merge; raises an error to stop the merge.
         wall: seconds since the epoch, for records that people read.
         clock: seconds, monotonic, for timings.
 

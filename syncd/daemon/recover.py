@@ -38,8 +38,8 @@ class FoundVersions:
             version.
         unfinished: the incomplete versions above LATEST and above ``adopted``.
         deltas_above: the deltas to versions above ``adopted``, or above LATEST if no version is
-            adopted. A daemon makes a delta only after LATEST has named its version. So if there are
-            such deltas, LATEST was lost, or an older LATEST was restored.
+            adopted. A daemon makes a delta only after LATEST has named the delta's target version.
+            So if such deltas exist, LATEST was lost, or an older LATEST was restored.
         outcomes: step → the outcome of the step's last save.
         highest: the highest sequence that any file of the job names.
     """

@@ -154,11 +154,13 @@ class Scanner:
         return pointer.step is not None and pointer.step != step
 
     def is_needed(self, step: int) -> bool:
-        """True if a step must stay: a pointer names it, or the last announced step is not higher.
+        """True if a step must stay.
 
-        This method is called when the step's folder is already in the trash. It asks the server.
-        Each file is opened twice, because on some storage the first open may still find an old file
-        that was replaced.
+        A step must stay if a pointer names the step, or if the last announced step is not higher.
+
+        This method is called when the step's folder is already in the trash. The method asks the
+        server. Each file is opened twice, because on some storage the first open may still find an
+        old file that was replaced.
         """
         for folder in (self._job.layout.root, self._job.layout.state):
             self._job.storage.refresh(folder)

@@ -132,7 +132,7 @@ class Steps:
         self._key, self._at = key, now
 
     def _note_passed(self, pointer: Pointer, steps: set[int], *, is_time: bool) -> None:
-        """Note which folders existed when the daemon saw the pointer move up.
+        """Remember which folders existed when the daemon saw the pointer move up.
 
         If a trainer without syncd's hook resumes at a lower step, it writes saves below the pointer
         before it moves the pointer back. Such saves must not count as skipped.
@@ -158,7 +158,7 @@ class Steps:
 def look_at_step(
     storage: Storage, folder: Path, step: int, outcome: SaveOutcome
 ) -> StepSeen | None:
-    """The present content and the recorded outcome of a step folder; None if it is missing."""
+    """The present content and the recorded outcome of a step folder; None if there is no folder."""
     names = set(storage.names(folder))
     if not names and not storage.exists(folder):
         return None

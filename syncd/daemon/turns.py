@@ -48,7 +48,7 @@ class Turn:
         return True
 
     def progress(self, done: int, total: int) -> None:
-        """Note the bytes of tensors merged so far, and the bytes of all tensors."""
+        """Record the bytes of tensors merged so far, and the bytes of all tensors."""
 
     def check(self, is_overtaken: Callable[[], bool]) -> bool:
         """Check whether a merge may continue; the merge calls this method often.
@@ -117,13 +117,13 @@ class Turns:
     no longer counts against the limit. Only one merge at a time continues beside the others. If a
     second merge becomes late while a job waits for a turn, the second merge is ended, and its save
     is put off. As soon as no merge is running beside the others any more, the save that was put off
-    is merged beside them. So the merge of a save is ended at most once because other jobs wait, and
+    is merged beside the other merges. So waiting jobs can end the merge of a save at most once, and
     the second attempt delays no other job.
 
     A late merge also ends if its trainer has announced a newer save, and the newer save is merged
-    instead. Each such end in a row doubles the time after which a newer save may end the job's next
-    merge. So even if a trainer saves faster than its saves are merged, some saves are merged. A
-    newer save never ends a merge that is not late.
+    instead. Each consecutive end of this kind doubles the time after which a newer save may end the
+    job's next merge. So even if a trainer saves faster than its saves are merged, some saves are
+    merged. A newer save never ends a merge that is not late.
 
     Args:
         most: how many jobs may merge at a time.
@@ -177,7 +177,7 @@ class Turns:
             return True
 
     def progress(self, job: str, done: int, total: int) -> None:
-        """Note the progress of a job's merge, as :meth:`Turn.progress` does."""
+        """Record the progress of a job's merge, as :meth:`Turn.progress` does."""
         if (merging := self._merging.get(job)) is not None:
             merging.done, merging.total = done, total
 
@@ -217,7 +217,7 @@ class Turns:
         return found_late
 
     def leave(self, job: str) -> None:
-        """Note that a job no longer merges, and no longer waits for its turn."""
+        """Record that a job no longer merges, and no longer waits for its turn."""
         with self._lock:
             if job not in self._merging and job not in self._waiting:
                 return

@@ -202,15 +202,15 @@ class _FileMaking:
         """Make the header and the tensors, and check the tensors' digests.
 
         Args:
-            published: the published file, of which only the header is read.
+            published: the published file. Only the file's header is read.
             digests: the digests of the tensors in the manifest, in file order.
         """
         self._write(published.header, 0)
         for entry, digest in zip(published.entries, digests, strict=True):
             if self._tensor(entry) != digest:
                 raise NoDeltaError(
-                    f"{shown(entry.name)} has another digest than the manifest says: the copy of "
-                    "the base or a delta is damaged"
+                    f"the digest of {shown(entry.name)} differs from the manifest. The copy of the "
+                    "base or a delta is damaged"
                 )
 
     def _tensor(self, entry: HeaderEntry) -> bytes:

@@ -82,7 +82,7 @@ class _Comparison:
         self._tell(DONE)
 
     def _look_at_some(self) -> None:
-        """Compare some blocks, spread over all tensors; raise if too many elements differ."""
+        """Compare some blocks of all tensors; raise an error if too many elements differ."""
         seen = changed = 0
         for pair, block in self._sample():
             old, new = self._load(pair, block)

@@ -57,7 +57,7 @@ def verify_delta(storage: Storage, folder: Path, delta: Delta) -> None:
     """Compare the files of a delta with their sizes and digests in the record.
 
     Raises:
-        NoDeltaError: a file has another size or digest than the record.
+        NoDeltaError: the size or digest of a file differs from the record.
         OSError: a file is missing, or storage failed.
     """
     for file in checked_files(delta, folder).values():
@@ -71,7 +71,7 @@ def verify_delta(storage: Storage, folder: Path, delta: Delta) -> None:
         finally:
             storage.release(fd)
         if size != file.size or hasher.hexdigest() != file.digest:
-            raise NoDeltaError(f"{path} is not what {DELTA} says: its size or its digest differs")
+            raise NoDeltaError(f"the size or the digest of {path} differs from {DELTA}")
 
 
 def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:
@@ -87,6 +87,6 @@ def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:
         or any(file.digest is None for file in delta.files)
     ):
         raise NoDeltaError(
-            f"{folder / DELTA} does not name the files {INDEX} and {BLOCKS}, each once, with digest"
+            f"{folder / DELTA} does not name the files {INDEX} and {BLOCKS} once each, with digests"
         )
     return files

@@ -58,7 +58,7 @@ class DeltaReader:
             raise self._broken("its index has more entries than the version has blocks")
         index = storage.read(folder / INDEX, files[INDEX].size)
         if xxhash.xxh3_128_hexdigest(index) != files[INDEX].digest:
-            raise self._broken("its index has another digest than its record says")
+            raise self._broken("the digest of its index is not the digest in its record")
         if len(index) % ENTRY.size:
             raise self._broken("its index does not hold a whole number of entries")
         self._entries = np.frombuffer(index, _ENTRIES)
@@ -70,7 +70,7 @@ class DeltaReader:
             raise self._broken("its index has a block twice")
         status = storage.status(folder / BLOCKS)
         if status is None or status.st_size != files[BLOCKS].size:
-            raise self._broken("its blocks have another size than its record says")
+            raise self._broken("the size of its blocks is not the size in its record")
         self._fd = storage.open_read(folder / BLOCKS)
 
     def _checked(
@@ -87,9 +87,9 @@ class DeltaReader:
             raise self._broken("its index names a block that its tensor does not have")
         inside = np.minimum(left, BLOCK)
         if (changed < 1).any() or (changed > inside).any():
-            raise self._broken("its index has a block with too many changes, or none")
+            raise self._broken("its index has a block with no change or with too many changes")
         if (lengths < 1).any() or (lengths > inside * widths[tensors] + 1).any():
-            raise self._broken("a block in its index is empty, or longer than its elements")
+            raise self._broken("a block in its index is empty, or longer than its elements allow")
         if int(lengths.sum()) != size:
             raise self._broken("its blocks together are not as long as the file that holds them")
         if int(changed.sum()) != delta.changed or int(counts.sum()) != delta.elements:

@@ -248,7 +248,9 @@ class Decoder:
             raise BlockError("it is empty")
         if block[0] == _RAW:
             if len(block) != longest(elements, width):
-                raise BlockError(f"it has {len(block) - 1} bytes for {elements} elements")
+                raise BlockError(
+                    f"it has {len(block) - 1} bytes for {elements} elements, which is impossible"
+                )
             return None
         if block[0] != _SPARSE or len(block) < _HEAD.size:
             raise BlockError("it begins with an unknown kind of block")
@@ -257,7 +259,9 @@ class Decoder:
             raise BlockError("the lengths of its parts do not sum up to its own length")
         # A gap takes one byte, and one more byte for each 255 elements that it skips.
         if not count <= gap_length <= count + elements // _MORE:
-            raise BlockError(f"its gaps have {gap_length} bytes for {count} changes")
+            raise BlockError(
+                f"its gaps have {gap_length} bytes for {count} changes, which is impossible"
+            )
         begin = _HEAD.size
         gaps = self._part(block[begin : begin + stored[0]], gap_length)
         begin += stored[0]
@@ -332,13 +336,13 @@ def _unpacker() -> Callable[[memoryview, int], bytes]:
         def unpack(frame: memoryview, length: int) -> bytes:
             try:
                 if zstd.get_frame_info(frame).decompressed_size != length:
-                    raise BlockError("a part declares another length than expected")
+                    raise BlockError("a part declares an unexpected length")
                 decompressor = zstd.ZstdDecompressor()
                 found = decompressor.decompress(frame, max_length=length + 1)
             except zstd.ZstdError as error:
-                raise BlockError(f"a part is no zstd frame: {error}") from None
+                raise BlockError(f"a part is not a zstd frame: {error}") from None
             if len(found) != length or not decompressor.eof or decompressor.unused_data:
-                raise BlockError("a part is no whole zstd frame, or has more than one frame")
+                raise BlockError("a part is not exactly one complete zstd frame")
             return found
 
         return unpack
@@ -348,9 +352,9 @@ def _unpacker() -> Callable[[memoryview, int], bytes]:
     def unpack(frame: memoryview, length: int) -> bytes:
         try:
             if zstandard.frame_content_size(frame) != length:
-                raise BlockError("a part declares another length than expected")
+                raise BlockError("a part declares an unexpected length")
             return decompressor.decompress(frame, length, allow_extra_data=False)
         except zstandard.ZstdError as error:
-            raise BlockError(f"a part is no zstd frame: {error}") from None
+            raise BlockError(f"a part is not a zstd frame: {error}") from None
 
     return unpack

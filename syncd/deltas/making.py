@@ -52,8 +52,8 @@ class DeltaChild:
     This process writes the delta.
 
     Attributes:
-        done: the bytes of the target's tensors that were compared so far. A growing number shows
-            that the child works.
+        done: the bytes of the target's tensors that were compared so far. While this number grows,
+            the child works.
         total: the bytes of all tensors of the target.
 
     Args:

@@ -29,9 +29,9 @@ class Deadlines(NamedTuple):
     """The limits of waits, in seconds.
 
     Attributes:
-        look: the wait for another process's change to show.
-        answer: the wait for another process's answer, in addition to the call's own time.
-        meeting: the wait for the other host.
+        look: the longest wait until another process's change is visible.
+        answer: the longest wait for another process's answer, in addition to the call's own time.
+        meeting: the longest wait for the other host.
     """
 
     look: float = 30.0
@@ -314,7 +314,8 @@ def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
 def join(job: Job, watching: Watching, limits: Deadlines) -> list[Finding]:
     """Carry out the calls of a run on another host, and return the findings of that run.
 
-    If storage does not answer this host, the only finding reports the missing answer.
+    If storage does not answer this host, the result is a single finding, which reports this
+    failure.
 
     Raises:
         JobUnavailableError: no process on another host examines this job, or that process ended

@@ -41,7 +41,7 @@ class Finding(BaseModel):
 
 
 def ok(name: str, words: str, **measured: Measured) -> Finding:
-    """A finding that nothing is wrong."""
+    """A finding without a problem."""
     return Finding(name=name, verdict=Severity.OK, words=words, measured=measured)
 
 
@@ -51,7 +51,7 @@ def warn(name: str, words: str, advice: str, **measured: Measured) -> Finding:
 
 
 def fail(name: str, words: str, advice: str, **measured: Measured) -> Finding:
-    """A finding that a promise of syncd cannot hold."""
+    """A finding that syncd cannot keep a promise."""
     return Finding(name=name, verdict=Severity.FAIL, words=words, advice=advice, measured=measured)
 
 

@@ -79,7 +79,7 @@ def format_of(lease_time: float | None, wrong: str | None) -> Finding:
         return fail(
             "format",
             wrong,
-            "install the same syncd everywhere; never edit format.json, which syncd writes once",
+            "install the same release of syncd on all hosts. Do not edit format.json",
         )
     if lease_time is None:
         return ok("format", "no daemon has served this job yet")
@@ -181,13 +181,15 @@ def software(facts: Facts) -> Finding:
     """Judge the software that is installed on this host."""
     words = f"syncd {facts.syncd}, Python {facts.python}, Linux {facts.kernel}"
     if facts.torch is None:
-        return ok("software", f"{words}; no torch: a daemon needs it only with --dtype")
+        return ok(
+            "software", f"{words}; torch is not installed. A daemon needs torch only with --dtype"
+        )
     numbers = tuple(int(part) for part in facts.torch.split(".")[:2] if part.isdecimal())
     if numbers < _TORCH:
         return warn(
             "software",
             f"{words}, torch {facts.torch}",
-            "install torch 2.6 or newer: trainer_hooks and --dtype need it",
+            "install torch 2.6 or newer: trainer_hooks and --dtype need torch",
         )
     return ok("software", f"{words}, torch {facts.torch}")
 
@@ -222,7 +224,11 @@ def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
         writers: path, mode, owner and group of each folder that was read.
     """
     if not writers:
-        return warn("others", "no folder of the job could be examined", "check its mode and owner")
+        return warn(
+            "others",
+            "no folder of the job could be examined",
+            "check the mode and owner of each folder",
+        )
     for path, mode, _, _ in writers:
         if mode & _OTHERS_WRITE:
             sticky = ", but delete only their own files" if mode & _STICKY else ""
@@ -267,7 +273,7 @@ def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
         return warn(
             "hosts",
             f"{words}; syncd {ours.syncd} here, {theirs.syncd} there",
-            "install the same syncd on both",
+            "install the same release of syncd on both hosts",
         )
     if ours.filesystem != theirs.filesystem:
         return warn(
@@ -283,7 +289,7 @@ def left_behind(room: str, why: str) -> Finding:
     return warn(
         "cleanup",
         f"{printable(room)} could not be removed: {printable(why)}",
-        "the next run on this host removes it, or a daemon after --leftover-grace",
+        "the next run on this host removes the folder. A daemon removes it after --leftover-grace",
     )
 
 

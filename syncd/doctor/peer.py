@@ -100,7 +100,7 @@ def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) ->
 def visit(job: Job, limit: float) -> tuple[Path, Channel]:
     """Find a room that waits for a host, and join this room.
 
-    There may also be rooms of killed runs, in which no process answers.
+    Killed runs can leave rooms in which no process answers.
 
     Returns:
         The room, and the channel to its process.

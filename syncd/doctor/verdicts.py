@@ -117,13 +117,13 @@ def copying(copies: str, shares: str) -> Finding:
 
 
 def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) -> Finding:
-    """Judge whether a touch of a heartbeat shows, and an untouched heartbeat stays the same.
+    """Judge whether a touch of a heartbeat is visible, and an untouched heartbeat looks the same.
 
     Args:
         still: True if an untouched file looks the same twice.
         touched: True if a touched file looks different.
-        step: the shortest tested time, in seconds, after which a second touch shows; None if a
-            second touch never shows.
+        step: the shortest tested time, in seconds, after which a second touch is visible; None if a
+            second touch is never visible.
         lease_time: the lease time of the job, in seconds.
     """
     if not still:

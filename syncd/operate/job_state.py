@@ -76,7 +76,7 @@ def jobs_at(folder: Path) -> list[Path]:
 
 
 def _may_be_job(folder: Path) -> bool:
-    """True if a folder is listed as a job: also if storage fails, which the job's row shows."""
+    """True if a folder is listed as a job. A folder whose storage fails is listed too."""
     try:
         return Job.at(folder).is_there()
     except OSError as error:

@@ -127,7 +127,7 @@ class Jobs:
             return [self._job(path) for path in dict.fromkeys(found)]
 
     def _forget_all_but(self, found: Sequence[Path]) -> None:
-        """Forget jobs that no longer exist, and the data read from them."""
+        """Forget jobs that no longer exist, and their data."""
         gone = [job for path, job in self._known.items() if path not in found]
         for job in gone:
             if not (job.status.is_reading or job.history.is_reading):
@@ -205,8 +205,8 @@ class SharedLook(Generic[T]):
     """Reads data in its own thread, when a visitor asks and the last read is old enough.
 
     Promised: there are never two reads at a time, even if many visitors ask or a read hangs for
-    long. Not promised: that a read that hangs ever ends. Its thread stays until storage answers, or
-    until the process ends.
+    long. Not promised: the end of a read that hangs. The thread of such a read stays until storage
+    answers, or until the process ends.
 
     Args:
         look: reads the data. If this call raises an error, the thread ends, and the old data stay.

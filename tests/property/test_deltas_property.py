@@ -207,16 +207,16 @@ UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100)
         (sparse(b"\x05\xff", b"\x00\x00", b""), 2, "do not match its number"),
         (sparse(b"\x05", b"\x00\x00", b""), 1, "a part is longer"),
         (sparse(b"\x05\x01", b"\x00", b"", 1), 1, "a part is longer"),
-        (sparse(b"\x05", b"\xff", b""), 1, "no zstd frame"),
+        (sparse(b"\x05", b"\xff", b""), 1, "not a zstd frame"),
         (sparse(b"\x05", b"\xff", b"\xfe\x00"), 1, "stored as large is not large"),
         (sparse(b"\x05", b"\xff", b"\xff\xff"), 1, "stored as large is not large"),
         (sparse(b"\x05", b"\x00", b"\x00\x01"), 1, "a part is longer"),
-        (sparse(bytes(50), bomb(2**28), b""), 50, "another length|longer"),
-        (sparse(bytes(50), bomb(2**28)[:49], b""), 50, "another length"),
-        (sparse(bytes(50), UNSIZED, b""), 50, "another length"),
+        (sparse(bytes(50), bomb(2**28), b""), 50, "unexpected length|longer"),
+        (sparse(bytes(50), bomb(2**28)[:49], b""), 50, "unexpected length"),
+        (sparse(bytes(50), UNSIZED, b""), 50, "unexpected length"),
         (sparse(bytes(50), bomb(50)[:-1], b""), 50, "zstd frame"),
         (sparse(bytes(50), bomb(50) + b"\x00", b""), 50, "zstd frame"),
-        (sparse(bytes(50), b"\x00" * 20, b""), 50, "no zstd frame"),
+        (sparse(bytes(50), b"\x00" * 20, b""), 50, "not a zstd frame"),
     ],
 )
 def test_a_block_that_breaks_a_rule_is_refused(block: bytes, count: int, why: str) -> None:
@@ -457,7 +457,7 @@ def test_an_index_that_is_longer_than_the_version_allows_is_not_read(
 def test_an_index_of_another_digest_is_refused(small: Small, tmp_path: Path) -> None:
     link = rewritten(small, tmp_path / "d", small.index, small.blocks)
     (link.folder / INDEX).write_bytes(small.index[::-1])
-    with pytest.raises(NoDeltaError, match="another digest"):
+    with pytest.raises(NoDeltaError, match="the digest of its index is not"):
         read(small, link)
 
 

@@ -90,7 +90,7 @@ def test_the_command_line_says_only_what_was_typed(tmp_path: Path) -> None:
 
 def test_a_daemon_without_a_job_says_where_to_name_it(tmp_path: Path) -> None:
     path = file(tmp_path, "keep = 3\n")
-    with pytest.raises(InvalidSettingsError, match=f"which job.*{path}"):
+    with pytest.raises(InvalidSettingsError, match=f"no job is given.*{path}"):
         CliRunner().invoke(cli, ["run", "--config", str(path)], catch_exceptions=False)
 
 

@@ -438,7 +438,7 @@ def facts(**changed: Any) -> Facts:
         (job_verdicts.mount(facts(options="rw,nocto")), WARN, "nocto"),
         (job_verdicts.mount(facts(options="ro")), FAIL, "read-only"),
         (job_verdicts.software(facts()), OK, "torch 2.6.0"),
-        (job_verdicts.software(facts(torch=None)), OK, "no torch"),
+        (job_verdicts.software(facts(torch=None)), OK, "torch is not installed"),
         (job_verdicts.software(facts(torch="2.5.1+cpu")), WARN, "torch 2.5.1"),
         (job_verdicts.hosts(facts(), facts(host="two", boot="b"), 0.01), OK, "10 ms"),
         (job_verdicts.hosts(facts(), facts(), 0.01), WARN, "one host"),

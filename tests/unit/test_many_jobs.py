@@ -540,7 +540,7 @@ def test_one_job_or_many_and_not_both(tmp_path: Path) -> None:
     told = load(
         None, {"SYNCD_ROOT": "/jobs"}, {"job": GivenValue(Path("job"), "JOB", is_local=True)}
     )
-    with pytest.raises(InvalidSettingsError, match=r"one job or many\? job = .*JOB.*SYNCD_ROOT"):
+    with pytest.raises(InvalidSettingsError, match=r"many jobs: job = .*JOB.*SYNCD_ROOT"):
         _ = told.root
     config = tmp_path / "syncd.toml"
     config.write_text('root = "/jobs"\n')

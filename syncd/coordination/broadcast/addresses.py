@@ -18,8 +18,8 @@ def own_address() -> str:
     """The IP address at which other hosts can reach this host: the address of the default route.
 
     If this host has no default route, the result is ``127.0.0.1``, which no other host can reach.
-    For a host on several networks another address may be right. In that case set
-    ``master_address``.
+    If the host is on several networks, it is possible that the other hosts need a different
+    address. In that case set ``master_address``.
     """
     for host in _ANYWHERE:
         try:
@@ -42,7 +42,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on one address of this host, and on no other.
+    """A socket that listens on only one address of this host.
 
     Args:
         address: a host name or an IP address.

@@ -1,4 +1,4 @@
-"""The weight group: the trainer's rank 0 and all explorers' workers, beside any other group.
+"""The weight group of the trainer's rank 0 and all explorers' workers. It disturbs no other group.
 
 A weight group is one process group with its own TCPStore. Every wait has a deadline. A torch call
 that could wait longer for a peer runs in a separate thread, which is abandoned at the deadline.
@@ -70,9 +70,9 @@ class WeightGroup:
     Promised: no method waits longer than the transfer's deadline plus one second. An error ends the
     group for this rank; the other ranks end the group at their own deadlines.
 
-    Not promised: the content of tensors if :meth:`agree` did not return True. Also not promised:
-    protection from strangers, because any process that can reach the store can take part, as in any
-    torch.distributed job.
+    Not promised: that tensors have the right content if :meth:`agree` did not return True. Also not
+    promised: protection from strangers. As in any torch.distributed job, any process that can reach
+    the store can take part.
 
     Only one thread at a time may call methods, except :meth:`close`, which any thread may call.
 
@@ -200,8 +200,8 @@ class WeightGroup:
         """Tell the other ranks if all weights arrived here; learn if all ranks got all weights.
 
         Promised: all ranks that get an answer get the same answer. Rank 0 gets True only after all
-        other ranks got True. If a rank may have missed the answer, rank 0 gets an error, and all
-        ranks get the weights from the published files.
+        other ranks got True. If it is possible that a rank missed the answer, rank 0 gets an error.
+        In that case all ranks get the weights from the published files.
 
         Args:
             ok: True if all weights arrived at this rank.
@@ -258,7 +258,7 @@ class WeightGroup:
         """Wait for a broadcast.
 
         The method polls with both backends, so that signals are handled during the wait and torch's
-        own timeouts do not matter. gloo ends its side of the operation at the group's timeout.
+        own timeouts do not matter. At the group's timeout gloo stops the operation in this process.
         """
         self._check()
         pause = 0.0

@@ -117,7 +117,7 @@ def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
     """Destroy a backend in the background, because its destructor waits for unfinished work.
 
     Args:
-        backends: one backend; this list holds the last reference to it.
+        backends: a list of one backend. The list holds the last reference to the backend.
         unfinished: work that may still be in progress.
     """
 
@@ -194,9 +194,7 @@ def _nccl(
     rendezvous: Rendezvous, rank: int, store: Store, *, deadline: float, device: torch.device
 ) -> Any:
     if device.type != "cuda" or not torch.cuda.is_available() or not dist.is_nccl_available():
-        raise ValueError(
-            "the group is between GPUs (nccl), and this process has no GPU to receive on"
-        )
+        raise ValueError("the weight group uses nccl, and this process has no GPU for the weights")
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = torch_time(deadline)  # noqa: SLF001 # torch has no other name for it
@@ -222,7 +220,7 @@ _MAKERS: Final[Mapping[Name, _Maker]] = {"gloo": _gloo, "nccl": _nccl}
 
 @contextlib.contextmanager
 def _blocking() -> Iterator[None]:
-    """Turn the watchdog off for the NCCL group that is made in the block, and for no other."""
+    """Turn the watchdog off, but only for the NCCL group that the block makes."""
     with _ENVIRONMENT:
         before = os.environ.get(_BLOCKING)
         os.environ[_BLOCKING] = "1"

@@ -207,14 +207,14 @@ class TrainerSide:
         return self._open is not None and explorer.joined == self._open.offer
 
     def _withdraw(self) -> None:
-        """Call off the open offer, if there is one."""
+        """Withdraw the open offer, if there is an open offer."""
         if self._open is not None:
             self._decide(self._open, "off")
 
     def _decide(self, offer: Offer, wish: Decision) -> Decision:
         """Decide the open offer; return the decision that counts.
 
-        An explorer that gave up may have decided the offer before.
+        If an explorer gave up before this call, that explorer's decision counts.
         """
         self._open = None
         decided = self._offers.decide(offer.offer, wish, self._me.session.id)

@@ -126,7 +126,7 @@ class WeightMeta:
             raise BroadcastError("the tensor list of a transfer is not a list of tensors")
         meta = cls(tuple(map(_spec, told)))
         if len({one.name for one in meta.tensors}) < len(meta.tensors):
-            raise BroadcastError("the tensor list of a transfer has a tensor name twice")
+            raise BroadcastError("the tensor list of a transfer has the same tensor name twice")
         if meta.nbytes >= NUMBER_LIMIT:
             raise BroadcastError("the tensor list of a transfer has an impossible number of bytes")
         return meta
@@ -139,7 +139,7 @@ def _spec(told: object) -> WeightSpec:
         if name_fault(name) is None and is_dtype and shape is not None:
             return WeightSpec(name, dtype, shape)
         raise BroadcastError(
-            f"the tensor list of a transfer: the tensor {shown(name)} cannot be sent"
+            f"the tensor list of a transfer has {shown(name)}, which cannot be sent"
         )
     raise BroadcastError("the tensor list of a transfer has an entry that is not a tensor")
 
@@ -180,7 +180,7 @@ class Header(NamedTuple):
         header = cls(*told)
         if magic != _MAGIC:
             raise BroadcastError(
-                "the received bytes do not begin like a transfer: run the same version of syncd "
+                "the received bytes do not begin like a transfer. Run the same version of syncd "
                 "in the trainer and the explorers"
             )
         if not (0 < header.meta_bytes <= META_LIMIT and header.bucket_bytes >= ALIGNED):

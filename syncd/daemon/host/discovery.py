@@ -30,12 +30,12 @@ class Discovery:
     """Looks for jobs, in its own thread.
 
     A job is a folder in the root, not a link, whose name does not begin with a dot. The folder
-    contains ``.syncd``, which syncd's hook or a daemon makes, or the pointer, which any trainer
-    makes. Other entries of the root are ignored. If the root cannot be listed, for example because
-    it is not mounted, the list of jobs stays as it is.
+    contains ``.syncd`` or the pointer. A hook of syncd or a daemon creates ``.syncd``. Any trainer
+    writes the pointer. Other entries of the root are ignored. If the root cannot be listed, for
+    example because it is not mounted, the list of jobs stays as it is.
 
-    Promised: a folder whose storage hangs does not keep other jobs from being found. Not promised:
-    that a new job is found before this client's cached listing of the root is renewed.
+    Promised: if the storage of one folder hangs, other jobs are still found. Not promised: that a
+    new job is found before this client's cached listing of the root is renewed.
 
     Args:
         root: the folder that contains the jobs.

@@ -79,7 +79,7 @@ class Keeper:
     def give_up(self) -> None:
         """Release the job to other daemons, as :meth:`Service.give_up` does.
 
-        Hangs if storage hangs.
+        This method hangs if storage hangs.
         """
         self.stop()
         if (service := self._service) is not None:

@@ -216,7 +216,8 @@ class RootServices:
         for key in ("memory_dir", "exit_when_idle"):
             if getattr(config, key):
                 raise InvalidSettingsError(
-                    f"{key} is for one job, and root = {root} is for many: leave out one key"
+                    f"{key} is only for a single job, but root = {root} is a folder of many "
+                    "jobs. Leave out one of these two keys"
                 )
         root = root.absolute()
         if not root.is_dir():
@@ -296,7 +297,11 @@ class RootServices:
             elif name not in found and not served.leaves:
                 served.leaves = True
                 path = self._root / name
-                log.info("%s is gone and no longer served", path, extra=Event.JOB_GONE(job=path))
+                log.info(
+                    "%s is gone, so its job is no longer served",
+                    path,
+                    extra=Event.JOB_GONE(job=path),
+                )
                 served.keeper.stop()
         for name in sorted(found - self._served.keys()):
             begun = self._serve(self._root / name)

@@ -158,8 +158,9 @@ class GoingLive:
     def _read_journal(self) -> None:
         """Read the recorded loads from the journal.
 
-        Only the end of the journal is read. If a version was published before this end begins, its
-        loads may be recorded in the unread part. So all loads of such a version count as journaled.
+        Only the end of the journal is read. If a version was published before the first line that
+        is read, the unread part may have loads of this version. So all loads of such a version
+        count as journaled.
         """
         path = self._job.layout.journal
         told: dict[str, int] = {}

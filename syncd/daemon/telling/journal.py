@@ -172,7 +172,7 @@ class Journal:
         )
 
     def named_anew(self, manifest: Manifest, change: NewNames) -> None:
-        """The names of tensors have changed, or the job first had a choice of names."""
+        """The names of tensors have changed; :class:`NewNames` has the details."""
         of = {"hub": "of the hub", "trainer": "of the trainer's module"}
         told = f"tensors have the names {of[change.names]}"
         if change.before is not None:

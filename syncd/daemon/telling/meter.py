@@ -10,7 +10,7 @@ from syncd.storage.job import Job
 
 
 class Meter:
-    """Receives the events of one job; this base class ignores them.
+    """Receives the events of one job; this base class ignores the events.
 
     The thread that serves the job calls the methods. The methods must not raise errors.
     """
