@@ -109,7 +109,7 @@ class SaveQueue:
         """Record as an error that a save is skipped, because two earlier saves took too long."""
         before = self.thread.under_way
         # A save may be over by now, because the ranks have gathered this one meanwhile.
-        why = f"{_steps(before)} is still being written" if before else "two saves were unfinished"
+        why = _being_written(before) if before else "two saves were unfinished"
         self.thread.fail(
             SaveFailedError(f"{what} is not saved, because {why} after {self._patience:g} s")
         )
@@ -122,10 +122,8 @@ class SaveQueue:
         """
         timeout = LIMIT * self._patience
         if not self.thread.wait(most=0, timeout=timeout):
-            steps = _steps(self.thread.under_way)
-            raise SaveFailedError(
-                f"{steps} is still being written after {timeout:g} s; syncd continues to write it"
-            )
+            now = _being_written(self.thread.under_way)
+            raise SaveFailedError(f"{now} after {timeout:g} s; syncd goes on writing")
 
     def raise_failure(self) -> None:
         """Raise the oldest error that was not raised yet, if there is one."""
@@ -152,12 +150,14 @@ class SaveQueue:
         if left:
             errors.append(
                 SaveFailedError(
-                    f"{_steps(left)} was still being written after {self._patience:g} s, and was "
-                    "cancelled. Saves announced earlier are unaffected"
+                    f"{_being_written(left)} after {self._patience:g} s, and syncd cancelled this. "
+                    "Saves announced earlier are unaffected"
                 )
             )
         return errors
 
 
-def _steps(steps: tuple[int, ...]) -> str:
-    return "step " + " and ".join(map(str, steps))
+def _being_written(steps: tuple[int, ...]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]} is still being written"
+    return f"steps {' and '.join(map(str, steps))} are still being written"

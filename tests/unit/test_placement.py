@@ -123,10 +123,10 @@ def test_a_split_factor_that_no_order_has_is_named(factor: int) -> None:
 @pytest.mark.parametrize(
     ("placements", "advice"),
     [
-        ((Replicate(), Other("Partial(reduce_op=sum)")), "redistribute the tensor to Replicate()"),
+        ((Replicate(), Other("Partial(reduce_op=sum)")), "Redistribute the tensor to Replicate()"),
         (
             (Other("_MaskPartial(offset_shape=4)"), Shard(0)),
-            "redistribute the tensor to Replicate()",
+            "Redistribute the tensor to Replicate()",
         ),
         ((Other("Ragged(dim=0)"), Shard(0)), "does not know: report this as a bug"),
         ((Shard(0), Shard(2)), "no dimension 2"),

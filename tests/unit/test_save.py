@@ -114,8 +114,8 @@ def test_shards_of_several_world_sizes_of_which_none_is_whole_are_said(job: Smal
         shard(job, world_size, rank)
     reason = look(job).reason
     assert "no model_world_size_4_rank_2.pt yet" in reason
-    assert "has shards of world size 2 and 3" in reason
-    assert "save again" in reason
+    assert "The shards of world size 2 and 3 are incomplete" in reason
+    assert "Save again" in reason
 
 
 def test_a_huge_world_size_in_a_name_costs_nothing(job: SmallJob) -> None:
@@ -145,7 +145,7 @@ def test_an_fsdp_config_that_says_nothing_of_use_decides_nothing(
     for size, rank in ((1, 0), (2, 0), (2, 1)):
         shard(job, size, rank)
     (job.layout.actor(4) / "fsdp_config.json").write_text(content)
-    assert "remove the older set" in look(job).reason
+    assert "Remove the older set" in look(job).reason
 
 
 def test_a_full_state_dict_is_a_save_of_its_own(job: SmallJob) -> None:
@@ -419,7 +419,7 @@ def test_a_hostile_fsdp_config_decides_nothing(job: SmallJob, content: str) -> N
     for size, rank in ((1, 0), (2, 0), (2, 1)):
         shard(job, size, rank)
     (job.layout.actor(4) / "fsdp_config.json").write_text(content)
-    assert "remove the older set" in look(job).reason
+    assert "Remove the older set" in look(job).reason
 
 
 @pytest.mark.parametrize("number", ["9" * 100, "0" * 100, "-1", "1e3", "٣", "1_0", "+1", " 1"])
