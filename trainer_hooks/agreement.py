@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of the default process group; one rank if there is no group.
+    """The ranks of the default process group, or this process as the only rank if no group exists.
 
     Args:
         group: a process group of all ranks, for this communication; None for the default group.
@@ -45,8 +45,9 @@ class Ranks:
 
         Raises:
             Exception: the error of ``work`` on this rank. If ``work`` failed only on other ranks,
-                the error has the rank, the message and the class of the first failure. If that
-                class is not a class of syncd, the error is a :class:`CheckpointError`.
+                the raised error names the rank of the first failure, and has the message and the
+                class of that failure. If that class is not a class of syncd, the raised error is a
+                :class:`CheckpointError`.
         """
         result: T | None = None
         failure: tuple[type[SyncdError], str] | None = None
@@ -65,6 +66,6 @@ class Ranks:
         return result  # type: ignore[return-value]  # nothing was raised, so work returned it
 
     def of_first(self, work: Callable[[], T]) -> T:
-        """Return rank 0's result of ``work`` on all ranks, or raise rank 0's error on all."""
+        """Return rank 0's result of ``work`` on all ranks, or raise rank 0's error on all ranks."""
         mine = self.together(lambda: work() if self.rank == 0 else None)
         return self.gathered(mine)[0]  # type: ignore[return-value]  # rank 0 has worked

@@ -71,7 +71,7 @@ class SaveThread:
             return self._errors.popleft() if self._errors else None
 
     def take_written(self) -> int | None:
-        """Return the bytes written by saves since the previous call; None if there was no save."""
+        """Return the bytes that saves wrote since the previous call; None if there was no save."""
         with self._changed:
             written, self._written = self._written, None
             return written
@@ -80,7 +80,7 @@ class SaveThread:
         """Wait for the queued functions, and end the thread.
 
         Args:
-            timeout: give up after this many seconds in which no save ends.
+            timeout: give up if no save ends for this many seconds.
 
         Returns:
             The steps of the saves that have not ended.

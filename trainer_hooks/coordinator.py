@@ -102,8 +102,8 @@ class CheckpointCoordinator:
             save_fn: called when all earlier functions have returned. For a state dict,
                 ``save_fn`` must write this rank's part with ``torch.save`` to
                 ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``. Training must not change
-                the written tensors meanwhile. The folder exists already. If storage fails for a
-                moment, ``save_fn`` is called again and must start over.
+                the written tensors before ``save_fn`` has returned. The folder exists already. If
+                storage fails for a moment, ``save_fn`` is called again and must start over.
             global_step: the step.
             is_state_dict: True to move the pointer to the step once all ranks have written their
                 part; False to announce nothing.

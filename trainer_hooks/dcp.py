@@ -43,7 +43,8 @@ def announce_dcp(
     reason.
 
     Args:
-        job_dir: the job directory. If the job directory has no ``.syncd``, this folder is created.
+        job_dir: the job directory. If the job directory has no folder ``.syncd``, this function
+            creates ``.syncd``.
         step: the step that was saved.
         folder: the folder of the save; ``JOB/global_step_N/actor`` by default.
         storage: set only by tests.

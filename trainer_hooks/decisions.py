@@ -75,7 +75,7 @@ class Decisions:
         timeout: seconds that the other ranks wait for rank 0.
 
     Attributes:
-        ranks: the ranks, for other communication between them.
+        ranks: all ranks; callers use this object for other communication between ranks.
     """
 
     def __init__(self, *, timeout: float) -> None:
@@ -120,10 +120,12 @@ class Decisions:
         return plan
 
     def wait_until_sent(self, timeout: float) -> None:
-        """On rank 0, wait until all decisions are sent: if it ended before, others would fail.
+        """On rank 0, wait until all decisions are sent.
+
+        If rank 0's process ended before all decisions were sent, the other ranks would fail.
 
         Args:
-            timeout: seconds for each decision. If they are over, a warning is logged.
+            timeout: seconds to wait for each decision. After this time a warning is logged.
         """
         for work, _ in self._sent:
             try:

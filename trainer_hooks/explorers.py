@@ -31,9 +31,9 @@ T = TypeVar("T")
 class Explorers:
     """Calls rank 0's Synchronizer so that storage errors do not end the training.
 
-    Only :meth:`begin_save` raises storage errors, because a save that was not announced must not be
-    written. The other methods log storage errors, and the next call of a method tries again. A
-    request that cannot be read counts as no request.
+    Only :meth:`begin_save` raises storage errors, because a save must not be written if its
+    beginning was not announced. The other methods log storage errors, and the next call of a method
+    tries again. A request that cannot be read is ignored.
 
     Args:
         synchronizer: a registered synchronizer; its status is set to running.
@@ -53,7 +53,10 @@ class Explorers:
     def decide(
         self, settings: SyncSettings, *, step: int, last_sync_step: int | None, waiting: bool
     ) -> TrainerDecision:
-        """Decide by settings and requests. Tell explorers if no new weights will come."""
+        """Decide whether to sync, by settings and requests.
+
+        Tell explorers if no new weights will come.
+        """
         requested = on_its_way = False
         if settings.style is SyncStyle.EXPLORER_DRIVEN:
             asked = self._tried(self.synchronizer.explorer_requires_sync)
@@ -103,7 +106,7 @@ class Explorers:
         return self._tried(lambda: self.synchronizer.have_received(save_id)) is True
 
     def has_missed(self, save_id: SaveId) -> bool:
-        """Whether an explorer lacks this broadcast and must not produce; False if storage fails."""
+        """Whether an explorer missed this broadcast and is too stale; False if storage fails."""
         return self._tried(lambda: self.synchronizer.has_missed(save_id)) is True
 
     def open_group(self, step: int, save_id: SaveId, device: torch.device) -> WeightGroup:

@@ -43,7 +43,7 @@ _LONGEST_BACK_OFF: Final = 15
 
 
 class Way(Enum):
-    """The route of a sync's weights. ``FALLBACK``: as files, because a broadcast failed."""
+    """The route of a sync's weights. ``FALLBACK`` means files, because a broadcast failed."""
 
     BROADCAST = auto()
     FILES = auto()
@@ -151,7 +151,7 @@ class TrainerBroadcasts:
         return self._explorers.have_received(sent)
 
     def open(self, step: int, save_id: SaveId) -> Way:
-        """On rank 0: choose the route of a sync: a broadcast only if all receivers are ready."""
+        """On rank 0: choose the route of a sync. A broadcast needs all receivers to be ready."""
         explorers = self._explorers
         takers = explorers.takers() if explorers is not None else None
         if explorers is None or takers is None:
@@ -255,8 +255,8 @@ class WeightSender:
     - The model is sent as it is during :meth:`send`.
     - In addition to its part of the model, rank 0 has at most two buckets and one whole tensor in
       memory.
-    - The other ranks have one whole tensor for a moment, because torch gathers to all ranks. With
-      FSDP1 every rank also has a copy of its part.
+    - The other ranks have one whole tensor in memory for a moment, because torch gathers to all
+      ranks. With FSDP1 every rank also has a copy of its part of the model.
     - No rank waits in a collective that another rank has left: if the weight group fails, the
       remaining tensors are still gathered.
 
@@ -295,10 +295,10 @@ class WeightSender:
             The measurements; on ranks other than 0, ``buckets`` is 0.
 
         Raises:
-            BroadcastError: only on rank 0: some receivers may lack the weights. Leave the group,
-                because it cannot be used again.
-            SaveFailedError: on all ranks: the ranks' tensors differ, or a tensor cannot be sent.
-                Leave the group.
+            BroadcastError: some receivers may lack the weights. Only rank 0 raises this error.
+                Leave the group, because the group cannot be used again.
+            SaveFailedError: the ranks' tensors differ, or a tensor cannot be sent. All ranks raise
+                this error. Leave the group.
             Exception: a gathering failed, perhaps only on this rank, for example for lack of
                 memory. The other ranks may still wait in that collective, and would mistake this
                 rank's next collective for the failed collective.

@@ -54,8 +54,8 @@ class TrainerHook:
       wait for the announcement.
     - That a save is announced if one of its ranks has died.
 
-    Construct the hook on every rank, and call its methods on every rank in the same order. Rank 0
-    decides for all ranks, and a gathering needs all ranks.
+    Construct the hook on every rank, and call its methods on every rank in the same order. The same
+    order is necessary because rank 0 decides for all ranks, and a gathering needs all ranks.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
@@ -65,8 +65,8 @@ class TrainerHook:
         tokenizer: its files and those of ``model.config`` become part of each version.
         settings: when to sync and when to save; the same on all ranks.
         saving: how saves are written and kept; the same on all ranks.
-        memory_dir: with method ``memory``: a second job directory for syncs, on a memory filesystem
-            of rank 0's host. Full checkpoints stay in ``job_dir``.
+        memory_dir: a second job directory for syncs, on a memory filesystem of rank 0's host; only
+            with method ``memory``. Full checkpoints stay in ``job_dir``.
         critic, critic_optimizer: another model of this trainer, saved in full checkpoints.
         user_state: called at each full checkpoint on each rank. Returns any other state that
             resuming needs, as tensors, numbers, text and nestings of these.

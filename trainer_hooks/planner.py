@@ -24,7 +24,8 @@ class Begun(NamedTuple):
     Attributes:
         sync: the save for explorers; None if ``full`` is also for explorers, or nothing is synced.
         full: the full checkpoint; None if none is made.
-        hugging_face: the full checkpoint that gets the full weights; None if there is none.
+        hugging_face: the full checkpoint that gets the full weights; None if no checkpoint gets
+            full weights.
     """
 
     sync: SaveId | None = None
@@ -167,7 +168,7 @@ class Planner:
         return Plan.NOTHING
 
     def wait_until_told(self) -> None:
-        """Wait until all ranks can know the last plan, even if this process ends next."""
+        """Wait until all plans are sent to the other ranks, so that this process can end."""
         self._decisions.wait_until_sent(self._settings.save_timeout)
 
     def stays_away(self) -> None:
@@ -288,10 +289,10 @@ class Planner:
         return plan
 
     def _is_missed(self) -> bool:
-        """Whether an explorer that must not produce missed the last sync, which was only broadcast.
+        """Whether the last sync was only broadcast, and a stale explorer missed the broadcast.
 
-        Such an explorer waits for the next sync, while the trainer waits for the explorer's data.
-        So the trainer must sync now.
+        This explorer waits for the next sync, while the trainer waits for the explorer's data. So
+        the trainer must sync now.
         """
         sent = self.last_sync
         return (

@@ -46,7 +46,7 @@ class Progress:
             self._without_hugging_face.add(save_id)
 
     def lacks_hugging_face(self, save_id: SaveId) -> bool:
-        """Whether the full weights must be added to a full checkpoint again."""
+        """Whether a full checkpoint lacks the full weights because they could not be added."""
         with self._lock:
             return save_id in self._without_hugging_face
 

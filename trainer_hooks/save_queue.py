@@ -106,7 +106,7 @@ class SaveQueue:
         self.thread.submit(save_id.step, lambda: writer.say_failed(save_id))
 
     def refuse(self, what: str) -> None:
-        """Record as an error that a save is skipped, because two earlier saves took too long."""
+        """Record the error of a save that is skipped because two earlier saves took too long."""
         before = self.thread.under_way
         # A save may be over by now, because the ranks have gathered this one meanwhile.
         why = _being_written(before) if before else "two saves were unfinished"

@@ -93,7 +93,7 @@ class Saver:
         self._masters: deque[HostBuffers] = deque(maxlen=1)
 
     def begin(self, place: SaveFolder, save_id: SaveId, plan: Plan) -> None:
-        """Copy this rank's part of a save, and queue it. Collective if ranks gather.
+        """Copy this rank's part of a save, and queue the copy. Collective if ranks gather.
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.

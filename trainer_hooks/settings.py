@@ -57,10 +57,10 @@ class SaveSettings:
     Attributes:
         layout: ``sharded``: each rank writes its own file, and nothing is gathered. ``full``: rank
             0 gathers the weights into one safetensors file, tensor by tensor, while training waits.
-        when_busy_sync: for a sync that is due while the previous save is still being written.
-            ``skip``: nothing is copied, and the sync is counted as skipped. The sync stays due
-            until a step at which the writer is free. ``wait``: training waits if
-            two saves are unfinished.
+        when_busy_sync: the treatment of a sync that is due while the previous save is still being
+            written. ``skip``: nothing is copied, and the sync is counted as skipped. The sync stays
+            due until a step at which the writer is free. ``wait``: training waits if two saves are
+            unfinished.
         when_busy_full: like ``when_busy_sync``, but for full checkpoints.
         save_as_hf: which full checkpoints also have the full weights in ``actor/huggingface/``.
         max_to_keep: how many of the newest full checkpoints to keep; 0 = all.
@@ -68,10 +68,11 @@ class SaveSettings:
         write_concurrency: how many ranks write at a time, for storage that collapses if all ranks
             write at once. ``per_node``: one rank on each host. ``one_at_a_time``: one rank at a
             time, in rank order.
-        lora: for a model with PEFT adapters. ``adapter``: only the active adapter, in
-            ``actor/lora_adapter/``. ``merged``: the full model with the adapter merged into it.
-            ``auto``: the adapter if nothing else is trained, otherwise ``merged``. The adapter or
-            the merged model is gathered on rank 0 while training waits; ``layout`` is ignored.
+        lora: the weights that explorers get from a model with PEFT adapters. ``adapter``: only the
+            active adapter, in ``actor/lora_adapter/``. ``merged``: the full model with the adapter
+            merged into it. ``auto``: the adapter if nothing else is trained, otherwise ``merged``.
+            The adapter or the merged model is gathered on rank 0 while training waits; ``layout``
+            is ignored.
         sync_dtype: the dtype to which floating tensors are cast for explorers; None to keep the
             model's dtypes. The cast runs on the device during the copy, and gives the same bits as
             ``Tensor.to``. Integers, bool and fp8 are not cast. Full checkpoints also keep the

@@ -39,7 +39,7 @@ class _Sending(NamedTuple):
     """A bucket that is being sent.
 
     Attributes:
-        memory: the memory of the bucket; kept until it is sent.
+        memory: the memory of the bucket; kept until the bucket is sent.
         is_buffer: whether later buckets reuse this memory.
         broadcasting: the handle to wait for.
     """

@@ -212,7 +212,7 @@ class SyncdCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Add the metrics since the previous training log to this log and ``log_history``."""
+        """Add the hook's metrics to ``logs`` and ``log_history`` at each training log."""
         # Not into an evaluation's log, which evaluate() returns: a hyperparameter search sums it
         # up.
         if logs is None or "loss" not in logs:

@@ -1,4 +1,4 @@
-"""Trinity-RFT's FSDP helpers, with receipts and files: to port a trainer, change the import.
+"""Trinity-RFT's FSDP helpers, with receipts and files. To port a trainer, change the import.
 
 The functions have the names, arguments and meaning of the functions in
 ``trinity.trainer.verl.fsdp_engine``. ``docs/trinity.md`` lists the differences. An engine is verl's
@@ -115,8 +115,9 @@ def fsdp_upload_state_dict(
         logger: gets a message when the state dict is written.
 
     Raises:
-        InvalidSettingsError: on all ranks: rank 0 has no ``TrainerSynchronizer`` of syncd.
-        SaveFailedError: on all ranks: the state dict was not written.
+        InvalidSettingsError: rank 0 has no ``TrainerSynchronizer`` of syncd. All ranks raise this
+            error.
+        SaveFailedError: the state dict was not written. All ranks raise this error.
     """
     if global_step == 0:
         return

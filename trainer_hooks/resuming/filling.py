@@ -50,7 +50,7 @@ class BoxRead(NamedTuple):
         file: the number of the file, which is the rank that wrote the file.
         dtype: the dtype in the file.
         held: the box that the file holds, and the position of its bytes in the file.
-        part: the part of that box to read.
+        part: the part of the box in ``held`` that is read.
         compares: True to check that the goal already has these values, instead of filling the goal.
     """
 
@@ -106,13 +106,14 @@ def plan(
     Args:
         goals: this rank's goals.
         files: the files of all ranks that saved.
-        own: the number of this rank's own file; None if another number of ranks saved.
+        own: the number of this rank's own file; None if the number of ranks at the save was
+            different.
         optional: the names of goals that stay as they are if no file has them.
 
     Raises:
-        CheckpointError: no file has a tensor, or a part of a tensor. This error is also raised if a
-            tensor's shape in a file differs from the goal's shape, or if the tensor's dtype cannot
-            be cast to the goal's dtype.
+        CheckpointError: some tensor, or a part of a tensor, is in no file. This error is also
+            raised if a tensor's shape in a file differs from the goal's shape, or if the tensor's
+            dtype cannot be cast to the goal's dtype.
         OSError: a file cannot be read now.
     """
     if own is not None:
@@ -205,7 +206,7 @@ def _checked_dtype(goal: Goal, held: Held, path: Path) -> torch.dtype:
 
 
 def _becomes(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a cast is allowed: floating to floating, or integer to integer; never of fp8."""
+    """Whether a cast is allowed: floating to floating, or integer to integer; no cast of fp8."""
     if saved == wanted:
         return True
     kinds = {_kind(saved), _kind(wanted)}

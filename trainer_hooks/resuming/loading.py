@@ -26,7 +26,9 @@ from trainer_hooks.writing.model_files import adapters_of
 
 
 class Loading(ABC):
-    """Resumes one object, for example a model; call the methods in the order of this class.
+    """Resumes one object, for example a model.
+
+    Call the methods in the order in which this class defines them.
 
     ``prepare`` and ``load`` may be collective, so call them on all ranks or on none. The other
     methods are local.
@@ -65,7 +67,7 @@ class Loading(ABC):
         )
 
     def fill(self, checked: Sequence[int]) -> None:
-        """Fill the tensors; check all bytes of the files with the numbers in ``checked``."""
+        """Fill the tensors. Check all bytes of each file whose number is in ``checked``."""
         there = [number for number in checked if number < len(self.files)]
         fill(self._copies, self.files, checked=there)
 
@@ -144,7 +146,7 @@ class OptimizerLoading(Loading):
         self._state = torch_optimizer_state(self._model, self._optimizer, flatten=False)
 
     def plan(self, own: int | None) -> None:
-        """Plan the tensors of the state and of the options; set all other values now."""
+        """Plan reads for the tensors of the state and of the options; set all other values now."""
         names, options = self._saved(own)
         self._is_empty = not any(name.startswith(f"{STATE}.") for name in names)
         found: dict[str, Any] = {}
@@ -283,7 +285,7 @@ class RawOptimizerLoading(Loading):
         self._state = found[RAW]
 
     def taken(self) -> set[str]:
-        """Nothing: the file's content is opaque."""
+        """An empty set, because the names in the file are unknown."""
         return set()
 
     def fill(self, checked: Sequence[int]) -> None:
@@ -309,7 +311,7 @@ def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:
 
 
 def _option(name: str) -> tuple[str, str] | None:
-    """The parameter and the option that a name contains; None if it is not an option's name."""
+    """The parameter and the option in a name; None if the name is not the name of an option."""
     kind, _, rest = name.partition(".")
     parameter, dot, option = rest.rpartition(".")
     return (parameter, option) if kind == GROUPS and dot else None

@@ -13,10 +13,11 @@ in the step's folder::
     remove .saving                            a whole checkpoint that the pointer names
 
 A step is **whole** if it has ``.full_checkpoint``, and full receipts of all ranks for the same
-save. The mark alone is not enough: if a step is saved twice, a rank can make the mark of the first
-save after another rank has begun the second save. A save of another trainer has no receipts. A step
-without receipts is whole if all shards exist, ``.saving`` does not exist, and either a mark or the
-checkpoint pointer says that training can resume from the step.
+save. ``.full_checkpoint`` without these receipts is not enough. For example, if a step is saved
+twice, a rank can make the ``.full_checkpoint`` of the first save after another rank has begun the
+second save. A save of another trainer has no receipts. A step without receipts is whole if all
+shards exist, ``.saving`` does not exist, and either ``.full_checkpoint`` or the checkpoint pointer
+says that training can resume from the step.
 
 If the step that the checkpoint pointer names is whole, this step is chosen. If that step is not
 whole (because the step was being saved again, or was deleted), the newest whole step is chosen. A
@@ -64,8 +65,8 @@ class FullCheckpoint:
         world_size: the number of ranks that wrote it.
         save_id: the id of the save; None for a save of another trainer.
         weights: the names, inside ``actor/``, of the files that hold the actor's weights.
-        vouched: for each folder of the step, a dict: the name of a file → the file's entry in
-            its receipt. Empty if there are no receipts.
+        vouched: for each folder of the step, a dict that maps the name of a file to the file's
+            entry in its receipt. Empty if there are no receipts.
     """
 
     step: int
@@ -182,7 +183,7 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
 def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
     """The files of the weights: the shards, or the full state dict if there are no shards.
 
-    If a rank has cast its weights for explorers, its file with the model's dtype is used.
+    If a rank has cast its weights for explorers, the rank's file with the model's dtype is used.
     """
     shards = resumed_weights(names, world_size)
     if FULL_STATE_DICT in names and not names.keys() & set(shards):
@@ -191,7 +192,7 @@ def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ..
 
 
 def _foreign(job: Job, step: int, names: list[str], *, is_marked: bool) -> FullCheckpoint | str:
-    """A checkpoint that has no receipts: another trainer wrote it, or a copy lost the receipts."""
+    """A checkpoint that has no receipts: another trainer wrote it, or a copy lacks the receipts."""
     if not is_marked or SAVING in names:
         return f"{job.layout.step(step)} is being written, or is not a full checkpoint"
     save = look_at_save(job.storage, job.layout.actor(step), step)
@@ -245,7 +246,8 @@ def _identity(receipt: Receipt) -> tuple[int, str]:
 def _by_folder(receipts: list[Receipt]) -> dict[str, dict[str, ReceiptFile]]:
     """The receipts' entries by folder and file name.
 
-    In a receipt, a file's name has no folder, except for the critic's files: ``critic/…``.
+    In a receipt, a file's name has no folder. Only names of the critic's files begin with
+    ``critic/``.
     """
     # Also without a critic: its folder may be left from an earlier save of this step.
     folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}, CRITIC: {}}

@@ -65,8 +65,9 @@ class Resumed:
 
     Attributes:
         step: the saved step; training continues with the next step.
-        user_state: the result of the hook's ``user_state`` on this rank; None if there was none. If
-            the number of ranks has changed, all ranks get the user state of rank 0.
+        user_state: the result of the hook's ``user_state`` on this rank; None if the checkpoint has
+            no user state. If the number of ranks has changed, all ranks get the user state of rank
+            0.
         save_id: the id of the save; None for a save of another trainer.
         world_size: the number of ranks that saved the checkpoint.
         is_exact: whether the number of ranks is the same as at the save, so that the random number
@@ -122,8 +123,9 @@ def load_checkpoint(
         job_dir: the job directory; nothing in it is changed.
         model: gets the actor's weights, in place.
         optimizer: gets the saved state. A ``torch.optim.Optimizer`` of this model, or any other
-            object with ``load_state_dict``. An object of another class can resume only if the
-            number of ranks is the same as at the save. With None the saved state is ignored.
+            object with ``load_state_dict``. An object that is not a ``torch.optim.Optimizer`` can
+            resume only if the number of ranks is the same as at the save. With None the saved state
+            is ignored.
         scheduler: the learning rate's scheduler. With None its saved state is ignored.
         critic: another model, which gets the weights in ``critic/``.
         critic_optimizer: the critic's optimizer.
@@ -279,7 +281,7 @@ def _extra_state(job: Job, chosen: FullCheckpoint, own: int | None) -> dict[str,
 
 
 def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> None:
-    """Raise if adapters were saved without their base model, and the given base differs."""
+    """Raise if the base model of the adapters is not the base model that the save names."""
     saved, here = extra.get(BASE_MODEL), None
     if adapters_of(model):
         here = base_name(unwrapped(model))

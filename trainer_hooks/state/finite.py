@@ -34,7 +34,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 class Looked:
-    """Checks tensors for NaN and Inf, each on its device and the device's current stream.
+    """Checks tensors for NaN and Inf, each on its own device, in that device's current stream.
 
     Only :meth:`nonfinite` needs the results, so no other method waits for a device. A check reads
     each element once, and keeps a few scalars. A check of fp8 also needs 4 MiB for a copy of bits.
@@ -103,7 +103,7 @@ class LookedAtBytes:
         self._begun = b""
 
     def add(self, part: memoryview) -> None:
-        """Check the next bytes. Their memory must be writable, and may change after this call."""
+        """Check the next bytes, in writable memory. You may change the memory after this call."""
         size = self._dtype.itemsize
         if self._begun:  # a part has ended inside an element
             missing = size - len(self._begun)

@@ -1,7 +1,7 @@
 """A full checkpoint's state other than weights: the optimizer, and the rest needed to resume.
 
-These files are read by ``torch.load(weights_only=True)`` or by the parser of the merge. Neither
-runs code from a file. So a save refuses values that could not be read in these two ways.
+These files are read by ``torch.load(weights_only=True)`` or by the parser of the merge. Neither of
+these readers runs code from a file. So a save refuses values that these readers cannot read.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class FullStateStream:
         the other tensors, and the writer reports the error.
 
         Raises:
-            SaveFailedError: on every rank: the ranks' tensors differ, a tensor cannot be written,
-                or a collective failed.
+            SaveFailedError: the ranks' tensors differ, a tensor cannot be written, or a collective
+                failed. Every rank raises this error.
         """
         try:
             plan = agree_on_plan(
@@ -273,7 +273,7 @@ class BytePipe:
             self._changed.notify_all()
 
     def put(self, whole: Tensor) -> None:
-        """Copy a tensor's bytes into the buffer; drop them after :meth:`abort`."""
+        """Copy a tensor's bytes into the buffer. After :meth:`abort`, drop the bytes."""
         flat = flat_bytes(whole)
         while flat.numel():
             if self._filling is None:
@@ -300,7 +300,7 @@ class BytePipe:
         self._filling, self._filled = None, 0
 
     def take(self, count: int) -> Iterator[memoryview]:
-        """Yield the next ``count`` bytes in parts; a part is valid until the next is yielded."""
+        """Yield the next ``count`` bytes in parts, each valid until the next part is yielded."""
         while count:
             if not self._rest:
                 self._reading, filled = self._next_ready()

@@ -30,7 +30,8 @@ class FullPlan:
     """The plan for the file of a full state dict.
 
     Attributes:
-        file: the tensors of the file, each with the tied tensors that must equal it.
+        file: the tensors of the file, each tensor with the tied tensors that must equal this
+            tensor.
     """
 
     file: PlannedFile
@@ -90,7 +91,8 @@ def agree_on_plan(
             their dtypes.
 
     Raises:
-        SaveFailedError: on all ranks: the ranks' tensors differ, or a tensor cannot be saved.
+        SaveFailedError: the ranks' tensors differ, or a tensor cannot be saved. All ranks raise
+            this error.
     """
     outline = _outline(state, rank, tied=tied, derived=derived)
     outlines = [outline]

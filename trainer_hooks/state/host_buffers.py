@@ -80,9 +80,9 @@ class HostBuffers:
     """A set of host buffers. States are copied into the same buffers, one after another.
 
     The first copy makes the buffers. Later copies of the same names, shapes and dtypes use no new
-    memory, so on the CPU they are no slower than ``clone``. For tensors of an accelerator the
-    buffers are pinned. The copies run on the current stream of each device, and the host waits
-    once for all copies.
+    memory. So later copies of CPU tensors are at least as fast as ``clone``. For tensors of an
+    accelerator the buffers are pinned. The copies run on the current stream of each device, and the
+    host waits once for all copies.
 
     Each copy overwrites the previous one.
     """
@@ -161,7 +161,7 @@ class _Kept:
     """The copy of a value.
 
     Attributes:
-        buffers: the buffers of its parts.
+        buffers: the buffers of the value's parts.
         layout: the layout of a sharded tensor, for comparison.
         value: the copy itself, whose memory is in the buffers.
     """
@@ -177,7 +177,7 @@ class _Kept:
 
 
 def _looks_at(device: torch.device) -> bool:
-    """Whether to check tensors before the copy. On a CPU, training would wait for the check."""
+    """Whether to check tensors before the copy: not on a CPU, where training would have to wait."""
     return device.type == "cuda"  # other accelerators may lack aminmax for some dtype
 
 
@@ -244,7 +244,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> object | None:
-    """A key, equal for tensors with the same memory; None if this rank's part is empty."""
+    """A key that is equal for tensors with the same memory; None if this rank's part is empty."""
     with torch.no_grad():
         held = tuple(_memory(part) for part in _parts(tensor) if part.numel())
     return held or None

@@ -99,8 +99,9 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
 
     Returns:
         The map. The map is ``refused`` if transformers cannot convert the names, or if a tensor of
-        the hub is not made of whole rows of the model's tensors. None if the model is not of
-        transformers, or transformers is older than version 5, which cannot convert names.
+        the hub is not made of whole rows of the model's tensors. The result is None if the model is
+        not a model of transformers. The result is also None if transformers is older than version
+        5, because older versions cannot convert names.
     """
     if not _is_pretrained(model):
         return None
@@ -206,7 +207,7 @@ class _Trace:
         self._source_of = {_memory(value): name for name, value in sources.items()}
 
     def tensors(self, found: Mapping[str, Tensor]) -> dict[str, MappedTensor]:
-        """The entries of the map, only for tensors that differ on the hub.
+        """The entries of the map. Tensors that are the same on the hub have no entry.
 
         Raises:
             _NotRowsError: the map cannot describe a tensor.

@@ -92,7 +92,7 @@ class PeftState:
 
     @cached_property
     def not_an_adapter(self) -> str | None:
-        """The reason why the adapter cannot be published alone; None if it can be."""
+        """The reason why publishing only the adapter is impossible; None if it is possible."""
         if len(self.active) != 1:
             told = ", ".join(map(repr, self.active)) or "none"
             return (
@@ -157,7 +157,8 @@ class PeftState:
     def config_writer(self) -> Callable[[Path], object]:
         """A function that writes ``adapter_config.json`` as ``PeftModel.save_pretrained`` does.
 
-        The function writes the config as it is now, even if the function is called later.
+        The config is copied now, so the returned function does not write later changes of the
+        config.
         """
         config: Any = copy.deepcopy(self._configs[self.active[0]])
         told = {}
@@ -178,8 +179,8 @@ class PeftState:
     def frozen_base(self) -> frozenset[str]:
         """The names of the base model's parameters that training leaves unchanged.
 
-        Empty if the base differs from the model that its name refers to, or if PEFT cannot tell
-        which tensors belong to an adapter.
+        The result is empty if the base model differs from the model that its name refers to, or if
+        PEFT cannot tell which tensors belong to an adapter.
         """
         if self._changed_base is not None:
             return frozenset()

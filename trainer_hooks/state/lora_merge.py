@@ -94,7 +94,7 @@ class _Layer(NamedTuple):
     targets: tuple[tuple[str, str], ...]
 
     def derived(self, target: str, state: Mapping[str, Tensor]) -> Derived:
-        """The way to compute one target; all ranks first try it on tensors without content."""
+        """The way to compute one target. All ranks first test it on tensors without content."""
         parts = {name: state[name] for name in self.parts}
         held = state[dict(self.targets)[target]]
 
@@ -177,7 +177,7 @@ class _Base:
                     self.look_into(child, joined(path, name), joined(out, name))
 
     def _layer(self, module: Any, path: str) -> _Layer | None:
-        """A layer of PEFT; None if no adapter of it is active."""
+        """A layer of PEFT; None if no adapter of the layer is active."""
         kind = next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
         if (kind.__module__, kind.__qualname__) not in _MERGED:
             raise InvalidSettingsError(

@@ -47,7 +47,7 @@ class Notes:
         return None if receipt is None else SaveId.parse(receipt.save_id)
 
     def failed(self, rank: int) -> SaveId | None:
-        """The save that a rank failed to write, or that rank 0 gave up; None if there is none.
+        """The save that a rank failed to write, or that rank 0 gave up; None if no record exists.
 
         Raises:
             OSError: storage failed.
@@ -61,7 +61,7 @@ class Notes:
         return SaveId.parse(content.decode(errors="replace").strip())
 
     def write_receipt(self, name: str, receipt: Receipt) -> None:
-        """List the files that this rank has written completely and durably."""
+        """Write a receipt, which lists files that this rank has written completely and durably."""
         self._job.storage.replace(self.folder / name, encode(receipt))
 
     def say_failed(self, rank: int, save_id: SaveId) -> None:

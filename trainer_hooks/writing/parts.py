@@ -1,6 +1,7 @@
-"""Writes the files of a save; each is complete and durable before it gets its name.
+"""Writes the files of a save; each file is complete and durable before it gets its name.
 
-``torch.save`` writes CRC-32s and aligns large tensors to pages. Both make the merge faster.
+``torch.save`` writes CRC-32s and aligns large tensors to pages. The CRC-32s and the alignment make
+the merge faster.
 """
 
 from __future__ import annotations

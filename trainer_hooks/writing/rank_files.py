@@ -102,7 +102,7 @@ class RankFiles:
     def write_weights(
         self, save_id: SaveId, contents: RankContents, nonfinite: NonFinite
     ) -> list[ReceiptFile]:
-        """Write this rank's part of the weights: each file gets its name after its fsync.
+        """Write this rank's part of the weights. Each file gets its name after its fsync.
 
         Args:
             save_id: the save.
@@ -257,8 +257,8 @@ class RankFiles:
     def _drop_hugging_face(self, folder: Path) -> None:
         """Delete the full weights of the replaced checkpoint, and then the file that lists them.
 
-        Otherwise the old weights would look like weights of the new checkpoint, even if the new
-        checkpoint has no full weights.
+        Without this deletion, the old weights would look like weights of the new checkpoint, even
+        if the new checkpoint has no full weights.
         """
         weights = filter(is_weights_name, self._job.storage.names(folder))
         self._unlink_all(folder, *weights, MANIFEST)

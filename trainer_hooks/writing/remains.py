@@ -59,11 +59,11 @@ class Remains:
     def discard(self, attempt: Attempt) -> None:
         """Delete this rank's unannounced files, beginning with the receipts.
 
-        This rank's shard is kept if the save has only weights, and this rank's optimizer is beside
-        the shard. Then both files belong to another trainer's full checkpoint of the same step
-        (e.g. verl's), which is perhaps the only checkpoint to resume from. The daemon does not
-        publish the shard. From a folder that once had receipts, the daemon publishes only saves
-        with receipts.
+        This rank's shard is kept if the save has only weights, and this rank's optimizer file is in
+        the same folder. In this case the shard and the optimizer file belong to another trainer's
+        full checkpoint of the same step (e.g. verl's), which is perhaps the only checkpoint to
+        resume from. The daemon does not publish the shard. From a folder that once had receipts,
+        the daemon publishes only saves with receipts.
         """
         step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
         actor, critic = self._job.layout.actor(step), self._job.layout.step(step) / CRITIC

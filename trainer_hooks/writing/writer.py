@@ -1,7 +1,7 @@
 """``RankWriter``: writes one rank's saves; on rank 0 it also announces them.
 
-``RankWriter._save`` contains the order of a save. ``docs/protocol.md`` specifies this order under
-"When a save is complete" ("With receipts").
+``RankWriter._save`` does the actions of a save in the order that ``docs/protocol.md`` specifies
+under "When a save is complete" ("With receipts").
 """
 
 from __future__ import annotations
