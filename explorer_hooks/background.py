@@ -48,9 +48,9 @@ def follow(
         pause: waits for the given number of seconds; returns whether the wait was cancelled.
         poll: seconds to wait after the first failure. The wait doubles with each further failure,
             up to 4 seconds.
-        is_away: called after a failure; returns True if the engine does not answer at all. Without
-            an answer the function does not pull, because a pull could read a whole version that
-            cannot be loaded.
+        is_away: called after a failure; returns True if the engine does not answer at all. While
+            the engine does not answer, the function does not pull, because a pull could read a
+            whole version that the engine cannot load.
 
     Raises:
         Exception: ``pull`` raised an error after which the function does not pull again.
@@ -166,7 +166,8 @@ class Follower:
     def check_off(self) -> None:
         """Check that no background thread follows the job.
 
-        A pull of the caller would have to wait for the thread, and the thread pulls all the time.
+        A pull by the caller would have to wait for the thread, because the thread pulls all the
+        time.
 
         Raises:
             NotFollowingError: the background thread has died.
@@ -238,7 +239,7 @@ class Follower:
 
 
 def _is_other(version: Version | None, than: Version | None) -> bool:
-    """Whether ``version`` is newer. After a broadcast only the step is newer, not the sequence."""
+    """Whether ``version`` is newer. A broadcast changes the step, but not the sequence."""
     return version is not None and (
         than is None or (version != than and version.sequence >= than.sequence)
     )

@@ -1,4 +1,4 @@
-"""Receive weights by broadcast: the handshake, the buckets, and filling an engine's tensors."""
+"""Receive weights by broadcast: do the handshake, receive the buckets, fill an engine's tensors."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ def greet(
         group: the weight group in which a transfer begins.
         known: the meta of an earlier transfer. If the meta has not changed, the trainer does not
             send the meta again.
-        prepare: prepares for the announced tensors. If ``prepare`` raises, no tensor is sent.
+        prepare: prepares for the announced tensors. If ``prepare`` raises an error, no tensor is
+            sent.
 
     Raises:
-        BroadcastError: a member cannot take the transfer, or the group has failed.
+        BroadcastError: a member cannot receive the transfer, or the group has failed.
     """
     header = Header.decode(_told(group, HEADER))
     meta = known if known is not None and known.digest == header.digest else None
@@ -128,7 +129,7 @@ class Arriving(Generic[T]):
                 yield spec.name, as_tensor(none, spec)
 
     def end(self) -> None:
-        """Confirm that the last byte has arrived, and wait until all members have confirmed this.
+        """Confirm that the last byte has arrived, and wait for the confirmations of all members.
 
         Raises:
             BroadcastError: a member did not receive the last byte, or refused the transfer.
@@ -292,8 +293,8 @@ class WeightReceiver:
             The targets, for ``stage.copy``.
 
         Raises:
-            BroadcastError: see :meth:`receive`. Also raised if two tensors share one target, but
-                differ.
+            BroadcastError: see :meth:`receive`. The error is also raised if two tensors that share
+                one target have different contents.
         """
 
         def prepare(meta: WeightMeta, _: Image) -> tuple[Fit, Tensor]:
@@ -354,7 +355,7 @@ def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -
     Args:
         arriving: the transfer.
         found: the targets of each tensor.
-        views: for each target the memory to fill, in the target's shape.
+        views: the memory to fill for each target, in the target's shape.
     """
     parts: dict[str, list[tuple[Target, Tensor]]] = {}
     for target, view in zip(found.targets, views, strict=True):

@@ -58,7 +58,7 @@ class DeltaBase:
     def make(
         self, target: LeasedVersion, to: Storage, draft: Path, cancel: Callable[[], None]
     ) -> None:
-        """Make the target's files in an empty folder, except the manifest. Verify the files.
+        """Make and verify the target's files, except the manifest, in an empty folder.
 
         Raises:
             NoDeltaError: the deltas do not make this version from this copy.
@@ -101,9 +101,10 @@ class DeltaBases:
         why_no_room: Callable[[str], str | None],
         cancel: Callable[[], None],
     ) -> DeltaBase:
-        """Hold the copy that can be turned into the version with the fewest bytes of deltas.
+        """Hold the copy that needs the fewest bytes of deltas to become the version.
 
-        If the daemon is still making a delta from a copy on this host, this method waits for it.
+        If the daemon is still making a delta from a copy on this host, this method waits for that
+        delta.
 
         Args:
             target: the held version, of kind ``full``.
@@ -247,7 +248,7 @@ def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None])
 
 
 def _progress(job: Job, sequence: int) -> DeltaProgress | None:
-    """Read the progress of the delta to LATEST's version; return None if there is no record."""
+    """Read the progress of a delta to version ``sequence`` or later; None if there is no record."""
     for is_asked in (False, True):
         if is_asked:
             # It is written before LATEST names the version: this client's cache may be older.
@@ -269,7 +270,7 @@ def _end_of(told: DeltaProgress | None, sequence: int) -> str:
 
 
 def _refreshed(job: Job, folder: Path) -> bool:
-    """Refresh this client's cached names of a folder; return False if there is no such folder."""
+    """Refresh this host's cached list of a folder's files; return False if there is no folder."""
     try:
         job.storage.refresh(folder)
     except OSError as error:
@@ -303,7 +304,7 @@ def _job_of(target: LeasedVersion) -> Job:
 
 
 def _deltas(job: Job) -> Iterator[tuple[Path, Delta]]:
-    """The readable deltas of a job. The daemon can delete each of them at any time."""
+    """The readable deltas of a job. The daemon can delete any of these deltas at any time."""
     if not _refreshed(job, job.layout.deltas):
         _refreshed(job, job.layout.root)  # before the first delta there is no such folder
     for name in job.storage.names(job.layout.deltas):

@@ -22,7 +22,7 @@ class Transfer:
 
     Attributes:
         save_id: the save that the weights belong to.
-        take: lets the engine receive all of the weights, or none of the weights. For the errors see
+        take: lets the engine receive either all weights or no weights. For the errors see
             :meth:`~explorer_hooks.engines.base.WeightTaker.receive`.
     """
 
@@ -57,7 +57,7 @@ class ExplorerBroadcasts:
         return self._engine.workers
 
     def meet(self, cancel: Cancellation) -> Transfer:
-        """Get the address of the weight group for the last agreed offer.
+        """Get the address of the weight group for the most recently agreed offer.
 
         Raises:
             BroadcastError: the trainer did not name the address within the ``broadcast_timeout``.

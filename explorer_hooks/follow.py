@@ -195,8 +195,8 @@ def command(
 
     --engine, at --url: syncd pauses the server, and lets the server load the version and generate a
     token. Only then does the version count as served. If the server was restarted, the server must
-    load the version again. The server's key is read from SYNCD_API_KEY, and the key of SGLang's
-    --admin-api-key from SYNCD_ADMIN_API_KEY.
+    load the version again. syncd reads the server's key from SYNCD_API_KEY, and the key for
+    SGLang's --admin-api-key from SYNCD_ADMIN_API_KEY.
 
     --command: syncd runs the command with SYNCD_FOLDER, SYNCD_STEP, SYNCD_SEQUENCE and SYNCD_KIND.
     If the command fails, the version is refused, and the command runs again with the previous

@@ -32,13 +32,13 @@ class Followers:
     """Explorers that follow one job, each with its own thread and server.
 
     If an explorer fails, the other explorers go on. The error is logged. After ``again`` seconds,
-    the explorer's hook is opened again, except if :meth:`end` was called. If no explorer at all can
-    be opened, because settings or names are wrong or the job is unavailable, all explorers end.
+    the explorer's hook is opened again, except if :meth:`end` was called. All explorers end if no
+    explorer can be opened because settings or names are wrong, or because the job is unavailable.
 
     Args:
-        opens: explorer's name → the function that opens the explorer's hook.
+        opens: maps each explorer's name to the function that opens the explorer's hook.
         served: called in the thread of an explorer, with the explorer's name and each version that
-            the explorer's server serves. If ``served`` raises, all explorers end.
+            the explorer's server serves. If ``served`` raises an error, all explorers end.
         again: seconds between two attempts to open an explorer.
     """
 

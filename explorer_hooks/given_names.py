@@ -32,8 +32,8 @@ class NamedPiece(NamedTuple):
     Attributes:
         own: the name of the version's tensor.
         own_box: the part of that tensor.
-        other: the other name of the tensor: the trainer's name if the version has the hub's names,
-            or else the hub's name.
+        other: the other name of the tensor. If the version has the hub's names, ``other`` is the
+            trainer's name. Otherwise ``other`` is the hub's name.
         other_box: the same part in ``other``. If ``other`` is a trainer's stack of tensors, the box
             has one more dimension, of size 1.
         swaps: whether the last two dimensions are swapped.
@@ -83,8 +83,9 @@ class GivenNames:
     """The names of a version's tensors in the trainer's module and on the hub.
 
     Args:
-        name_map: maps the trainer's names to the hub's.
-        given: whether the version's tensors have the ``trainer`` names or the ``hub`` names.
+        name_map: maps the trainer's names to the hub's names.
+        given: ``trainer`` if the version's tensors have the trainer's names, or ``hub`` if they
+            have the hub's names.
 
     Attributes:
         given: the argument ``given``.
@@ -102,7 +103,7 @@ class GivenNames:
         return GivenNames(self._map, "trainer")
 
     def pieces_of(self, tensor: NamedShape) -> list[NamedPiece]:
-        """The pieces of a version's tensor; empty if both names of the tensor are the same."""
+        """The pieces of a version's tensor; empty if the tensor's two names are equal."""
         name, shape = tensor.name, tensor.shape
         if self.given == "trainer":
             return [_piece(name, shape, part) for part in self._hub(name, shape)]

@@ -73,7 +73,7 @@ class ExplorerHook:
             other error the hook tries the version again.
         poll: the most seconds between two checks for a newer version, if the filesystem sends no
             events.
-        storage: the seam for tests.
+        storage: replaces the filesystem calls in tests.
 
     Raises:
         NameTakenError: a live explorer has the same name. The check can take one lease time.
@@ -156,10 +156,10 @@ class ExplorerHook:
     def folder(self) -> Path | None:
         """The folder that the engine's version was read from; None before the first pull.
 
-        The folder stays until the next version is loaded. With a stage folder, it is the folder of
-        the copy. After a broadcast, the folder is still the folder of the version that was leased
-        before the broadcast. The folder changes once a version with the broadcast's weights is
-        published and leased.
+        The folder stays until the next version is loaded. With a stage folder, this property is the
+        folder of the copy. After a broadcast, the folder is still the folder of the version that
+        was leased before the broadcast. The folder changes once a version with the broadcast's
+        weights is published and leased.
         """
         held = self._pipeline.held
         return held.folder if held else None
@@ -233,8 +233,8 @@ class ExplorerHook:
         reports that there are no newer weights.
 
         Args:
-            timeout: seconds to wait; None to wait without a limit. With 0, the hook loads a newer
-                version only if one is published already, and requests no sync.
+            timeout: seconds to wait; None to wait without a limit. With 0, the hook requests no
+                sync, and loads a newer version only if that version is published already.
 
         Returns:
             The version that the engine serves now.
@@ -325,7 +325,7 @@ class ExplorerHook:
         If a version is refused or cannot be read, the hook logs and reports the error, and the
         engine keeps its weights. If the engine has lost its weights, for example because its server
         was restarted, the hook first loads the weights again. With style ``fully_async``, the
-        thread of :meth:`start` does all of this.
+        thread of :meth:`start` does all of this work.
 
         Args:
             step: the number of the last step that was begun; the first step is 1.
@@ -448,7 +448,7 @@ class ExplorerHook:
             raise refused.error from refused.error.__cause__
 
     def _waits(self, step: int) -> bool:
-        """Whether to wait for a sync that is due; with broadcasts this depends on the trainer."""
+        """Whether to wait for a due sync; with broadcasts the answer depends on the trainer."""
         if self._fast_path is None:
             return True
         try:

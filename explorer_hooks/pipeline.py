@@ -44,10 +44,10 @@ class Pipeline:
         sync: this explorer's synchronizer, already registered, which leases versions and writes
             reports.
         engine: the engine to load into.
-        staging: copies each version to this host first; not used if the engine also reads on other
-            hosts.
+        staging: copies each version to this host first; not used if the engine also reads versions
+            on other hosts.
         before_load: called with each version before the version is loaded.
-        on_remote: takes versions of kind ``remote`` instead of the engine.
+        on_remote: called with each version of kind ``remote``, instead of a load by the engine.
         fast_path: the engine's part in broadcasts; None if the engine takes no broadcasts.
 
     Attributes:
@@ -115,7 +115,7 @@ class Pipeline:
 
     @property
     def floor(self) -> Version | None:
-        """The served version, or a newer refused version; the next version must be newer."""
+        """The version that the next must exceed: the served version, or a newer refused version."""
         served = self.version
         if self._refused is None or (served and served.sequence > self._refused[0].sequence):
             return served
@@ -135,7 +135,7 @@ class Pipeline:
 
     @contextmanager
     def hold_again(self) -> Iterator[LeasedVersion]:
-        """Yield a second lease on the served version, which later loads do not release.
+        """Yield a second lease on the served version. Later loads do not release the second lease.
 
         Raises:
             InvalidSettingsError: no version is served yet.
@@ -158,7 +158,7 @@ class Pipeline:
     def wait(
         self, until: Callable[[Version | None], bool], timeout: float | None
     ) -> Version | None:
-        """Wait until ``until`` returns True or the time is up; return the version served then.
+        """Wait until ``until`` returns True or the time is up. Return the version now served.
 
         ``until`` is called ten times a second, because a signal handler can change its result. The
         handler must not take a lock, so the handler cannot notify this wait.
@@ -170,20 +170,20 @@ class Pipeline:
             return self.version
 
     def ends_bench(self) -> None:
-        """If the held version is published, stop counting it as an evaluation."""
+        """If the held version is published, stop counting that version as an evaluation."""
         held = self.held
         if self._benches and held is not None and held.sequence:
             self._benches = False
             self.report()
 
     def follows(self) -> None:
-        """Note that a thread follows the job in the background."""
+        """Record that a thread follows the job in the background."""
         if self._abandoned is not None:
             self._abandoned = None
             self.report()
 
     def follows_no_more(self, why: str) -> None:
-        """Note that the background thread has died."""
+        """Record that the background thread has died."""
         with self._changed:
             self._abandoned = why
             self._changed.notify_all()
@@ -260,7 +260,7 @@ class Pipeline:
 
         Args:
             version: the version.
-            cancel: ends the work, up to the moment when the engine begins to load.
+            cancel: ends the work if the engine has not begun to load yet.
             exactly: whether to load the version even if the engine has later weights.
 
         Returns:
@@ -400,7 +400,7 @@ class Pipeline:
         self.report()
 
     def look(self) -> None:
-        """Every few seconds, check whether the engine still has its version.
+        """Check whether the engine still has its version, but at most once every few seconds.
 
         Raises:
             EngineBrokenError: the engine has lost its version; :meth:`restore` loads the version
@@ -457,7 +457,7 @@ class Pipeline:
         return not saved.is_newer_than(received)
 
     def _adopt(self, version: LeasedVersion) -> None:
-        """Hold a version whose weights the engine already has, without loading it."""
+        """Hold a version whose weights the engine already has, without a load."""
         with self._changed:
             before, self.held = self.held, version
             self._is_verified = False

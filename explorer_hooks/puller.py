@@ -1,4 +1,4 @@
-"""Wait for newer weights, from files or by broadcast, and load them: one thread at a time."""
+"""Pull newer weights, from files or by broadcast, in one thread at a time."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ class Puller:
                     raise
 
     def sync(self, timeout: float) -> None:
-        """Load newer weights; return without them if the trainer has none, or has stopped.
+        """Load newer weights; load nothing if the trainer has no newer weights, or has stopped.
 
         Raises:
-            WaitTimeoutError: neither event happened in time.
+            WaitTimeoutError: no event that ends the wait happened in time.
         """
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):

@@ -41,8 +41,8 @@ class Reader:
         job_dir: the job directory.
         name: this explorer's name, unique in the job: 1 to 64 letters, digits, ``_`` or ``-``.
         poll: seconds between two reads of LATEST if the filesystem sends no events.
-        storage: the seam for tests.
-        clock: returns seconds, monotonic.
+        storage: replaces the filesystem calls in tests.
+        clock: returns monotonic seconds.
 
     Raises:
         JobUnavailableError: the job directory is missing or cannot be written.
@@ -76,7 +76,7 @@ class Reader:
 
     @property
     def session_id(self) -> str:
-        """The id of this process's session in the job. It is part of the leases' names."""
+        """The id of this process's session in the job. The names of the leases contain this id."""
         return self._session.id
 
     def latest(self) -> Latest | None:

@@ -70,7 +70,7 @@ class Reloader:
 
     Args:
         engine: the engine to load into.
-        on_remote: takes the versions of kind ``remote`` instead of the engine.
+        on_remote: called with each version of kind ``remote``, instead of a load by the engine.
     """
 
     def __init__(self, engine: Engine, on_remote: OnRemote | None = None) -> None:

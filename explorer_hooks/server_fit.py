@@ -89,7 +89,7 @@ class Fits:
             self._wanted = self._alike(model_tensors(folder))
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare every name, dtype and shape of a full model; accept any other kind unchecked.
+        """Compare every name, dtype and shape of a full model; accept other kinds unchecked.
 
         Raises:
             EngineMismatchError: some tensors differ; the message lists them.
@@ -106,7 +106,7 @@ class Fits:
         Args:
             given: all tensors of the source.
             what: a name for the source, for messages.
-            names: maps between the trainer's names and the hub's.
+            names: maps between the trainer's names and the hub's names.
 
         Raises:
             EngineMismatchError: some tensors differ; the message lists them.
@@ -136,7 +136,8 @@ def fits_if_here(named: str, whose: str) -> Fits | None:
     function does not read a relative path.
 
     Returns:
-        The :class:`Fits`. None if the path is not a folder on this host, or holds no weights.
+        The :class:`Fits`, or None if the path is not a folder on this host or the folder holds no
+        weights.
     """
     if not (Path(named).is_absolute() and Path(named).is_dir()):
         return None

@@ -93,7 +93,7 @@ class Staging:
         keep_last: whether to keep the last served copy after its release, for a server that reads
             the copy after this process has ended. Once this process has ended, other explorers that
             use the folder remove the copy nevertheless.
-        storage, clock: the seams for tests.
+        storage, clock: replace the filesystem calls and the clock in tests.
 
     Attributes:
         folder: the stage folder.
@@ -141,7 +141,7 @@ class Staging:
         """Copy and verify a version in one pass, or wait for another process that makes the copy.
 
         Args:
-            version: leased, and not verified yet; the caller releases it.
+            version: a leased version that is not verified yet. The caller releases this version.
             cancel: called often; raises an error to stop.
 
         Returns:
@@ -188,7 +188,7 @@ class Staging:
         return again
 
     def serves(self, folder: Path) -> None:
-        """Note the folder that the engine serves from now on: a copy, or another folder."""
+        """Record the folder that the engine serves from now on: a copy, or another folder."""
         if self._keep_last:
             self._kept = folder.name if folder.parent == self._room else None
 
@@ -244,7 +244,7 @@ class Staging:
         return copy
 
     def _name(self, version: LeasedVersion) -> str:
-        """The name of this version's copy. A recreated job gets other names."""
+        """The name of this version's copy. Copies for a recreated job have other names."""
         what = f"{version.source}\0".encode() + encode(version.manifest)
         return f"{version_folder(version.sequence)}-{xxhash.xxh3_64_hexdigest(what)}"
 
@@ -366,7 +366,7 @@ class Staging:
 
     @contextmanager
     def _draft(self, version: LeasedVersion, name: str) -> Iterator[Path]:
-        """Yield a temporary folder for a version's files, and rename it to the copy at the end.
+        """Yield a temporary folder for a version's files. The folder becomes the copy at the end.
 
         Raises:
             NotStagedError: there is not enough space.

@@ -51,11 +51,11 @@ class _OtherNames(NamedTuple):
     These are the hub's names if the version has the trainer's names, or else the trainer's names.
 
     Attributes:
-        pieces: other name → the parts of the version's tensors that make up the tensor with this
-            other name.
-        of: name of a version's tensor → the other names of its parts. If several tensors of the
-            version are joined under one other name, this name is listed only for the first of these
-            tensors.
+        pieces: maps each other name to the parts of the version's tensors that make up the tensor
+            with this other name.
+        of: maps the name of each tensor of the version to the other names of the tensor's parts. If
+            several tensors of the version are joined under one other name, this name is listed only
+            for the first of these tensors.
     """
 
     pieces: Mapping[str, Sequence[NamedPiece]]
@@ -85,15 +85,15 @@ _NO_OTHERS: Final = _OtherNames({}, {})
 
 
 class WeightsReader:
-    """Reads the tensors of a leased version. A context manager, which closes the files at the end.
+    """Reads the tensors of a leased version. A ``with`` block closes the files at its end.
 
     Promised: each file is opened once, when its first tensor is requested. At that time the file's
     header is compared with the manifest. Only the requested bytes are read. Tensors are on the CPU,
     contiguous, and stay valid after the reader is closed. You can request a tensor by the trainer's
-    name or by the hub's name: the reader joins or cuts the version's tensors if necessary.
+    name or by the hub's name. If necessary, the reader joins or cuts the version's tensors.
 
-    Not promised: thread safety, and that the bytes match the manifest's digests. Only
-    ``version.verify()`` checks the digests.
+    Not promised: thread safety. Also not promised: that the bytes match the manifest's digests.
+    Only ``version.verify()`` checks the digests.
 
     Args:
         version: a version of kind ``full`` or ``adapter``, leased until the reader is closed.
@@ -163,7 +163,7 @@ class WeightsReader:
         return self._read(entry, whole(entry.shape))
 
     def get_slice(self, name: str, box: Box) -> Tensor:
-        """Read a part of a tensor, and only the bytes of that part.
+        """Read a part of a tensor. Only the bytes of that part are read.
 
         Args:
             name: the name of the tensor in the version.

@@ -45,7 +45,7 @@ class Engine(Protocol):
         """
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare the version's names, shapes and dtypes with the served model's.
+        """Compare the version's names, shapes and dtypes with those of the served model.
 
         The check must not change the served model.
 
@@ -57,8 +57,8 @@ class Engine(Protocol):
     def prepare(self, version: LeasedVersion) -> None:
         """Prepare the load while the engine still serves, for example read ahead.
 
-        The served weights must not change. The hook may call ``load`` without having called this
-        method, or with another version than the prepared version.
+        The served weights must not change. The hook may call ``load`` with a version that was not
+        prepared, even after another version was prepared.
 
         Raises:
             OSError: storage failed.
@@ -144,7 +144,7 @@ class MayStartLater(Protocol):
     """The additional method of an :class:`Engine` whose ``attach`` may wait for minutes."""
 
     def on_waiting(self, told: Callable[[str], object]) -> None:
-        """Let ``attach`` tell ``told`` the reason for its wait, at once and then repeatedly."""
+        """Let ``attach`` call ``told`` with the reason for a wait, at once and then repeatedly."""
 
 
 @runtime_checkable
@@ -175,7 +175,7 @@ class InProcessEngine:
         """Do nothing. A subclass may read ahead here."""
 
     def pause(self) -> None:
-        """Do nothing. The caller serves the requests itself, and not during a pull."""
+        """Do nothing. The caller itself serves the requests, but serves none during a pull."""
 
     def reset_cache(self) -> None:
         """Do nothing, because there is no cache."""

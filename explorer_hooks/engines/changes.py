@@ -125,7 +125,7 @@ def find_changes(
 
 @torch.no_grad()
 def write_changes(targets: Sequence[Target], changes: Changes) -> None:
-    """Write changes into the targets, and wait until every device has them.
+    """Write changes into the targets, and wait until every device has the changes.
 
     Args:
         targets: the targets that :func:`find_changes` got. These targets must still hold the

@@ -1,4 +1,4 @@
-"""Checks that every engine must pass. You can run them on your own engine.
+"""Checks that every engine must pass. You can run these checks on your own engine.
 
 With pytest::
 
@@ -6,7 +6,7 @@ With pytest::
     def test_my_engine(check, tmp_path):
         check(Subject(make=MyEngine, served=what_it_serves, tensors=specs), tmp_path)
 
-The checks write the versions for the engine themselves. They need neither a daemon nor torch.
+The checks themselves write the versions for the engine. The checks need neither a daemon nor torch.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Subject:
 
     Attributes:
         make: makes a new engine with its own model.
-        served: returns the content that an engine serves: a map from each tensor's name to its
-            bytes, or a value in the form that ``expected`` returns.
+        served: returns the content that an engine serves. The content is a map from each tensor's
+            name to the tensor's bytes, or a value in the form that ``expected`` returns.
         tensors: the tensors that a version must have, by name. List tied tensors under one name.
         expected: returns the content that the engine must serve after the engine has loaded a
             version.
@@ -99,7 +99,7 @@ class Subject:
             folder: the parent of the version's folder.
             sequence: the sequence of the version.
             tensors: weights to use instead of random weights, by name.
-            storage: the seam for tests.
+            storage: writes the version, and later reads the version.
         """
         return make_version(
             folder / f"v{sequence:06d}",
@@ -113,7 +113,7 @@ class Subject:
 
 
 def serves_the_bits_of_what_was_loaded(subject: Subject, folder: Path) -> None:
-    """The served bits are the version's bits, with and without prepare, in any order."""
+    """The served bits are the loaded version's bits, with and without a call of prepare."""
     engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
     for version in (first, first, second, first):
         engine.check(version)
@@ -296,7 +296,7 @@ def _fails(call: Callable[[LeasedVersion], None], version: LeasedVersion) -> boo
 
 
 def _survives(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
-    """Load the previous version again, as a hook does, if a failed load can change weights."""
+    """If a failed load can change weights, load the previous version again, as a hook does."""
     if not subject.all_or_nothing:
         engine.load(version)
 

@@ -1,6 +1,6 @@
 """An engine without a model. It reads versions, records all calls, and fails on demand.
 
-It is for tests of programs that drive an engine. It needs neither torch nor a server.
+This engine is for tests of programs that drive an engine. It needs neither torch nor a server.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def compare_tensors(
     Args:
         version: the version that the message names.
         given: the tensors of the version.
-        wanted: the tensors of the engine, by the same names.
+        wanted: the tensors of the engine, under the same names as in ``given``.
         whose: the engine's name in the message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The HTTP client for an inference server: its routes, and requests with clear errors."""
+"""The HTTP client for an inference server: reads the server's routes, and sends requests."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class HttpServer:
     Args:
         url: the server's address, for example ``http://127.0.0.1:8000``.
         api_key: the key that the server was started with, sent as a bearer token.
-        other_keys: route → the key to send instead of ``api_key``.
+        other_keys: maps a route to the key that is sent to this route instead of ``api_key``.
         cacert: a file of PEM certificates to trust instead of the host's certificates, for
             ``https``.
         timeout: seconds for a request, if the call gives no other limit.
-        transport: the seam for tests.
+        transport: replaces the HTTP transport in tests.
 
     Raises:
         InvalidSettingsError: ``url`` is not an address, or ``cacert`` holds no certificate.
@@ -241,7 +241,8 @@ def place(url: str) -> tuple[str, int, str]:
     """Split a server's address into host, port and path.
 
     The result is equal for all spellings of one address. All names of this host's loopback
-    interface count as one host. The scheme decides only the port of an address without a port.
+    interface count as one host. The scheme is used only if the address has no port: then the scheme
+    decides the port.
 
     Raises:
         InvalidSettingsError: ``url`` is not an address.

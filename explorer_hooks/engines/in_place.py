@@ -141,7 +141,7 @@ def fill_directly(
 
 
 class _Part(NamedTuple):
-    """A part of a version's tensor, and the memory to read it into."""
+    """A part of a version's tensor, and the memory to read the part into."""
 
     name: str
     box: Box
@@ -165,7 +165,7 @@ def _read(reader: WeightsReader, batch: Sequence[_Part], check: Check) -> None:
 def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     """Group parts into batches of about equal size. A large part is cut along its first dimension.
 
-    The single reads are not listed here, because a tensor that is cut along another dimension
+    The result does not list the single reads, because a tensor that is cut along another dimension
     needs one read for each row.
     """
     batch: list[_Part] = []

@@ -71,7 +71,7 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
-        """Load an adapter or a full model. A full model unloads the adapters.
+        """Load an adapter or a full model. The load of a full model unloads the adapters.
 
         Args:
             kind: ``full`` or ``adapter``.

@@ -46,17 +46,16 @@ class ServerEngine(ServerCalls):
     is loaded again.
 
     Not promised: that the server serves while no hook runs, or that nothing else changes its
-    weights. A second hook on the server is noticed only while the second hook loads a version, or
-    after this load.
+    weights. syncd notices a second hook on the server only while the second hook loads a version,
+    or after that load.
 
     The server shows the :func:`label` of the loaded version beside generated text.
 
     Args:
         url: the address of one server, not of a load balancer.
         mode: how to treat running requests; the first of :attr:`modes` by default.
-        base: the model folder that the server was started with. By default it is the folder that
-            the server names. If that folder is not on this host, the first version is loaded
-            unchecked.
+        base: the model folder that the server was started with. The default is the folder that the
+            server names. If that folder is not on this host, the first version is loaded unchecked.
         is_local: whether the server reads files on this host only. False switches staging off. The
             default is True if the address is an address of this host. Give False for a server on
             several hosts.
@@ -70,7 +69,7 @@ class ServerEngine(ServerCalls):
         load_timeout: seconds for each pause, each load, and each token after a load.
         start_timeout: seconds to wait at the beginning for a server that is not up yet.
         cancel: called every half second during the wait at the beginning; raises an error to stop.
-        transport: the seam for tests.
+        transport: replaces the HTTP transport in tests.
 
     Attributes:
         modes: the possible ways to treat running requests.
@@ -233,7 +232,7 @@ class ServerEngine(ServerCalls):
         self._must(self._pause)
 
     def load(self, version: LeasedVersion) -> None:
-        """Let the server load the version's folder. If that fails, load the previous folder again.
+        """Let the server load the version's folder. If the load fails, load the previous folder.
 
         The load counts as finished only after :meth:`reset_cache`.
 
@@ -375,7 +374,7 @@ class ServerEngine(ServerCalls):
         self._was_left(said)
 
     def _was_left(self, said: str) -> None:
-        """Treat the server as one whose hook was killed during a load."""
+        """Treat the server as if its hook had been killed during a load."""
         self._torn = f"its hook was stopped in the middle of a load ({said})"
         self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
         log.warning("%s stays paused until the next load: %s", self._whose, self._torn)
@@ -384,8 +383,8 @@ class ServerEngine(ServerCalls):
         """Let the server load a full model that its workers have received, under a label.
 
         If the load fails, the server's weights are unknown, and the server stays paused until a
-        version is loaded. The old weights are not loaded again, because a folder with them may not
-        exist any more.
+        version is loaded. The old weights are not loaded again, because a folder with the old
+        weights may not exist any more.
 
         Raises:
             EngineBrokenError: the server did not load the model.
@@ -427,7 +426,7 @@ class ServerEngine(ServerCalls):
         return True
 
     def _must(self, call: Callable[[], T]) -> T:
-        """Make a call; raise EngineBrokenError if refused, because the version is not the cause."""
+        """Make a call; a refusal raises EngineBrokenError, because the version is not the cause."""
         try:
             return call()
         except ServerRefusedError as error:
@@ -437,7 +436,7 @@ class ServerEngine(ServerCalls):
 
 
 def label(version: LeasedVersion) -> str:
-    """The name of a version in a server: its step and its sequence."""
+    """The name of a version in a server: the version's step and sequence."""
     return f"{_STEP}{version.step}-version-{version.sequence}"
 
 

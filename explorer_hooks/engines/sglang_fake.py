@@ -45,17 +45,17 @@ class FakeSGLang:
         asked: the paths of all requests that change something, in order.
         model_path, weight_version: the folder and the label of the served model.
         served_model_name: the model's name in OpenAI's routes.
-        adapters: adapter's name → path.
+        adapters: maps each adapter's name to the adapter's path.
         loaded: the folders that were loaded, in order.
-        serves: tensor's name → the folder that the tensor was last loaded from; only with
-            ``knows``.
+        serves: maps each tensor's name to the folder that the tensor was last loaded from; only
+            with ``knows``.
         is_paused: whether requests wait.
         running: the number of running requests.
         compiling: the number of requests that wait for a grammar. A paused server compiles no
             grammar.
         aborted: the number of requests that were returned unfinished.
         is_up: whether the server answers.
-        faults: path → the message of an answer that reports a failure.
+        faults: maps a request's path to the message of an answer that reports a failure.
         refuses: the folders that the server refuses to load.
         is_dead: whether the server fails to generate.
     """

@@ -108,7 +108,7 @@ def cut_again(module: nn.Module) -> None:
     """Make FSDP2 free the whole parameters that a forward has gathered and not freed.
 
     Otherwise the next forward would compute with the old whole parameters, and not with the new
-    parts. This needs no communication between ranks.
+    parts. This function needs no communication between ranks.
     """
     if gathers(module):
         module.state_dict(keep_vars=True)  # this state dict always holds the parts
@@ -121,7 +121,7 @@ class Fit(NamedTuple):
         targets: the parts of the module to fill, in the order of the version's tensors.
         unknown: pairs of the version's tensors, by name, that share one tensor in the module. The
             tensors of these pairs have no digests, so it is not known yet whether their values are
-            equal. The earlier tensor is first in each pair.
+            equal. In each pair, the earlier tensor comes first.
     """
 
     targets: list[Target]

@@ -51,7 +51,7 @@ _THREADS: Final = 4
 class TorchModule(InProcessEngine):
     """Copies versions into a live ``nn.Module``, in place.
 
-    This engine takes broadcasts of method ``nccl``, too.
+    This engine also takes broadcasts of method ``nccl``.
 
     Promised: parameters and buffers stay the same objects with the same data pointers. So CUDA
     graphs, compiled code and optimizers that hold these objects stay valid. Every tensor is filled
@@ -72,10 +72,10 @@ class TorchModule(InProcessEngine):
       hook reads ahead while the module still serves, so a pause is as long as one copy of the
       bytes.
     - ``direct``: bytes are read directly into the parameters if the parameters are on the CPU, or
-      else through 256 MiB of host memory. This copies the bytes half as often, and needs no second
-      copy of the model in memory. If storage fails half-way, the module is torn: it has parts of
-      two versions. The hook then loads the previous version again. If the hook cannot load the
-      previous version, the module stays torn.
+      else through 256 MiB of host memory. Each byte is copied half as often as with ``staged``, and
+      no second copy of the model in memory is needed. If storage fails half-way, the module is
+      torn: it has parts of two versions. The hook then loads the previous version again. If the
+      hook cannot load the previous version, the module stays torn.
 
     With ``sparse``, only the elements that differ from the previous version are written. The two
     versions are compared while the module serves. On a GPU this makes the pause shorter, because
@@ -93,18 +93,18 @@ class TorchModule(InProcessEngine):
             those of the versions. The names may also be the other names that a version lists (the
             hub's or the trainer's). In this case the module's tensors are filled part by part, and
             are not copied.
-        rename: maps the version's name of each tensor to the module's name; a mapping or a
-            function. A name that is not in the mapping does not change. The function returns None
-            for a tensor that the module does not take. The function is also called with the
-            version's other names.
+        rename: a mapping or a function from the version's name of each tensor to the module's name.
+            A name that is not in the mapping does not change. The function returns None for a
+            tensor that the module does not take. The function is also called with the version's
+            other names.
         prefix: only tensors whose names in the version begin with the prefix belong to the module.
             The prefix is removed before ``rename`` is applied.
         cast: whether to cast floating values if the module has another floating dtype. Values are
             never cast from or to fp8. By default a version with other dtypes is refused.
         in_place: ``staged`` or ``direct``, see above.
-        lock: held while the module changes, for example a ``threading.Lock`` that the computing
-            thread holds. With FSDP2 the lock is also held briefly while a version is compared with
-            the module.
+        lock: the engine holds this lock while the module changes. For example, pass a
+            ``threading.Lock`` that the computing thread holds while it computes. With FSDP2 the
+            lock is also held briefly while a version is compared with the module.
         threads: the most threads that read at a time; never more than there are processors.
         sparse: whether to write only changed elements, see above.
 
@@ -308,7 +308,7 @@ class TorchModule(InProcessEngine):
         return None
 
     def _holds_base(self, targets: list[Target]) -> bool:
-        """Whether the module is unchanged since its last load, or its version is unknown."""
+        """False if the module has changed since its last load; True if no last load is known."""
         return self._filled is None or self._filled.state == _state(targets)
 
     def _forget(self) -> None:
@@ -316,7 +316,7 @@ class TorchModule(InProcessEngine):
         self._prepared = self._changes = self._filled = None
 
     def _lock_to_look(self) -> AbstractContextManager[Any]:
-        """With FSDP2 the lock, because ``state_dict`` frees parameters that a forward needs."""
+        """Return the lock with FSDP2, because ``state_dict`` frees parameters a forward needs."""
         return self._lock if gathers(self._module) else nullcontext()
 
     @contextmanager
@@ -331,7 +331,7 @@ class TorchModule(InProcessEngine):
             self._loaded()
 
     def _loaded(self) -> None:
-        """Update state that depends on the weights, under the lock. Must not fail."""
+        """Update state that depends on the weights. Called under the lock. Must not fail."""
 
     def _tensors(self, version: LeasedVersion) -> dict[str, Tensor]:  # noqa: ARG002 - for subclasses
         """The module's tensors that a version fills, by the names that ``rename`` returns."""
@@ -377,7 +377,7 @@ class TorchModule(InProcessEngine):
 
 
 class _Filled(NamedTuple):
-    """The version that the module was filled with, and the state of its tensors after that."""
+    """The version that the module was filled with, and the state of the module's tensors then."""
 
     version: LeasedVersion
     state: list[object]

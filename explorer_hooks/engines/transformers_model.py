@@ -44,9 +44,9 @@ class TransformersModel(TorchModule):
     back. A version with such names is loaded if the version has a name map (``syncd run --names
     hub``). Without a name map, such a version is refused.
 
-    If the version has a ``generation_config.json``, it is applied with the weights, so that
-    ``generate`` samples with the trainer's settings. Tied weights stay tied. Buffers that are not
-    saved with the weights, for example of rotary embeddings, do not change.
+    If the version has a ``generation_config.json``, this file is applied together with the weights,
+    so that ``generate`` samples with the trainer's settings. Tied weights stay tied. Buffers that
+    are not saved with the weights, for example of rotary embeddings, do not change.
 
     A version of kind ``adapter`` replaces the values of one adapter of the PEFT model, whether that
     adapter is active or not. The version must have the same ranks and scaling on the same modules,
@@ -140,7 +140,7 @@ class TransformersModel(TorchModule):
         return {**found, **{name: state[name] for name in saved}}
 
     def _renamed(self, name: str) -> str | None:
-        """Remove the prefix of a PeftModel from a name; adapter files always have this prefix."""
+        """Remove the prefix of a PeftModel from a name; names in adapter files always have it."""
         if self._config is None or _is_wrapped(self._module):
             return name
         return name.removeprefix(PREFIX)
@@ -167,7 +167,7 @@ class TransformersModel(TorchModule):
         refuse(named(version), self._whose, wrong)
 
     def _other_base(self, version: LeasedVersion) -> str | None:
-        """The reason why an adapter is for another model; None if it may be for this model."""
+        """The reason why an adapter is for another model; None if no reason is known."""
         told = version.manifest.base_model
         mine = self._base_model or _loaded_from(self._module)
         if told is None or mine is None:
@@ -219,7 +219,7 @@ def _forget_prompts(module: Any, manager: Any) -> None:
 
 
 def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
-    """The configuration of the model's adapter, as from JSON; None for a model without PEFT."""
+    """The configuration of the model's adapter, in JSON's types; None for a model without PEFT."""
     configs = getattr(model, "peft_config", None)
     if not configs:
         return None

@@ -28,7 +28,7 @@ class LLM(Protocol):
     """The methods of ``vllm.LLM`` that syncd uses.
 
     Attributes:
-        llm_engine: its ``vllm_config`` has the settings of the LLM.
+        llm_engine: the object whose ``vllm_config`` has the settings of the LLM.
     """
 
     llm_engine: Any
@@ -60,7 +60,7 @@ class VLLMEngine(InProcessEngine):
 
     Args:
         llm: an ``LLM`` of vLLM 0.12 or newer.
-        base: the model folder that the LLM was made from. By default it is the folder that the LLM
+        base: the model folder that the LLM was made from. The default is the folder that the LLM
             names. If that folder is not on this host, the first version is loaded unchecked.
         is_local: whether all workers of the LLM are on this host.
 
@@ -99,7 +99,7 @@ class VLLMEngine(InProcessEngine):
         self._workers.check_reload(version, getattr(engine, "vllm_config", None))
 
     def load(self, version: LeasedVersion) -> None:
-        """Let each worker load the version's folder, and generate a token.
+        """Let each worker load the version's folder, and let the LLM generate a token.
 
         Raises:
             EngineBrokenError: the LLM generates no token.
@@ -116,7 +116,7 @@ class VLLMEngine(InProcessEngine):
         return workers_of(self._llm.llm_engine.vllm_config.parallel_config)
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
-        """Let the workers receive a transfer and load it, and generate a token.
+        """Let the workers receive and load a transfer, and let the LLM generate a token.
 
         Raises:
             BroadcastError: the transfer did not arrive. The weights are unchanged. If the transfer

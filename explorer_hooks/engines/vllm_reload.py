@@ -15,7 +15,7 @@ def reload_whole(
 ) -> None:
     """Reload the weights. After a failure the model may have parts of two versions.
 
-    A failed reload is ended, so that it does not affect the next reload.
+    This function ends a failed reload, so that the failed reload does not affect the next reload.
 
     Args:
         reload_weights: vLLM's own reload of all weights.

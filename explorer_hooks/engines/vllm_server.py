@@ -1,4 +1,4 @@
-"""The engine for vLLM's OpenAI-compatible server, over HTTP. It is tested with vLLM 0.32.
+"""The engine for vLLM's OpenAI-compatible server, over HTTP, tested with vLLM 0.32.
 
 For full models, start the server with ``VLLM_SERVER_DEV_MODE=1``. For adapters, start it with
 ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``.
@@ -74,9 +74,9 @@ class VLLMServer(ServerEngine):
     Args:
         url: the address of one server.
         checksums: whether the server computes digests of its weights after each load. If a version
-            is loaded again, its digests must be equal to those of its first load. While the server
-            computes digests, it stays paused, and reads all weights on one core. If the server runs
-            on a CPU, some of its digests are digests of empty tensors.
+            is loaded again, its digests must be equal to those of its first load. The server stays
+            paused while it computes digests, and it reads all weights on one core. If the server
+            runs on a CPU, some of its digests are digests of empty tensors.
         sparse: whether to load only the changed elements, if the server has syncd's weight transfer
             and deltas lead from its version to the new version. Otherwise all elements are loaded.
         options: the options of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.

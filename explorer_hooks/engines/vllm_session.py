@@ -81,7 +81,7 @@ class TransferSession:
         Args:
             folder: the path of the folder on the workers' hosts.
             name: the label.
-            deltas_from: finds deltas to the folder; None to load all elements.
+            deltas_from: finds deltas that lead to the folder's version; None to load all elements.
 
         Raises:
             ServerRefusedError: a worker failed. The model may have parts of two versions, except if
@@ -115,7 +115,7 @@ class TransferSession:
         self._ask(_FINISH, {"weight_version": name})
 
     def _open(self) -> tuple[str, str] | None:
-        """Start an update. If a killed hook has left an update open, continue that update.
+        """Start an update, or continue an open update that a killed hook has left.
 
         Returns:
             The label of the weights that all workers have, and the digest of their tensors. None if

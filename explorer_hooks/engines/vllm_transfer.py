@@ -59,8 +59,8 @@ class FolderTransfer:
 
     If any worker fails, only the last worker raises the error, because vLLM stops reading answers
     at the first error. vLLM would take the unread answers for answers to the next call. A client
-    gets the state of each worker by ``collective_rpc``, with vLLM's name for this object as the
-    method.
+    gets the state of each worker by ``collective_rpc``. The method to call is vLLM's name for this
+    object.
 
     Args:
         config: vLLM's ``WeightTransferConfig``.
@@ -116,7 +116,7 @@ class FolderTransfer:
         """Do nothing, because the transfer needs no connection."""
 
     def start_weight_update(self) -> None:
-        """Note that an update was started, without changing the model."""
+        """Record that an update was started, without changing the model."""
         self._is_open = True
 
     def update_weights(self, update_info: Mapping[str, object]) -> None:
@@ -199,7 +199,7 @@ class FolderTransfer:
         )
 
     def finish_weight_update(self) -> None:
-        """Note that the update is finished."""
+        """Record that the update is finished."""
         self._is_open = False
 
     def reset_weight_update_target(self) -> None:

@@ -42,8 +42,8 @@ class SyncdWorker:
 
     No method raises an error, because after an error vLLM does not read the answers of the other
     workers. vLLM would take these answers for answers to the next call. Instead, the answer of a
-    method holds the error as ``failed``. If the transfer does not fit the model, ``misfits`` of the
-    answer is True.
+    method holds the error as ``failed``. If the transfer does not fit the model, the answer's
+    ``misfits`` is True.
     """
 
     _syncd_membership: Membership | None = None

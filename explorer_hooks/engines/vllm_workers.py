@@ -99,9 +99,9 @@ class VLLMWorkers:
         """Check that a reload will change the whole model, and choose how the workers load it.
 
         On a CPU, vLLM 0.32 keeps packed copies of weights. vLLM's own reload leaves some of these
-        copies unchanged: those of experts, and of an output layer that is tied to the embedding.
-        syncd's extension packs these copies again. Without the extension, a model with such copies
-        is refused.
+        copies unchanged: the copies of experts, and the copy of an output layer that is tied to the
+        embedding. syncd's extension packs these copies again. Without the extension, a model with
+        such copies is refused.
 
         Args:
             version: the version, of kind ``full``.
@@ -136,7 +136,7 @@ class VLLMWorkers:
                 )
 
     def load_folder(self, folder: str, timeout: float) -> None:
-        """Let all workers load a model folder. On a CPU this can need syncd's extension.
+        """Let all workers load a model folder. On a CPU the load can need syncd's extension.
 
         If the last load has failed, the workers load the folder twice. A single load could silently
         skip layers, because vLLM 0.32 counts the layers of the failed load as part of the next
@@ -213,7 +213,7 @@ class VLLMWorkers:
         self.half_loaded = False
 
     def leave(self) -> None:
-        """Let the workers leave the group, and release received weights. This raises no error."""
+        """Let the workers leave the group, and release received weights. Raises no error."""
         try:
             failed = _told(self._ask("syncd_leave", {}, 0))
         except Exception as error:  # noqa: BLE001 # an LLM may raise anything; logging it is all that can be done
@@ -243,7 +243,8 @@ def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
 
     Args:
         version: the version to load.
-        fits: compares with the model that this vLLM serves; None if that model is unknown.
+        fits: compares a version with the model that this vLLM serves; None if that model is
+            unknown.
     """
     if version.kind != "full" or fits is None or fits.has_names_of(version):
         return True
@@ -292,7 +293,7 @@ def _left_by_reload(version: LeasedVersion) -> str | None:
 
 
 def _told(failed: list[Mapping[str, object]]) -> str:
-    """Join the errors of workers to one text; empty if there are no errors."""
+    """Join the errors of workers into one text; empty if there are no errors."""
     return "; ".join(sorted({str(one["failed"]) for one in failed}))
 
 
