@@ -133,7 +133,7 @@ class DaemonConfig(BaseModel):
             None, the daemon detects the prefix.
         names: the names of the tensors in versions. ``hub``: the names in the model's checkpoints
             on the hub. ``trainer``: the names in the trainer's module. None: the names of the job's
-            newest version; in a new job ``hub`` if all live explorers take the hub's names, else
+            newest version; in a new job ``hub`` if all live explorers accept the hub's names, else
             ``trainer``.
         max_shard_size: the most bytes of tensors in one file of a version.
         copy_threads: how many files of a version to write at a time; at most the number of

@@ -108,7 +108,7 @@ def _let_be(path: Path, why: object) -> None:
 
 
 def _refresh_of_others(storage: Storage, folder: Path) -> None:
-    """Refresh a folder; a folder that is gone or belongs to another user is no error."""
+    """Refresh a folder; raise no error if the folder is gone or belongs to another user."""
     try:
         storage.refresh(folder)
     except OSError as error:
