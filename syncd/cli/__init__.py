@@ -58,7 +58,7 @@ _INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 class _Lazy(click.Group):
-    """A group that imports only the module of the command to run, to keep the daemon small."""
+    """A group that imports only the module of the requested command, so the daemon stays small."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -33,7 +33,7 @@ def _job_of(record: logging.LogRecord) -> str:
 
 
 class HumanLines(logging.Formatter):
-    """``2026-01-31 12:00:00,123 INFO published step 7 as version 3: 980.2 MB in 1.31 s``.
+    """A line for people, e.g. ``2026-01-31 12:00:00,123 INFO published step 7 as version 3``.
 
     If a process serves many jobs, the message begins with the job's name in brackets. A message is
     one line. The message is escaped by :func:`.printable`, because it may contain names and errors

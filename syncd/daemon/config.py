@@ -117,8 +117,8 @@ class DaemonConfig(BaseModel):
         pointer: the file that names the step to publish. Plain verl jobs have only
             ``latest_checkpointed_iteration.txt``.
         tick: the time between two scans of the job if no event reports a change earlier.
-        keep: how many of the newest versions to keep, LATEST included. Leased versions are kept in
-            addition.
+        keep: how many of the newest versions to keep, LATEST included. Leased versions are also
+            kept.
         deltas: whether to make a delta to each new version from the previous version. Explorers
             that stage on another filesystem read the delta instead of the version. ``on`` makes
             each delta, ``off`` makes none, and ``auto`` makes deltas while two or more live

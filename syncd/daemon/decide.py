@@ -258,9 +258,9 @@ class Decision:
     """The actions of a round in order, and the reason for waiting if the daemon waits.
 
     Attributes:
-        pending: True if the daemon has something to publish, answer or quarantine, in this round or
-            later, even if all trainers and explorers leave. A pause also counts as pending, because
-            a person is at work.
+        pending: True if the daemon has something to publish, answer or quarantine, now or in a
+            later round, even if all trainers and explorers leave. A pause also counts as pending,
+            because a person is at work.
     """
 
     actions: tuple[Action, ...]

@@ -59,7 +59,7 @@ class DeltaChild:
 
     Args:
         storage: the storage of both versions and of the delta.
-        base: an older version. Nobody may delete it while the child works.
+        base: an older version. Nobody may delete this version while the child works.
         target: the version that the delta makes from the base.
         python: the interpreter.
 

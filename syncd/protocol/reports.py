@@ -322,7 +322,7 @@ class DaemonReport(Record):
         memory_dir: the memory directory: a second job, which the same process serves on its host.
         merge: the progress of the merge while the state is ``merging``. This progress may be some
             seconds old.
-        release: the daemon's release; None for a release without bench requests.
+        release: the daemon's release; None if the release has no bench requests.
         names: the origin of the tensors' names in LATEST's version; None if the hub's names and the
             trainer's names of that version are the same.
     """

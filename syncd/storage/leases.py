@@ -11,9 +11,9 @@ returned, nothing prunes the pinned version or step:
   that folder. The server refuses this rmdir while the folder has any file, even if a daemon decided
   earlier to retire the version.
 - The pin of a step is in the step folder. Pruning renames that folder into a trash, checks its
-  content once more, and puts the folder back if anything changed. The call returns only after it
-  has seen the pin under the step's own name. So a prune that begins later sees the pin, and a prune
-  that began earlier has put the folder back.
+  content once more, and puts the folder back if anything changed. :func:`pin_step` returns only
+  after it has seen the pin under the step's own name. So a prune that begins later sees the pin,
+  and a prune that began earlier has put the folder back.
 """
 
 from __future__ import annotations

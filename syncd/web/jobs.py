@@ -36,8 +36,8 @@ class Jobs:
     """The jobs in some folders, while jobs are added and removed.
 
     Nothing is read before a visitor asks. Each job is read in its own threads. If the storage of a
-    job does not answer, the answer for that job has ``silent_since``, and the other jobs are shown
-    as usual.
+    job does not answer, the answer for that job has ``silent_since``. The other jobs are shown as
+    usual.
 
     Args:
         folders: job directories, or folders that contain job directories.
