@@ -58,7 +58,7 @@ _INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 class _Lazy(click.Group):
-    """A group that imports only the module of the command to run, to keep the daemon small."""
+    """A group that imports only the module of the requested command, so the daemon stays small."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -93,7 +93,7 @@ class _Lazy(click.Group):
 
 
 def _added() -> dict[str, EntryPoint]:
-    """The commands of other packages by name; none of them replaces a command of syncd."""
+    """Name → command of another package. Names of syncd's own commands are left out."""
     from importlib.metadata import entry_points  # noqa: PLC0415 - it takes as long as all of this
 
     ours = _COMMANDS.keys() - _OF_HOOKS
@@ -116,7 +116,7 @@ def _loaded(point: EntryPoint) -> Any:
 
 
 def _described(point: EntryPoint) -> tuple[str, str]:
-    """The name and the help of another package's command; the error if the package is broken."""
+    """The name and help of another package's command; if loading fails, the error is the help."""
     try:
         return point.name, _loaded(point).get_short_help_str(limit=100)
     except InvalidSettingsError as error:

@@ -114,7 +114,7 @@ def command(
         return convert_step(source, found, merging, progress=progress)
 
     def complete(found: FoundCheckpoint) -> str:
-        """Copy the files that the trainer did not save; return a description of them to print."""
+        """Copy the files that the trainer did not save; return text that names these files."""
         actor = source.layout.actor(found.step)
         if base is None or not lacks_config(source.storage, actor):
             return ""
@@ -148,7 +148,7 @@ def command(
 
 
 def _alone(folder: Path, step: int | None) -> tuple[Path, int | None]:
-    """The job and the step to convert; a step folder determines the job and the step."""
+    """The job and the step to convert; for a step folder, its job and its step."""
     found = parse_step_folder(folder.resolve().name)
     if found is None or holds_job(Job.at(folder)):
         return folder, step

@@ -108,7 +108,7 @@ def _room(console: Console, *, keep: bool) -> Iterator[Path]:
 
 @dataclass
 class _Run:
-    """The processes of one demo, and the seconds of each merge that the demo has seen."""
+    """The processes of one demo, and the durations of the merges that the demo has seen."""
 
     room: Path
     steps: int
@@ -186,7 +186,7 @@ class _Run:
         return found
 
     def said(self, name: str) -> dict[str, Any]:
-        """The JSON that a program printed at its end."""
+        """The JSON that a program printed before it ended."""
         told: dict[str, Any] = json.loads((self.room / f"{name}.out").read_text())
         return told
 

@@ -33,7 +33,7 @@ def _job_of(record: logging.LogRecord) -> str:
 
 
 class HumanLines(logging.Formatter):
-    """``2026-01-31 12:00:00,123 INFO published step 7 as version 3: 980.2 MB in 1.31 s``.
+    """A line for people, e.g. ``2026-01-31 12:00:00,123 INFO published step 7 as version 3``.
 
     If a process serves many jobs, the message begins with the job's name in brackets. A message is
     one line. The message is escaped by :func:`.printable`, because it may contain names and errors
@@ -57,8 +57,8 @@ class HumanLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """One JSON object: time, level, event, message, logger, and the event's fields.
 
-    Times are UTC, with milliseconds. Values of a type that JSON does not have become text. Bytes of
-    a name that are not UTF-8 are escaped by a backslash, as in :class:`HumanLines`.
+    Times are UTC, with milliseconds. A value becomes text if JSON has no such type. Bytes of a name
+    that are not UTF-8 are escaped by a backslash, as in :class:`HumanLines`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -88,7 +88,7 @@ class JsonLines(logging.Formatter):
 
 
 class Flood(logging.Filter):
-    """Holds back repeated lines: after ten times in a minute a line is shown ever more rarely.
+    """Holds back a line that occurs more than ten times in a minute, for longer and longer times.
 
     Each shown line says how many times the line was held back before.
     """

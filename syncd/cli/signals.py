@@ -1,4 +1,4 @@
-"""Signal handlers that end a command: between two of its steps, or at once after a cleanup."""
+"""Signal handlers that end a command: between two of its steps, or immediately, with a cleanup."""
 
 from __future__ import annotations
 

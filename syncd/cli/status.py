@@ -68,7 +68,7 @@ def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bo
 
 
 def _found(given: Sequence[Path]) -> tuple[list[Path], bool]:
-    """The jobs to show; and True if there is only one job, whose own directory was given.
+    """The jobs to show; and True if the command got exactly one folder, which is a job directory.
 
     Raises:
         JobUnavailableError: a given folder is not a job, and contains no job.

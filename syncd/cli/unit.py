@@ -217,7 +217,7 @@ def _follower(
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder that the unit must be able to write to: a mount itself, or a path's parent."""
+    """The folder to make writable for the unit: ``path`` if it is a mount, else its parent."""
     if path.is_mount():
         return path
     if path.parent == Path(path.anchor):

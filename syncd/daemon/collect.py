@@ -296,7 +296,7 @@ class Collector:
                     yield path if self._is_orphan(path) else None
 
     def _rooms(self) -> Iterator[Path]:
-        """The marks of ``syncd doctor`` runs; this also removes folders of runs without a mark."""
+        """Remove folders of doctor runs without a mark; yield the marks of the other runs."""
         try:
             yield from left_rooms(self._job)
         except OSError as error:

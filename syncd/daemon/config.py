@@ -117,8 +117,8 @@ class DaemonConfig(BaseModel):
         pointer: the file that names the step to publish. Plain verl jobs have only
             ``latest_checkpointed_iteration.txt``.
         tick: the time between two scans of the job if no event reports a change earlier.
-        keep: how many of the newest versions to keep, LATEST included. Leased versions are kept in
-            addition.
+        keep: how many of the newest versions to keep, LATEST included. Leased versions are also
+            kept.
         deltas: whether to make a delta to each new version from the previous version. Explorers
             that stage on another filesystem read the delta instead of the version. ``on`` makes
             each delta, ``off`` makes none, and ``auto`` makes deltas while two or more live
@@ -133,7 +133,7 @@ class DaemonConfig(BaseModel):
             None, the daemon detects the prefix.
         names: the names of the tensors in versions. ``hub``: the names in the model's checkpoints
             on the hub. ``trainer``: the names in the trainer's module. None: the names of the job's
-            newest version; in a new job ``hub`` if all live explorers take the hub's names, else
+            newest version; in a new job ``hub`` if all live explorers accept the hub's names, else
             ``trainer``.
         max_shard_size: the most bytes of tensors in one file of a version.
         copy_threads: how many files of a version to write at a time; at most the number of

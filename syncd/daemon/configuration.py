@@ -166,7 +166,7 @@ def to_toml(configuration: Configuration) -> str:
 
 
 def written(config: RunConfig) -> dict[str, object]:
-    """Key → value as TOML and JSON can hold it; an empty string stands for None."""
+    """Key → value, in a type that TOML and JSON have. None becomes an empty string."""
     return {
         key: "" if value is None else value for key, value in config.model_dump(mode="json").items()
     }

@@ -62,8 +62,8 @@ class StepSeen:
         full, retired, saving, pinned: whether the folder has the mark of this name.
         resumable: whether the folder holds more than weights, so that training may resume from it.
         critic: whether the folder has files of a critic.
-        model_only: whether the record says that the save holds only a model; None if the record
-            does not say it.
+        model_only: whether the save holds only a model, according to the record; None if the record
+            does not say whether it does.
         unread: True if the daemon must still read the save's ``.metadata`` to find out whether
             training can resume from the save. Until then the save counts as resumable.
     """
@@ -258,9 +258,9 @@ class Decision:
     """The actions of a round in order, and the reason for waiting if the daemon waits.
 
     Attributes:
-        pending: True if the daemon has something to publish, answer or quarantine, in this round or
-            later, even if all trainers and explorers leave. A pause also counts as pending, because
-            a person is at work.
+        pending: True if the daemon has something to publish, answer or quarantine, now or in a
+            later round, even if all trainers and explorers leave. A pause also counts as pending,
+            because a person is at work.
     """
 
     actions: tuple[Action, ...]

@@ -267,7 +267,7 @@ class DeltaMaker:
             self._ended = self._making
 
     def again(self, latest: Latest | None) -> None:
-        """Make a cancelled delta to LATEST's version again, once the cancelled work has ended.
+        """Restart the cancelled work on the delta to LATEST's version, once that work has ended.
 
         Args:
             latest: the present LATEST.

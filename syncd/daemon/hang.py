@@ -83,7 +83,7 @@ class HangGuard:
             faulthandler.cancel_dump_traceback_later()
 
     def watch(self, job: str) -> Callable[[], None]:
-        """Expect progress of a job from now on; returns the callback that reports its progress."""
+        """Expect progress of a job from now on; return the callback that reports progress."""
         with self._changing:
             self._answered[job] = self._clock()
 

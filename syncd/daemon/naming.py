@@ -3,7 +3,7 @@
 A job keeps the names of its newest version, because its explorers were started for these names.
 LATEST repeats the names, because the newest version may be an adapter or a remote version, and such
 versions lack these names. A new job gets the hub's names, which every server knows, if all its live
-explorers take these names.
+explorers accept these names.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ _NAMED: Final = 4
 class NewNames:
     """A change of the names of tensors.
 
-    The newest version has other names than the previous version. Or the newest version is the job's
-    first version for which the hub's names and the trainer's names differ.
+    A change is one of these two cases:
+
+    - The newest version has other names than the previous version.
+    - The newest version is the job's first version for which the hub's names and the trainer's
+      names differ.
 
     Attributes:
         names: the names of the newest version.
@@ -124,7 +127,7 @@ class Naming:
         self._why = ""
 
     def _without(self) -> list[str]:
-        """The names of the live explorers that do not take the hub's names."""
+        """The names of the live explorers that do not accept the hub's names."""
         self._looked_at = self._clock()
         names = self._job.storage.names(self._job.layout.explorers)
         found = [one for one in self._job.explorer_reports(names, OF_OTHERS) if not one.hub_names]

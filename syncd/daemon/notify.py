@@ -34,7 +34,7 @@ class ServiceManager:
     Args:
         address: the address of the manager's socket: a path, or ``@`` and an abstract name; None if
             there is no manager.
-        watchdog: within how many seconds the manager expects a call of :meth:`alive`; None if the
+        watchdog: the most seconds that may pass between two calls of :meth:`alive`; None if the
             manager expects no calls.
     """
 

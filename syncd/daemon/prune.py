@@ -214,7 +214,8 @@ class Pruner:
     def _look_anew(self, folder: Path, step: int, outcome: SaveOutcome) -> StepSeen | None:
         """The folder's present content on the server; this client's cache is not used.
 
-        Without a refresh the client would use its old cache of the folder, even under the new name.
+        Without a refresh the client would use its old cache of the folder, even after the folder
+        was renamed.
         """
         actor = folder / "actor"
         parts = (actor / name for name in (RECEIPTS, HUGGINGFACE, LORA_ADAPTER))

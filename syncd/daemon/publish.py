@@ -367,7 +367,7 @@ class Publisher:
         self.served_request = None if back is None else back.request
 
     def _next_sequence(self) -> int:
-        """The next sequence; skips each number for which a file or link has a folder's name."""
+        """The next sequence. Skips a number if a file or link is in the way of its folders."""
         sequence = self._floor + 1
         while self._in_the_way(self._job.layout.version(sequence)) or self._in_the_way(
             self._job.layout.lease_folder(sequence)

@@ -108,7 +108,7 @@ def _let_be(path: Path, why: object) -> None:
 
 
 def _refresh_of_others(storage: Storage, folder: Path) -> None:
-    """Refresh a folder; a folder that is gone or belongs to another user is no error."""
+    """Refresh a folder; raise no error if the folder is gone or belongs to another user."""
     try:
         storage.refresh(folder)
     except OSError as error:
@@ -140,7 +140,7 @@ class _Look:
         return self._job.read(model, path, _OURS, limit=limit)
 
     def _look_at(self, path: Path) -> None:
-        """Open a file once before it is read: a first open may still find an old, replaced file."""
+        """Open a file before it is read, because a first open may still find a replaced file."""
         try:
             self._job.storage.release(self._job.storage.open_read(path))
         except OSError as error:

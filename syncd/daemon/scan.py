@@ -156,7 +156,8 @@ class Scanner:
     def is_needed(self, step: int) -> bool:
         """True if a step must stay.
 
-        A step must stay if a pointer names the step, or if the last announced step is not higher.
+        A step must stay if a pointer names the step, or if the trainer's last announced step is not
+        above this step.
 
         This method is called when the step's folder is already in the trash. The method asks the
         server. Each file is opened twice, because on some storage the first open may still find an

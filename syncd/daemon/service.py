@@ -246,8 +246,8 @@ class Service:
         """True if a trainer without hooks has begun a new job (a pointer, but no ``.syncd``).
 
         The new job must be another folder (inode) on the same device. A job that is being deleted
-        keeps its folder, so nothing is created in it. A folder on another device means that the
-        storage is not mounted, so nothing is created there either.
+        keeps its folder, so nothing is created in that folder. A folder on another device means
+        that the storage is not mounted, so nothing is created in that folder either.
         """
         layout, storage = self._job.layout, self._job.storage
         folder, pointer = storage.status(layout.root), layout.root / self._config.pointer

@@ -262,7 +262,7 @@ class Turns:
         )
 
     def _let_beside(self, now: float) -> None:
-        """Let the first late merge continue beside the others, if no other late merge does so."""
+        """Let the first late merge continue beside the others, if no merge does so yet."""
         if not self._beside_is_free():
             return
         for merging in self._merging.values():

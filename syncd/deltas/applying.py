@@ -62,7 +62,8 @@ def apply_chain(
         storage: the storage of the deltas and of the target.
         target: the published version. Only its headers and small files are read.
         chain: the deltas that lead from the base to the target, in order.
-        base: a whole version, which the call only reads. Nobody may delete it during the call.
+        base: a whole version, which the call only reads. Nobody may delete this version during the
+            call.
         to: the storage of the draft and of the base.
         draft: an empty folder. The caller has to sync its parent folder, and to remove the folder
             after an error.

@@ -78,7 +78,7 @@ def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:
     """The two files of a delta by name, ``index`` and ``blocks``; each has a digest.
 
     Raises:
-        NoDeltaError: the record names other files, or names a file twice or without a digest.
+        NoDeltaError: the record names other files, names a file twice, or has no digest for a file.
     """
     files = {file.name: file for file in delta.files}
     if (

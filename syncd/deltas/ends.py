@@ -19,7 +19,8 @@ LONGEST_CHAIN: Final = 64
 class NoDeltaError(Exception):
     """Raised when a delta cannot be made or used; the message has the reason.
 
-    The two versions may be undamaged, so the caller should read the whole version instead.
+    This error does not mean that a version is damaged. The caller should read the whole version
+    instead of the delta.
     """
 
 

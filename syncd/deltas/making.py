@@ -30,9 +30,10 @@ _SYNC_EVERY: Final = 256 * 1024 * 1024
 
 
 def why_not_here() -> str | None:
-    """The reason why this host can neither make nor apply deltas, as a clause, or None.
+    """The reason why this host can neither make nor apply deltas, as a clause.
 
-    This function looks for the needed packages without importing them.
+    The result is None if no package is missing. This function looks for the packages without
+    importing them.
     """
     missing = [] if find_spec("numpy") else ["numpy"]
     if sys.version_info >= (3, 14):
@@ -58,7 +59,7 @@ class DeltaChild:
 
     Args:
         storage: the storage of both versions and of the delta.
-        base: an older version. Nobody may delete it while the child works.
+        base: an older version. Nobody may delete this version while the child works.
         target: the version that the delta makes from the base.
         python: the interpreter.
 

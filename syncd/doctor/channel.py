@@ -138,7 +138,7 @@ class There(Party):
             self._hear()
 
     def dismiss(self, findings: tuple[Finding, ...]) -> None:
-        """Send the findings to the process, which then ends its run; wait for their arrival."""
+        """Send the findings to the process, so that it ends its run; wait until they arrive."""
         try:
             self._settle()
             self._channel.say(PartyRequest(end=End(findings=findings)))

@@ -286,7 +286,7 @@ def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
     Args:
         name: the name of the work, for the error.
         work: the work.
-        until: returns the deadline, which may move while the work runs.
+        until: returns the deadline, which can change while the work runs.
 
     Raises:
         _HungError: the deadline passed.

@@ -65,7 +65,7 @@ class Party(ABC):
             raise OSError(code, f"{change} was refused: {os.strerror(code)}", name)
 
     def see(self, how: How, name: str) -> str:
-        """Look at a name once; return the observation, or the name of an error after a ``!``."""
+        """Look at a name once; return the observation, or ``!`` and the name of an error."""
         return self._ask(PartyCall(do="see", how=how, name=name)).text
 
     def until_changed(self, looks: list[Look], limit: float) -> tuple[float | None, ...]:

@@ -100,8 +100,8 @@ class PartyAnswer(Record):
     """The result of a call.
 
     Attributes:
-        text: for an attempt, ``done`` or the name of an error; for a look, the observation, or the
-            name of an error after a ``!``.
+        text: for an attempt, ``done`` or the name of an error; for a look, the observation, or
+            ``!`` and the name of an error.
         after: for each look, the seconds until the observation changed; None if the observation did
             not change.
         won: the rounds of a race that this process won.

@@ -85,7 +85,7 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
     Args:
         file: the median seconds of an fsync of a file; None if the fsync failed.
         folder: the median seconds of an fsync of a folder; None if the fsync failed.
-        said: ``file`` or ``folder``, if its fsync failed → the error.
+        said: the errors of failed fsyncs: ``file`` or ``folder`` → its error.
     """
     if file is None or folder is None:
         told = ", ".join(f"fsync of a {what}: {error}" for what, error in said.items())
@@ -117,7 +117,7 @@ def copying(copies: str, shares: str) -> Finding:
 
 
 def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) -> Finding:
-    """Judge whether a touch of a heartbeat is visible, and an untouched heartbeat looks the same.
+    """Judge whether the status of a heartbeat changes at a touch, and only at a touch.
 
     Args:
         still: True if an untouched file looks the same twice.
@@ -214,7 +214,8 @@ def replaced(counts: Sequence[Mapping[str, int]]) -> Finding:
     Args:
         counts: for each reader, the number of its reads (``read``), and the number of reads with
             these results: ``missing`` (the name did not exist), ``torn``, ``stale`` (harmless: the
-            file must be opened again), ``different`` (from the previous read).
+            file must be opened again), ``different`` (the content had changed since the previous
+            read).
     """
     kinds = ("read", "missing", "torn", "stale", "different")
     total = {kind: sum(one.get(kind, 0) for one in counts) for kind in kinds}

@@ -61,8 +61,8 @@ class Control:
         """Stop publishing and pruning until :meth:`resume` is called.
 
         A daemon that has confirmed the pause publishes no save and prunes nothing. A merge that has
-        begun is finished before the daemon confirms. Not promised: if a daemon has built a version
-        and dies before LATEST names it, the next daemon may still publish that version.
+        begun is finished before the daemon confirms. There is one exception: if a daemon has built
+        a version and dies before LATEST names it, the next daemon may still publish that version.
 
         Returns:
             A message for the user if no daemon has answered; empty if a daemon has answered.

@@ -106,8 +106,8 @@ _VERSIONS: Final = TypeAdapter(list[VersionHistory])
 def history(job: Job, limit: int) -> list[VersionHistory]:
     """The newest versions, oldest first, including pruned versions.
 
-    The daemon's journal is bounded. A version that is older than the journal is listed only while
-    it is on disk, and without times.
+    The daemon's journal is bounded. A version that is older than the journal is listed without
+    times, and only while the version is on disk.
 
     Args:
         job: the job.

@@ -59,7 +59,7 @@ def look_anyway(folder: Path) -> dict[str, Any]:
 
 
 def jobs_at(folder: Path) -> list[Path]:
-    """The jobs that a folder stands for: the folder itself if it is a job, else the jobs in it.
+    """The folder itself if it is a job; else the jobs in the folder.
 
     If the folder contains no job, the result is the folder itself.
 

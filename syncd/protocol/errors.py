@@ -26,7 +26,7 @@
     ├── NoRoomError              14   the disk has no room for the files that are to be written
     ├── EngineBrokenError        15   an engine whose weights are unknown
     ├── NotFollowingError        16   a background watcher that has ended by itself
-    ├── CommandFailedError       17   a user's command that did not take a version
+    ├── CommandFailedError       17   a user's command that failed, or took too long
     ├── ServerError              18   a request that an inference server did not carry out
     │   ├── ServerRefusedError   18   a request that the server answered with an error
     │   ├── ServerUnreachableError 18 a server that does not answer (an OSError too)

@@ -150,7 +150,7 @@ class JobLayout:
 
     @property
     def claims(self) -> Path:
-        """The folder of claims. Each claim names the session that has a name."""
+        """The folder of claims. Each claim says which session holds a name."""
         return self.state / "claims"
 
     def claim(self, role: str, name: str) -> Path:
@@ -159,7 +159,7 @@ class JobLayout:
 
     @property
     def offer(self) -> Path:
-        """The trainer's offer of a transfer of weights, and its members."""
+        """The trainer's offer of a transfer of weights, and the members of the transfer."""
         return self.state / "broadcast" / "offer.json"
 
     @property

@@ -160,7 +160,7 @@ def is_dcp_file(name: str) -> bool:
 
 
 def is_rank_metadata(name: str) -> bool:
-    """True if a file with this name is a DCP file with the metadata of one rank only."""
+    """True if a file with this name is a DCP file with the metadata of only one rank."""
     return _RANK_METADATA.fullmatch(name) is not None
 
 

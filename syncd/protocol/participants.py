@@ -12,7 +12,7 @@ from syncd.protocol.records import Record, Step, Text
 
 
 class Claim(Record):
-    """``.syncd/claims/…``: names the session that has a participant's name.
+    """``.syncd/claims/…``: says which session holds a participant's name.
 
     Attributes:
         name: the name, for people. The file name of a trainer's claim does not contain this name.

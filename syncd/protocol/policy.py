@@ -147,8 +147,8 @@ class SyncSettings:
             trainer.
         save_interval: steps between two full checkpoints; 0 = no full checkpoints.
         save_timeout: seconds that rank 0 waits for all ranks' receipts before it gives up a save.
-        max_staleness: the most steps by which an explorer may lag behind the newest version and
-            still produce; None = no limit.
+        max_staleness: the most steps by which a producing explorer may lag behind the newest
+            version; None = no limit.
         max_explorer_lag: the most steps by which the slowest explorer may lag before the trainer
             waits for this explorer; None = no limit.
         checkpoint_every: with method ``nccl``, every n-th sync also saves the weights by the
@@ -398,7 +398,7 @@ def pull_decision(held: Version | None, newest: Version | None) -> Pull:
 
 
 def may_produce(settings: SyncSettings, held: Version | None, newest: Version | None) -> bool:
-    """True if an explorer is fresh enough to go on producing (``max_staleness``).
+    """True if an explorer may go on producing with its version (``max_staleness``).
 
     Args:
         settings: the settings of the job.
@@ -426,7 +426,7 @@ def must_wait_for_explorers(
 
 
 def after_broadcast(held: Version, newest: Version) -> Version:
-    """The version that an explorer counts as serving after a broadcast of the present run.
+    """The version to assume for an explorer that received a broadcast of the present run.
 
     Args:
         held: the sequence of the newest version whose files the explorer loaded, and the step of

@@ -149,8 +149,8 @@ class Latest(Record):
     """``.syncd/LATEST``: the version that explorers should serve.
 
     Attributes:
-        delta_from: the base of a delta to this version, which the daemon planned to make when it
-            wrote LATEST; None if the daemon planned no delta. The file of
+        delta_from: the base of the delta to this version, if the daemon planned such a delta when
+            it wrote LATEST; None if the daemon planned no delta. The file of
             :class:`~.reports.DeltaProgress` tells whether the delta was made.
         names: the origin of the tensor names that the job keeps for its next versions. This origin
             comes from the newest version for which the hub's names and the trainer's names differ.
@@ -184,7 +184,7 @@ class VersionFile(BaseModel):
 
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a version; ``dtype`` is safetensors' name of its dtype.
+    """A tensor of a version; ``dtype`` is safetensors' name of the tensor's dtype.
 
     This class is not a pydantic model. An instance of a model takes a kilobyte, and a version may
     have a million tensors.

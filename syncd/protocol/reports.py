@@ -46,7 +46,8 @@ class Reload(BaseModel):
             folder this time includes the copy, or the wait for another explorer's copy.
         prepare: the time of the engine's preparations, while the engine still serves, and of the
             user's ``before_load``.
-        pause: the time for which the engine did not serve: from ``pause`` to the end of ``resume``.
+        pause: the time for which the engine did not serve: from the start of its ``pause`` to the
+            end of its ``resume``.
         load: the part of ``pause`` in which the engine's ``load`` ran.
         staged: True if the version was read from a copy on the explorer's host; None if staging is
             off.
@@ -191,8 +192,8 @@ class ExplorerReport(Record):
         delta_base: the newest version of which the explorer's host has a whole copy, outside the
             filesystem of the job. A delta can make the next version from this copy. None if there
             is no such copy, or if the explorer's release has no deltas.
-        hub_names: True if the explorer also takes versions with the hub's names. Older releases do
-            not write this field.
+        hub_names: True if the explorer also accepts versions with the hub's names. Older releases
+            do not write this field.
     """
 
     name: str
@@ -321,7 +322,7 @@ class DaemonReport(Record):
         memory_dir: the memory directory: a second job, which the same process serves on its host.
         merge: the progress of the merge while the state is ``merging``. This progress may be some
             seconds old.
-        release: the daemon's release; None for a release without bench requests.
+        release: the daemon's release; None if the release has no bench requests.
         names: the origin of the tensors' names in LATEST's version; None if the hub's names and the
             trainer's names of that version are the same.
     """

@@ -21,8 +21,9 @@ LIMIT: Final = 4 * 1024 * 1024
 def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: int = LIMIT) -> None:
     """Append to a file, and make it if it is missing.
 
-    If a folder, a link or another thing has the file's name, that other thing is renamed first.
-    Older lines may be lost if a superseded daemon begins a new file at the same time.
+    If a folder, a link or another thing has the file's name, this function first renames that
+    folder, link or thing. Older lines may be lost if a superseded daemon begins a new file at the
+    same time.
 
     Args:
         storage: the shared storage.

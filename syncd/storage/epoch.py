@@ -223,7 +223,7 @@ class Epoch:
         return self._move(path, self._doomed)
 
     def undecided(self) -> list[Path]:
-        """The folders in ``trash/``: set aside, and neither condemned nor put back yet.
+        """The folders in ``trash/``, which are neither condemned nor put back yet.
 
         An earlier daemon may have set these folders aside.
         """

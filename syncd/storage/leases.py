@@ -4,16 +4,16 @@ An explorer leases the version that it serves. The lease is a file in the versio
 The name of this file contains the explorer's session.
 
 A user pins a version or a step. The pin is an empty file in a folder that the daemon checks when it
-prunes, so the pin needs no message to a daemon. Once the call has returned, nothing prunes the
-pinned version or step:
+prunes, so the pin needs no message to a daemon. Once :func:`pin_version` or :func:`pin_step` has
+returned, nothing prunes the pinned version or step:
 
 - The pin of a version is in the version's lease folder. Retiring a version begins with the rmdir of
   that folder. The server refuses this rmdir while the folder has any file, even if a daemon decided
   earlier to retire the version.
 - The pin of a step is in the step folder. Pruning renames that folder into a trash, checks its
-  content once more, and puts the folder back if anything changed. The call returns only after it
-  has seen the pin under the step's own name. So a prune that begins later sees the pin, and a prune
-  that began earlier has put the folder back.
+  content once more, and puts the folder back if anything changed. :func:`pin_step` returns only
+  after it has seen the pin under the step's own name. So a prune that begins later sees the pin,
+  and a prune that began earlier has put the folder back.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def _warn(path: Path, error: Exception) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPolicy:
-    """The failed reads that raise no error: by default of a missing file or a damaged record.
+    """The failures of a read that raise no error: by default, a missing file and a damaged record.
 
     Attributes:
         absent: returns True for an OSError that counts as a missing file. Such an error is not

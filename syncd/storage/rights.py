@@ -106,8 +106,8 @@ def unprunable(job: Job) -> str | None:
     """The reason, according to the file modes, why this user could not delete existing steps.
 
     Returns:
-        A sentence for people; the text :data:`TO_DELETE` can follow it. Empty if no reason was
-        found; None if there is no step yet.
+        A sentence for people; the text :data:`TO_DELETE` can follow this sentence. Empty if no
+        reason was found; None if there is no step yet.
     """
     steps = step_folders(job)[-_FEW:]
     if not steps:

@@ -106,7 +106,7 @@ def owner_of(folder: Path) -> tuple[str, str]:
 
 
 def quoted(word: object) -> str:
-    """Quote a word for a unit file; systemd then reads one word, in which it expands no specifiers.
+    """Quote a word for a unit file, so that systemd reads one word and expands no specifiers.
 
     Raises:
         InvalidSettingsError: the word has characters that a unit file cannot hold.

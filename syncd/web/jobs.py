@@ -1,4 +1,4 @@
-"""The jobs that the page shows, and the state of each, as JSON.
+"""The jobs that the page shows, and the state of each job, as JSON.
 
 One read of storage serves all visitors. Reads run in separate threads, so storage that hangs delays
 no visitor for long.
@@ -36,12 +36,12 @@ class Jobs:
     """The jobs in some folders, while jobs are added and removed.
 
     Nothing is read before a visitor asks. Each job is read in its own threads. If the storage of a
-    job does not answer, the answer for that job has ``silent_since``, and the other jobs are shown
-    as usual.
+    job does not answer, the answer for that job has ``silent_since``. The other jobs are shown as
+    usual.
 
     Args:
         folders: job directories, or folders that contain job directories.
-        limit: the most versions in a history; only the newest are shown.
+        limit: the most versions in a history; only the newest versions are shown.
         every: seconds between two reads of the same job.
         patience: seconds after which a read counts as unanswered.
     """
@@ -95,7 +95,8 @@ class Jobs:
         Args:
             number: the job's id.
             had: the ``read`` time of the history that the visitor already has. If there is no newer
-                history, ``history`` in the result is null, because a history may have megabytes.
+                history, ``history`` in the result is null, because a history can be several
+                megabytes long.
 
         Returns:
             A mapping with ``now``, ``history``, and the keys ``read`` and ``silent_since`` of

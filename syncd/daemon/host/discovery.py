@@ -29,10 +29,10 @@ _PATIENCE: Final = 30.0
 class Discovery:
     """Looks for jobs, in its own thread.
 
-    A job is a folder in the root, not a link, whose name does not begin with a dot. The folder
-    contains ``.syncd`` or the pointer. A hook of syncd or a daemon creates ``.syncd``. Any trainer
-    writes the pointer. Other entries of the root are ignored. If the root cannot be listed, for
-    example because it is not mounted, the list of jobs stays as it is.
+    A job is a folder in the root. A job is not a link, and its name does not begin with a dot. The
+    folder contains ``.syncd`` or the pointer. A hook of syncd or a daemon creates ``.syncd``. Any
+    trainer writes the pointer. Other entries of the root are ignored. If the root cannot be listed,
+    for example because it is not mounted, the list of jobs stays as it is.
 
     Promised: if the storage of one folder hangs, other jobs are still found. Not promised: that a
     new job is found before this client's cached listing of the root is renewed.

@@ -55,7 +55,7 @@ class _LastLook(NamedTuple):
 class GoingLive:
     """Finds each load exactly once, by the reports of explorers.
 
-    A report lists the last loads of its explorer, so that no load is missed even if the report is
+    A report lists the newest loads of its explorer, so that no load is missed even if the report is
     read seldom. A report is read only while its explorer does not serve LATEST, because an explorer
     that serves LATEST has nothing newer to load. Only the newest load of each explorer is
     remembered, because sequences only grow. The newest loads that earlier daemons recorded are read

@@ -100,7 +100,7 @@ class Journal:
         )
 
     def write(self) -> None:
-        """Write the lines that were added since the previous call to the file."""
+        """Write to the file all lines that were added since the previous call."""
         self._file.write()
 
     def waiting(self, why: str) -> None:
