@@ -12,10 +12,11 @@ syncd recognizes the state dict of a PEFT model only by its tensor names. A *hal
 are called ``M.lora_embedding_A.N`` and ``M.lora_embedding_B.N``. A state dict with a half belongs
 to a PEFT model if
 
-- a module M with a half also has ``M.base_layer.…``, as every module that PEFT wraps has; or
+- a module M with a half also has ``M.base_layer.…``, because PEFT adds ``base_layer`` to every
+  module that it wraps; or
 - every name begins with ``base_model.model.``, as in every PeftModel; or
-- every tensor belongs to an adapter: the tensor is a ``lora_…``, or a tensor of ``modules_to_save``
-  or of trained tokens.
+- every tensor belongs to an adapter: its name contains a part ``lora_…``, or it is a tensor of
+  ``modules_to_save`` or of trained tokens.
 
 If all names of a state dict are LoRA names as PEFT writes them to files, the state dict also
 belongs to a PEFT model. Any other state dict is a full model, even if one of its own tensors is
@@ -151,7 +152,7 @@ class Adapter:
         return None
 
     def _lora(self, name: str) -> str | None:
-        """The saved name of an adapted module's ``lora_…``; None for another adapter's tensor."""
+        """The saved name of a ``lora_…`` tensor of this adapter; None for any other tensor."""
         for match in re.finditer(r"\.lora_[^.]+", name):
             if name[: match.start()] not in self.modules:
                 continue
@@ -170,7 +171,7 @@ class Adapter:
         return f"{module.removesuffix(f'.{self.name}')}.{parameter}"
 
     def _beside_lora(self, name: str) -> str | None:
-        """The saved name of a tensor of ``modules_to_save`` or of trained tokens, or None."""
+        """The saved name of a tensor of ``modules_to_save`` or trained tokens; None for others."""
         module, found, parameter = name.partition(f".modules_to_save.{self.name}.")
         if found:
             return f"{module}.{parameter}"
@@ -193,7 +194,7 @@ def is_peft_model(names: Iterable[str]) -> bool:
 
 
 def find_adapter(names: Iterable[str]) -> Adapter | None:
-    """The LoRA adapter of a state dict with these names; None if no PEFT model has such names.
+    """The LoRA adapter of a state dict with these names; None if there is no LoRA adapter.
 
     If there are several adapters, the result is the adapter ``default``, which PEFT saves directly
     into the folder.

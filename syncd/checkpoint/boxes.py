@@ -57,7 +57,7 @@ def holds(shape: Shape, box: Box) -> bool:
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """The intersection of two parts of the same tensor; None if it is empty."""
+    """The intersection of two parts of the same tensor; None if the intersection is empty."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = tuple(
         min(begin + size, start + count)
@@ -68,7 +68,7 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, part: Box) -> list[Box]:
-    """Subtract a part from the box that it lies in.
+    """Subtract a part from the box that contains the part.
 
     Returns:
         Disjoint boxes, at most two for each dimension.
@@ -120,7 +120,7 @@ def extents(within: Box, part: Box) -> Iterator[Extent]:
 
 
 def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[Box]:
-    """Cut a part into pieces to read one by one, in the order of their bytes.
+    """Cut a part into pieces, in the order of their bytes. The caller reads one piece at a time.
 
     Args:
         within: the box whose elements are stored, in C order.

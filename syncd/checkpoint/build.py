@@ -70,8 +70,9 @@ def build_model_folder(
 
     A save of a full model becomes a Hugging Face model folder. A save with a LoRA adapter, in
     ``lora_adapter/`` or among the shards' tensors, becomes a folder that PEFT and vLLM load. That
-    folder holds the adapter in one file, its config, and the tokenizer. It lacks the base model's
-    config, because without the base model's weights the folder must not look like a model.
+    folder holds one file with the adapter's weights, the adapter's config, and the tokenizer. The
+    folder lacks the base model's config, because without the base model's weights the folder must
+    not look like a model.
 
     Args:
         storage: the shared storage.
@@ -79,10 +80,10 @@ def build_model_folder(
         save: the latest result of ``look_at_save``.
         folder: an empty folder that no other process reads. The caller syncs the folder's parent.
         options: the options of the merge.
-        work: ``work.cancel`` is called between chunks. The manifest's timings are by
-            ``work.clock``.
-        sequence: the version's sequence, for the manifest; 0 for a build for a bench. None
-            if no explorer loads the folder.
+        work: ``work.cancel`` is called between chunks. ``work.clock`` measures the manifest's
+            timings.
+        sequence: the version's sequence, for the manifest; 0 if the step is built only for
+            evaluation. None if no explorer loads the folder.
 
     Returns:
         The manifest, as written to ``manifest.json``.
@@ -272,7 +273,7 @@ def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
 
 @contextmanager
 def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
-    """Let a CheckpointError leave the block only if the save has not changed meanwhile.
+    """Raise the block's CheckpointError only if the save has not changed meanwhile.
 
     If the save has changed, the trainer may still be writing the file that caused the error.
     """

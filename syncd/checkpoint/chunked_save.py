@@ -42,7 +42,7 @@ class ChunkedSave:
 
     Attributes:
         indexes: the index of each open file, for the merge plan.
-        sources: the open files, which give the bytes; in the order of ``indexes``.
+        sources: the open files that hold the bytes, in the order of ``indexes``.
     """
 
     indexes: Sequence[ShardIndex]
@@ -60,7 +60,7 @@ class Opening:
         parser: reads untrusted files, in a child process.
         prefix: the beginning of the names of the model's tensors. If None, syncd finds the prefix.
         tensor_limit: the largest number of chunks in all files together.
-        cancel: called often; it raises to stop.
+        cancel: called often; it raises an error to stop.
         stack: closes the files.
     """
 
@@ -147,7 +147,7 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
     """Open the files of ``HuggingFaceStorageWriter``.
 
     These files do not record which part of a state dict a tensor comes from. Without a prefix,
-    every tensor therefore counts as the model's.
+    syncd therefore treats every tensor as a tensor of the model.
 
     Raises:
         ShardFormatError: a file is not a whole safetensors file, or lacks the places of its chunks.
@@ -222,8 +222,9 @@ def _indexes(
 ) -> list[ShardIndex]:
     """The parts in each file.
 
-    The first index lists the names of all tensors, in order, also those without a part in the first
-    file. So the plan keeps this order. The plan also detects tensors that have no part in any file.
+    The first index lists the names of all tensors, even of tensors that have no part in the first
+    file. So the plan keeps the order of these names, and detects tensors that have no part in any
+    file.
     """
     return [
         ShardIndex(

@@ -67,7 +67,7 @@ class SaveContents:
             bias: the value of ``bias`` in ``adapter_config.json``.
             tied: the value of ``tie_word_embeddings`` in ``config.json``.
             hub: the map to the hub's names for a full model; None to keep the trainer's names.
-            cancel: called often; it raises to stop.
+            cancel: called often; it raises an error to stop.
 
         Raises:
             CoverageError: the parts do not make whole tensors.
@@ -161,7 +161,7 @@ def _index(file: SafetensorsFile) -> ShardIndex:
 
 
 def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
-    """Refuse tensor names that no engine can load, because syncd does not change the names."""
+    """Refuse a file whose tensor names no engine can load; syncd does not rename the tensors."""
     found = find_adapter(entry.name for entry in file.entries)
     if is_adapter and not file.entries:
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""Full checkpoints as Hugging Face models: the merged weights of a step in its ``huggingface/``.
+"""Converting full checkpoints into Hugging Face models, in the steps' ``huggingface/`` folders.
 
-syncd never reads these weights again, neither to merge the step nor to identify a save.
+syncd never reads the converted weights again, neither to merge the step nor to identify a save.
 ``manifest.json`` in the same folder names the save that the weights were made from, and lists the
 weights.
 """
@@ -336,8 +336,9 @@ def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest
     """Rename the weights into the folder, so that no loader mixes the files of two merges.
 
     First the old weights are removed, beginning with the file that a loader looks for first. Then
-    the new weights are renamed, and that file comes last. Weights that no manifest lists are also
-    removed, because without an index an engine loads all files with such names.
+    the new weights are renamed. The new file that a loader looks for first is renamed last. Weights
+    that no manifest lists are also removed, because without an index an engine loads all files with
+    such names.
     """
     weights = [file.name for file in manifest.files if is_weights_name(file.name)]
     storage.make_folder(folder, below=folder.parent)
@@ -368,7 +369,7 @@ def _listed(storage: Storage, folder: Path) -> set[str]:
 
 
 def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> None:
-    """Remove the temporary folders of killed processes, which no longer change.
+    """Remove temporary folders that no longer change, because their processes were killed.
 
     Raises:
         JobUnavailableError: a folder still changes, so another process is converting this step.
@@ -418,7 +419,7 @@ def _busy(actor: Path) -> JobUnavailableError:
 
 
 def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int, int]]]:
-    """Each temporary folder, with sizes and times of its files, which change during a merge."""
+    """The sizes and times of the files in each temporary folder; a merge changes these values."""
     found = {}
     for name in storage.names(actor):
         if not name.startswith(_ROOM):

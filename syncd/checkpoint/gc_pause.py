@@ -1,4 +1,4 @@
-"""Pausing Python's garbage collector while code makes many objects, but no cycles."""
+"""Pausing Python's garbage collector while code makes many objects, but no reference cycles."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import contextmanager
 def uncollected() -> Iterator[None]:
     """Turn the garbage collector off in a block of code.
 
-    Without this pause, collections would take half of the block's time, and find nothing.
+    Without this pause, collections would take half of the block's time, and find no garbage.
 
-    All threads share the collector. If several threads pause the collector, the first thread to
-    finish may turn the collector on again, which makes the other threads slower.
+    All threads share the collector. If several threads pause the collector, the first thread that
+    leaves its block can turn the collector on again. In that case the other threads run slower.
     """
     collecting = gc.isenabled()
     gc.disable()

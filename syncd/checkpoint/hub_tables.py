@@ -8,7 +8,7 @@ name, or a prefix of names that ends with a dot. In a key, ``#`` stands for a nu
 keys match a name, the longest key counts. The value of a rule is one of these:
 
 - the prefix on the hub, which replaces the key;
-- the pieces of a tensor, in the form of :class:`~syncd.protocol.tensor_names.HubPiece`. Here
+- the pieces of a tensor, in the form of :class:`~syncd.protocol.tensor_names.HubPiece`. In a table,
   ``rows`` is ``[i, n]``, which means the i-th of n equal parts. ``at`` is the number of the part
   among the parts that are joined.
 """
@@ -43,7 +43,7 @@ def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
         tensors: the shapes of the save's tensors, by the trainer's names.
 
     Returns:
-        The map. Its ``refused`` is set if the table of this type is for another model. The result
+        The map. Its ``refused`` is set if the table of this type does not fit the model. The result
         is None if the type has no table, because syncd assumes that such a model has the same names
         on the hub.
     """

@@ -94,8 +94,8 @@ def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[
     """The names of the files with the ranks' weights in the model's dtype, found without receipts.
 
     Returns:
-        The name for every rank, even if some of these files are missing. The result is empty if the
-        folder has no such file.
+        The file name for every rank, even if some of these files are missing. The result is empty
+        if the folder has no such file.
 
     Raises:
         SaveNotReadyError: syncd cannot tell which files belong together.

@@ -61,7 +61,7 @@ def copy_model_files(
         storage: the storage to read from and write to.
         source_hf: the trainer's folder.
         folder: the version's folder, which must exist.
-        cancel: called often; it raises to stop.
+        cancel: called often; it raises an error to stop.
         leave_out: the files not to copy, by paths relative to ``source_hf``.
         recursive: True to copy the folders inside ``source_hf`` too.
 
@@ -70,7 +70,8 @@ def copy_model_files(
 
     Raises:
         CheckpointError: a file is over 1 GiB; all files together are over 4 GiB; a manifest cannot
-            hold a file's name; ``source_hf`` is not a folder; or folders are over 64 deep.
+            hold a file's name; ``source_hf`` is not a folder; or folders are nested over 64 levels
+            deep.
         OSError: storage failed, e.g. ``ENOSPC``; ``ENOENT`` if a file was deleted meanwhile.
     """
     copied = []
@@ -113,9 +114,9 @@ def read_model_config(storage: Storage, folder: Path, copied: Iterable[VersionFi
 def says_tied(config: object) -> bool:
     """True if the content of a ``config.json`` sets ``tie_word_embeddings``.
 
-    If the config has a ``text_config``, the outer and the inner value must not differ, because
-    readers disagree on which value counts. A missing key is ignored, because a config file leaves
-    out the defaults of the model's class.
+    If the config has a ``text_config``, the result is False if the outer and the inner value
+    differ, because readers disagree on which value counts. A missing key is ignored, because a
+    config file leaves out the defaults of the model's class.
     """
     told = []
     while isinstance(config, dict):

@@ -88,8 +88,8 @@ class NameMap:
        0. The shape of each of these tensors is S without dimension 0, and ``first + i`` replaces
        ``{}`` in the name. If ``first`` is None, the piece is a single tensor, and keeps all
        dimensions.
-    2. ``rows``: if it is ``(begin, end)``, the piece has only the rows from ``begin`` to before
-       ``end``, along the first remaining dimension. If ``rows`` is None, the piece has all rows.
+    2. ``rows``: if it is ``(begin, end)``, the piece has only the rows ``begin`` to ``end - 1``
+       along the first remaining dimension. If ``rows`` is None, the piece has all rows.
     3. ``transposed``: if it is True, the last two remaining dimensions are swapped.
     4. ``at``: if it is a number, the result is only a block of rows of the hub's tensor, and ``at``
        is the index of the block's first row. All parts with this name on the hub, from any
@@ -173,7 +173,7 @@ class NameMap:
         return isinstance(other, NameMap) and self._record == other._record
 
     def __hash__(self) -> int:
-        """The hash of the names of the tensors that differ."""
+        """The hash of the names of the tensors that differ on the hub."""
         return hash(tuple(self._record.tensors))
 
     def __contains__(self, name: str) -> bool:
@@ -205,8 +205,8 @@ class NameMap:
 
         Returns:
             One place, or several if the hub's tensor is joined from several parts. If the map does
-            not list the name, the place is the whole trainer's tensor of the same name. The result
-            is empty if only the trainer's model has this name.
+            not list the name, the place is the whole tensor of the same name in the trainer's
+            model. The result is empty if only the trainer's model has this name.
         """
         found = self._of_hub.get(hub_name)
         if found is not None:
@@ -271,7 +271,7 @@ class NameMap:
 
 
 def _fault(piece: HubPiece, left: Shape) -> str | None:
-    """The fault of a piece, if any; ``left`` is the shape of its tensors before ``rows``."""
+    """The fault of a piece, if any; ``left`` is the shape before ``rows`` is applied."""
     if piece.name.count(_SLOT) != (piece.first is not None):
         return "has a wrong number of {} in its name"
     if piece.rows is not None and not left:

@@ -113,7 +113,7 @@ def open_save(
         save: the latest result of ``look_at_save``.
         prefix: the beginning of the names of the model's tensors in a save of
             ``torch.distributed.checkpoint``. If None, syncd finds the prefix.
-        cancel: called often; it raises to stop.
+        cancel: called often; it raises an error to stop.
         limits: the limits for reading the files.
 
     Raises:

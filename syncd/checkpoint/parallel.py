@@ -35,14 +35,15 @@ def run_side_by_side(
     Args:
         tasks: functions; each gets a check function that it must call often.
         threads: the largest number of threads at a time.
-        look: called only in the calling thread, at least every 50 ms. It raises to stop all tasks.
+        look: called only in the calling thread, at least every 50 ms. It raises an error to stop
+            all tasks.
 
     Returns:
         The results of the tasks, in the order of ``tasks``.
 
     Raises:
-        BaseException: the error of ``look``, or of the task that failed first. No task runs any
-            more when this call raises.
+        BaseException: the error of ``look``, or of the task that failed first. All tasks have ended
+            when this call raises the error.
     """
     if min(threads, len(tasks)) <= 1:
         return [task(look) for task in tasks]

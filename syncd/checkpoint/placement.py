@@ -31,8 +31,8 @@ class StridedShard:
     """The mesh dimension splits the tensor along ``dim``, after other mesh dimensions.
 
     Before this cut, mesh dimensions to the right of this mesh dimension have cut ``dim`` into
-    ``split_factor`` blocks. FSDP2 records this placement on top of tensor parallelism, which cuts
-    first.
+    ``split_factor`` blocks. FSDP2 records this placement for tensors that tensor parallelism has
+    already cut.
     """
 
     dim: int
@@ -116,7 +116,7 @@ class Position(NamedTuple):
 
 @dataclass(slots=True)  # frozen, it would take three times as long to make, 20,000 times a file
 class Local:
-    """A rank's own part of a tensor, as bytes of its shard file. Treat it as frozen.
+    """A rank's own part of a tensor, as bytes of its shard file. Do not change it.
 
     Attributes:
         dtype: safetensors' name of the dtype, e.g. ``BF16``.
@@ -154,11 +154,11 @@ class Chunks:
 def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Position:
     """The position of a DTensor's local tensor in the global tensor.
 
-    Each mesh dimension that shards a tensor dimension cuts it by ``torch.chunk``'s rule: n rows
-    over r ranks give blocks of ceil(n / r) rows. The last blocks can be shorter or empty.
-    Several mesh dimensions may cut the same tensor dimension. In that case each mesh dimension cuts
-    the block that the earlier cuts left. The order of cuts is from left to right; only
-    ``_StridedShard`` or an explicit order changes it.
+    Each mesh dimension that shards a tensor dimension cuts that dimension by ``torch.chunk``'s
+    rule: n rows over r ranks give blocks of ceil(n / r) rows. The last blocks can be shorter or
+    empty. Several mesh dimensions may cut the same tensor dimension. In that case each mesh
+    dimension cuts the block that this rank has after the earlier cuts. The order of cuts is from
+    left to right; only ``_StridedShard`` or an explicit order changes it.
 
     Args:
         local_shape: the shape of the local tensor.
@@ -202,7 +202,7 @@ def _told(*values: object) -> str:
 
 
 def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
-    """The mesh dimensions that cut each tensor dimension, in order; and the fault, or ``""``."""
+    """The mesh dimensions that cut each tensor dimension, in order; and the fault, if any."""
     found: dict[int, list[int]] = {}
     for mesh_dim in reversed(range(len(layout.placements))):
         match layout.placements[mesh_dim]:

@@ -1,4 +1,4 @@
-"""Saves without weights: a line with the path of the weights, as Tinker-style trainers write it."""
+"""Saves without weights. A Tinker-style trainer writes a line with the path of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST: Final = 4096
 
 
 def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
-    """The save in a step's folder: its weights, or a line with their path.
+    """The save in a step's folder: weights, or a line with the path of the weights.
 
     No content of the folder makes this function raise an exception.
 
@@ -78,7 +78,7 @@ def write_remote(
 
 
 def _look_at_path(storage: Storage, path: Path, step: int) -> Unfinished | Remote:
-    """The remote save. The same line, written again, is a new save: the weights may be new."""
+    """The remote save. A line that is written again is a new save: the weights may be new."""
     try:
         content, (_, inode, size, mtime, _) = storage.read_with_signature(path, _LONGEST)
     except OSError as error:

@@ -22,7 +22,7 @@ def republish(
     *,
     cancel: Callable[[], None],
 ) -> None:
-    """Fill a folder with the files of a published version, sync it, and write the manifest last.
+    """Fill a folder with a published version's files, sync the folder, and write the manifest last.
 
     The files are linked, or copied if this storage has no hard links. The files of a version never
     change, so it does not matter which of the two versions is deleted first.
@@ -32,7 +32,7 @@ def republish(
         source: the version's folder.
         folder: an empty folder that no other process reads. The caller syncs the folder's parent.
         manifest: the manifest to write, which lists the files.
-        cancel: called between chunks; it raises to stop.
+        cancel: called between chunks; it raises an error to stop.
 
     Raises:
         VerificationError: a file's size differs from the size in the manifest.

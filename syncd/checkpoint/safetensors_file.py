@@ -97,7 +97,7 @@ class SafetensorsFile:
 
     @property
     def told_content(self) -> str | None:
-        """The :func:`content_digest` that the header states, in hexadecimal digits; else None.
+        """The header's :func:`content_digest`, in hexadecimal digits; None if it is missing.
 
         Only the place where :func:`header_bytes` writes this digest is searched, because this
         process does not parse untrusted headers.

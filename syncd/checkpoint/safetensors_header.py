@@ -53,8 +53,8 @@ def header_bytes(
 ) -> bytes:
     """The first bytes of a safetensors file: a length (8 bytes, little endian) and JSON.
 
-    The JSON is padded with spaces, so that the data section starts at a page. Therefore the file
-    can share blocks with the shards, and the data can be read without the page cache.
+    The JSON is padded with spaces, so that the data section starts at a page boundary. Therefore
+    the file can share blocks with the shards, and the data can be read without the page cache.
 
     Args:
         entries: the tensors.
@@ -127,7 +127,7 @@ def _field(name: str, field: object, where: str) -> HeaderEntry:
 def checked_entry(
     name: object, dtype: object, shape: object, begin: object, end: object
 ) -> HeaderEntry | None:
-    """An entry with these values; None if a value is not valid, or the length is wrong."""
+    """An entry with these values; None if a value is not valid, or the length does not fit."""
     sizes = shape_of(shape)
     if (
         isinstance(name, str)

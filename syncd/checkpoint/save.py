@@ -2,7 +2,8 @@
 
 There are two kinds of save. A save of ``trainer_hooks`` has receipts, and its identity is the
 save_id that all receipts name. Another trainer's save has no receipts. Its identity is a digest of
-the names, sizes, inodes and times of its files (:func:`fingerprint`). These files must not change.
+the names, sizes, inodes and times of its files (:func:`fingerprint`). If a file changes, the save
+counts as a new save.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Unfinished:
 
     @property
     def known_as(self) -> str | None:
-        """The key to record this state under; None if this state is not recorded.
+        """The key under which this state is recorded; None if this state is not recorded.
 
         All folders that wait for a remote path share the same key.
         """
@@ -111,7 +112,7 @@ class _WholeSave:
 
     @property
     def known_as(self) -> str:
-        """The key to record the save under."""
+        """The key under which the save is recorded."""
         return self.identity
 
     def vouched(self) -> dict[str, ReceiptFile]:
@@ -273,7 +274,7 @@ def read_receipt(storage: Storage, actor: Path, name: str, left: int) -> tuple[R
 
 
 def _adapter_of(names: Container[str]) -> str | None:
-    """The name of the adapter's weights if ``names`` has it, else None."""
+    """The file name of the adapter's weights if ``names`` has this name, else None."""
     return next((name for name in (ADAPTER, PICKLED_ADAPTER) if name in names), None)
 
 
@@ -345,7 +346,7 @@ def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
     """The files of a ``torch.distributed.checkpoint`` folder, or the reason why it is incomplete.
 
     The result is empty if the folder has no files of such a save. All ``.distcp`` files count,
-    because the metadata, which names the needed files, is not parsed here.
+    because this function does not parse the metadata, which names the needed files.
     """
     files = sorted((name for name in names if name.endswith(DCP_SUFFIX)), key=distcp_order)
     if DCP_UNFINISHED in names:

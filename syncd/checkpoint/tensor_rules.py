@@ -93,7 +93,7 @@ def name_fault(name: object) -> str | None:
 
 
 def shown(value: object, limit: int = 200) -> str:
-    """Text from a file, made safe for a message. If the value is not text, the name of its type."""
+    """Text from a file, made safe for a message; the type's name if the value is not text."""
     if not isinstance(value, str):
         return f"a {type(value).__name__}"
     cut = value[:limit] + ("…" if len(value) > limit else "")

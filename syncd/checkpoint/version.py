@@ -51,15 +51,15 @@ def verify_version(
 ) -> None:
     """Compare the sizes, headers and digests of a version's files with the version's manifest.
 
-    A manifest whose ``digests`` is not ``off`` must have a digest for each file. The folder of a
-    published version must hold no weights besides the weights that the manifest lists.
+    If the manifest's ``digests`` is not ``off``, the manifest must have a digest for each file. The
+    folder of a published version must hold no weights besides the weights that the manifest lists.
 
     Args:
         storage: reads the files.
         folder: the folder of the version.
         manifest: the manifest of the version.
         threads: the number of files to read at a time, at most the number of processors.
-        cancel: called often, in the calling thread; it raises to stop.
+        cancel: called often, in the calling thread; it raises an error to stop.
         progress: called in the calling thread with the bytes that are done and the total bytes.
 
     Raises:
@@ -107,7 +107,7 @@ def copy_version(
         to: the storage to write to.
         target: an empty folder; the caller syncs its parent.
         threads: the number of files to copy at a time, at most the number of processors.
-        cancel: called often, in the calling thread; it raises to stop.
+        cancel: called often, in the calling thread; it raises an error to stop.
 
     Raises:
         VerificationError: a file is missing, differs from the manifest, or is not listed in the

@@ -1,4 +1,4 @@
-"""Steps that a single explorer evaluates; LATEST and the other explorers do not change."""
+"""Steps that a single explorer evaluates; LATEST and other explorers' versions do not change."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class Bench:
         Raises:
             SaveNotReadyError: the step is not on disk. The message lists the steps on disk.
             SaveFailedError: the daemon cannot build the step. The message has the reason.
-            JobUnavailableError: the daemon's release cannot build single steps, or the job
-                directory is missing now.
+            JobUnavailableError: the daemon runs an old syncd that cannot build single steps, or the
+                job directory is missing now.
             WaitTimeoutError: the daemon did not build the step in time.
             VerificationError: the version's manifest is damaged.
         """

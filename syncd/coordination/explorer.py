@@ -39,7 +39,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         job_dir: the job directory.
         name: the explorer's name, unique among the live explorers.
         settings: who syncs when, and how long to wait.
-        memory_dir: the second job directory, which has the versions (method ``memory``).
+        memory_dir: the second job directory, which has the versions (sync method ``memory``).
         workers: the explorer's number of ranks in a weight group; 0 to join no transfers.
         hub_names: True if this explorer also accepts the hub's names (``syncd run --names``).
         seams: substitutes for tests.
@@ -149,7 +149,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             received: the save id of the served weights, if a broadcast brought these weights.
             bench: the step that is evaluated instead of a version.
             workers: the new number of ranks in a weight group; None for no change.
-            group: only with ``workers``: the weight group that all these ranks have open.
+            group: the weight group that all these ranks have open; give it only with ``workers``.
             starting: why this explorer is not running yet. Setting a status clears this field too.
             delta_base: the newest version on this host that can be the base of a delta.
         """
@@ -194,14 +194,14 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         timeout: float | None = None,
         cancel: Cancellation | None = None,
     ) -> LeasedVersion:
-        """Hold a step on disk to evaluate it in this explorer only; other explorers do not change.
+        """Hold a step on disk to evaluate it in this explorer only; others keep their versions.
 
         If the step is published, this method leases the published version. Otherwise the daemon
         builds the step once the step's save is complete, and deletes the build after the release.
 
         Args:
             step: the step.
-            serves: the version that is held now. A version of this step is returned unchanged.
+            serves: the version that is held now. If it is of this step, the result is ``serves``.
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
@@ -213,7 +213,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             SaveFailedError: the daemon cannot build the step. The message has the reason.
             WaitTimeoutError: the daemon did not build the step in time.
             CancelledError: the wait was cancelled.
-            JobUnavailableError: the daemon's release cannot build steps, or the job is missing now.
+            JobUnavailableError: the daemon is too old to build steps, or the job is missing now.
         """
         with self._wait(timeout, cancel) as wait:
             if serves is not None and self._bench.is_of(serves.manifest, step):
@@ -242,8 +242,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             The newest version, which is never older than ``current``. The result is ``current`` if
             the trainer has stopped, died or said that nothing newer will come. The method returns
             ``current`` only after the trainer's last save was published, skipped or quarantined, or
-            after no daemon was alive for a lease time. For each version this method logs such an
-            end of a wait only once.
+            after no daemon was alive for a lease time. For each version, the method logs only once
+            that it returns ``current``.
 
         Raises:
             WaitTimeoutError: no newer version was published in time.
@@ -460,7 +460,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         device: str = "cpu",
         cancel: Cancellation | None = None,
     ) -> None:
-        """Form the weight group without a transfer; the trainer must call its method of this name.
+        """Form the weight group without a transfer; the trainer must call the same method.
 
         In this group the explorer has one worker, in this process.
 

@@ -25,8 +25,9 @@ class HostMemory:
     """A block of host memory for copies to and from a device; pinned if the device is not a CPU.
 
     Keep a reference to this object during every copy to or from the block. A tensor that views the
-    block keeps the content, but the memory is pinned only while this object exists. If pinning
-    fails, the object logs a warning and uses ordinary memory; copies are then correct but slower.
+    block keeps the content alive, but the memory is pinned only while this object exists. If
+    pinning fails, the object logs a warning and uses ordinary memory; copies are then correct but
+    slower.
 
     Args:
         size: bytes.
@@ -74,7 +75,7 @@ def _unpin(content: Tensor) -> None:
 
 
 def _forget_last_error() -> None:
-    """Launch a kernel now: CUDA reports a refused pinning a second time, at the next launch."""
+    """Launch a kernel, because CUDA reports a refused pinning again at the next launch."""
     try:
         torch.ones(1, device="cuda")
     except RuntimeError as error:

@@ -109,7 +109,7 @@ class LeasedVersion:
         return LeasedVersion(self.storage, self.folder, self.manifest, hold, source=self.source)
 
     def open_weights(self) -> Iterator[SafetensorsFile]:
-        """Yield the version's safetensors files; each is open until the next file is requested."""
+        """Yield the safetensors files; each file stays open until the next file is requested."""
         for file in self.manifest.files:
             if file.name.endswith(WEIGHTS):
                 with self.open_file(file.name) as opened:

@@ -74,9 +74,9 @@ class Member(Generic[Report]):
     """One participant of a job. It communicates with the other participants only through files.
 
     Promised: a participant counts as live until it is closed or its process dies. If the process
-    dies, the participant counts as dead one lease time later. No other live participant of the
-    same role has its name, and nobody else writes its status. When a wait ends, it always restores
-    the participant's status. A participant never gets an older version after a newer one. Not
+    dies, the participant counts as dead one lease time later. No other live participant of the same
+    role has its name, and nobody else writes its status. When a wait ends, it always restores the
+    participant's status. A participant never gets an older version after a newer version. Not
     promised: that others see a change at once. Storage may cache, so a participant asks the storage
     again after at most :data:`POLL` seconds.
 
@@ -89,10 +89,10 @@ class Member(Generic[Report]):
         role: the participant's role.
         name: the participant's name, unique among the live participants of its role.
         settings: who syncs when, and how long to wait.
-        memory_dir: the second job directory, which has the versions (method ``memory``).
+        memory_dir: the second job directory, which has the versions (sync method ``memory``).
         seams: substitutes for tests.
         path: returns the path of the participant's report.
-        first: makes the participant's first report from its session's id.
+        first: makes the participant's first report from the id of the participant's session.
 
     Raises:
         NameTakenError: a live participant has the name. This check can take one lease time.
@@ -148,7 +148,7 @@ class Member(Generic[Report]):
 
     @property
     def session_id(self) -> str:
-        """The id of this participant's heartbeat in the job; leases may name it."""
+        """The id of this participant's heartbeat in the job; leases may name this id."""
         return self._me.session.id
 
     @property
@@ -169,7 +169,7 @@ class Member(Generic[Report]):
         self._me.update()
 
     def modules(self) -> list[Module]:
-        """The live participants, and the participants that reported that they stopped."""
+        """The live participants, and the participants whose status is ``stopped``."""
         found = [
             Module("explorer", one.name, RunningStatus(one.status), self._lives(one))
             for one in self._roster.explorers()
@@ -182,7 +182,7 @@ class Member(Generic[Report]):
         return found
 
     def all_modules_gone(self) -> bool:
-        """True if no other participant lives."""
+        """True if no other participant is live."""
         us = (self.role, self.name)
         return not any(one.alive for one in self.modules() if (one.role, one.name) != us)
 
@@ -221,8 +221,8 @@ class Member(Generic[Report]):
 
         Returns:
             The folder. The result is None if no version is published, or if you asked for the
-            trainer's shards and they are pruned. For a version of kind ``remote`` the result is
-            always its remote path, a string.
+            trainer's shards and these shards were pruned. For a version of kind ``remote`` the
+            result is always its remote path, a string.
         """
         return self._versions.path(use_huggingface=use_huggingface)
 
@@ -300,8 +300,8 @@ class Member(Generic[Report]):
                 changed.
             SaveFailedError: the daemon has refused the save.
             WaitTimeoutError: the step was not published in time.
-            InvalidSettingsError: this participant is an explorer, and a trainer is running or
-                another explorer follows the job and would get the step too.
+            InvalidSettingsError: this participant is an explorer, but a trainer is running, or
+                another explorer follows the job and would load the step too.
         """
         if step is None:
             return self._versions.newest()
@@ -342,7 +342,7 @@ class Member(Generic[Report]):
             InvalidSettingsError: the state is not JSON, is nested too deep, or is too long.
             NameTakenError: another participant has taken the name meanwhile. Nothing was saved.
             CancelledError: this participant is closed.
-            OSError: storage failed. The previous state stays.
+            OSError: storage failed. The previous state is kept.
         """
         self._me.check()
         self._state.save(iteration, state)

@@ -41,7 +41,7 @@ _SLICES_PER_ROUND: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Newer:
-    """A report of a newer protocol: it counts as an error until its writer is known to be dead."""
+    """A report of a newer protocol. It causes an error until its writer is known to be dead."""
 
     session: str | None
     error: str
@@ -95,12 +95,12 @@ class Roster:
         self._thread: threading.Thread | None = None
 
     def explorers(self) -> list[ExplorerReport]:
-        """The live explorers, and the explorers that reported that they stopped.
+        """The live explorers, and the explorers whose status is ``stopped``.
 
         Raises:
             ProtocolMismatchError: an explorer has a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job directory is missing now. A missing directory makes no
-                explorer count as dead.
+            JobUnavailableError: the job directory is missing now. In that case no explorer counts
+                as dead.
             OSError: storage failed.
         """
         with self._lock:
@@ -112,7 +112,7 @@ class Roster:
             return [report for report in found if report is not None]
 
     def working(self) -> list[ExplorerReport]:
-        """The live explorers that have not reported that they stopped.
+        """The live explorers whose status is not ``stopped``.
 
         Raises:
             ProtocolMismatchError, JobUnavailableError, OSError: for the same reasons as
@@ -127,12 +127,12 @@ class Roster:
         return {status: found[status] for status in RunningStatus}
 
     def trainer(self) -> TrainerReport | None:
-        """The trainer's report, if the trainer is alive or reported that it stopped; else None.
+        """The trainer's report, if the trainer is alive or has the status ``stopped``; else None.
 
         Raises:
             ProtocolMismatchError: the trainer has a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job directory is missing now. A missing directory does not make
-                the trainer count as dead.
+            JobUnavailableError: the job directory is missing now. In that case the trainer does not
+                count as dead.
             OSError: storage failed.
         """
         with self._lock:
@@ -151,11 +151,11 @@ class Roster:
         return self._job.storage.exists(self._job.layout.trainer_report)
 
     def check_alone(self, name: str, step: int) -> None:
-        """Check that an explorer may choose the step to publish, for evaluating old steps.
+        """Check that an explorer may request a publication, for example to evaluate an old step.
 
         Raises:
             InvalidSettingsError: a trainer is running, or another explorer follows the job and
-                would get the step too.
+                would load the step too.
         """
         if self.trainer_status() is not RunningStatus.STOPPED:
             raise InvalidSettingsError(
@@ -213,7 +213,7 @@ class Roster:
         return {one for one in explorers | trainer if one is not None}
 
     def _counted(self, report: P | _Newer) -> P | None:
-        """The report if its participant is alive or reported that it stopped; else None.
+        """The report if its participant is alive or has the status ``stopped``; else None.
 
         Raises:
             ProtocolMismatchError: the report has a newer protocol, and its participant is not known

@@ -41,7 +41,7 @@ class Synchronizer:
     :class:`~syncd.coordination.explorer.ExplorerSynchronizer`. If the task of a wait is cancelled,
     the wait first restores the participant's status and then raises the cancellation.
 
-    The constructor blocks. If a dead participant has the name, the constructor blocks for one lease
+    The constructor blocks. If a dead participant had the name, the constructor blocks for one lease
     time. In a running event loop use :meth:`open`.
 
     Args:
@@ -94,7 +94,7 @@ class Synchronizer:
     # -- statuses ------------------------------------------------------------------------------
 
     async def set_trainer_status(self, status: RunningStatus) -> None:
-        """Set this trainer's status; ``stopped`` wakes all explorers that wait for it."""
+        """Set this trainer's status; ``stopped`` wakes all explorers that wait for this trainer."""
         await self._run(self._trainer.set_trainer_status, status)
 
     async def get_trainer_status(self) -> RunningStatus:
@@ -124,7 +124,7 @@ class Synchronizer:
     async def set_model_state_dict(
         self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int
     ) -> None:
-        """Announce new weights for the daemon to publish; answer the explorers that asked."""
+        """Announce new weights for the daemon to publish; answer the explorers' sync requests."""
         await self._run(self._trainer.set_model_state_dict, model_state_dict, trainer_step)
 
     async def set_model_state_dict_with_step_num(
@@ -166,7 +166,7 @@ class Synchronizer:
     async def get_model_state_dict_iterator(
         self, version: Version | None = None
     ) -> AsyncGenerator[tuple[str, Tensor], None]:
-        """A version's tensors, one at a time and in host memory; by default the newest version's.
+        """A version's tensors, one at a time and in host memory; by default of the newest version.
 
         If you do not read the iterator to its end, close it (``contextlib.aclosing``) to end the
         lease.
@@ -234,7 +234,7 @@ class Synchronizer:
         await self._wait(partial(call, timeout, device=device))
 
     async def coordinate_weight_sync_teardown(self, timeout: float | None = None) -> None:
-        """Leave the weight group: an explorer at once, the trainer after the explorers."""
+        """Leave the weight group. An explorer leaves at once, the trainer after the explorers."""
         await self._wait(partial(self.blocking.coordinate_weight_sync_teardown, timeout))
 
     # -- the state to resume from, and the end -----------------------------------------------------
@@ -246,7 +246,7 @@ class Synchronizer:
     async def load_state(
         self, role: Role | None = None, name: str | None = None
     ) -> SavedState | None:
-        """The newest state that a participant has saved; None if the participant has saved none.
+        """The newest state that a participant has saved; None if it has saved no state.
 
         By default the result is this participant's own state.
         """

@@ -28,7 +28,7 @@ DTYPES: Final = {
 
 
 def stream(version: LeasedVersion) -> Iterator[tuple[str, Tensor]]:
-    """Yield a version's tensors one at a time, in host memory; check each against the manifest.
+    """Yield a version's tensors one at a time, in host memory, checked against the manifest.
 
     Raises:
         VerificationError: a tensor differs from the manifest.

@@ -47,7 +47,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         job_dir: the job directory.
         name: the trainer's name.
         settings: who syncs when, and how long to wait.
-        memory_dir: the second job directory, which has the versions (method ``memory``).
+        memory_dir: the second job directory, which has the versions (sync method ``memory``).
         run_id: the run id for the trainer's report; the id of its session by default.
         world_size: the number of ranks that write a save.
         writer: writes the state dicts that are passed to :meth:`set_model_state_dict`.
@@ -115,7 +115,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         return explorers
 
     def set_trainer_status(self, status: RunningStatus) -> None:
-        """Set this trainer's status; ``stopped`` wakes all explorers that wait for it.
+        """Set this trainer's status; ``stopped`` wakes all explorers that wait for this trainer.
 
         Raises:
             InvalidTransitionError: the new status cannot follow the present status.
@@ -150,7 +150,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def set_model_state_dict(
         self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int
     ) -> None:
-        """Announce new weights for the daemon to publish; answer the explorers that asked.
+        """Announce new weights for the daemon to publish; answer the explorers' sync requests.
 
         Args:
             model_state_dict: a state dict for the ``writer``, or the remote path of a Tinker-style
@@ -183,7 +183,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """True if the daemon has neither published nor refused the last announced save.
 
         If this step was saved before, the method can mistake the outcome of the older save for the
-        outcome of the new save. In that case explorers ask once more.
+        outcome of the new save. In that case explorers ask for a sync once more.
         """
         if self._saved_step is None:
             return False

@@ -88,11 +88,11 @@ class Versions:
 
     @contextmanager
     def held(self, wanted: Version | None = None) -> Iterator[LeasedVersion | None]:
-        """Hold a version inside the block, by default the newest; None if no version exists.
+        """Hold a version, by default the newest, in the block; yield None if no version exists.
 
         Raises:
-            VersionGoneError: the wanted version was retired. If no version was wanted, new versions
-                are retired faster than this method can hold them.
+            VersionGoneError: the wanted version was retired. Or no version was wanted, and new
+                versions are retired faster than this method can hold them.
             VerificationError: the version's manifest is damaged.
         """
         version = self._hold_newest() if wanted is None else self.holds.hold(wanted.sequence)
@@ -186,7 +186,7 @@ class Versions:
         )
 
     def _is_of_now(self, step: int, outcome: SaveOutcome) -> bool:
-        """True if this outcome belongs to the save that the step folder now holds, by its receipt.
+        """True if this outcome belongs to the save whose receipt is in the step folder now.
 
         If the save has no receipt, or a receipt that this user may not read, the result is True.
         """
@@ -240,7 +240,8 @@ class Versions:
     def check_on_disk(self, step: int) -> None:
         """Check that a step has a folder; the save in the folder may be incomplete.
 
-        The check asks the file server for the folder by its name, because listings may be late.
+        The check asks the file server for the folder by its name, because listings may be out of
+        date.
 
         Raises:
             SaveNotReadyError: the step has no folder. The message lists the steps that have a

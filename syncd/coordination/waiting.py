@@ -200,7 +200,7 @@ class Waits:
             yield
 
     def _hints(self) -> Watcher:
-        """The watcher that ends pauses early; made anew if the folders to watch have changed."""
+        """The watcher that ends pauses early; a new watcher if the folders have changed."""
         names = self._worth_a_look()
         if self._watcher is None or names != self._watched:
             if self._watcher is not None:

@@ -43,8 +43,8 @@ class WeightWaits:
 
     Attributes:
         has_seen_trainer: True once this explorer has seen a running trainer.
-        unlike: the differences between the running trainer's settings and this explorer's; empty if
-            there are none.
+        unlike: the differences between the settings of the running trainer and the settings of this
+            explorer; empty if the settings are equal.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class WeightWaits:
         self.unlike = ""
 
     def for_trainer(self, current: Version | None, wait: Wait) -> None:
-        """If the explorer holds nothing, wait until a version is published or a trainer runs."""
+        """If the explorer holds no version, wait until a version is published or a trainer runs."""
         while current is None and not self.has_seen_trainer:
             if self._versions.newest() is not None or not self._has_trainer_stopped():
                 return
@@ -152,7 +152,7 @@ class WeightWaits:
                 request.end(missed=missed)
 
     def _warn_without_daemon(self) -> None:
-        """Log once that no daemon works; a killed daemon still counts as live here."""
+        """Log once that no daemon works; a killed daemon counts as live for one lease time."""
         try:
             if self._has_said_alone or self._versions.daemon_lives():
                 return
@@ -312,8 +312,8 @@ class Ending:
       needed because explorers see the trainer's end before the daemon has merged that save.
 
     If no daemon is alive to merge the save, the wait is over one lease time later, with a warning.
-    If no trainer has ever registered (verl), nothing is known about announced saves, and the wait
-    is over at once.
+    If no trainer has ever registered (for example with verl), nothing is known about announced
+    saves, and the wait is over at once.
 
     Args:
         versions: the published versions of the job.

@@ -1,4 +1,4 @@
-"""Reading a ``.distcp`` file: zips of ``torch.save``, one after another, each of one tensor."""
+"""Reading a ``.distcp`` file: a sequence of ``torch.save`` zips, each with one tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AFTER: Final = 3 * 1024
 
 
 class ReadTensor(Protocol):
-    """Reads the piece in the pickle of one tensor, in this process or in a child."""
+    """Reads the piece of a tensor from the tensor's pickle, in this process or in a child."""
 
     def __call__(self, data: bytes, where: str, name: str, *, intact: bool) -> Piece:
         """See :func:`syncd.checkpoint.torch_files.pieces.read_tensor`."""
@@ -39,13 +39,14 @@ class ReadTensor(Protocol):
 class DcpFile:
     """An open ``.distcp`` file whose items are looked up one by one.
 
-    The object owns its descriptor, and reads all bytes through it. The caller must close the
-    object. The bytes of the tensors are not checked here; the merge checks them.
+    The object owns its descriptor, and reads all bytes through this descriptor. The caller must
+    close the object. The bytes of the tensors are not checked here; the merge checks them.
 
     Attributes:
         path: the path of the file when it was opened.
         fd: the descriptor.
-        records: for each item that was looked up, the record with its tensor's bytes.
+        records: for each item that was looked up, the record that holds the bytes of the item's
+            tensor.
         has_crc: False if the trainer switched CRC-32 off, so that the CRC-32 of every record is 0.
     """
 
@@ -184,7 +185,7 @@ class _Windows:
 
 
 class _Item:
-    """A view that shows an item as if it were a whole file."""
+    """A view that shows an item as if the item were a whole file."""
 
     def __init__(self, windows: _Windows, chunk: Chunk) -> None:
         self._windows = windows

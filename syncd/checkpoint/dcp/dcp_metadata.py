@@ -7,9 +7,9 @@ one ``torch.save`` by DCP. An item holds a *chunk* of a tensor, and lies at an o
 DCP flattens the state that it saves: ``{"model": model.state_dict(), "optim": …}`` becomes tensors
 ``model.layers.0.weight`` and so on. The metadata keeps the *path* of each tensor, for example
 ``("model", "layers.0.weight")``. The last element of a path is the tensor's key in the dict that
-held it. The elements before the last element are the path of that dict, here called the tensor's
-*parent*. All tensors of a model come from the same flat ``state_dict()``, so they have the same
-parent; :func:`select_model` finds this parent.
+held the tensor. The elements before the last element are the path of that dict, here called the
+tensor's *parent*. All tensors of a model come from the same flat ``state_dict()``, so they have the
+same parent; :func:`select_model` finds this parent.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
         where: the file, for the beginning of the error message.
         prefix: the beginning of the names of the model's tensors. If None, :func:`select_model`
             finds the prefix.
-        intact: True to use the fast unpickler. Only allowed if something else limits the memory
+        intact: True to use the fast unpickler. Pass True only if something else limits the memory
             that a damaged pickle takes.
 
     Raises:
@@ -126,7 +126,7 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
 
 
 def _path(name: object, paths: object) -> tuple[str, ...]:
-    """The path of a tensor in the saved state; only its name if the planner recorded no path."""
+    """The path of a tensor in the saved state; only the name if the planner recorded no path."""
     told = paths.get(name) if isinstance(paths, dict) else None
     if isinstance(told, tuple) and told and all(type(part) in {str, int} for part in told):
         path = tuple(map(str, told))
@@ -274,8 +274,8 @@ class Selected(NamedTuple):
 def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: str) -> Selected:
     """Find the tensors of the model among all entries of a checkpoint.
 
-    - With a prefix, the model's tensors are the tensors whose names begin with the prefix, which is
-      cut off.
+    - With a prefix, the model's tensors are the tensors whose names begin with the prefix. syncd
+      cuts the prefix off.
     - With an empty prefix, the model's tensors are the tensors at the top level.
     - With None, the model's tensors are the tensors of the only parent that can be a model. Parents
       with names of optimizers, schedulers, data loaders and the like do not count. The top level
@@ -321,7 +321,7 @@ def _own_name(entry: SavedName, parent: Keys) -> str:
 
 
 def _is_extra(name: str) -> bool:
-    """True if the entry is a module's extra state, or inside such state."""
+    """True if the entry is a module's extra state, or is inside an extra state."""
     return f"{EXTRA_STATE}." in f"{name}."
 
 
@@ -330,7 +330,7 @@ def _is_tensor(entry: SavedName) -> bool:
 
 
 def _parents(entries: Mapping[str, SavedName]) -> dict[Keys, bool]:
-    """The parents of all tensors; True for a parent with a tensor that is not a scalar."""
+    """All parents of tensors, each with True if one of its tensors is not a scalar."""
     found: dict[Keys, bool] = {}
     for entry in entries.values():
         if entry.dimensions is not None:

@@ -104,7 +104,7 @@ class Caster:
             count: the total number of elements.
             given: the dtype of the elements, by safetensors' name.
             wanted: the dtype after the cast, by safetensors' name.
-            cancel: called every 50 ms while the child works; it raises to stop.
+            cancel: called every 50 ms while the child works; it raises an error to stop.
 
         Yields:
             The cast elements, in order. Each buffer is valid until the next buffer is yielded.

@@ -6,8 +6,8 @@ There are three ways to write a range, and each range is written in the cheapest
   the shard, and nothing is copied. Such a range must begin at a page in both files, so our trainer
   hook and the merge begin large tensors at pages. Blocks of a file that another trainer may still
   be writing are never shared.
-- The kernel copies (``Storage.copy_range``), if a file server may do the copy and nothing is
-  computed from the bytes.
+- The kernel copies the bytes (``Storage.copy_range``) if a file server can do the copy and nothing
+  is computed from the bytes.
 - Otherwise the bytes are copied through a buffer.
 
 ``docs/performance.md`` has the measurements.
@@ -54,7 +54,7 @@ class FileCopy:
         options: the options of the merge.
         checked: see :func:`~syncd.checkpoint.merging.merge.run_plan`.
         caster: casts tensors; it must not be None if the plan has a cast.
-        cancel: called often; it raises to stop.
+        cancel: called often; it raises an error to stop.
         advanced: called after each write with the number of bytes that were written.
     """
 
@@ -319,7 +319,7 @@ class ComparedStream:
         copies: streams that must have the same bytes.
         differs: makes the error from the number of the copy that differs, and the offset of the
             difference in bytes.
-        cancel: called for each copy, because there can be thousands; it raises to stop.
+        cancel: called for each copy, because there can be thousands; it raises an error to stop.
     """
 
     def __init__(

@@ -56,10 +56,10 @@ def run_plan(
         folder: the output folder. The caller syncs its parent.
         options: the options of the merge, with which the plan was made.
         checked: ``crc32`` checks every record of every source that has a CRC-32, even records that
-            no output needs. ``receipt`` shares blocks with the sources. No process may write to
-            such sources any more, because the digests are computed after the blocks are shared.
-            ``stillness`` neither checks records nor shares blocks.
-        work: its ``cancel`` is called often.
+            no output needs. ``receipt`` shares blocks with the sources. With ``receipt`` no process
+            may write to the sources any more, because the digests are computed after the blocks are
+            shared. ``stillness`` neither checks records nor shares blocks.
+        work: ``work.cancel`` is called often.
         caster: casts tensors; it must not be None if ``plan.casts`` is True.
 
     Raises:
@@ -134,7 +134,7 @@ def _written(
 
 
 class _Counted:
-    """Counts the bytes that all threads have done. Only one thread reports the count."""
+    """Counts the bytes that all threads have processed. Only one thread reports the count."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self._lock = Lock()
@@ -166,7 +166,7 @@ def digest_safetensors(
         storage: the storage to write to.
         source: the open file. The manifest entries have the name of this file.
         digests: True to compute the digests for the manifest.
-        cancel: called often; it raises to stop.
+        cancel: called often; it raises an error to stop.
         copy_to: the path of the copy, which is synced; None for no copy. The caller syncs the
             folder of the copy.
         progress: called with the number of bytes that are done, and the total number.
@@ -198,7 +198,7 @@ def _stream(
     cancel: Callable[[], None],
     progress: Progress,
 ) -> list[bytes]:
-    """Compute the digest of each tensor, and write the bytes to ``target``, if it is not None."""
+    """Compute the digest of each tensor, and write the bytes to ``target`` unless it is None."""
     view = memoryview(bytearray(BUFFER))
     found = []
     for entry in source.entries:

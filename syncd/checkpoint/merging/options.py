@@ -26,7 +26,8 @@ def unheard(done: int, total: int) -> None:
 def may_copy_remotely(fd: int) -> bool:
     """True if the kernel can ask a file server to copy into this file (NFS 4.2, SMB).
 
-    False for a filesystem on a block device, where the kernel itself copies page by page.
+    The result is False for a filesystem on a block device, where the kernel itself copies page by
+    page.
     """
     return os.major(os.fstat(fd).st_dev) == 0
 
@@ -65,7 +66,7 @@ class Work:
     """The callbacks of a merge's caller.
 
     Attributes:
-        cancel: called between chunks; it raises to stop.
+        cancel: called between chunks; it raises an error to stop.
         progress: called in the thread that began the merge, with the number of bytes of tensors
             that are done, and the total number.
         clock: gives the monotonic time in seconds, for timings.

@@ -1,4 +1,4 @@
-"""Making a plan of byte copies from the indexes of all shards, and proving it complete. Pure."""
+"""Planning byte copies from the indexes of all shards, and proving the plan complete. Pure."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def plan_merge(
             ``save_pretrained`` does.
         hub: maps the names after ``rename`` to the names in the output; None to keep the names.
         cast: the dtype to cast floating-point tensors to; None for no cast.
-        cancel: called often; it raises to stop.
+        cancel: called often; it raises an error to stop.
 
     Raises:
         CoverageError: the pieces of a tensor overlap, leave a gap, or disagree; there are no
@@ -240,7 +240,7 @@ def _without_tied(tensors: list[PlannedTensor], cancel: Callable[[], None]) -> l
 def _by_hub_names(
     tensors: Iterable[PlannedTensor], names: NameMap, cancel: Callable[[], None]
 ) -> list[PlannedTensor]:
-    """The same bytes, as tensors with the hub's names and shapes."""
+    """The planned bytes as tensors with the hub's names and shapes."""
     found: dict[str, list[tuple[HubPart, PlannedTensor]]] = {}
     for tensor in tensors:
         stacked = _Stacked(tensor)

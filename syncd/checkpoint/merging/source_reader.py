@@ -50,8 +50,8 @@ class SourceFile:
 class SourceReader:
     """Reads the sources, and checks the CRC-32 of the records that ``checks`` lists.
 
-    A record is checked from its first byte to its last. Bytes that the merge does not need are read
-    only for the check. Bytes that the merge reads again (tied weights) are not checked again.
+    A record is checked from its first byte to its last byte. Bytes that the merge does not need are
+    read only for the check. Bytes that the merge reads again (tied weights) are not checked again.
     Readers in several threads share the checks: the first reader that reads from a record also
     checks this record.
 
@@ -59,7 +59,7 @@ class SourceReader:
         storage: the storage that reads the files.
         sources: the open shards.
         checks: the result of :func:`record_checks`.
-        cancel: called before each read that is only for the check; it raises to stop.
+        cancel: called before each read that is only for the check; it raises an error to stop.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RecordChecks:
     """The progress of the CRC-32 checks of one source's records.
 
     Attributes:
-        owners: the number of a record → the reader that checks this record.
+        owners: maps the number of a record to the reader that checks this record.
     """
 
     def __init__(self, source: Source) -> None:

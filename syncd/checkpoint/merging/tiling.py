@@ -23,7 +23,7 @@ class Weave(NamedTuple):
     """Interleaved parts: the first slice of every part, then the second slice of every part, etc.
 
     Each part has ``turns`` slices of equal length. Weaves are for tensors that are cut along a
-    later dimension than the first, because each row of such a tensor has a piece of every part.
+    dimension after the first, because each row of such a tensor has a piece of every part.
     """
 
     turns: int
@@ -89,7 +89,7 @@ def _row(weave: Weave, index: int) -> list[Part]:
 
 
 def _slices(part: Part, begin: int, end: int, count: int) -> Part:
-    """Slices ``begin`` to before ``end`` of a part that is cut into ``count`` equal slices."""
+    """Slices ``begin`` to ``end - 1`` of a part that is cut into ``count`` equal slices."""
     if isinstance(part, Run):
         length = part.length // count
         return Run(part.source, part.offset + begin * length, (end - begin) * length)
@@ -144,7 +144,7 @@ def source_at(parts: Iterable[Part], offset: int) -> int:
     """The index of the source from which the byte at ``offset`` of these parts comes.
 
     Raises:
-        IndexError: the parts are shorter.
+        IndexError: ``offset`` is beyond the end of the parts.
     """
     for part in leaves(parts):
         if offset >= part.length:
@@ -190,8 +190,8 @@ def tile(
 ) -> Tiled:
     """Prove that blocks cover a tensor exactly once, and put their bytes in order.
 
-    Blocks with the same offsets and shape are replicas; the first replica is used. On the same
-    mesh, torch guarantees that replicas have the same bytes. The bytes of replicas on different or
+    Blocks with the same offsets and shape are replicas; the first replica is used. torch guarantees
+    that replicas on the same mesh have the same bytes. The bytes of replicas on different or
     unknown meshes are compared, because experts of different ranks can have the same name.
 
     Args:
@@ -199,7 +199,7 @@ def tile(
         shape: the shape of the whole tensor, which is not empty.
         blocks: the blocks in any order, each with as many dimensions as the tensor.
         labels: the sources' names, for messages.
-        cancel: called often; it raises to stop.
+        cancel: called often; it raises an error to stop.
 
     Raises:
         CoverageError: two blocks that are not replicas overlap; or the blocks leave a gap, or reach
@@ -256,9 +256,9 @@ class _Tiling:
         Args:
             blocks: the blocks, no two of which have the same offsets and shape.
             dim: the next dimension to examine.
-            rows: the product of the blocks' sizes along several dimensions. The first of these is
-                the last dimension that was cut (dimension 0 if none was cut). The last of these is
-                the dimension before ``dim``.
+            rows: the product of the blocks' sizes along several dimensions. The first of these
+                dimensions is the dimension that was cut last (dimension 0 if no dimension was cut).
+                The last of these dimensions is the dimension before ``dim``.
         """
         if dim == len(self._shape):
             if not blocks:

@@ -1,7 +1,8 @@
 """A child process, with requests and answers over pipes, and waits that can be cancelled.
 
 A process with threads must not fork itself, so the child is a fresh interpreter that runs a module
-of ``syncd``. The child ends when its standard input ends, so it also ends when this process ends.
+of ``syncd``. The child ends when its standard input ends, so the child also ends when this process
+ends.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class ChildProcess:
         task: a verb for the child's work on that file, for messages.
         flags: the interpreter's options.
         pass_fds: descriptors that the child inherits.
-        cancel: called every 50 ms while the child works; it raises to stop. If a method has an
-            argument ``cancel``, that argument replaces this function for the call.
+        cancel: called every 50 ms while the child works; it raises an error to stop. If a method
+            has an argument ``cancel``, that argument replaces this function for the call.
         wall_seconds: the longest time for an answer, in case the machine hangs.
         python: the interpreter.
         clock: gives the monotonic time in seconds.

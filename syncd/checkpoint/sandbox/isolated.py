@@ -1,9 +1,9 @@
-"""Reading untrusted files in a child process, so that they cannot exhaust this process.
+"""Reading untrusted files in a child process, so that a file cannot exhaust this process.
 
 A pickle or a JSON text of a few bytes can ask for all memory, or for endless time. The child
 (``parser_child``) is a fresh interpreter, because a process with threads must not fork itself. The
-child lives as long as one save is open. It gets bytes and opens no file, so storage that does not
-answer is never mistaken for a bad file.
+child lives while one save is open. It gets bytes and opens no file, so storage that does not answer
+is never mistaken for a bad file.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class _MemoryError(EndedError):
 class IsolatedParser:
     """Reads pickles and headers in a child process, which starts with the first request.
 
-    Use it as a context manager, or close it. A child that has failed is killed, and the next
-    request starts another child.
+    Use the parser as a context manager, or close the parser. A child that has failed is killed, and
+    the next request starts another child.
 
     Args:
-        cancel: called every 50 ms while the child works; it raises to stop.
+        cancel: called every 50 ms while the child works; it raises an error to stop.
         limits: the limits for each file, and for all answers.
         python: the interpreter.
         clock: gives the monotonic time in seconds.

@@ -2,8 +2,8 @@
 
 :class:`~syncd.checkpoint.sandbox.isolated.IsolatedParser` starts the child. The child exchanges the
 messages of ``wire`` over its standard input and output, and opens no file. If the child exceeds its
-limits of memory or processor time, the child fails or the kernel kills it. The daemon continues in
-both cases.
+limits of memory or processor time, the child fails or the kernel kills the child. The daemon
+continues in both cases.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def read_mesh(mesh: Inert) -> Mesh | None:
 
 
 def _ranks(value: object) -> Shape:
-    """The value as a tuple of ranks; empty if it is not a sequence of ranks."""
+    """The value as a tuple of ranks; empty if the value is not a sequence of ranks."""
     if not isinstance(value, tuple | list) or not all(map(is_offset, value)):
         return ()
     return tuple(value)
@@ -69,8 +69,8 @@ def _identity(
 ) -> int | None:
     """A digest of the ranks on the mesh; None if these ranks are unknown.
 
-    The mesh has all of ``ranks``. If ``ranks`` form several meshes, the mesh is the one that has
-    the rank ``own``.
+    If ``ranks`` form one mesh, the digest is of all ``ranks``. If ``ranks`` form several meshes,
+    the digest is of the mesh that contains the rank ``own``.
     """
     if at is None or math.prod(size for sizes, _ in axes for size in sizes) > len(ranks):
         return None
@@ -90,7 +90,7 @@ def _identity(
 
 
 def _axes(mesh: Inert) -> list[tuple[Shape, Shape]] | None:
-    """The sizes and the strides, in the list of ranks, of each mesh dimension; None if unknown."""
+    """Each mesh dimension's sizes and strides in the list of ranks; None if they are unknown."""
     layout = mesh.state.get("_layout")
     if not isinstance(layout, Inert):
         ranks = mesh.state.get("mesh")
@@ -125,7 +125,7 @@ def _layout(given: Mapping[Any, Any]) -> list[tuple[object, object]]:
 
 
 def _flat(sizes: object) -> Shape | None:
-    """Nested sizes as a flat tuple; None if a value is not a size, or if there are too many."""
+    """Nested sizes as a flat tuple; None if a value is not a size, or if the sizes are too many."""
     pending = [sizes]
     flat: list[int] = []
     for _ in range(DIMENSION_LIMIT):  # a list that contains itself has no end
@@ -214,7 +214,7 @@ def sharding(spec: Spec, mesh: Mesh | None, *, tensor: str, file: str) -> Shardi
         file: the tensor's file, for the message.
 
     Raises:
-        ShardFormatError: the global shape is missing, or is recorded twice and differs.
+        ShardFormatError: the global shape is missing, or is recorded twice with different values.
         PlacementError: mesh and placements do not determine this rank's part.
     """
     if mesh is None or spec.placed is None or len(spec.placed) != len(mesh.shape):

@@ -68,7 +68,7 @@ class DType(NamedTuple):
 
 
 class StorageType(NamedTuple):
-    """A storage class, by the dtype of its elements; None for an untyped storage."""
+    """A storage class, by its elements' dtype. The dtype of an untyped storage is None."""
 
     dtype: str | None
 
@@ -88,7 +88,7 @@ class StorageRef(_Sealed):
 
 @dataclass(slots=True)
 class TensorRef(_Sealed):
-    """A strided tensor over a storage, as pickled, not yet checked. The offset is in elements."""
+    """A strided tensor over a storage, not checked yet. The offset is in elements."""
 
     storage: object
     dtype: str | None
@@ -345,7 +345,7 @@ class _Frugal(_Loading, pickle._Unpickler):  # noqa: SLF001 - the only one witho
 
 
 class _Peekable(io.BytesIO):
-    """Bytes with ``peek``, without which an unpickler has half the speed.
+    """Bytes with a method ``peek``, which makes an unpickler twice as fast.
 
     ``BufferedReader`` is not used, because it takes all the memory that a length in a damaged
     pickle asks for.

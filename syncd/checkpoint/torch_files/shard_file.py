@@ -77,7 +77,7 @@ class ShardFile:
         Args:
             storage: the storage that reads the file.
             path: the path of the file.
-            cancel: called often; it raises to stop.
+            cancel: called often; it raises an error to stop.
 
         Raises:
             ShardFormatError: the file is not a whole file of torch.save, or is not little-endian.

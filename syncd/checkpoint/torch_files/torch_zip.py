@@ -165,7 +165,7 @@ def read_records(
         fd: the descriptor of the open file.
         directory: the central directory of the file.
         path: the path of the file, for the message.
-        cancel: called often; it raises to stop.
+        cancel: called often; it raises an error to stop.
 
     Raises:
         ShardFormatError: a record is compressed or encrypted, occurs twice, lies outside the file,
@@ -203,7 +203,7 @@ def read_records(
 
 
 def _near(entries: Sequence[_Entry], nexts: Sequence[int], number: int) -> int:
-    """The end of the last local header that is near the previous headers and fits in the window."""
+    """The end of the next local headers that lie close together and fit in the window."""
     begin = entries[number].header
     end = begin + _LOCAL.size + len(entries[number].name)
     for at in range(number + 1, len(entries)):

@@ -1,7 +1,8 @@
-"""The weight group of the trainer's rank 0 and all explorers' workers. It disturbs no other group.
+"""The weight group of the trainer's rank 0 and all explorers' workers.
 
-A weight group is one process group with its own TCPStore. Every wait has a deadline. A torch call
-that could wait longer for a peer runs in a separate thread, which is abandoned at the deadline.
+A weight group is one process group with its own TCPStore, and disturbs no other process group.
+Every wait has a deadline. A torch call that could wait longer for a peer runs in a separate thread,
+which is abandoned at the deadline.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class Broadcasting:
 class WeightGroup:
     """One rank's membership in one generation of a weight group; made by :meth:`join`.
 
-    A weight group does not need a default process group, and does not disturb one. In a transfer
-    all ranks do the same broadcasts in the same order, and then call :meth:`agree`.
+    A weight group does not need a default process group, and does not disturb an existing default
+    group. In a transfer all ranks do the same broadcasts in the same order, and then call
+    :meth:`agree`.
 
     Promised: no method waits longer than the transfer's deadline plus one second. An error ends the
     group for this rank; the other ranks end the group at their own deadlines.
@@ -172,7 +174,7 @@ class WeightGroup:
         return self._failure is not None
 
     def begin(self) -> None:
-        """Begin a transfer. The time to its deadline starts now."""
+        """Begin a transfer. The time to the transfer's deadline starts now."""
         self._deadline = time.monotonic() + self._patience
 
     def broadcast(self, tensor: Tensor) -> Broadcasting:
@@ -197,7 +199,7 @@ class WeightGroup:
         return Broadcasting(lambda: self._finish(work))
 
     def agree(self, ok: bool) -> bool:
-        """Tell the other ranks if all weights arrived here; learn if all ranks got all weights.
+        """Tell the other ranks if all weights arrived here; learn if all ranks have all weights.
 
         Promised: all ranks that get an answer get the same answer. Rank 0 gets True only after all
         other ranks got True. If it is possible that a rank missed the answer, rank 0 gets an error.

@@ -89,7 +89,7 @@ def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> 
 def connect(rendezvous: Rendezvous, deadline: float) -> Store:
     """Connect to rank 0's store; the connection sees only this group's keys.
 
-    Calls on one connection run one after the other.
+    Calls on one connection run one after another.
     """
     store = dist.TCPStore(  # type: ignore[attr-defined] # likewise
         rendezvous.address,

@@ -1,6 +1,6 @@
 """Meeting in the weight group: the steps from the agreement on a transfer to its first byte.
 
-The module imports code that needs torch only when it forms a group.
+Code that needs torch is imported only when a group is formed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Agreeing on a transfer of weights (``nccl``): all live explorers take part, or nobody does.
+"""Agreeing on a transfer of weights (``nccl``): all live explorers take part, or no explorer does.
 
 The trainer makes an offer that names every live explorer. Each explorer joins by naming the offer
 in its own report. When all have joined, the trainer decides that the transfer takes place. An
@@ -126,7 +126,7 @@ class TrainerSide:
         me: the trainer.
 
     Attributes:
-        agreed: the transfer of the last offer, if all explorers joined that offer; else None.
+        agreed: the transfer of the latest offer, if all explorers joined that offer; else None.
     """
 
     def __init__(self, offers: Offers, roster: Roster, me: Participant[TrainerReport]) -> None:
@@ -240,7 +240,7 @@ class ExplorerSide:
         me: the explorer.
 
     Attributes:
-        agreed: the last offer, if its transfer takes place; else None.
+        agreed: the latest offer, if its transfer takes place; else None.
     """
 
     def __init__(self, offers: Offers, roster: Roster, me: Participant[ExplorerReport]) -> None:
