@@ -154,10 +154,12 @@ class WeightWaits:
     def _warn_without_daemon(self) -> None:
         """Log once that no daemon works; a killed daemon counts as live for one lease time."""
         try:
-            if self._has_said_alone or self._versions.daemon_lives():
-                return
+            # This look is always needed: a killed daemon is told from a live one by a later look.
+            lives = self._versions.daemon_lives()
         except OSError as error:
             log.debug("cannot check whether a daemon works in %s: %s", self._root, error)
+            return
+        if lives or self._has_said_alone:
             return
         self._has_said_alone = True
         log.warning("%s waits for weights, but %s", self._name, self._versions.daemon_hint())
