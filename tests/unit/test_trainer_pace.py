@@ -19,13 +19,15 @@ from syncd.protocol.names import FULL, RECEIPTS, SAVING
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId
 from syncd.storage.job import Job
+from syncd.storage.step_folders import make_step_folder
 from tests.hooks import DEADLINE
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
-from tests.storages import Clock, RuledStorage, refuse
+from tests.storages import Clock, FastStorage, RuledStorage, refuse
 from trainer_hooks import latest_checkpoint
 from trainer_hooks.save_queue import patience_of
 from trainer_hooks.settings import SaveSettings, WriteConcurrency
+from trainer_hooks.writing.notes import Notes
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 RANKS = 3
@@ -241,6 +243,26 @@ def test_a_rank_that_fails_before_any_other_has_begun_is_heard_too(
     with pytest.raises(SaveFailedError, match="rank 1"):
         others[0].result(DEADLINE / 2)
     others[1].result(DEADLINE)
+
+
+def test_a_rank_that_fails_is_heard_if_another_rank_replaces_the_folder_that_it_made(
+    job: SmallJob,
+) -> None:
+    """Linux refuses a mkdir with ENOENT in an empty folder that a rename has just replaced."""
+    actor, looked_up = job.layout.actor(1), []
+
+    def replaced(method: str, given: tuple[object, ...]) -> None:
+        if (method, given[0]) == ("mkdir", actor) and not looked_up:
+            looked_up.append(actor)
+            make_step_folder(Job(FastStorage(), job.layout), 1, mark=SAVING)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(actor))
+
+    save_id = SaveId("run", 1, 0)
+    storage = RuledStorage(replaced)
+    RankWriter(Job(storage, job.layout), 1, 2, save_timeout=DEADLINE).say_failed(save_id)
+    assert looked_up
+    assert Notes(job, actor).failed(1) == save_id
+    assert (job.layout.step(1) / SAVING).exists()  # the other rank's save goes on
 
 
 def test_a_step_folder_is_at_no_moment_empty_and_so_replaced_by_another_rank(job: SmallJob) -> None:

@@ -5,15 +5,12 @@ Every rank reads the files of all ranks, and writes only its own files.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from syncd.protocol.names import RECEIPTS, failure_name
 from syncd.protocol.records import Receipt, SaveId, encode
 from syncd.storage.errnos import is_gone
 from syncd.storage.job import Job
-
-log = logging.getLogger(__name__)
 
 
 class Notes:
@@ -67,10 +64,8 @@ class Notes:
     def say_failed(self, rank: int, save_id: SaveId) -> None:
         """Record that this rank failed, so that no other rank waits for it.
 
-        If storage refuses the record, the other ranks wait until their timeout.
+        Raises:
+            OSError: storage failed.
         """
-        try:
-            self._job.storage.make_folder(self.folder, below=self._part.parent)
-            self._job.storage.replace(self.folder / failure_name(rank), f"{save_id}\n".encode())
-        except OSError as error:
-            log.warning("rank %d cannot tell the other ranks that it failed: %s", rank, error)
+        self._job.storage.make_folder(self.folder, below=self._part.parent)
+        self._job.storage.replace(self.folder / failure_name(rank), f"{save_id}\n".encode())

@@ -154,13 +154,24 @@ class RankWriter:
             ) from error
 
     def say_failed(self, save_id: SaveId) -> None:
-        """Record that this rank could not begin a save, so that no other rank waits for it."""
-        try:
-            # No rank may have begun to write it yet.
+        """Record that this rank failed, so that no other rank waits for its part of a save.
+
+        If storage refuses the record, the other ranks wait until their timeout.
+        """
+        notes = Notes(self._job, self._job.layout.actor(save_id.step))
+
+        def record() -> None:
+            # There may be no folder yet. A new folder is empty, so a rank that begins at this
+            # moment replaces it, and what this rank makes in it fails: then record() runs again.
             make_step_folder(self._job, save_id.step)
+            notes.say_failed(self._rank, save_id)
+
+        try:
+            self.again(save_id, record)
         except OSError as error:
-            log.warning("cannot create the folder of step %d: %s", save_id.step, error)
-        self._give_up(Attempt(save_id, weights_stay=True, rest_stays=True))
+            log.warning("rank %d cannot tell the other ranks that it failed: %s", self._rank, error)
+        if self._rank == 0:
+            self._remains.unprotect(save_id.step)
 
     def are_weights_there(self, save_id: SaveId) -> bool:
         """True if an announced save still has the weights of all ranks; checks only file names.
@@ -356,12 +367,8 @@ class RankWriter:
 
     def _give_up(self, attempt: Attempt) -> None:
         """Delete this rank's unannounced files, and record that this rank failed."""
-        step = attempt.save_id.step
         self._remains.discard(attempt)
-        notes = Notes(self._job, self._job.layout.actor(step))
-        notes.say_failed(self._rank, attempt.save_id)
-        if self._rank == 0:
-            self._remains.unprotect(step)
+        self.say_failed(attempt.save_id)
 
     def _remove_given_up(self, attempt: Attempt) -> None:
         """Delete this rank's part of its previous save, if rank 0 gave that save up."""
