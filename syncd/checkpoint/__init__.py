@@ -1,8 +1,9 @@
 """Trainers' saves: their shard files, the place of each shard in the model, and the merge.
 
-- :mod:`~syncd.checkpoint.torch_files.shard_file` reads the index of a shard without running code
-  from the shard.
+- :mod:`~syncd.checkpoint.torch_files.shard_file` reads a shard's index without running its code.
 - :mod:`~syncd.checkpoint.placement` and :mod:`~syncd.checkpoint.merging.plan` are pure, and prove
   that the pieces make a whole model.
 - :mod:`~syncd.checkpoint.merging.merge` copies the bytes.
+
+Functions that read or write storage raise OSError if storage fails, even if they do not say so.
 """

@@ -5,7 +5,7 @@ PEFT adds an adapter's tensors to each module that it wraps::
     base_model.model.layers.0.q_proj.base_layer.weight        frozen weight of the base model
     base_model.model.layers.0.q_proj.lora_A.default.weight    LoRA weight of the adapter "default"
 
-In the files that PEFT saves, the tensors' names lack the adapter's name (here ``default``).
+The names in PEFT's files lack the adapter's name (here ``default``).
 
 syncd recognizes the state dict of a PEFT model only by its tensor names. A *half* is a tensor
 ``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module M and an adapter N. An embedding's halves
@@ -18,9 +18,8 @@ to a PEFT model if
 - every tensor belongs to an adapter: its name contains a part ``lora_…``, or it is a tensor of
   ``modules_to_save`` or of trained tokens.
 
-If all names of a state dict are LoRA names as PEFT writes them to files, the state dict also
-belongs to a PEFT model. Any other state dict is a full model, even if one of its own tensors is
-called ``lora_A``.
+A state dict also belongs to a PEFT model if all its names are LoRA names as in PEFT's files. Any
+other state dict is a full model, even if one of its own tensors is called ``lora_A``.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from syncd.protocol.records import AdaptedModel
 
 #: PeftModel's name for the model that it wraps; PEFT's files have it too.
 PREFIX: Final = "base_model.model."
-#: The adapter that PEFT saves into the folder itself, and all others into folders below it.
+#: The adapter that PEFT saves into the folder itself; other adapters are in folders below it.
 DEFAULT: Final = "default"
 
 _WRAPPED: Final = ".base_layer."
@@ -64,12 +63,7 @@ _ON_HUB: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
 def are_two_models(one: str, other: str) -> bool | None:
-    """Compare two names of base models.
-
-    Returns:
-        True if the names are of two different models, False if they are of the same model. None if
-        the answer is unknown: for example, two folders on two hosts may hold the same model.
-    """
+    """True if two names are of different models; None if unknown, as for folders on two hosts."""
     if one == other:
         return False
     if _ON_HUB.fullmatch(one) and _ON_HUB.fullmatch(other):
@@ -82,11 +76,8 @@ class AdapterConfig(pydantic.BaseModel):
 
     Attributes:
         peft_type: PEFT's method, e.g. ``LORA``. PEFT loads no adapter without this key.
-        bias: the biases of the base model that are trained and saved with the adapter: ``none``,
-            ``all`` or ``lora_only``.
-        base_model_name_or_path: the base model. It is None or empty if the trainer made the base
-            model from a config.
-        revision: the revision of the base model on its hub.
+        bias: the base model's biases that the adapter trains: ``none``, ``all`` or ``lora_only``.
+        base_model_name_or_path: None or empty if the trainer made the base model from a config.
     """
 
     model_config = pydantic.ConfigDict(frozen=True)
@@ -124,11 +115,9 @@ class Adapter:
     """A LoRA adapter that was found in a state dict.
 
     Attributes:
-        name: the adapter's name, e.g. ``default``. None if the tensors have the names of PEFT's
-            files, which leave out the adapter's name.
+        name: the adapter's name. None if the tensors have the names of PEFT's files.
         modules: the names of the modules that the adapter changes.
-        prefix: :data:`PREFIX` if the tensors' names do not begin with :data:`PREFIX`; else empty.
-            The names lack this prefix if the model has LoRA but is not inside a PeftModel.
+        prefix: :data:`PREFIX` if the names lack it (a model outside a PeftModel); else empty.
         others: the names of the other adapters in the state dict.
     """
 
@@ -140,9 +129,7 @@ class Adapter:
     def saved_name(self, name: str, bias: str = "none") -> str | None:
         """The name of a tensor in the adapter's file; None if the tensor is not in that file.
 
-        Args:
-            name: the tensor's name in the state dict.
-            bias: the value of ``bias`` in ``adapter_config.json``.
+        ``bias`` is the value in ``adapter_config.json``.
         """
         if self.name is None:
             return name
@@ -152,7 +139,6 @@ class Adapter:
         return None
 
     def _lora(self, name: str) -> str | None:
-        """The saved name of a ``lora_…`` tensor of this adapter; None for any other tensor."""
         for match in re.finditer(r"\.lora_[^.]+", name):
             if name[: match.start()] not in self.modules:
                 continue
@@ -196,12 +182,11 @@ def is_peft_model(names: Iterable[str]) -> bool:
 def find_adapter(names: Iterable[str]) -> Adapter | None:
     """The LoRA adapter of a state dict with these names; None if there is no LoRA adapter.
 
-    If there are several adapters, the result is the adapter ``default``, which PEFT saves directly
-    into the folder.
+    Of several adapters, the result is ``default``, which PEFT saves directly into the folder.
 
     Raises:
-        CheckpointError: there are several adapters, and none is called ``default``; the PeftModel
-            is inside another module; or one half of a module's LoRA is missing.
+        CheckpointError: there are several adapters, and none is ``default``; the PeftModel is
+            inside another module; or one half of a module's LoRA is missing.
     """
     names = list(names)
     matches = [m for name in names if ".lora_" in name and (m := _HALF.fullmatch(name))]

@@ -68,11 +68,7 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, part: Box) -> list[Box]:
-    """Subtract a part from the box that contains the part.
-
-    Returns:
-        Disjoint boxes, at most two for each dimension.
-    """
+    """Subtract a part from the box around it: disjoint boxes, at most two for each dimension."""
     left = []
     offsets, shape = list(box.offsets), list(box.shape)
     for dim, (begin, size) in enumerate(zip(*part, strict=True)):
@@ -101,10 +97,7 @@ def extent(within: Box, part: Box) -> Extent:
 
 
 def extents(within: Box, part: Box) -> Iterator[Extent]:
-    """The extents that together hold exactly a part's elements, in the C order of ``within``.
-
-    Each extent is as long as possible: the element after it does not belong to the part.
-    """
+    """The longest possible extents that together hold exactly a part's elements, in C order."""
     if not part.size:
         return
     steps = strides(within.shape)
@@ -120,13 +113,10 @@ def extents(within: Box, part: Box) -> Iterator[Extent]:
 
 
 def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[Box]:
-    """Cut a part into pieces, in the order of their bytes. The caller reads one piece at a time.
+    """Cut a part, not empty, into pieces for one read each, in the order of their bytes.
 
-    Args:
-        within: the box whose elements are stored, in C order.
-        part: the wanted part of that box, not empty.
-        limit: the largest number of elements of one read, at least 1.
-        near: a piece may span up to this many elements even if most of them are not wanted.
+    The elements of ``within`` are stored in C order. A read has at most ``limit`` elements. A piece
+    may span up to ``near`` elements even if most of them are not wanted.
     """
     pending = [part]
     while pending:

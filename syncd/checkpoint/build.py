@@ -1,7 +1,4 @@
-"""Building a complete folder with a manifest from a save: a Hugging Face model, or an adapter.
-
-:class:`FreeSpace` checks beforehand that the disk has enough space.
-"""
+"""Building a complete folder with a manifest from a save: a Hugging Face model, or an adapter."""
 
 from __future__ import annotations
 
@@ -68,25 +65,13 @@ def build_model_folder(
 ) -> Manifest:
     """Merge a save into an empty folder. All files are synced, and the manifest is written last.
 
-    A save of a full model becomes a Hugging Face model folder. A save with a LoRA adapter, in
-    ``lora_adapter/`` or among the shards' tensors, becomes a folder that PEFT and vLLM load. That
-    folder holds one file with the adapter's weights, the adapter's config, and the tokenizer. The
-    folder lacks the base model's config, because without the base model's weights the folder must
-    not look like a model.
+    A full model becomes a Hugging Face model folder. A LoRA adapter, in ``lora_adapter/`` or among
+    the shards' tensors, becomes a folder that PEFT and vLLM load, with a single file of weights.
+    That folder lacks the base model's config, so that it does not look like a model.
 
-    Args:
-        storage: the shared storage.
-        actor: the ``actor/`` folder of the save.
-        save: the latest result of ``look_at_save``.
-        folder: an empty folder that no other process reads. The caller syncs the folder's parent.
-        options: the options of the merge.
-        work: ``work.cancel`` is called between chunks. ``work.clock`` measures the manifest's
-            timings.
-        sequence: the version's sequence, for the manifest; 0 if the step is built only for
-            evaluation. None if no explorer loads the folder.
-
-    Returns:
-        The manifest, as written to ``manifest.json``.
+    ``save`` is the latest result of ``look_at_save``. No other process reads ``folder``, and the
+    caller syncs its parent. ``work.cancel`` is called between chunks. ``sequence`` is 0 for a step
+    that is built only for evaluation, and None if no explorer loads the folder.
 
     Raises:
         SaveNotReadyError: the save is not whole, or changed during the merge.
@@ -216,12 +201,7 @@ def _names_on_hub(
     config: object,
     options: MergeOptions,
 ) -> NameMap | None:
-    """The name map of a full model: the trainer's map, or else the map for the model's type.
-
-    Raises:
-        CheckpointError: ``name_map.json`` is not a name map, or the options require the hub's
-            names but these names are unknown.
-    """
+    """The name map of a full model: the trainer's map, or else the map for the model's type."""
     if contents.kind != "full":
         return None
     if storage.exists(folder / NAME_MAP):
@@ -256,7 +236,6 @@ def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
 
 
 def _worth_checking(checked: Checked, sources: Sequence[Source]) -> Checked:
-    """Return ``crc32`` for ``stillness`` if any file has CRC-32s; else return ``checked``."""
     if checked == "stillness" and any(source.has_crc for source in sources):
         return "crc32"
     return checked
@@ -273,10 +252,7 @@ def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
 
 @contextmanager
 def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
-    """Raise the block's CheckpointError only if the save has not changed meanwhile.
-
-    If the save has changed, the trainer may still be writing the file that caused the error.
-    """
+    """Raise the block's CheckpointError only if the trainer did not write to the save meanwhile."""
     try:
         yield
     except CheckpointError:
@@ -361,11 +337,6 @@ def _adapter_config(
     copied: Sequence[VersionFile],
     contents: SaveContents,
 ) -> AdapterConfig:
-    """Read the copied config of the adapter.
-
-    Raises:
-        CheckpointError: there is no config, or it belongs to another kind of adapter.
-    """
     if all(file.name != ADAPTER_CONFIG for file in copied):
         raise CheckpointError(
             f"{actor} holds a LoRA adapter without its {ADAPTER_CONFIG}, the only file with the "
@@ -409,15 +380,8 @@ def _check_small_files(
 class FreeSpace:
     """Checks that the filesystem of a job has enough space for a version.
 
-    This object remembers the size of a version that does not fit. The daemon asks for this size
-    again and again while the disk is full. Without the remembered size, each request would have to
-    parse the whole save.
-
-    Args:
-        storage: the shared storage.
-        folder: the folder that the version will be written to.
-        root: the root of the job, for messages.
-        advice: the remedy in the error message.
+    It remembers the size of a version that does not fit, because the daemon checks again and again
+    while the disk is full, and each check would parse the whole save.
     """
 
     def __init__(self, storage: Storage, folder: Path, root: Path, *, advice: str) -> None:
@@ -436,14 +400,12 @@ class FreeSpace:
     ) -> None:
         """Refuse a merge if its result does not fit on the disk.
 
-        This check does not see a quota that the filesystem does not report. If the merge exceeds
-        such a quota, the merge fails later.
+        A quota that the filesystem does not report is not seen: the merge fails later.
 
         Raises:
             NoRoomError: there is not enough space for this save's version.
             SaveNotReadyError: the save changed, or is not whole.
             CheckpointError: this save can never be merged.
-            OSError: storage failed.
         """
         needed = 0
         for name in save.weights:
@@ -456,8 +418,7 @@ class FreeSpace:
             and free.bytes < needed
             and not isinstance(save, Unfinished | Remote)
         ):
-            # It may need less: a file of our hook is linked; only the adapter of a PEFT model is
-            # written.
+            # It may need less: a linked file needs no space, and of a PEFT model only the adapter.
             asked = (save.identity, options.cast, options.prefix, options.names)
             if self._sized is None or self._sized[0] != asked:
                 size = _weights_size(self._storage, actor, save, options, cancel)
@@ -482,10 +443,7 @@ def _weights_size(
     options: MergeOptions,
     cancel: Callable[[], None],
 ) -> int:
-    """The bytes of weights that a merge of this save would write.
-
-    For a PEFT model only the adapter counts; a linked file does not count.
-    """
+    """The bytes of weights that a merge of this save would write; a linked file does not count."""
     with (
         _judged_at_rest(storage, actor, save),
         open_save(storage, actor, save, prefix=options.prefix, cancel=cancel) as opened,

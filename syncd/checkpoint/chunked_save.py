@@ -1,8 +1,7 @@
 """Opening the saves of ``torch.distributed.checkpoint``: files that hold chunks of tensors.
 
-There are two kinds: ``.distcp`` files with their ``.metadata``, and Hugging Face's safetensors.
-This module makes the input of a merge plan from either kind: the place of each tensor's parts in
-the files. The plan proves that the parts of each tensor cover the tensor exactly once.
+The files are ``.distcp`` files with their ``.metadata``, or Hugging Face's safetensors. The result
+is the input of a merge plan, which proves that the chunks cover each tensor exactly once.
 """
 
 from __future__ import annotations
@@ -38,12 +37,7 @@ _NO_MODEL: Final = ("optim.", "optimizer.", "optimizers.")
 
 @dataclass(frozen=True, slots=True)
 class ChunkedSave:
-    """The input of a merge.
-
-    Attributes:
-        indexes: the index of each open file, for the merge plan.
-        sources: the open files that hold the bytes, in the order of ``indexes``.
-    """
+    """The indexes of the open files, for the merge plan, and the files in the same order."""
 
     indexes: Sequence[ShardIndex]
     sources: Sequence[Source]
@@ -54,10 +48,7 @@ class Opening:
     """The arguments for opening a save of either kind.
 
     Attributes:
-        storage: reads the files.
-        actor: the folder of the save.
         files: the names of the save's files in ``actor`` except ``.metadata``, in rank order.
-        parser: reads untrusted files, in a child process.
         prefix: the beginning of the names of the model's tensors. If None, syncd finds the prefix.
         tensor_limit: the largest number of chunks in all files together.
         cancel: called often; it raises an error to stop.
@@ -82,7 +73,6 @@ def open_dcp(given: Opening) -> ChunkedSave:
         ShardFormatError: a file cannot be read, or contradicts the metadata.
         PlacementError, CoverageError: the metadata, or a chunk, cannot be merged.
         CheckpointError: syncd cannot find out which tensors are the model's.
-        OSError: storage failed.
     """
     path = given.actor / DCP_METADATA
     contents = _read_metadata(given.storage, path, given.parser, given.prefix)
@@ -117,8 +107,6 @@ def holds_model_only(
 ) -> bool:
     """True if a folder of ``torch.distributed.checkpoint`` certainly holds only a model.
 
-    The result is False in case of doubt, for example if the metadata cannot be parsed.
-
     Raises:
         OSError: storage failed, or no child process can be started.
     """
@@ -146,16 +134,14 @@ def _read_metadata(
 def open_hugging_face(given: Opening) -> ChunkedSave:
     """Open the files of ``HuggingFaceStorageWriter``.
 
-    These files do not record which part of a state dict a tensor comes from. Without a prefix,
-    syncd therefore treats every tensor as a tensor of the model.
+    The files do not say which part of a state dict a tensor comes from. Without a prefix, every
+    tensor therefore counts as a tensor of the model.
 
     Raises:
         ShardFormatError: a file is not a whole safetensors file, or lacks the places of its chunks.
         PlacementError: a tensor is a flat parameter of FSDP1.
         CoverageError: two files disagree about a tensor.
-        CheckpointError: no name begins with the prefix; or, without a prefix, a name shows that the
-            save holds more than a model.
-        OSError: storage failed.
+        CheckpointError: no name begins with the prefix, or the save holds more than a model.
     """
     prefix = given.prefix or ""
     found: dict[str, list[Chunked]] = {}
@@ -207,7 +193,6 @@ def _local(entry: HeaderEntry, begin: Shape, whole: Shape) -> Local:
 
 
 def _by_file(tensors: Mapping[str, Stored]) -> dict[str, list[tuple[str, Chunk]]]:
-    """The chunks in each file, each with the name of its tensor."""
     found: dict[str, list[tuple[str, Chunk]]] = defaultdict(list)
     for name, tensor in tensors.items():
         for chunk in tensor.chunks:
@@ -222,9 +207,8 @@ def _indexes(
 ) -> list[ShardIndex]:
     """The parts in each file.
 
-    The first index lists the names of all tensors, even of tensors that have no part in the first
-    file. So the plan keeps the order of these names, and detects tensors that have no part in any
-    file.
+    The first index lists all tensors, so that the plan keeps the order of their names, and detects
+    tensors that have no part in any file.
     """
     return [
         ShardIndex(

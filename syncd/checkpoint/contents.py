@@ -58,16 +58,10 @@ class SaveContents:
         hub: NameMap | None = None,
         cancel: Callable[[], None],
     ) -> MergePlan:
-        """Plan the merge of the shards.
+        """Plan the merge of the shards. An adapter becomes one file, because PEFT reads only one.
 
-        An adapter becomes a single file, because PEFT reads only a single file.
-
-        Args:
-            options: the options of the merge.
-            bias: the value of ``bias`` in ``adapter_config.json``.
-            tied: the value of ``tie_word_embeddings`` in ``config.json``.
-            hub: the map to the hub's names for a full model; None to keep the trainer's names.
-            cancel: called often; it raises an error to stop.
+        ``bias`` is the value in ``adapter_config.json``, and ``tied`` the value of
+        ``tie_word_embeddings``. ``hub`` is None to keep the trainer's names.
 
         Raises:
             CoverageError: the parts do not make whole tensors.
@@ -92,10 +86,7 @@ class SaveContents:
         )
 
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
-        """The sources for the plan.
-
-        If the shards hold an adapter with its base model, only the adapter's records are included.
-        """
+        """The sources for the plan. For an adapter among shards, only the adapter's records."""
         if opened.full is not None:
             return [SourceFile(opened.full.path, opened.full.fd)]
         if self.adapter is None:
@@ -116,7 +107,6 @@ class SaveContents:
 
 
 def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
-    """The names of a shard's records that hold tensors of the adapter."""
     return {
         local.record
         for name, value in index.tensors.items()

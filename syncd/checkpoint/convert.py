@@ -1,8 +1,7 @@
 """Converting full checkpoints into Hugging Face models, in the steps' ``huggingface/`` folders.
 
-syncd never reads the converted weights again, neither to merge the step nor to identify a save.
-``manifest.json`` in the same folder names the save that the weights were made from, and lists the
-weights.
+syncd never reads the converted weights again. ``manifest.json`` in the same folder names the save
+that the weights were made from, and lists the weights.
 """
 
 from __future__ import annotations
@@ -61,12 +60,11 @@ from syncd.storage.step_folders import step_folders
 
 log = logging.getLogger(__name__)
 
-#: The merge is made here, beside ``huggingface/``: the daemon collects leftovers there.
+#: The folder of a merge, beside ``huggingface/``: the daemon collects leftovers there.
 _ROOM: Final = f"{TEMPORARY}{HUGGINGFACE}-"
-#: Seconds between two signs that a merge in such a room goes on. If none comes for three times as
-#: long, the process that made the room is gone.
+#: Seconds between two signs of a running merge. Without a sign for 3 times as long, it has ended.
 _SIGN: Final = 10.0
-#: How often to try to make such a room: a daemon may take away one that is still empty.
+#: Attempts to make such a folder: a daemon may delete a folder that is still empty.
 _ATTEMPTS: Final = 5
 _INDEX_LIMIT: Final = 64 * 1024 * 1024
 #: The suffixes of a base model's config, tokenizer, chat template, and code.
@@ -78,11 +76,8 @@ class FoundCheckpoint:
     """A full checkpoint, and the work that it needs.
 
     Attributes:
-        step: the step of the checkpoint's folder.
-        save: the checkpoint's weights.
         has_weights: True if ``huggingface/`` already holds the merged weights.
-        why_not: the reason not to convert the checkpoint: for example, its trainer is still
-            writing, or the checkpoint is an adapter. Empty if there is no reason.
+        why_not: the reason not to convert the checkpoint, e.g. it is an adapter; empty if none.
     """
 
     step: int
@@ -95,12 +90,10 @@ def full_steps(job: Job) -> list[int]:
     """The steps that hold a full checkpoint, lowest first.
 
     A step with ``.full_checkpoint`` counts. A step without receipts also counts if its ``actor/``
-    has a file of an optimizer, of extra state or of ``torch.distributed.checkpoint``. A step that
-    its trainer has retired does not count.
+    has a file of an optimizer, of extra state or of DCP, unless its trainer has retired the step.
 
     Raises:
         JobUnavailableError: the job's folder is missing, or is not a job.
-        OSError: storage does not answer.
     """
     if not job.storage.exists(job.layout.root):
         raise no_folder(job.layout.root)
@@ -114,11 +107,7 @@ def full_steps(job: Job) -> list[int]:
 
 
 def holds_job(job: Job) -> bool:
-    """True if any trainer has saved a step in this folder, or syncd has served the folder.
-
-    Raises:
-        OSError: storage does not answer.
-    """
+    """True if any trainer has saved a step in this folder, or syncd has served the folder."""
     at = job.layout
     marks = (at.state, at.state_pointer, at.checkpoint_pointer)
     return any(map(job.storage.exists, marks)) or bool(step_folders(job))
@@ -129,9 +118,7 @@ def look_at_step(job: Job, step: int) -> FoundCheckpoint:
 
     Raises:
         InvalidSettingsError: the folder is missing, or holds no full checkpoint.
-        SaveNotReadyError: the weights are not whole, or only the weights that were cast for
-            explorers are whole.
-        OSError: storage does not answer.
+        SaveNotReadyError: no weights are whole, or only those that were cast for explorers.
     """
     actor = job.layout.actor(step)
     if not job.storage.exists(job.layout.step(step)):
@@ -166,19 +153,10 @@ def take_model_files(storage: Storage, actor: Path, base: Path) -> list[str]:
 
     The call copies only files directly in ``base``, and no weights. It follows links, and does not
     replace existing files. It writes ``config.json`` last, so that the next call finishes the work
-    if this call is cut off.
-
-    Args:
-        storage: the shared storage.
-        actor: the ``actor/`` folder of the step.
-        base: the base model's folder, on any filesystem.
-
-    Returns:
-        The names of the copied files.
+    if this call is cut off. ``base`` may be on any filesystem. Returns the copied files' names.
 
     Raises:
         SaveNotReadyError: the step was deleted meanwhile.
-        OSError: storage failed.
     """
     folder, source = actor / HUGGINGFACE, Storage()
     names = [
@@ -221,34 +199,21 @@ def convert_step(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Manifest | None:
-    """Merge a full checkpoint into its ``huggingface/`` folder.
+    """Merge a full checkpoint into its ``huggingface/`` folder; None for shards of a LoRA adapter.
 
-    ``build_model_folder`` makes the files in a temporary folder. Then this function renames the
-    files into ``huggingface/``: first ``manifest.json``, then the weights, and last the index, if
-    there is an index. If the call is cut off, ``huggingface/`` holds a whole model or no model, and
-    the next call does the work again. The call changes nothing else in the step's folder.
+    The files are made in a temporary folder and renamed into ``huggingface/``: first
+    ``manifest.json``, then the weights, last the index. If the call is cut off, ``huggingface/``
+    holds a whole model or no model, and the next call does the work again. The call changes nothing
+    else in the step's folder.
 
-    If a trainer saves this step again during the renames, the call possibly does not notice the new
-    save. In that case ``manifest.json`` names the earlier save, and the next call converts the new
-    save.
-
-    Args:
-        job: the job.
-        found: the result of :func:`look_at_step`.
-        options: the options of the merge.
-        progress: called with the number of bytes of tensors that are done, and the total number.
-        sleep: waits for a number of seconds.
-        clock: gives the monotonic time in seconds.
-
-    Returns:
-        The manifest; None if the shards hold a LoRA adapter.
+    If a trainer saves this step again during the renames, the call may not notice the new save.
+    ``manifest.json`` then names the earlier save, and the next call converts the new save.
 
     Raises:
         NoRoomError: there is not enough disk space. Nothing was changed.
         JobUnavailableError: another process is converting the checkpoint.
         SaveNotReadyError: the save is not whole, or changed meanwhile.
         CheckpointError: the save cannot be merged.
-        OSError: storage failed.
     """
     actor = job.layout.actor(found.step)
     room = actor / f"{_ROOM}{secrets.token_hex(6)}"
@@ -295,11 +260,7 @@ def _is_full(job: Job, step: int) -> bool:
 
 
 def _has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:
-    """True if a ``huggingface/`` folder has the weights of a save.
-
-    If the folder has no manifest, the trainer wrote the weights. Such weights count if they are
-    whole.
-    """
+    """True if a ``huggingface/`` folder has a save's weights, or whole weights of the trainer."""
     try:
         manifest = read_manifest(storage, folder)
     except RecordError:
@@ -335,10 +296,8 @@ def _is_whole_model(storage: Storage, folder: Path) -> bool:
 def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest) -> None:
     """Rename the weights into the folder, so that no loader mixes the files of two merges.
 
-    First the old weights are removed, beginning with the file that a loader looks for first. Then
-    the new weights are renamed. The new file that a loader looks for first is renamed last. Weights
-    that no manifest lists are also removed, because without an index an engine loads all files with
-    such names.
+    The file that a loader looks for first is removed first and renamed last. Weights that no
+    manifest lists are also removed, because without an index an engine loads all such files.
     """
     weights = [file.name for file in manifest.files if is_weights_name(file.name)]
     storage.make_folder(folder, below=folder.parent)
@@ -369,11 +328,7 @@ def _listed(storage: Storage, folder: Path) -> set[str]:
 
 
 def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> None:
-    """Remove temporary folders that no longer change, because their processes were killed.
-
-    Raises:
-        JobUnavailableError: a folder still changes, so another process is converting this step.
-    """
+    """Remove temporary folders of killed processes; raise an error if one of them still changes."""
     before = _rooms(storage, actor)
     if not before:
         return
@@ -393,11 +348,7 @@ def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> Non
 
 
 def _make_room(storage: Storage, room: Path, step: Path) -> None:
-    """Make the temporary folder with a file in it, because the daemon deletes an empty folder.
-
-    Raises:
-        JobUnavailableError: another process made such a folder at the same time.
-    """
+    """Make the temporary folder with a file in it, because the daemon deletes an empty folder."""
     for left in reversed(range(_ATTEMPTS)):
         storage.make_folder(room, below=step)
         try:
@@ -435,7 +386,7 @@ def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int
 
 
 def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
-    """The status of a file. The file is opened, because network filesystems cache the status."""
+    """The status of a file, which is opened because network filesystems cache the status."""
     try:
         return storage.look_into(path, storage.fstat)
     except OSError as error:

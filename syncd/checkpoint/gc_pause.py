@@ -9,12 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turn the garbage collector off in a block of code.
+    """Turn the garbage collector off in a block, because collections would take half of its time.
 
-    Without this pause, collections would take half of the block's time, and find no garbage.
-
-    All threads share the collector. If several threads pause the collector, the first thread that
-    leaves its block can turn the collector on again. In that case the other threads run slower.
+    All threads share the collector. The first thread that leaves its block can turn it on again,
+    and then the other threads run slower.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -1,11 +1,10 @@
 """Name maps for saves without ``name_map.json``: tables of transformers' names, by model type.
 
-``python -m tests.hub_tables`` writes ``hub_tables.json`` from the installed transformers. A save of
-our hook needs no table, because it has the map of its own model (``name_map.json``).
+``python -m tests.hub_tables`` writes ``hub_tables.json`` from the installed transformers.
 
 A table has a rule for each trainer's name that differs on the hub. The key of a rule is a whole
-name, or a prefix of names that ends with a dot. In a key, ``#`` stands for a number. If several
-keys match a name, the longest key counts. The value of a rule is one of these:
+name, or a prefix of names that ends with a dot. In a key, ``#`` stands for a number. The longest
+key that matches a name counts. The value of a rule is one of these:
 
 - the prefix on the hub, which replaces the key;
 - the pieces of a tensor, in the form of :class:`~syncd.protocol.tensor_names.HubPiece`. In a table,
@@ -36,16 +35,10 @@ Rules = Mapping[str, str | list[dict[str, Any]]]
 
 
 def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
-    """The name map for a save, by the model type in its ``config.json``.
+    """The name map for a save with these shapes, by the model type in its ``config.json``.
 
-    Args:
-        config: the content of ``config.json``.
-        tensors: the shapes of the save's tensors, by the trainer's names.
-
-    Returns:
-        The map. Its ``refused`` is set if the table of this type does not fit the model. The result
-        is None if the type has no table, because syncd assumes that such a model has the same names
-        on the hub.
+    Its ``refused`` is set if the table of this type does not fit the model. The result is None if
+    the type has no table, because syncd assumes that such a model has the same names on the hub.
     """
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not has_table(model_type):
@@ -72,16 +65,7 @@ def has_table(model_type: object) -> bool:
 
 
 def apply_rules(rules: Rules, tensors: Mapping[str, Shape], where: str) -> NameMap:
-    """Apply a table's rules to tensors.
-
-    Args:
-        rules: the rules of the table.
-        tensors: the shape of each tensor, by the trainer's name.
-        where: the table, for the message.
-
-    Returns:
-        The name map. Its ``refused`` is set if the rules do not fit the tensors.
-    """
+    """Apply a table's rules to tensors; ``refused`` is set if the rules do not fit the tensors."""
     try:
         return NameMap(_record(rules, tensors), where)
     except (RecordError, ValueError) as error:
@@ -113,11 +97,7 @@ def _record(rules: Rules, tensors: Mapping[str, Shape]) -> NameMapRecord:
 
 
 def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
-    """The pieces of a tensor; an empty list if the tensor is the same on the hub.
-
-    Raises:
-        RecordError: the tensor has too few dimensions for the rule.
-    """
+    """The pieces of a tensor; an empty list if the tensor is the same on the hub."""
     numbers = _NUMBER.findall(name)
     general = _NUMBER.sub(_SLOT, name)
     key = general

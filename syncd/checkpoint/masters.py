@@ -30,15 +30,11 @@ from syncd.storage.fsio import Storage
 def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedWeights:
     """Replace cast weights by the weights in the model's dtype.
 
-    Returns:
-        The same checkpoint, with the files to resume from as its weights. The result is ``save``
-        itself if the weights of ``save`` were not cast. The result is also ``save`` for a LoRA
-        model, because no file holds a whole LoRA model in the model's dtype.
+    The result is ``save`` itself if its weights were not cast, and for a LoRA model, because no
+    file holds a whole LoRA model in the model's dtype.
 
     Raises:
-        SaveNotReadyError: the weights were cast, but the weights in the model's dtype or the full
-            receipts are not whole.
-        OSError: storage failed.
+        SaveNotReadyError: the weights in the model's dtype, or the full receipts, are not whole.
     """
     if not save.receipts:
         masters = foreign_masters(storage, actor, save)
@@ -74,13 +70,9 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
 
 
 def resumed_weights(names: Container[str], world_size: int) -> tuple[str, ...]:
-    """The files to resume from, in rank order.
+    """The files to resume from, in rank order: a ``master_`` file if the rank has cast its weights.
 
-    If a rank has cast its weights, that rank's file is the ``master_`` file in the model's dtype.
-
-    Args:
-        names: the names in the full receipts.
-        world_size: the number of ranks.
+    ``names`` are the names in the full receipts.
     """
     return tuple(
         master
@@ -91,15 +83,12 @@ def resumed_weights(names: Container[str], world_size: int) -> tuple[str, ...]:
 
 
 def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[str, ...]:
-    """The names of the files with the ranks' weights in the model's dtype, found without receipts.
+    """The names of all ranks' files with weights in the model's dtype, found without receipts.
 
-    Returns:
-        The file name for every rank, even if some of these files are missing. The result is empty
-        if the folder has no such file.
+    Some of these files may be missing. The result is empty if the folder has no such file.
 
     Raises:
         SaveNotReadyError: syncd cannot tell which files belong together.
-        OSError: storage failed.
     """
     found = {parsed[0] for name in storage.names(actor) if (parsed := parse_master_name(name))}
     if not found:

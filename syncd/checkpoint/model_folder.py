@@ -25,8 +25,7 @@ from syncd.storage.fsio import Storage
 INDEX: Final = "model.safetensors.index.json"
 FILE_LIMIT: Final = 1024**3
 TOTAL_LIMIT: Final = 4 * 1024**3
-#: Real configs have kilobytes; a longer one is not searched for ties. JSON takes up to 30 times its
-#: size in memory, and anyone may have written it.
+#: A longer config is not searched for ties: untrusted JSON takes up to 30 times its size in memory.
 _CONFIG_LIMIT: Final = 4 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
 #: The most bytes of a config that is compared, the most differences in a message, and the longest
@@ -54,24 +53,11 @@ def copy_model_files(
 ) -> tuple[VersionFile, ...]:
     """Copy all files but weights from ``actor/huggingface/`` into a version's folder, and sync.
 
-    The function copies only regular files, and never follows links. If ``source_hf`` does not
-    exist, it copies nothing.
-
-    Args:
-        storage: the storage to read from and write to.
-        source_hf: the trainer's folder.
-        folder: the version's folder, which must exist.
-        cancel: called often; it raises an error to stop.
-        leave_out: the files not to copy, by paths relative to ``source_hf``.
-        recursive: True to copy the folders inside ``source_hf`` too.
-
-    Returns:
-        The copied files, by paths relative to ``folder``, sorted.
+    Only regular files are copied, and links are never followed. A missing ``source_hf`` counts as
+    empty. ``leave_out`` has paths relative to ``source_hf``. The result is sorted.
 
     Raises:
-        CheckpointError: a file is over 1 GiB; all files together are over 4 GiB; a manifest cannot
-            hold a file's name; ``source_hf`` is not a folder; or folders are nested over 64 levels
-            deep.
+        CheckpointError: a file is too large or has an impossible name, or the folder is too deep.
         OSError: storage failed, e.g. ``ENOSPC``; ``ENOENT`` if a file was deleted meanwhile.
     """
     copied = []
@@ -114,9 +100,8 @@ def read_model_config(storage: Storage, folder: Path, copied: Iterable[VersionFi
 def says_tied(config: object) -> bool:
     """True if the content of a ``config.json`` sets ``tie_word_embeddings``.
 
-    If the config has a ``text_config``, the result is False if the outer and the inner value
-    differ, because readers disagree on which value counts. A missing key is ignored, because a
-    config file leaves out the defaults of the model's class.
+    The result is False if the value in ``text_config`` differs, because readers disagree on which
+    value counts. A missing key is ignored, because a config file leaves out the class's defaults.
     """
     told = []
     while isinstance(config, dict):
@@ -127,18 +112,10 @@ def says_tied(config: object) -> bool:
 
 
 def changed_settings(storage: Storage, before: Path, after: Path) -> list[str]:
-    """The settings of ``config.json`` that differ between two versions, as text.
+    """The first few settings that differ between two versions' ``config.json``, as text.
 
-    Formatting, the order of keys, and keys that do not concern the model are ignored.
-
-    Args:
-        storage: the shared storage.
-        before: the folder of a version.
-        after: the folder of the next version.
-
-    Returns:
-        The first few differences, for example ``rope_scaling.factor (2.0 → 4.0)``. Empty if a
-        ``config.json`` is missing or unreadable.
+    An example is ``rope_scaling.factor (2.0 → 4.0)``. Formatting, the order of keys, and keys that
+    do not concern the model are ignored. Empty if a ``config.json`` is missing or unreadable.
     """
     try:
         contents = [storage.read(folder / MODEL_CONFIG, _COMPARED) for folder in (before, after)]
@@ -167,11 +144,7 @@ def _told(value: object) -> str:
 
 
 def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[VersionFile, ...]:
-    """Write and sync ``model.safetensors.index.json`` if there are several weight files.
-
-    Returns:
-        The index file; empty for a single weight file, which needs no index.
-    """
+    """Write and sync ``model.safetensors.index.json`` if there are several weight files."""
     if len(merged.files) == 1:
         return ()
     weights = {tensor.name: tensor.file for tensor in merged.tensors}
@@ -190,12 +163,8 @@ def write_name_map(
 ) -> tuple[VersionFile, ...]:
     """Write and sync ``name_map.json`` if names differ on the hub, and the trainer wrote no map.
 
-    Explorers that load in place need the map for versions with the trainer's names, and also for
-    versions with the hub's names. If the hub's names are unknown, the map holds the reason, because
-    servers that need the hub's names must refuse the version.
-
-    Returns:
-        The file if it was written, else an empty tuple.
+    Explorers that load in place need the map for versions with either names. If the hub's names are
+    unknown, the map holds the reason, because servers that need them must refuse the version.
     """
     if names is None or not (names or names.refused) or storage.exists(folder / NAME_MAP):
         return ()
@@ -265,7 +234,6 @@ def _copy(
 
 
 def _kind(status: os.stat_result) -> str:
-    """The kind of a file that is not a folder, as a word for a message."""
     if stat.S_ISLNK(status.st_mode):
         return "link"
     return "file" if stat.S_ISREG(status.st_mode) else "pipe, socket or device"

@@ -1,8 +1,8 @@
 """A model's tensors by two sets of names: the trainer's names, and the names on the hub.
 
-For example, transformers 5 stacks the experts of a layer into one tensor, but the checkpoints on
-the hub have a tensor for each expert. For each trainer's tensor that differs on the hub, a name map
-lists the hub's tensors that hold its elements. This module has no code for particular models. Pure.
+transformers 5 stacks the experts of a layer into one tensor, but the checkpoints on the hub have a
+tensor for each expert. For each trainer's tensor that differs on the hub, a name map lists the
+hub's tensors that hold its elements. This module has no code for particular models. Pure.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from syncd.protocol.errors import CoverageError, RecordError
 from syncd.protocol.records import encode, parse
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 
-#: The most bytes of a map: a stacked model's has kilobytes, a long list of renamed tensors
-#: megabytes.
+#: The most bytes of a map: real maps have kilobytes, or megabytes for many renamed tensors.
 NAME_MAP_LIMIT: Final = 64 * 1024 * 1024
-#: The most tensors of the hub, or parts of one, in a map: three times as many as the largest models
-#: have; and the most characters of their names. A map of few bytes can ask for many of them.
+#: The most parts in a map (three times as many as the largest models have), and characters of
+#: their names. A map of few bytes can ask for many parts.
 PART_LIMIT: Final = 250_000
 NAMES_LIMIT: Final = 32 * 1024 * 1024
 _SLOT: Final = "{}"
@@ -37,17 +36,9 @@ _SLOT: Final = "{}"
 class HubPart:
     """A part of a trainer's tensor that is a tensor on the hub, or some rows of a hub's tensor.
 
-    Attributes:
-        name: the name of the tensor on the hub.
-        shape: the part's shape on the hub. If ``at`` is None, this is the shape of the hub's whole
-            tensor.
-        index: the part's index along dimension 0 of the trainer's tensor; the part itself lacks
-            this dimension. None if the part keeps dimension 0.
-        rows: begin and end along the first dimension that is left after ``index``; None for all
-            rows.
-        transposed: True if the last two dimensions are swapped, after ``rows``.
-        at: the row of the hub's tensor at which the part begins (an index along dimension 0); None
-            if the part is the whole tensor of the hub.
+    ``shape`` is the part's shape on the hub. ``index`` is the part's index along dimension 0 of the
+    trainer's tensor, which the part lacks; None if the part keeps dimension 0. The other attributes
+    are those of the piece (:class:`NameMap`).
     """
 
     name: str
@@ -62,11 +53,8 @@ class HubPart:
 class TrainerPart:
     """The place in a trainer's tensor that holds a hub's tensor, or some rows of a hub's tensor.
 
-    Attributes:
-        name: the name of the trainer's tensor.
-        shape: the shape of the trainer's tensor. None if the map does not list the tensor, because
-            this tensor is the same on the hub.
-        index, rows, transposed, at: the same as in :class:`HubPart`.
+    ``shape`` is the trainer's; it is None if the tensor is the same on the hub. The attributes
+    after ``shape`` are as in :class:`HubPart`.
     """
 
     name: str
@@ -81,38 +69,26 @@ class NameMap:
     """The tensors of one model, by the trainer's names and by the hub's.
 
     A tensor that the map does not list has the same name and shape on the hub. The map divides a
-    listed tensor, of shape S, into pieces, so that each element is in exactly one piece. The fields
-    of a piece apply in this order:
+    listed tensor into pieces, so that each element is in exactly one piece. Elements keep their
+    dtype and value. The fields of a piece apply in this order, and a field that is None does
+    nothing:
 
-    1. ``first``: if it is a number, the piece is a tensor on the hub for each index i of dimension
-       0. The shape of each of these tensors is S without dimension 0, and ``first + i`` replaces
-       ``{}`` in the name. If ``first`` is None, the piece is a single tensor, and keeps all
-       dimensions.
-    2. ``rows``: if it is ``(begin, end)``, the piece has only the rows ``begin`` to ``end - 1``
-       along the first remaining dimension. If ``rows`` is None, the piece has all rows.
+    1. ``first``: each index i of dimension 0 is a tensor on the hub, which lacks dimension 0. The
+       number ``first + i`` replaces ``{}`` in the name.
+    2. ``rows``: only the rows ``begin`` to ``end - 1`` along the first remaining dimension count.
     3. ``transposed``: if it is True, the last two remaining dimensions are swapped.
-    4. ``at``: if it is a number, the result is only a block of rows of the hub's tensor, and ``at``
-       is the index of the block's first row. All parts with this name on the hub, from any
-       trainer's tensors, must fill the hub's tensor without a gap. If ``at`` is None, the result is
-       the hub's whole tensor.
+    4. ``at``: the result is only a block of rows of the hub's tensor, and ``at`` is the index of
+       the block's first row. All parts with this name on the hub, from any trainer's tensors, must
+       fill the hub's tensor without a gap.
 
     For example ``experts.gate_up_proj`` [E, 2I, H] has the pieces ``experts.{}.gate_proj.weight``
     (first 0, rows 0 to I) and ``experts.{}.up_proj.weight`` (first 0, rows I to 2I). In NumPy, the
-    hub's tensor is ``t[index][begin:end]``. If ``transposed`` is True, the hub's tensor is
-    ``t[index][begin:end].swapaxes(-1, -2)``.
+    hub's tensor is ``t[index][begin:end]``, then ``.swapaxes(-1, -2)`` if ``transposed`` is True.
 
-    Elements keep their dtype and their value. An empty map is the identity.
-
-    Args:
-        record: the content of ``name_map.json``.
-        where: the file of the map, for messages.
-
-    Attributes:
-        refused: the reason why there is no mapping; None if there is a mapping.
+    ``refused`` is the reason why there is no mapping; None if there is a mapping.
 
     Raises:
-        RecordError: a name is not unique or not valid, pieces do not tile a tensor, or there are
-            more tensors than any model has.
+        RecordError: a name is not valid or unique, pieces do not fit, or there are too many.
     """
 
     def __init__(self, record: NameMapRecord, where: object = "the name map") -> None:
@@ -148,11 +124,7 @@ class NameMap:
 
     @classmethod
     def read(cls, content: bytes, where: object) -> NameMap:
-        """Read and check an untrusted map.
-
-        Args:
-            content: the file's bytes, at most :data:`NAME_MAP_LIMIT`.
-            where: the file, for the message.
+        """Read and check an untrusted map of at most :data:`NAME_MAP_LIMIT` bytes.
 
         Raises:
             RecordError: the content is not a name map, or contradicts itself.
@@ -169,11 +141,9 @@ class NameMap:
         return bool(self._record.tensors)
 
     def __eq__(self, other: object) -> bool:
-        """True if both maps have the same content."""
         return isinstance(other, NameMap) and self._record == other._record
 
     def __hash__(self) -> int:
-        """The hash of the names of the tensors that differ on the hub."""
         return hash(tuple(self._record.tensors))
 
     def __contains__(self, name: str) -> bool:
@@ -181,11 +151,7 @@ class NameMap:
         return name in self._record.tensors
 
     def hub(self, name: str, shape: Shape) -> list[HubPart]:
-        """The hub's parts of a trainer's tensor, in the order of the map.
-
-        Args:
-            name: the name of the trainer's tensor.
-            shape: the shape of the whole tensor.
+        """The hub's parts of a trainer's tensor of this whole shape, in the order of the map.
 
         Raises:
             CoverageError: the map lists this tensor with another shape.
@@ -203,10 +169,7 @@ class NameMap:
     def trainer(self, hub_name: str) -> list[TrainerPart]:
         """The places of a hub's tensor in the trainer's tensors, in the order of the hub's rows.
 
-        Returns:
-            One place, or several if the hub's tensor is joined from several parts. If the map does
-            not list the name, the place is the whole tensor of the same name in the trainer's
-            model. The result is empty if only the trainer's model has this name.
+        The result is empty if only the trainer's model has this name.
         """
         found = self._of_hub.get(hub_name)
         if found is not None:

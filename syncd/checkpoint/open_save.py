@@ -37,12 +37,10 @@ class OpenSave:
     """A save with its files of weights open.
 
     Attributes:
-        save: the save.
         shards: the open shards, in rank order; empty if the weights are not shards.
         chunked: the open files of a save of ``torch.distributed.checkpoint``; else None.
         full: the single open file of a full state dict or an adapter; else None.
         parse: reads the shards' pickles; in a child process if the save has no receipts.
-        limits: the limits for reading the files.
     """
 
     save: SavedWeights
@@ -70,10 +68,8 @@ class OpenSave:
         """The tensors of one of the shards. Call this method once for each shard.
 
         Raises:
-            ShardFormatError: the shard cannot be read, or all shards together have too many
-                tensors.
+            ShardFormatError: the shard cannot be read, or the shards have too many tensors.
             PlacementError: a tensor's device mesh is of an unknown layout.
-            OSError: storage failed.
         """
         found = shard.tensors(parse=self.parse)
         self._found += sum(
@@ -104,23 +100,14 @@ def open_save(
 ) -> Iterator[OpenSave]:
     """Open all files of a whole save, and check each file against its receipt.
 
-    If the save has no receipts, a child process parses the files. The child ends when the ``with``
-    block ends.
-
-    Args:
-        storage: the shared storage.
-        actor: the ``actor/`` folder of the save.
-        save: the latest result of ``look_at_save``.
-        prefix: the beginning of the names of the model's tensors in a save of
-            ``torch.distributed.checkpoint``. If None, syncd finds the prefix.
-        cancel: called often; it raises an error to stop.
-        limits: the limits for reading the files.
+    If the save has no receipts, a child process parses the files until the ``with`` block ends.
+    ``save`` is the latest result of ``look_at_save``. ``prefix`` is the beginning of the names of
+    the model's tensors in a save of ``torch.distributed.checkpoint``; if None, syncd finds it.
 
     Raises:
         SaveNotReadyError: a file is gone, or differs from its receipt; call ``look_at_save`` again.
         ShardFormatError: a file cannot be read.
-        CheckpointError: the adapter is a pickle, or the files of ``torch.distributed.checkpoint``
-            cannot be merged.
+        CheckpointError: the adapter is a pickle, or the files cannot be merged.
         OSError: storage failed, or the child process cannot be started.
     """
     if isinstance(save, LoraAdapter) and save.weights == (PICKLED_ADAPTER,):
@@ -185,7 +172,6 @@ def open_save(
 def _check_vouched(
     save: SavedWeights, told: ReceiptFile | None, path: Path, size: int, digest: str
 ) -> None:
-    """Check that an open file is the file that its receipt describes, if there is a receipt."""
     if told is not None and (told.size, told.digest) != (size, digest):
         raise SaveNotReadyError(
             f"{path} is not the file that the receipt of save {save.identity} lists: the file is "

@@ -28,22 +28,11 @@ class _StoppedError(Exception):
 def run_side_by_side(
     tasks: Sequence[Callable[[Check], T]], *, threads: int, look: Callable[[], None]
 ) -> list[T]:
-    """Run tasks, up to ``threads`` at once, and wait for all of them.
+    """Run tasks, up to ``threads`` at once, wait for all, and return their results in order.
 
-    If ``threads`` is 1, the tasks run in the calling thread, one after another.
-
-    Args:
-        tasks: functions; each gets a check function that it must call often.
-        threads: the largest number of threads at a time.
-        look: called only in the calling thread, at least every 50 ms. It raises an error to stop
-            all tasks.
-
-    Returns:
-        The results of the tasks, in the order of ``tasks``.
-
-    Raises:
-        BaseException: the error of ``look``, or of the task that failed first. All tasks have ended
-            when this call raises the error.
+    Each task gets a check function that it must call often. ``look`` is called only in the calling
+    thread, at least every 50 ms, and raises an error to stop all tasks. If ``threads`` is 1, the
+    tasks run in the calling thread. The first error is raised after all tasks have ended.
     """
     if min(threads, len(tasks)) <= 1:
         return [task(look) for task in tasks]

@@ -30,9 +30,8 @@ class Shard:
 class StridedShard:
     """The mesh dimension splits the tensor along ``dim``, after other mesh dimensions.
 
-    Before this cut, mesh dimensions to the right of this mesh dimension have cut ``dim`` into
-    ``split_factor`` blocks. FSDP2 records this placement for tensors that tensor parallelism has
-    already cut.
+    The mesh dimensions to its right have already cut ``dim`` into ``split_factor`` blocks. FSDP2
+    records this placement for tensors that tensor parallelism has already cut.
     """
 
     dim: int
@@ -79,15 +78,12 @@ class Sharding:
     """The layout of a tensor over a device mesh, seen from one rank.
 
     Attributes:
-        global_shape: the shape of the whole tensor.
         mesh_shape: the number of ranks along each mesh dimension.
         coordinate: this rank's index in each mesh dimension.
         placements: the placement for each mesh dimension.
-        order: the order in which mesh dimensions cut, if the save records this order
-            (``shard_order`` of a ``DTensorSpec`` of torch 2.10 and later). None if only the
-            placements give the order.
-        mesh: a number that identifies the mesh among meshes of the same shape; None if the mesh is
-            unknown.
+        order: the order in which mesh dimensions cut (``shard_order`` of torch 2.10 and later);
+            None if only the placements give the order.
+        mesh: a number that identifies the mesh among meshes of the same shape; None if unknown.
     """
 
     global_shape: Shape
@@ -104,9 +100,8 @@ class Position(NamedTuple):
     Attributes:
         global_shape: the shape of the whole tensor.
         offsets: the part's first index along each dimension.
-        mesh: a number that identifies the device mesh; None if there is no mesh, or if the mesh is
-            unknown. If two ranks of the same mesh have the same part, torch guarantees that both
-            ranks' bytes are equal.
+        mesh: a number that identifies the device mesh; None if there is none, or if unknown. If two
+            ranks of the same mesh have the same part, torch guarantees that their bytes are equal.
     """
 
     global_shape: Shape
@@ -122,8 +117,7 @@ class Local:
         dtype: safetensors' name of the dtype, e.g. ``BF16``.
         local_shape: the shape of the part, whose elements are C-contiguous in the file.
         offset: the offset of the part's first element in the file, in bytes.
-        nbytes: the number of elements times their size in bytes. The record may be longer, because
-            torch pads records.
+        nbytes: the bytes of all elements. The record may be longer, because torch pads records.
         record: the name of the record that holds the part.
         position: the part's position in the global tensor; None for a plain tensor.
     """
@@ -142,7 +136,6 @@ class Chunks:
 
     Attributes:
         dtype: safetensors' name of the dtype.
-        global_shape: the shape of the whole tensor.
         locals: the parts, each with a position; empty if the rank holds no part.
     """
 
@@ -154,22 +147,14 @@ class Chunks:
 def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Position:
     """The position of a DTensor's local tensor in the global tensor.
 
-    Each mesh dimension that shards a tensor dimension cuts that dimension by ``torch.chunk``'s
-    rule: n rows over r ranks give blocks of ceil(n / r) rows. The last blocks can be shorter or
-    empty. Several mesh dimensions may cut the same tensor dimension. In that case each mesh
-    dimension cuts the block that this rank has after the earlier cuts. The order of cuts is from
-    left to right; only ``_StridedShard`` or an explicit order changes it.
-
-    Args:
-        local_shape: the shape of the local tensor.
-        layout: the layout of the tensor, seen from this rank.
-        tensor: the tensor's name, for the message.
-        file: the tensor's file, for the message.
+    Each mesh dimension that shards a tensor dimension cuts it by ``torch.chunk``'s rule: n rows
+    over r ranks give blocks of ceil(n / r) rows. The last blocks can be shorter or empty. If
+    several mesh dimensions cut the same tensor dimension, each cuts the block that is left by the
+    earlier cuts. The order of cuts is from left to right; only ``_StridedShard`` or an explicit
+    order changes it.
 
     Raises:
-        PlacementError: a placement is neither Shard, Replicate nor ``_StridedShard``, or is for a
-            dimension that the tensor lacks. Or the placements give no order of cuts, or contradict
-            the recorded order.
+        PlacementError: a placement cannot be merged, or the order of cuts is unclear.
         CoverageError: the local shape contradicts the placements.
     """
     cuts, fault = _cuts(layout)
@@ -219,8 +204,7 @@ def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
                 {},
                 f"but its shape ({_told(*layout.global_shape)}) has no dimension {dim}: {_REPORT}",
             )
-        # The mesh dimensions that cut before this one are to its right, and make split_factor
-        # blocks.
+        # The mesh dimensions that cut before this one, into split_factor blocks, are to its right.
         order = found.setdefault(dim, [])
         at, blocks = 0, 1
         while blocks != factor and at < len(order):

@@ -18,14 +18,9 @@ _LONGEST: Final = 4096
 
 
 def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
-    """The save in a step's folder: weights, or a line with the path of the weights.
+    """The save in a step's folder, which may have been renamed: weights, or a line with their path.
 
     No content of the folder makes this function raise an exception.
-
-    Args:
-        storage: the shared storage.
-        folder: the step's folder, which may have been renamed.
-        step: the step.
     """
     actor = folder / ACTOR
     save = look_at_save(storage, actor, step)
@@ -48,12 +43,7 @@ def write_remote(
 ) -> Manifest:
     """Make a version of kind ``remote``: a folder that holds only a manifest.
 
-    Args:
-        storage: the shared storage.
-        source: the step's folder.
-        save: the latest result of :func:`look_at_weights`.
-        folder: an empty folder that no other process reads. The caller syncs the folder's parent.
-        sequence: the version's sequence, for the manifest.
+    ``folder`` is empty, and no other process reads it; the caller syncs its parent.
 
     Raises:
         SaveNotReadyError: the folder now holds another save.

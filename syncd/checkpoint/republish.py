@@ -25,14 +25,8 @@ def republish(
     """Fill a folder with a published version's files, sync the folder, and write the manifest last.
 
     The files are linked, or copied if this storage has no hard links. The files of a version never
-    change, so it does not matter which of the two versions is deleted first.
-
-    Args:
-        storage: the shared storage.
-        source: the version's folder.
-        folder: an empty folder that no other process reads. The caller syncs the folder's parent.
-        manifest: the manifest to write, which lists the files.
-        cancel: called between chunks; it raises an error to stop.
+    change, so it does not matter which version is deleted first. No other process reads ``folder``,
+    and the caller syncs its parent.
 
     Raises:
         VerificationError: a file's size differs from the size in the manifest.

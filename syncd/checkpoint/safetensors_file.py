@@ -20,8 +20,8 @@ from syncd.checkpoint.safetensors_header import (
 from syncd.checkpoint.tensor_rules import METADATA
 from syncd.storage.fsio import Signature, Storage, signature
 
-#: The metadata key under which our hook writes the :func:`content_digest` of its files. So the
-#: digest of the header, which the receipt has, binds every byte.
+#: The metadata key of our hook for the :func:`content_digest` of a file. So the digest of the
+#: header, which the receipt has, binds every byte.
 CONTENT: Final = "xxh3-128"
 _TOLD: Final = re.compile(
     rf'{{"{METADATA}":{{"format":"pt","{CONTENT}":"([0-9a-f]{{32}})"'.encode()
@@ -50,10 +50,7 @@ class SafetensorsFile:
     The object owns its descriptor: close the object, or use it as a context manager.
 
     Attributes:
-        storage: the storage that reads the file.
         path: the path of the file when it was opened.
-        fd: the descriptor.
-        size: the size of the file, in bytes.
         signature: the signature of the file when it was opened.
         header: the first bytes of the file: the header's length and its JSON.
         entries: the tensors in the order of their bytes.
@@ -71,10 +68,7 @@ class SafetensorsFile:
     def open(cls, storage: Storage, path: Path, *, parse: ReadFields = read_fields) -> Self:
         """Open a file and check its header.
 
-        Args:
-            storage: the storage that reads the file.
-            path: the path of the file.
-            parse: reads the header: a method of ``IsolatedParser`` for an untrusted file.
+        For an untrusted file, ``parse`` must be a method of ``IsolatedParser``.
 
         Raises:
             ShardFormatError: the file is not a whole safetensors file.
@@ -99,8 +93,7 @@ class SafetensorsFile:
     def told_content(self) -> str | None:
         """The header's :func:`content_digest`, in hexadecimal digits; None if it is missing.
 
-        Only the place where :func:`header_bytes` writes this digest is searched, because this
-        process does not parse untrusted headers.
+        Only its usual place is searched, because this process does not parse untrusted headers.
         """
         told = _TOLD.match(self.header, 8)
         return told[1].decode() if told is not None else None

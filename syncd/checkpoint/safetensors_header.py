@@ -1,9 +1,8 @@
 """Building and strictly reading the header of a safetensors file. Pure, and quick to import.
 
-Reading has two steps. First, :func:`read_fields` parses the JSON. A small malicious header can make
-this step take much memory and time. Therefore a child process does this step for untrusted files
-(:mod:`~syncd.checkpoint.sandbox.isolated`). Second, :func:`arrange` compares the values with the
-file.
+:func:`read_fields` parses the JSON, in a child process for untrusted files
+(:mod:`~syncd.checkpoint.sandbox.isolated`), because a small malicious header can take much memory
+and time. Then :func:`arrange` compares the values with the file.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ PAGE: Final = 4096
 class HeaderEntry(NamedTuple):
     """A tensor of a safetensors file.
 
-    ``begin`` and ``end`` are byte offsets. In the input of :func:`header_bytes` and in the
-    result of :func:`read_fields`, they count from the start of the data section. In the result of
+    ``begin`` and ``end`` are byte offsets from the start of the data section. In the result of
     :func:`arrange`, they count from the start of the file.
     """
 
@@ -53,12 +51,8 @@ def header_bytes(
 ) -> bytes:
     """The first bytes of a safetensors file: a length (8 bytes, little endian) and JSON.
 
-    The JSON is padded with spaces, so that the data section starts at a page boundary. Therefore
-    the file can share blocks with the shards, and the data can be read without the page cache.
-
-    Args:
-        entries: the tensors.
-        metadata: metadata of the file, besides the format.
+    Spaces pad the JSON, so that the data section starts at a page boundary. Therefore the file can
+    share blocks with the shards, and the data can be read without the page cache.
 
     Raises:
         ShardFormatError: the header would be longer than the safetensors library can read.
@@ -85,16 +79,11 @@ def header_bytes(
 
 
 def _members(entries: Mapping[str, object]) -> bytes:
-    """Entries of a JSON object, without the object's braces."""
     return json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()[1:-1]
 
 
 def read_fields(header: bytes, where: str) -> list[HeaderEntry]:
-    """The tensors that a header lists, with byte offsets in the data section.
-
-    Args:
-        header: the first bytes of the file: the header's length and its JSON.
-        where: the file, for the message.
+    """The tensors that a header (its length and its JSON) lists, with offsets in the data section.
 
     Raises:
         ShardFormatError: the header is not a JSON object of tensors.
@@ -148,11 +137,7 @@ def arrange(
 ) -> tuple[HeaderEntry, ...]:
     """Sort entries by offset, change the offsets to offsets in the file, and check the entries.
 
-    Args:
-        fields: the result of :func:`read_fields`.
-        base: the offset of the data section in the file, in bytes.
-        size: the size of the whole file, in bytes.
-        where: the file, for the message.
+    ``base`` is the offset of the data section, and ``size`` the size of the file, in bytes.
 
     Raises:
         ShardFormatError: the tensors leave a gap, overlap, or do not end at the end of the file.

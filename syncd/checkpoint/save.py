@@ -1,9 +1,8 @@
 """Examining a trainer's save: its files, its completeness, and its identity.
 
-There are two kinds of save. A save of ``trainer_hooks`` has receipts, and its identity is the
-save_id that all receipts name. Another trainer's save has no receipts. Its identity is a digest of
-the names, sizes, inodes and times of its files (:func:`fingerprint`). If a file changes, the save
-counts as a new save.
+A save of ``trainer_hooks`` has receipts, and its identity is the save_id that all receipts name.
+Another trainer's save has no receipts, and its identity is the :func:`fingerprint` of its files. If
+a file changes, the save counts as a new save.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import RECORD_LIMIT, Storage
 
-#: How the identity of a folder of ``torch.distributed.checkpoint`` begins; then come digests for
-#: its ``.metadata``, for its ``.distcp`` files, and for all files.
+#: The beginning of a DCP save's identity; then digests of ``.metadata``, ``.distcp`` and all files.
 _DCP: Final = "foreign-dcp-"
-#: The most ranks of a save with receipts, and the most bytes of all receipts, which are read at
-#: every look.
+#: The most ranks of a save, and the most bytes of all its receipts, which are read at every look.
 RANK_LIMIT: Final = 100_000
 RECEIPTS_LIMIT: Final = 16 * 1024 * 1024
 
@@ -72,8 +69,7 @@ class Unfinished:
     """A step's folder without a whole save.
 
     Attributes:
-        step: the step of the folder.
-        reason: the reason why there is no whole save, for example the name of a missing file.
+        reason: the reason why there is no whole save, for a message.
         awaits_path: True if the folder has neither weights nor a line with the path of weights.
     """
 
@@ -86,10 +82,7 @@ class Unfinished:
 
     @property
     def known_as(self) -> str | None:
-        """The key under which this state is recorded; None if this state is not recorded.
-
-        All folders that wait for a remote path share the same key.
-        """
+        """The key under which a wait for a remote path is recorded; None for any other state."""
         return "no-remote-path" if self.awaits_path else None
 
 
@@ -98,8 +91,7 @@ class _WholeSave:
     """The base of all saves that are whole.
 
     Attributes:
-        step: the step of the folder.
-        identity: a text that identifies this save; no other save has the same text.
+        identity: a text that no other save has.
         weights: the files that hold the weights, by name inside ``actor/``, in rank order.
         receipts: the receipts of all ranks, in rank order; empty for a foreign trainer's save.
     """
@@ -162,11 +154,7 @@ class HuggingFaceParts(_WholeSave):
 
 @dataclass(frozen=True, slots=True)
 class Remote(_WholeSave):
-    """A save that has the path of the weights instead of the weights (:mod:`.remote`).
-
-    Attributes:
-        path: the line with the path, as the trainer wrote it.
-    """
+    """A save that has the path of the weights instead of the weights (:mod:`.remote`)."""
 
     path: str = ""
 
@@ -180,10 +168,7 @@ Save: TypeAlias = Unfinished | WholeSave
 
 
 def look_at_save(storage: Storage, actor: Path, step: int) -> Unfinished | SavedWeights:
-    """Find out if the save in an ``actor/`` folder is whole.
-
-    No content of the folder makes this function raise an exception.
-    """
+    """Find out if a save in ``actor/`` is whole. No content of the folder causes an exception."""
     try:
         names = storage.names(actor)
         if not names:
@@ -196,8 +181,7 @@ def look_at_save(storage: Storage, actor: Path, step: int) -> Unfinished | Saved
     except OSError as error:
         if is_gone(error):
             return Unfinished(step, f"{error.filename or actor} disappeared while it was read")
-        # One unreadable folder (a link, a name too long, no permission) must not keep the daemon
-        # from the others.
+        # One unreadable folder must not keep the daemon from the others.
         return Unfinished(step, f"{actor} cannot be read now: {error}")
 
 
@@ -216,7 +200,7 @@ def confirm_unchanged(storage: Storage, actor: Path, save: Unfinished | SavedWei
 
 
 def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | SavedWeights:
-    """A save of our own hook, in which rank 0's receipt gives the number of ranks."""
+    """A save of our own hook; rank 0's receipt gives the number of ranks."""
     try:
         first, left = read_receipt(storage, actor, receipt_name(0), RECEIPTS_LIMIT)
     except FileNotFoundError:
@@ -259,10 +243,7 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
 
 
 def read_receipt(storage: Storage, actor: Path, name: str, left: int) -> tuple[Receipt, int]:
-    """Read a receipt of at most ``left`` bytes.
-
-    Returns:
-        The receipt, and ``left`` minus its size: the bytes left for other receipts.
+    """Read a receipt of at most ``left`` bytes; return it, and ``left`` minus its size.
 
     Raises:
         RecordError: the receipt is damaged.
@@ -274,7 +255,6 @@ def read_receipt(storage: Storage, actor: Path, name: str, left: int) -> tuple[R
 
 
 def _adapter_of(names: Container[str]) -> str | None:
-    """The file name of the adapter's weights if ``names`` has this name, else None."""
     return next((name for name in (ADAPTER, PICKLED_ADAPTER) if name in names), None)
 
 
@@ -283,8 +263,8 @@ def _foreign_save(
 ) -> Unfinished | SavedWeights:
     """A save of another trainer: all shards of one world size, a single file, or DCP's files.
 
-    If there is an adapter beside shards, the adapter is published instead of the shards. The shards
-    must be whole too, because the trainer may still be writing the adapter and the shards.
+    An adapter beside shards is published instead of the shards. The shards must be whole too,
+    because the trainer may still be writing the adapter and the shards.
     """
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for name in names:
@@ -329,7 +309,6 @@ def _foreign_save(
 def _whole(
     step: int, identity: str, weights: tuple[str, ...], receipts: tuple[Receipt, ...] = ()
 ) -> SavedWeights:
-    """The save with these files; the name of the first file gives the kind of the save."""
     kind: type[SavedWeights] = Shards
     if weights == (FULL_STATE_DICT,):
         kind = FullStateDict
@@ -343,10 +322,9 @@ def _whole(
 
 
 def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
-    """The files of a ``torch.distributed.checkpoint`` folder, or the reason why it is incomplete.
+    """The files of DCP; empty if there are none; or the reason why the save is incomplete.
 
-    The result is empty if the folder has no files of such a save. All ``.distcp`` files count,
-    because this function does not parse the metadata, which names the needed files.
+    All ``.distcp`` files count, because the metadata, which names the needed files, is not parsed.
     """
     files = sorted((name for name in names if name.endswith(DCP_SUFFIX)), key=distcp_order)
     if DCP_UNFINISHED in names:
@@ -366,8 +344,8 @@ def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
 def _parts(names: Sequence[str]) -> tuple[str, ...] | str:
     """The files of a Hugging Face model, named ``…-N-of-M``; or a message about missing files.
 
-    The names of the ranks' files do not give the number of ranks. So a missing rank is found only
-    if the folder has a file of a higher rank.
+    A missing rank is found only if the folder has a file of a higher rank, because the names do not
+    give the number of ranks.
     """
     found = {name: parsed for name in names if (parsed := parse_part_name(name)) is not None}
     whole = {name: parsed for name, parsed in found.items() if parsed[0] is None}
@@ -396,7 +374,6 @@ def _missing_rank(world_size: int, found: set[int]) -> int | None:
 
 
 def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
-    """A message that names a missing shard, for a folder in which no set of shards is complete."""
     size = max(ranks)
     missing = _missing_rank(size, ranks[size]) or 0
     told = f"has no {shard_name(size, missing)} yet"
@@ -417,14 +394,9 @@ def _told_world_size(storage: Storage, actor: Path) -> int | None:
 
 
 def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
-    """The identity of the save in a folder.
+    """The identity of the save in a folder: a digest of its files' names, sizes, inodes and times.
 
-    All files of weights are opened, because a network filesystem may cache an old status.
-
-    Args:
-        storage: the shared storage.
-        actor: the ``actor/`` folder.
-        weights: the names of the save's files in ``actor/``, without config and tokenizer.
+    ``weights`` are the names of the save's files in ``actor/``, without config and tokenizer.
 
     Raises:
         OSError: storage failed; FileNotFoundError if a file was deleted meanwhile.
@@ -461,8 +433,7 @@ def _model_files(storage: Storage, actor: Path) -> Iterator[str]:
         if status is not None and not stat.S_ISDIR(status.st_mode):
             yield folder  # a save with such a folder is never published
         for name in names:
-            # Merged weights in huggingface/, which 'syncd convert' may add at any time, are not
-            # part of the save.
+            # 'syncd convert' may add merged weights at any time: they are not part of the save.
             merged = folder == HUGGINGFACE and (is_weights_name(name) or name == MANIFEST)
             if not name.startswith(TEMPORARY) and not merged:
                 yield f"{folder}/{name}"
@@ -472,11 +443,8 @@ def is_saved_over(identity: str, known: str) -> bool:
     """True if ``torch.distributed.checkpoint`` is saving into a folder again.
 
     Each rank overwrites its files in place, and ``.metadata`` is replaced last. Until then the
-    folder looks whole, but has files of both the old and the new save.
-
-    Args:
-        identity: the folder's identity now.
-        known: the identity of the whole save that was published from the folder.
+    folder looks whole, but mixes two saves. ``identity`` is the folder's identity now; ``known`` is
+    the identity of the whole save that was published from the folder.
     """
     now, before = (told.removeprefix(_DCP).split("-") for told in (identity, known))
     both = identity.startswith(_DCP) and known.startswith(_DCP)

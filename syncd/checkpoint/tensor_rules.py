@@ -1,7 +1,6 @@
 """The rules for a tensor's name, dtype and shape, in any file. Pure, and quick to import.
 
-The rules are for untrusted files: text that passes the rules is safe in any header, record or
-message.
+Text from an untrusted file that passes the rules is safe in any header, record or message.
 """
 
 from __future__ import annotations

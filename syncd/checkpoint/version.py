@@ -51,20 +51,13 @@ def verify_version(
 ) -> None:
     """Compare the sizes, headers and digests of a version's files with the version's manifest.
 
-    If the manifest's ``digests`` is not ``off``, the manifest must have a digest for each file. The
-    folder of a published version must hold no weights besides the weights that the manifest lists.
-
-    Args:
-        storage: reads the files.
-        folder: the folder of the version.
-        manifest: the manifest of the version.
-        threads: the number of files to read at a time, at most the number of processors.
-        cancel: called often, in the calling thread; it raises an error to stop.
-        progress: called in the calling thread with the bytes that are done and the total bytes.
+    Each file must have a digest, unless the manifest's ``digests`` is ``off``. A published folder
+    must hold no other weights. ``threads`` files are read at a time, at most the number of
+    processors. ``cancel`` is called often, and raises an error to stop. ``progress`` gets the bytes
+    that are done and the total bytes. Both are called in the calling thread.
 
     Raises:
-        VerificationError: a file is missing, differs from the manifest, or is not listed in the
-            manifest.
+        VerificationError: a file is missing, differs from the manifest, or is not listed there.
         OSError: storage failed, so the result is unknown.
     """
     total = sum(file.size for file in manifest.files)
@@ -97,22 +90,12 @@ def copy_version(
 ) -> None:
     """Copy a version's files, except the manifest, and verify them in the same pass.
 
-    Each byte is read once. If both folders are on the same filesystem, no bytes are copied, because
-    the new files are hard links, or share blocks with the version's files.
-
-    Args:
-        storage: reads the files.
-        folder: the folder of the version.
-        manifest: the manifest of the version.
-        to: the storage to write to.
-        target: an empty folder; the caller syncs its parent.
-        threads: the number of files to copy at a time, at most the number of processors.
-        cancel: called often, in the calling thread; it raises an error to stop.
+    On the same filesystem no bytes are copied: the new files are hard links, or share blocks.
+    ``target`` is an empty folder; the caller syncs its parent. ``threads`` and ``cancel`` are as in
+    :func:`verify_version`.
 
     Raises:
-        VerificationError: a file is missing, differs from the manifest, or is not listed in the
-            manifest. Or ``target`` is missing; in that case the version itself may be intact.
-        OSError: one of the two storages failed.
+        VerificationError: as in :func:`verify_version`; or ``target`` is missing.
     """
     for name in sorted({file.name for file in manifest.files if "/" in file.name}):
         to.make_folder((target / name).parent, below=target.parent)
@@ -120,8 +103,7 @@ def copy_version(
     each_file(copy, storage, folder, manifest, threads, cancel)
 
 
-#: Works on one file of a version; it gets the file's entry and tensors in the manifest, and a
-#: check.
+#: Works on one file of a version: its entry and its tensors in the manifest, and a check.
 FileWork = Callable[[VersionFile, Mapping[str, TensorEntry], Check], None]
 
 
@@ -136,8 +118,7 @@ def each_file(
     """Do some work for each file of a version, several files at a time.
 
     Raises:
-        VerificationError: the manifest is damaged, or the folder has weights that the manifest does
-            not list.
+        VerificationError: the manifest is damaged, or does not list some weights in the folder.
         BaseException: the error of the work, or of ``cancel``.
     """
     listed = {file.name for file in manifest.files}
@@ -170,9 +151,6 @@ def _check_nothing_else(
 
     A folder that was never published (sequence 0) is not checked: it may be the trainer's own
     ``huggingface/``, with files like ``training_args.bin``.
-
-    Raises:
-        VerificationError: the folder has such weights.
     """
     if manifest.sequence == 0:
         return
@@ -193,11 +171,10 @@ def copy_file(
     told: Mapping[str, TensorEntry],
     cancel: Check,
 ) -> None:
-    """Copy one file of a version as :func:`copy_version` does, and verify it in the same pass.
+    """Copy and verify one file of a version, as :func:`copy_version` does.
 
     Raises:
         VerificationError: the file is missing, or differs from the manifest.
-        OSError: one of the two storages failed.
     """
     path, copy = folder / file.name, target / file.name
     linked = to.link_if_possible(path, copy)
@@ -212,11 +189,7 @@ class _Copy:
     path: Path
 
     def shares(self, fd: int, size: int) -> bool:
-        """Try to make the copy by sharing all blocks of an open file.
-
-        Returns:
-            True if the copy was made; False if there is no copy.
-        """
+        """Make the copy by sharing all blocks of an open file; False if that is not possible."""
         made = self.storage.create(self.path)
         with self.storage.closing(made):
             if self.storage.share_range(fd, made, size, 0, 0):

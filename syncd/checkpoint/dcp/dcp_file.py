@@ -22,9 +22,8 @@ from syncd.storage.fsio import Storage
 _PICKLE_LIMIT: Final = 64 * 1024
 #: How many different pickles are remembered.
 _KNOWN: Final = 1000
-#: How many bytes to read around the wanted ones: an item's directory has some 600 bytes, and the
-#: part before its data some 1,000. So the end of one item and the beginning of the next are one
-#: read.
+#: Bytes to read around the wanted ones. An item's directory has some 600 bytes, and the part before
+#: its data some 1,000: so the end of one item and the beginning of the next are one read.
 _BEFORE: Final = 2 * 1024
 _AFTER: Final = 3 * 1024
 
@@ -39,14 +38,12 @@ class ReadTensor(Protocol):
 class DcpFile:
     """An open ``.distcp`` file whose items are looked up one by one.
 
-    The object owns its descriptor, and reads all bytes through this descriptor. The caller must
-    close the object. The bytes of the tensors are not checked here; the merge checks them.
+    The caller must close it. It owns its descriptor, and reads all bytes through this descriptor.
+    The merge checks the bytes of the tensors.
 
     Attributes:
         path: the path of the file when it was opened.
-        fd: the descriptor.
-        records: for each item that was looked up, the record that holds the bytes of the item's
-            tensor.
+        records: for each item that was looked up, the record that holds the tensor's bytes.
         has_crc: False if the trainer switched CRC-32 off, so that the CRC-32 of every record is 0.
     """
 
@@ -60,11 +57,7 @@ class DcpFile:
 
     @classmethod
     def open(cls, storage: Storage, path: Path) -> Self:
-        """Open a file.
-
-        Raises:
-            OSError: the file cannot be opened.
-        """
+        """Open a file."""
         fd = storage.open_read(path)
         try:
             return cls(storage, path, fd, storage.fstat(fd).st_size)
@@ -79,20 +72,11 @@ class DcpFile:
     def look_up(
         self, name: str, dtype: str, shape: Shape, chunk: Chunk, *, parse: ReadTensor
     ) -> Local:
-        """Find the bytes of a chunk in this file.
-
-        Args:
-            name: the name of the chunk's tensor, for messages.
-            dtype: the dtype of the tensor, by safetensors' name.
-            shape: the shape of the whole tensor.
-            chunk: the place of the chunk according to the metadata.
-            parse: reads the pickle of an item.
+        """Find the bytes of a chunk, with the dtype and whole shape of its tensor, in this file.
 
         Raises:
-            ShardFormatError: the chunk's item lies outside the file, is not a whole zip of
-                torch.save, does not match its CRC-32, is not contiguous, or would run code.
+            ShardFormatError: the chunk's item is no whole zip of torch.save, or cannot be merged.
             CoverageError: the dtype or shape of the item differs from the metadata.
-            OSError: storage failed.
         """
         if chunk.at + chunk.length > self._size:
             raise self._broken(name, chunk, f"the file has only {self._size} bytes")
@@ -141,11 +125,7 @@ class DcpFile:
 class OneByOne:
     """Reads the pickles of items, and reads equal pickles only once.
 
-    Chunks of the same dtype and shape have equal pickles: 20,000 tensors have about a dozen
-    different pickles.
-
-    Args:
-        parse: reads a pickle.
+    Chunks of the same dtype and shape have equal pickles: 20,000 tensors have about a dozen.
     """
 
     def __init__(self, parse: Callable[[bytes, str, str], Piece]) -> None:
@@ -172,7 +152,6 @@ class _Windows:
         self._windows: deque[tuple[int, bytes]] = deque(maxlen=2)
 
     def pread_all(self, count: int, offset: int) -> bytes:
-        """Read ``count`` bytes from an offset; fewer only at the end of the file."""
         for begin, data in self._windows:
             if begin <= offset and offset + count <= begin + len(data):
                 return data[offset - begin : offset - begin + count]
@@ -192,7 +171,6 @@ class _Item:
         self._at, self._length = chunk.at, chunk.length
 
     def pread_all(self, fd: int, count: int, offset: int) -> bytes:
-        """Read ``count`` bytes from an offset in the item; fewer only at the end of the item."""
         del fd  # the windows have the file's
         count = min(count, self._length - offset)
         return self._windows.pread_all(count, self._at + offset) if count > 0 else b""

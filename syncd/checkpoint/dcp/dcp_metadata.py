@@ -6,10 +6,9 @@ one ``torch.save`` by DCP. An item holds a *chunk* of a tensor, and lies at an o
 
 DCP flattens the state that it saves: ``{"model": model.state_dict(), "optim": …}`` becomes tensors
 ``model.layers.0.weight`` and so on. The metadata keeps the *path* of each tensor, for example
-``("model", "layers.0.weight")``. The last element of a path is the tensor's key in the dict that
-held the tensor. The elements before the last element are the path of that dict, here called the
-tensor's *parent*. All tensors of a model come from the same flat ``state_dict()``, so they have the
-same parent; :func:`select_model` finds this parent.
+``("model", "layers.0.weight")``. The last element is the tensor's key in its dict. The elements
+before it are the path of that dict, here called the tensor's *parent*. All tensors of a model come
+from the same flat ``state_dict()``, so they have the same parent, which :func:`select_model` finds.
 """
 
 from __future__ import annotations
@@ -28,14 +27,9 @@ _FILE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.distcp", re.ASCII
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor, which is stored as one item.
+    """A part of a tensor, which is stored as one item at ``at`` (in bytes) in a file.
 
-    Attributes:
-        offsets: the part's first index along each dimension of the tensor.
-        shape: the shape of the part.
-        file: the name of the item's file.
-        at: the offset of the item in its file, in bytes.
-        length: the length of the item, in bytes.
+    ``offsets`` is the part's first index along each dimension; ``length`` is the item's, in bytes.
     """
 
     offsets: Shape
@@ -46,10 +40,7 @@ class Chunk(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor of the model: safetensors' name of its dtype, its whole shape, and its chunks.
-
-    ``chunks`` leaves out chunks without elements.
-    """
+    """A tensor of the model: safetensors' dtype, the whole shape, and the non-empty chunks."""
 
     dtype: str
     shape: Shape
@@ -57,12 +48,9 @@ class Stored(NamedTuple):
 
 
 class StoredModel(NamedTuple):
-    """The model in a checkpoint.
+    """The model in a checkpoint, in the order of the checkpoint.
 
-    Attributes:
-        tensors: the tensors by their names in the model, in the order of the checkpoint.
-        is_model_only: True if the checkpoint holds only the model; False if it also holds, for
-            example, an optimizer's state.
+    ``is_model_only`` is False if the checkpoint also holds, for example, an optimizer's state.
     """
 
     tensors: Mapping[str, Stored]
@@ -81,19 +69,11 @@ def is_distcp(name: object) -> bool:
 def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) -> StoredModel:
     """The model's tensors that a ``.metadata`` lists.
 
-    Args:
-        data: the pickle.
-        where: the file, for the beginning of the error message.
-        prefix: the beginning of the names of the model's tensors. If None, :func:`select_model`
-            finds the prefix.
-        intact: True to use the fast unpickler. Pass True only if something else limits the memory
-            that a damaged pickle takes.
+    If ``prefix`` is None, :func:`select_model` finds it. ``intact`` chooses the fast unpickler, and
+    may be True only if something else limits the memory that a damaged pickle takes.
 
     Raises:
-        ShardFormatError: the pickle is broken, would run code, or is not DCP's metadata. Or the
-            metadata lists an item that cannot be merged: the item overlaps another item, lies in
-            another folder, was transformed, or has a dtype or name that safetensors does not
-            support.
+        ShardFormatError: the pickle is broken, would run code, or lists an item of a wrong form.
         PlacementError: a tensor is a flat parameter of FSDP1.
         CoverageError: a chunk is in no file.
         CheckpointError: syncd cannot find out which tensors are the model's.
@@ -183,11 +163,7 @@ def _place(name: str, place: Inert, where: str) -> _Place:
 
 
 def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> None:
-    """Refuse items that overlap in a file.
-
-    FileSystemWriter has a second format, in which all items begin at offset 0. This check refuses
-    that format too.
-    """
+    """Refuse overlapping items, and so FileSystemWriter's second format (all begin at offset 0)."""
     before, end, other = "", 0, ""
     for file, at, length, name in sorted(places):
         if file == before and at < end:
@@ -202,7 +178,6 @@ def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> 
 def _stored(
     name: str, value: Inert, items: Mapping[tuple[str, Shape | None], _Place], where: str
 ) -> Stored:
-    """A tensor with the places of its chunks."""
     shape = shape_of(value.state.get("size"))
     properties, chunks = value.state.get("properties"), value.state.get("chunks")
     told = properties.state if isinstance(properties, Inert) else {}
@@ -245,12 +220,7 @@ _TOLD: Final = 5
 
 
 class SavedName(NamedTuple):
-    """An entry of the checkpoint.
-
-    Attributes:
-        path: the path of the entry in the saved state.
-        dimensions: the number of dimensions of a tensor; None if the entry is not a tensor.
-    """
+    """An entry of the checkpoint; ``dimensions`` is None if the entry is not a tensor."""
 
     path: Keys
     dimensions: int | None
@@ -260,8 +230,7 @@ class Selected(NamedTuple):
     """The model's names.
 
     Attributes:
-        names: each tensor's name in the checkpoint → its name in the model, in the checkpoint's
-            order.
+        names: the names in the checkpoint → the names in the model, in the checkpoint's order.
         others: the entries of the model's dict that are not tensors, by names in the checkpoint.
         is_all: True if the checkpoint holds only the model.
     """
@@ -272,20 +241,14 @@ class Selected(NamedTuple):
 
 
 def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: str) -> Selected:
-    """Find the tensors of the model among all entries of a checkpoint.
+    """Find the tensors of the model among all entries of a checkpoint, which are in order.
 
-    - With a prefix, the model's tensors are the tensors whose names begin with the prefix. syncd
-      cuts the prefix off.
-    - With an empty prefix, the model's tensors are the tensors at the top level.
-    - With None, the model's tensors are the tensors of the only parent that can be a model. Parents
+    - With a prefix: the tensors whose names begin with the prefix, which is cut off.
+    - With an empty prefix: the tensors at the top level.
+    - With None: the tensors of the only parent that can be a model. Parents
       with names of optimizers, schedulers, data loaders and the like do not count. The top level
       does not count if it has only scalars beside a dict of tensors. If several parents remain, the
       parent called ``model`` counts.
-
-    Args:
-        entries: the entries by name, in the order of the checkpoint.
-        prefix: the prefix that the user gave, or None.
-        where: the file, for the message.
 
     Raises:
         CheckpointError: the model has no tensors, or several dicts may be the model's.
@@ -365,7 +328,6 @@ def _parent(entries: Mapping[str, SavedName], where: str) -> Keys:
 
 
 def _told(entries: Mapping[str, SavedName]) -> str:
-    """The prefixes of some tensors' names, for a message."""
     places = dict.fromkeys(
         f"'{shown('.'.join((*parent, '')) if parent else '', 60)}'" for parent in _parents(entries)
     )

@@ -1,9 +1,8 @@
 """The files of ``HuggingFaceStorageWriter``: safetensors, with chunks of tensors. Pure.
 
-Each rank's file is a safetensors file that holds the rank's parts of the whole tensors. The
-metadata of the file gives the offsets of each part under ``DCP_SHARDING_INFO``. No file gives the
-size of a whole tensor: the tensor ends where its last part ends. If a file has no such metadata, as
-in a plain Hugging Face folder, every tensor is whole.
+The metadata of each rank's file gives the offsets of each part under ``DCP_SHARDING_INFO``. No file
+gives the size of a whole tensor: the tensor ends where its last part ends. If a file has no such
+metadata, as in a plain Hugging Face folder, every tensor is whole.
 """
 
 from __future__ import annotations
@@ -27,15 +26,10 @@ Chunked = tuple[HeaderEntry, Shape]
 
 
 def read_chunked_fields(header: bytes, where: str) -> list[Chunked]:
-    """The tensors that a header lists, each with its offsets in the whole tensor.
-
-    Args:
-        header: the first bytes of the file: the header's length and its JSON.
-        where: the file, for the message.
+    """The tensors that a header (its length and its JSON) lists, with offsets in the whole tensors.
 
     Raises:
-        ShardFormatError: the header is not a JSON object of tensors, or lacks the offsets of a
-            tensor.
+        ShardFormatError: the header is not a JSON object of tensors, or lacks a tensor's offsets.
         PlacementError: a tensor is a flat parameter of FSDP1.
     """
     entries = read_fields(header, where)
@@ -75,11 +69,8 @@ def _offsets(entry: HeaderEntry, told: Mapping[str, Any], where: str) -> Shape:
 def whole_shapes(files: Mapping[str, Iterable[Chunked]]) -> dict[str, tuple[str, Shape]]:
     """The dtype and the shape of each whole tensor, from the parts in all files.
 
-    Args:
-        files: the tensors of each file, by the name that messages use for the file.
-
     Raises:
-        CoverageError: two files disagree on the dtype of a tensor, or on its number of dimensions.
+        CoverageError: two files disagree on a tensor's dtype, or on its number of dimensions.
     """
     found: dict[str, tuple[str, Shape]] = {}
     first: dict[str, str] = {}

@@ -1,8 +1,7 @@
 """Casting tensors with torch, in a child process.
 
 This process never imports torch. It exchanges bytes with the child through shared memory. Each
-thread that casts has two slots in this memory, so that the thread can read or write one tile while
-the child casts the other tile.
+thread has two slots in this memory: it reads or writes one tile while the child casts the other.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ _SLOTS_EACH: Final = 2
 #: How many threads may cast at a time; one child keeps up with two.
 THREADS: Final = 4
 _SIZE: Final = THREADS * _SLOTS_EACH * SLOT
-#: A slot, the number of elements, their dtype and the wanted one. The answer is the slot, in one
-#: byte.
+#: A slot, the number of elements, their dtype and the wanted one. The answer is the slot's byte.
 REQUEST: Final = struct.Struct("<BQ8s8s")
 #: The child's first message, once it has imported torch.
 READY: Final = b"\xff"
@@ -41,10 +39,6 @@ _WALL_SECONDS: Final = 300.0
 
 class Caster:
     """A child process that casts tensors, for :data:`THREADS` threads. The caller must close it.
-
-    Args:
-        where: the save to cast, for messages.
-        python: the interpreter.
 
     Raises:
         OSError: the child cannot be started.
@@ -97,17 +91,10 @@ class Caster:
         *,
         cancel: Callable[[], None],
     ) -> Iterator[memoryview]:
-        """Read elements and cast them.
+        """Cast ``count`` elements, which ``read`` fills into buffers, between safetensors' dtypes.
 
-        Args:
-            read: fills a buffer with the next elements.
-            count: the total number of elements.
-            given: the dtype of the elements, by safetensors' name.
-            wanted: the dtype after the cast, by safetensors' name.
-            cancel: called every 50 ms while the child works; it raises an error to stop.
-
-        Yields:
-            The cast elements, in order. Each buffer is valid until the next buffer is yielded.
+        Each yielded buffer is valid until the next buffer is yielded. ``cancel`` is called every 50
+        ms while the child works; it raises an error to stop.
 
         Raises:
             OSError: the child has ended, or did not answer; the file may be intact.

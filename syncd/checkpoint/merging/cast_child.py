@@ -1,8 +1,7 @@
 """The child process that casts tensors: the only module of ``merging`` that imports torch.
 
-``Caster`` starts the child. Parent and child share mapped memory. The parent writes requests to the
-child's standard input; each request says which bytes of the shared memory to cast. The child gets
-only numbers, so nothing in a file can harm it.
+``Caster`` starts the child, and writes requests to its standard input. The child gets only numbers,
+so nothing in a file can harm it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ def run() -> None:
     # A signal to a whole service, or from a terminal, is for the parent to handle.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # One thread is faster than storage. Two that share a tile wait for each other, on a busy
-    # machine for many times as long as the cast takes.
+    # One thread is faster than storage. Two that share a tile wait for each other for long.
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dtypes = {name: getattr(torch, key) for key, (name, _) in DTYPES.items() if hasattr(torch, key)}

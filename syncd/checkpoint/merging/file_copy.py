@@ -1,16 +1,14 @@
 """Writing one planned file: byte ranges of the shards, in order, and the digest of each tensor.
 
-There are three ways to write a range, and each range is written in the cheapest possible way:
+Each range is written in the cheapest possible way (``docs/performance.md`` has measurements):
 
-- If the filesystem supports reflinks (XFS, btrfs, NFS 4.2), the output file *shares* blocks with
-  the shard, and nothing is copied. Such a range must begin at a page in both files, so our trainer
-  hook and the merge begin large tensors at pages. Blocks of a file that another trainer may still
-  be writing are never shared.
+- With reflinks (XFS, btrfs, NFS 4.2), the output file *shares* blocks with the shard, and nothing
+  is copied. Such a range must begin at a page in both files, so our trainer hook and the merge
+  begin large tensors at pages. Blocks of a file that another trainer may still change are not
+  shared.
 - The kernel copies the bytes (``Storage.copy_range``) if a file server can do the copy and nothing
   is computed from the bytes.
 - Otherwise the bytes are copied through a buffer.
-
-``docs/performance.md`` has the measurements.
 """
 
 from __future__ import annotations
@@ -39,23 +37,15 @@ BUFFER: Final = 1024 * 1024
 _CHUNK: Final = 64 * 1024 * 1024
 #: How many bytes are made durable at a time.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
-#: Shorter runs go through the buffer together: each copy in the kernel may be a round trip to a
-#: server.
+#: Shorter runs go through the buffer: each copy in the kernel may be a round trip to a server.
 _WORTH_A_CALL: Final = 512 * 1024
 
 
 class FileCopy:
-    """Copies bytes from the shards to one output file, through a buffer or in the kernel.
+    """Copies bytes from the shards to one output file.
 
-    Args:
-        storage: the storage to write to.
-        reader: the reader of the sources.
-        sources: the open shards.
-        options: the options of the merge.
-        checked: see :func:`~syncd.checkpoint.merging.merge.run_plan`.
-        caster: casts tensors; it must not be None if the plan has a cast.
-        cancel: called often; it raises an error to stop.
-        advanced: called after each write with the number of bytes that were written.
+    ``checked`` and ``caster`` are as in :func:`~syncd.checkpoint.merging.merge.run_plan`.
+    ``advanced`` is called after each write with the number of bytes.
     """
 
     def __init__(
@@ -118,10 +108,7 @@ class FileCopy:
             self._gather(TensorStream(self._reader, (left,)), left.length, hasher)
 
     def _share(self, run: Run, hasher: xxhash.xxh3_128 | None) -> int:
-        """Share the first blocks of a run with the output; return the number of shared bytes.
-
-        The bytes are read only if digests are on.
-        """
+        """Share the first blocks of a run with the output; return the number of shared bytes."""
         to = self._at + self._filled
         count = run.length // PAGE * PAGE
         if not self._shares or run.offset % PAGE or to % PAGE:
@@ -181,7 +168,6 @@ class FileCopy:
         length: int,
         hasher: xxhash.xxh3_128 | None,
     ) -> None:
-        """Copy ``length`` bytes through the buffer."""
         left = length
         while left:
             view = self._view[self._filled : self._filled + left]
@@ -211,7 +197,6 @@ class FileCopy:
                 self._filled += len(tile)
 
     def _differs(self, tensor: PlannedTensor, number: int, offset: int) -> CoverageError:
-        """The error for a tensor that differs from one of its copies, at an offset in bytes."""
         copy = tensor.copies[number]
         name = shown(tensor.name)
         if copy.tied is not None:
@@ -253,13 +238,8 @@ class FileCopy:
 class TensorStream:
     """Reads the bytes of parts in order, into buffers of any size.
 
-    A stream's own memory is at most as large as the largest buffer that the caller passes to
-    :meth:`read_into`. A weave is read in tiles of as many whole rows as fit into the buffer, with
-    one read for each source.
-
-    Args:
-        reader: the reader of the sources.
-        parts: the parts to read.
+    A stream's own memory is at most as large as the largest buffer that the caller passes. A weave
+    is read in tiles of as many whole rows as fit into the buffer, with one read for each source.
     """
 
     def __init__(self, reader: SourceReader, parts: Iterable[Part]) -> None:
@@ -314,12 +294,8 @@ class TensorStream:
 class ComparedStream:
     """A stream of bytes that is compared with copies, which must be equal.
 
-    Args:
-        stream: the stream to read.
-        copies: streams that must have the same bytes.
-        differs: makes the error from the number of the copy that differs, and the offset of the
-            difference in bytes.
-        cancel: called for each copy, because there can be thousands; it raises an error to stop.
+    ``differs`` makes the error from the number of the copy that differs, and the offset in bytes.
+    ``cancel`` is called for each copy, because there can be thousands.
     """
 
     def __init__(
@@ -336,11 +312,7 @@ class ComparedStream:
         self._done = 0
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes. There must be enough bytes left.
-
-        Raises:
-            SyncdError: a copy differs, or :meth:`TensorStream.read_into` fails.
-        """
+        """Fill ``view`` with the next bytes; raise the error of ``differs`` if a copy differs."""
         self._stream.read_into(view)
         other = memoryview(bytearray(len(view)))
         for number, copy in enumerate(self._copies):
@@ -353,10 +325,7 @@ class ComparedStream:
 
 
 def _scatter(tile: memoryview, own: int, view: memoryview, begin: int, width: int) -> None:
-    """Copy each row of ``tile`` to offset ``begin`` in the same row of ``view``.
-
-    A row of ``tile`` has ``own`` bytes, and a row of ``view`` has ``width`` bytes.
-    """
+    """Copy rows of ``own`` bytes to offset ``begin`` in rows of ``width`` bytes."""
     unit = next(size for size in _FORMATS if not (own % size or begin % size or width % size))
     columns = own // unit
     if columns <= _FEW_COLUMNS:

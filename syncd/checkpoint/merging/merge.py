@@ -49,18 +49,12 @@ def run_plan(
 ) -> Merged:
     """Write and sync the files of a plan, in a folder that no other process reads.
 
-    Args:
-        storage: the storage to write to.
-        plan: the plan, made from the indexes of ``sources`` in the order of ``sources``.
-        sources: the open shards.
-        folder: the output folder. The caller syncs its parent.
-        options: the options of the merge, with which the plan was made.
-        checked: ``crc32`` checks every record of every source that has a CRC-32, even records that
-            no output needs. ``receipt`` shares blocks with the sources. With ``receipt`` no process
-            may write to the sources any more, because the digests are computed after the blocks are
-            shared. ``stillness`` neither checks records nor shares blocks.
-        work: ``work.cancel`` is called often.
-        caster: casts tensors; it must not be None if ``plan.casts`` is True.
+    The plan is made from the indexes of ``sources`` in their order, with the same options. The
+    caller syncs the folder's parent. ``caster`` must not be None if ``plan.casts`` is True.
+
+    If ``checked`` is ``crc32``, every record that has a CRC-32 is checked, even if no output needs
+    the record. If it is ``receipt``, blocks are shared with the sources. No process may write to
+    the sources any more, because the digests are computed after the blocks are shared.
 
     Raises:
         SaveNotReadyError: a source became shorter.
@@ -116,7 +110,6 @@ def _written(
     digests: Sequence[bytes] | None,
     cancel: Check,
 ) -> _Written:
-    """The manifest's entries of a file and its tensors; without digests if ``digests`` is None."""
     entries = []
     for number, tensor in enumerate(tensors):
         cancel()
@@ -162,18 +155,11 @@ def digest_safetensors(
 ) -> Merged:
     """Read a safetensors file once, to make its manifest entries and, if wanted, a copy.
 
-    Args:
-        storage: the storage to write to.
-        source: the open file. The manifest entries have the name of this file.
-        digests: True to compute the digests for the manifest.
-        cancel: called often; it raises an error to stop.
-        copy_to: the path of the copy, which is synced; None for no copy. The caller syncs the
-            folder of the copy.
-        progress: called with the number of bytes that are done, and the total number.
+    ``digests`` is True to compute the digests for the manifest. ``copy_to`` is the path of the
+    copy, which is synced; the caller syncs its folder.
 
     Raises:
         SaveNotReadyError: the file became shorter during the call.
-        OSError: storage failed.
     """
     if copy_to is None:
         found = _stream(storage, source, None, cancel, progress) if digests else []

@@ -26,8 +26,7 @@ def unheard(done: int, total: int) -> None:
 def may_copy_remotely(fd: int) -> bool:
     """True if the kernel can ask a file server to copy into this file (NFS 4.2, SMB).
 
-    The result is False for a filesystem on a block device, where the kernel itself copies page by
-    page.
+    It is False for a block device, where the kernel itself copies page by page.
     """
     return os.major(os.fstat(fd).st_dev) == 0
 
@@ -43,8 +42,7 @@ class MergeOptions:
         prefix: the beginning of the names of the model's tensors in a save of
             ``torch.distributed.checkpoint``. If None, syncd finds the prefix.
         names: ``hub`` for the tensors' names on the hub, ``trainer`` for the saved names.
-        may_keep: True to keep the trainer's names if ``names`` is ``hub`` and the hub's names are
-            unknown; False to raise an error in this case.
+        may_keep: True to keep the trainer's names if the hub's names are unknown; False to raise.
         threads: the number of files to write at a time, at most the number of processors. Each file
             has one thread, because several threads would wait for the file's lock.
         in_kernel: returns True if the kernel should copy into this open file when nothing is
@@ -67,9 +65,7 @@ class Work:
 
     Attributes:
         cancel: called between chunks; it raises an error to stop.
-        progress: called in the thread that began the merge, with the number of bytes of tensors
-            that are done, and the total number.
-        clock: gives the monotonic time in seconds, for timings.
+        progress: called in the thread that began the merge.
     """
 
     cancel: Callable[[], None]

@@ -18,12 +18,7 @@ from syncd.protocol.errors import CoverageError
 
 
 class ShardIndex(NamedTuple):
-    """The content of one rank's file.
-
-    Attributes:
-        label: the name of the file, for messages.
-        tensors: the tensors in the file, by name.
-    """
+    """The content of one rank's file: its name (for messages), and its tensors by name."""
 
     label: str
     tensors: Mapping[str, Local | Chunks]
@@ -32,10 +27,8 @@ class ShardIndex(NamedTuple):
 class Duplicate(NamedTuple):
     """A tensor whose bytes must equal the bytes of a planned tensor.
 
-    Attributes:
-        tied: the name of a tensor that is left out because it is tied to the planned tensor. None
-            if this is the planned tensor itself in another rank's file.
-        parts: the bytes of the duplicate.
+    ``tied`` is the name of a tensor that is left out because it is tied to the planned tensor. It
+    is None if this is the planned tensor itself in another rank's file.
     """
 
     tied: str | None
@@ -47,12 +40,10 @@ class PlannedTensor:
     """A tensor of an output file.
 
     Attributes:
-        name: the tensor's name in the output.
         dtype: safetensors' name of the dtype in the output.
         shape: the shape of the whole tensor.
         length: the length in the output, in bytes.
-        source_dtype: the dtype of the parts. This dtype differs from ``dtype`` if the tensor is to
-            be cast.
+        source_dtype: the dtype of the parts, which differs from ``dtype`` if the tensor is cast.
         parts: the parts of the tensor, in order.
         copies: the tensors whose bytes must equal this tensor's bytes.
     """
@@ -103,7 +94,7 @@ def plan_merge(
     cast: Cast | None = None,
     cancel: Callable[[], None] = lambda: None,
 ) -> MergePlan:
-    """Plan how to make one model from the shards of all ranks.
+    """Plan how to make one model from the shards (:class:`ShardIndex`) of all ranks, in rank order.
 
     Files are filled in the order of the first rank's state dict, so that a layer stays together.
     Tensors that are missing in that state dict come last. All files get about the same size, so
@@ -112,21 +103,14 @@ def plan_merge(
     of these tensors begins at a page. Then come the other tensors, wider dtypes first, so that
     every tensor is aligned to its dtype.
 
-    Args:
-        shards: the :class:`ShardIndex` of each rank's file, in the order of the ranks.
-        max_file_size: the largest number of bytes of tensors in one output file.
-        rename: gives a tensor's name in the output; None to leave the tensor out.
-        stem: the beginning of the names of the output files.
-        tied: True if the model's config says that the output embedding is tied to the input
-            embedding. In that case the output embedding is left out, as Hugging Face's
-            ``save_pretrained`` does.
-        hub: maps the names after ``rename`` to the names in the output; None to keep the names.
-        cast: the dtype to cast floating-point tensors to; None for no cast.
-        cancel: called often; it raises an error to stop.
+    - ``max_file_size`` is the largest number of bytes of tensors in one output file.
+    - ``rename`` gives a tensor's name in the output; None to leave the tensor out.
+    - ``stem`` is the beginning of the names of the output files.
+    - ``tied`` leaves out an output embedding that is tied to the input embedding.
+    - ``hub`` maps the names after ``rename`` to the names in the output.
 
     Raises:
-        CoverageError: the pieces of a tensor overlap, leave a gap, or disagree; there are no
-            tensors; two tensors would get the same name; or ``hub`` is the map of another model.
+        CoverageError: pieces do not fit, names clash, there are no tensors, or ``hub`` is wrong.
     """
     indexes = [ShardIndex(*shard) for shard in shards]
     names: dict[str, str] = {}
@@ -328,7 +312,6 @@ def _joined(
 
 
 def _begins_alike(name: str, other: str) -> int:
-    """The length of the common beginning of two names, in characters."""
     return sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False))
     )
@@ -399,10 +382,7 @@ def _block(source: int, local: Local) -> Block:
 
 
 def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
-    """The facts on which all ranks must agree.
-
-    These are the dtype, the shape of the whole tensor, and whether the tensor is plain.
-    """
+    """The facts on which all ranks must agree: dtype, whole shape, and True for a plain tensor."""
     if isinstance(value, Chunks):
         return value.dtype, value.global_shape, False
     if value.position is None:
@@ -411,7 +391,6 @@ def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
 
 
 def _described(value: Local | Chunks) -> str:
-    """The result of :func:`_agreed` in words."""
     dtype, shape, is_plain = _agreed(value)
     if is_plain:
         return f"a plain {dtype} tensor of shape {shape}"

@@ -50,16 +50,10 @@ class SourceFile:
 class SourceReader:
     """Reads the sources, and checks the CRC-32 of the records that ``checks`` lists.
 
-    A record is checked from its first byte to its last byte. Bytes that the merge does not need are
+    A record is checked from its first byte to its last byte; bytes that the merge does not need are
     read only for the check. Bytes that the merge reads again (tied weights) are not checked again.
-    Readers in several threads share the checks: the first reader that reads from a record also
-    checks this record.
-
-    Args:
-        storage: the storage that reads the files.
-        sources: the open shards.
-        checks: the result of :func:`record_checks`.
-        cancel: called before each read that is only for the check; it raises an error to stop.
+    Readers in several threads share ``checks``: the first reader that reads from a record checks
+    it. ``cancel`` is called before each read that is only for the check.
     """
 
     def __init__(
@@ -77,9 +71,7 @@ class SourceReader:
         self._scratch = memoryview(bytearray(_BUFFER if any(checks) else 0))
 
     def read_into(self, source: int, offset: int, part: memoryview) -> None:
-        """Fill ``part`` with bytes of a source, which is given by its index.
-
-        All these bytes must lie in the same record.
+        """Fill ``part`` with bytes of the source with this index. They must lie in the same record.
 
         Raises:
             SaveNotReadyError: the source became shorter.
@@ -124,8 +116,7 @@ class SourceReader:
 class RecordChecks:
     """The progress of the CRC-32 checks of one source's records.
 
-    Attributes:
-        owners: maps the number of a record to the reader that checks this record.
+    ``owners`` maps the number of a record to the reader that checks this record.
     """
 
     def __init__(self, source: Source) -> None:
@@ -144,12 +135,10 @@ class RecordChecks:
         return bisect_right(self.starts, offset) - 1
 
     def extend(self, number: int, offset: int, part: memoryview) -> None:
-        """Add bytes to the CRC-32 of a record; compare the CRC-32 when the record is complete.
-
-        The bytes begin at or before the first unchecked byte.
+        """Add bytes, which begin at or before the first unchecked byte, to the CRC-32 of a record.
 
         Raises:
-            ShardFormatError: the record does not match its CRC-32.
+            ShardFormatError: the record is complete, and does not match its CRC-32.
         """
         fresh = part[self.at[number] - offset :]
         if not fresh:

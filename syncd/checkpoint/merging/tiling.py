@@ -41,7 +41,6 @@ class Transposed(NamedTuple):
     Attributes:
         rows, columns: the size of each matrix in ``parts``, which holds one matrix after another.
         itemsize: the size of an element, in bytes.
-        parts: all elements of the matrices, row by row.
     """
 
     rows: int
@@ -84,7 +83,6 @@ def leaves(parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def _row(weave: Weave, index: int) -> list[Part]:
-    """The slice number ``index`` of each part of a weave."""
     return [_slices(inner, index, index + 1, weave.turns) for inner in weave.parts]
 
 
@@ -103,14 +101,7 @@ def ends(parts: Iterable[Part]) -> list[int]:
 
 
 def cut(parts: Sequence[Part], stops: Sequence[int], begin: int, end: int) -> Iterator[Run | Weave]:
-    """Cut a range of bytes out of runs and weaves.
-
-    Args:
-        parts: the runs and weaves.
-        stops: the :func:`ends` of ``parts``.
-        begin: the first byte of the range.
-        end: the byte after the range.
-    """
+    """Cut the bytes ``begin`` to ``end - 1`` out of runs and weaves that end at ``stops``."""
     number = bisect_right(stops, begin)
     while begin < end:
         part, stop = parts[number], stops[number]
@@ -141,11 +132,7 @@ def _within(part: Part, begin: int, end: int) -> Iterator[Run | Weave]:
 
 
 def source_at(parts: Iterable[Part], offset: int) -> int:
-    """The index of the source from which the byte at ``offset`` of these parts comes.
-
-    Raises:
-        IndexError: ``offset`` is beyond the end of the parts.
-    """
+    """The index of the source of the byte at ``offset``; IndexError if it is beyond the end."""
     for part in leaves(parts):
         if offset >= part.length:
             offset -= part.length
@@ -158,14 +145,7 @@ def source_at(parts: Iterable[Part], offset: int) -> int:
 
 
 class Block(NamedTuple):
-    """A box of a tensor.
-
-    Attributes:
-        offsets: the box's first index along each dimension of the tensor.
-        shape: the shape of the box.
-        run: the bytes of the box.
-        mesh: the device mesh, as in :class:`~syncd.checkpoint.placement.Position`.
-    """
+    """A box of a tensor: its place, its bytes, and its device mesh (see ``Position.mesh``)."""
 
     offsets: Shape
     shape: Shape
@@ -193,17 +173,10 @@ def tile(
     Blocks with the same offsets and shape are replicas; the first replica is used. torch guarantees
     that replicas on the same mesh have the same bytes. The bytes of replicas on different or
     unknown meshes are compared, because experts of different ranks can have the same name.
-
-    Args:
-        name: the tensor's name, for messages.
-        shape: the shape of the whole tensor, which is not empty.
-        blocks: the blocks in any order, each with as many dimensions as the tensor.
-        labels: the sources' names, for messages.
-        cancel: called often; it raises an error to stop.
+    ``shape`` is not empty. ``labels`` are the sources' names, for messages.
 
     Raises:
-        CoverageError: two blocks that are not replicas overlap; or the blocks leave a gap, or reach
-            beyond the tensor.
+        CoverageError: blocks overlap without being replicas, leave a gap, or exceed the tensor.
     """
     filled = [block for block in blocks if block.run.length]
     rows = _rows(shape, filled)
@@ -224,12 +197,9 @@ def tile(
 
 
 def _rows(shape: Shape, blocks: Sequence[Block]) -> tuple[Run, ...] | None:
-    """The bytes of blocks of whole rows, if each block begins at the end of the previous block.
+    """The bytes of blocks of whole rows that follow each other; None for any other blocks.
 
     Most tensors are cut in this way, so this case has its own, cheaper proof.
-
-    Returns:
-        None if the blocks do not follow one another, or do not cover all rows.
     """
     if not shape:
         return None
@@ -253,12 +223,8 @@ class _Tiling:
     def parts(self, blocks: list[Block], dim: int, rows: int) -> tuple[Part, ...]:
         """The bytes, in order, of blocks with the same offsets and sizes before ``dim``.
 
-        Args:
-            blocks: the blocks, no two of which have the same offsets and shape.
-            dim: the next dimension to examine.
-            rows: the product of the blocks' sizes along several dimensions. The first of these
-                dimensions is the dimension that was cut last (dimension 0 if no dimension was cut).
-                The last of these dimensions is the dimension before ``dim``.
+        No two blocks have the same offsets and shape. ``rows`` is the product of the blocks' sizes
+        from the dimension that was cut last (else dimension 0) to the dimension before ``dim``.
         """
         if dim == len(self._shape):
             if not blocks:

@@ -1,8 +1,7 @@
 """A child process, with requests and answers over pipes, and waits that can be cancelled.
 
 A process with threads must not fork itself, so the child is a fresh interpreter that runs a module
-of ``syncd``. The child ends when its standard input ends, so the child also ends when this process
-ends.
+of ``syncd``. The child ends when its standard input ends, so it also ends with this process.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _PACKAGE: Final = str(Path(__file__).resolve().parents[3])
 #: Not ``-m``, which would look for modules in the working folder first. The package's folder comes
 #: last, so that it hides no other module.
 _PROGRAM: Final = "import sys; sys.path.append(sys.argv[1]); from syncd.{module} import run; run()"
-#: The options of an interpreter that finds the modules that this process finds: also those in
-#: ``PYTHONPATH`` or in the user's own folder, and none in the working folder.
+#: The options of an interpreter that finds the same modules as this process, and none in the
+#: working folder.
 SAME_MODULES: Final = "-I" if sys.flags.isolated else "-P"
 #: Seconds between two calls of ``cancel`` while the child works.
 _LOOK: Final = 0.05
@@ -39,18 +38,11 @@ class EndedError(Exception):
 class ChildProcess:
     """A running child process. The caller must close it.
 
-    Args:
-        module: a module of ``syncd``, whose ``run()`` the child calls.
-        arguments: numbers, which the child finds in ``sys.argv[2:]``.
-        where: the file that the child works on, for messages.
-        task: a verb for the child's work on that file, for messages.
-        flags: the interpreter's options.
-        pass_fds: descriptors that the child inherits.
-        cancel: called every 50 ms while the child works; it raises an error to stop. If a method
-            has an argument ``cancel``, that argument replaces this function for the call.
-        wall_seconds: the longest time for an answer, in case the machine hangs.
-        python: the interpreter.
-        clock: gives the monotonic time in seconds.
+    ``run()`` of ``module`` finds the ``arguments`` in ``sys.argv[2:]``. ``where`` (a file) and
+    ``task`` (a verb) are for messages. The child inherits the descriptors ``pass_fds``. ``cancel``
+    is called every 50 ms while the child works, and raises an error to stop. The argument
+    ``cancel`` of a method replaces it for the call. ``wall_seconds`` is the longest time for an
+    answer, in case the machine hangs.
 
     Raises:
         OSError: the child cannot be started; the file may be intact.
@@ -145,7 +137,6 @@ class ChildProcess:
         return b"".join(parts)
 
     def _wait(self, fd: int, event: int, cancel: Callable[[], None]) -> None:
-        """Wait until the child reads or writes a byte, or has ended."""
         poll = select.poll()
         poll.register(fd, event)
         cancel()

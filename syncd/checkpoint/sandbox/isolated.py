@@ -1,9 +1,8 @@
 """Reading untrusted files in a child process, so that a file cannot exhaust this process.
 
 A pickle or a JSON text of a few bytes can ask for all memory, or for endless time. The child
-(``parser_child``) is a fresh interpreter, because a process with threads must not fork itself. The
-child lives while one save is open. It gets bytes and opens no file, so storage that does not answer
-is never mistaken for a bad file.
+(``parser_child``) lives while one save is open. It gets bytes and opens no file, so storage that
+does not answer is never mistaken for a bad file.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from syncd.protocol.errors import CheckpointError, ShardFormatError
 
 T = TypeVar("T")
 _MIB: Final = 1024 * 1024
-#: How many bytes longer than its file an answer may be. Headers and pickles usually take more bytes
-#: than their answers, but a small pickle may name one tensor many times.
+#: An answer may be this much longer than its file: a small pickle may name a tensor many times.
 _SLACK: Final = _MIB
 
 
@@ -43,9 +41,8 @@ class ParseLimits:
         memory: the memory that a request of any size may take, in bytes.
         memory_factor: the bytes that each byte of a request adds to the limit ``memory``.
         memory_most: the largest memory limit of any request, in bytes.
-        cpu_seconds: the limit of processor time for a request, in seconds.
-        wall_seconds: the limit of real time for an answer, in seconds. This limit guards against a
-            machine that hangs.
+        cpu_seconds: the limit of processor time for a request.
+        wall_seconds: the limit of real time for an answer, in case the machine hangs.
         tensors: the largest number of tensors, and of records, in all shards of a save together.
         answers: the limit for all answers about one save, in bytes. Each tensor takes about 100
             bytes of an answer. Until the merge, each tensor also takes memory of this process: 0.2
@@ -68,14 +65,12 @@ class _MemoryError(EndedError):
 class IsolatedParser:
     """Reads pickles and headers in a child process, which starts with the first request.
 
-    Use the parser as a context manager, or close the parser. A child that has failed is killed, and
-    the next request starts another child.
+    Use the parser as a context manager, or close it. A child that has failed is killed, and the
+    next request starts another child. ``cancel`` is called every 50 ms while the child works.
 
-    Args:
-        cancel: called every 50 ms while the child works; it raises an error to stop.
-        limits: the limits for each file, and for all answers.
-        python: the interpreter.
-        clock: gives the monotonic time in seconds.
+    Each ``read_…`` method calls the function of that name in the child, and raises its errors. It
+    raises ShardFormatError if the bytes exceed a limit or make the child fail. It raises OSError if
+    the child cannot be started, or does not answer; the file may be intact.
     """
 
     def __init__(
@@ -111,14 +106,7 @@ class IsolatedParser:
             child.close()
 
     def read_pieces(self, data: bytes, where: str, *, intact: bool) -> dict[str, Piece | Pieces]:
-        """Call :func:`~syncd.checkpoint.torch_files.pieces.read_pieces` in the child.
-
-        Raises:
-            ShardFormatError: ``read_pieces`` raised this error; or the pickle exceeds a limit, or
-                makes the child fail.
-            PlacementError, CoverageError: ``read_pieces`` raised this error.
-            OSError: the child cannot be started, or does not answer; the file may be intact.
-        """
+        """Call :func:`~syncd.checkpoint.torch_files.pieces.read_pieces` in the child."""
         del intact  # the limits protect from damaged pickles too
 
         def read(rows: Iterator[wire.Row]) -> dict[str, Piece | Pieces]:
@@ -134,25 +122,13 @@ class IsolatedParser:
         return self._ask(wire.PICKLE, data, where, "data.pkl", read)
 
     def read_fields(self, header: bytes, where: str) -> list[HeaderEntry]:
-        """Call :func:`~syncd.checkpoint.safetensors_header.read_fields` in the child.
-
-        Raises:
-            ShardFormatError: ``read_fields`` raised this error; or the header exceeds a limit, or
-                makes the child fail.
-            OSError: the child cannot be started, or does not answer; the file may be intact.
-        """
+        """Call :func:`~syncd.checkpoint.safetensors_header.read_fields` in the child."""
         return self._ask(
             wire.HEADER, header, where, "header", lambda rows: list(map(wire.read_entry, rows))
         )
 
     def read_tensor(self, data: bytes, where: str, name: str) -> Piece:
-        """Call :func:`~syncd.checkpoint.torch_files.pieces.read_tensor` in the child.
-
-        Raises:
-            ShardFormatError: ``read_tensor`` raised this error; or the pickle exceeds a limit, or
-                makes the child fail.
-            OSError: the child cannot be started, or does not answer; the file may be intact.
-        """
+        """Call :func:`~syncd.checkpoint.torch_files.pieces.read_tensor` in the child."""
         asked = wire.asked(name, data)
         found = self._ask(
             wire.TENSOR, asked, where, "data.pkl", lambda rows: list(map(wire.read_bare, rows))
@@ -162,26 +138,12 @@ class IsolatedParser:
         return found[0]
 
     def read_metadata(self, data: bytes, where: str, *, prefix: str | None) -> StoredModel:
-        """Call :func:`~syncd.checkpoint.dcp.dcp_metadata.read_metadata` in the child.
-
-        Raises:
-            ShardFormatError: ``read_metadata`` raised this error; or the pickle exceeds a limit, or
-                makes the child fail.
-            PlacementError, CoverageError, CheckpointError: ``read_metadata`` raised this error.
-            OSError: the child cannot be started, or does not answer; the file may be intact.
-        """
+        """Call :func:`~syncd.checkpoint.dcp.dcp_metadata.read_metadata` in the child."""
         asked = wire.asked(prefix, data)
         return self._ask(wire.METADATA, asked, where, "pickle", wire.read_contents)
 
     def read_chunked_fields(self, header: bytes, where: str) -> list[Chunked]:
-        """Call :func:`~syncd.checkpoint.dcp.hf_dcp.read_chunked_fields` in the child.
-
-        Raises:
-            ShardFormatError: ``read_chunked_fields`` raised this error; or the header exceeds a
-                limit, or makes the child fail.
-            PlacementError: ``read_chunked_fields`` raised this error.
-            OSError: the child cannot be started, or does not answer; the file may be intact.
-        """
+        """Call :func:`~syncd.checkpoint.dcp.hf_dcp.read_chunked_fields` in the child."""
         return self._ask(
             wire.CHUNKED_HEADER,
             header,
@@ -201,11 +163,6 @@ class IsolatedParser:
         """Send bytes to the child, and pass the rows of the answer to ``read``.
 
         If ``read`` raises a ValueError, the child is killed.
-
-        Raises:
-            ShardFormatError: the bytes made the child fail, or the child reported this error.
-            PlacementError, CoverageError, CheckpointError: the child reported this error.
-            OSError: the child failed for a reason other than the bytes.
         """
         try:
             child = self._child or self._start(where)
@@ -258,11 +215,7 @@ class IsolatedParser:
             yield from rows
 
     def _start(self, where: str) -> ChildProcess:
-        """Start the child, and wait until its limits are set.
-
-        Raises:
-            OSError: the child cannot be started; the file may be intact.
-        """
+        """Start the child, and wait until its limits are set."""
         given = self._limits
         # Without ``site``, which may run code of other packages.
         self._child = child = ChildProcess(

@@ -1,9 +1,7 @@
 """The child process that reads untrusted pickles and JSON headers.
 
-:class:`~syncd.checkpoint.sandbox.isolated.IsolatedParser` starts the child. The child exchanges the
-messages of ``wire`` over its standard input and output, and opens no file. If the child exceeds its
-limits of memory or processor time, the child fails or the kernel kills the child. The daemon
-continues in both cases.
+:class:`~syncd.checkpoint.sandbox.isolated.IsolatedParser` starts the child. If the child exceeds
+its limits of memory or processor time, it fails or the kernel kills it, and the daemon continues.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ _PAGE: Final = resource.getpagesize()
 
 
 def run() -> None:
-    """Run the child: call :func:`main` with the command-line arguments after the path."""
+    """Call :func:`main` with the command-line arguments after the path."""
     try:
         main(*map(int, sys.argv[2:]))
     except MemoryError:
@@ -58,14 +56,7 @@ def run() -> None:
 
 
 def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) -> None:
-    """Answer requests until standard input ends.
-
-    Args:
-        memory: the memory that a request of any size may take, in bytes.
-        memory_factor: the bytes that each byte of a request adds to the limit ``memory``.
-        memory_most: the largest memory limit of any request, in bytes.
-        cpu_seconds: the limit of processor time for a request, in seconds.
-    """
+    """Answer requests until standard input ends. The limits are those of ``ParseLimits``."""
     _confine()
     base = _address_space()
     # Lowered for good: a request may move the soft limit below it and never above.
@@ -88,10 +79,7 @@ def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) ->
 
 
 def _confine() -> None:
-    """Drop rights that parsing does not need.
-
-    Also ask the kernel to kill this process before others if memory is short.
-    """
+    """Drop rights that parsing does not need, and be the first to be killed if memory is short."""
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
             score.write("1000")
@@ -99,8 +87,7 @@ def _confine() -> None:
         pass  # a container without /proc: then the kernel chooses by size
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
         resource.setrlimit(limit, (0, 0))
-    # Only the kernel and the parent end it: a signal to a whole service, or from a terminal, says
-    # nothing about a file.
+    # Only the kernel and the parent end it: a signal to a whole service says nothing about a file.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
@@ -108,7 +95,6 @@ def _confine() -> None:
 
 
 def _address_space() -> int:
-    """The number of bytes that this process has mapped now, before the first request."""
     try:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[0]) * _PAGE

@@ -1,9 +1,9 @@
 """The messages between a parsing child and its parent: requests as bytes, answers as JSON.
 
-A request is a kind, the number of bytes, and the bytes. An answer is a sequence of frames: any
-number of ``ROWS`` frames, and at the end a ``DONE`` or a ``FAILED`` frame. A malicious file may
-have taken control of the child. Therefore the parent accepts only JSON of limited length, and
-checks every value.
+A request is a kind, the number of bytes, and the bytes. An answer is any number of ``ROWS`` frames,
+and at the end a ``DONE`` or a ``FAILED`` frame. A malicious file may have taken control of the
+child. Therefore the parent accepts only JSON of limited length, and checks every value. The
+functions that read an answer raise ValueError if the answer has any other form.
 """
 
 from __future__ import annotations
@@ -104,11 +104,7 @@ def failure(kind: str, message: str) -> bytes:
 
 
 def read_failure(content: bytes) -> tuple[str, str]:
-    """The kind of the error, and its message, from the content of a ``FAILED`` frame.
-
-    Raises:
-        ValueError: the content does not have the form that :func:`failure` writes.
-    """
+    """The kind of the error, and its message, from the content of a ``FAILED`` frame."""
     match _json(content):
         case [str(kind), str(message)]:
             return kind, shown(message, 2000)
@@ -116,11 +112,7 @@ def read_failure(content: bytes) -> tuple[str, str]:
 
 
 def read_rows(content: bytes) -> list[Row]:
-    """The rows of a ``ROWS`` frame. The functions below read a row.
-
-    Raises:
-        ValueError: the content is not a JSON list.
-    """
+    """The rows of a ``ROWS`` frame. The functions below read a row."""
     rows = _json(content)
     if not isinstance(rows, list):
         raise ValueError("the answer has a frame that is not a list")  # noqa: TRY004 - all that a child says is a value
@@ -149,12 +141,7 @@ def _fields(piece: Piece) -> list[Row]:
 def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Pieces]:
     """The name and the piece or pieces in a row.
 
-    Args:
-        row: any JSON.
-        known: the positions and shapes of earlier rows, so that equal objects are kept only once.
-
-    Raises:
-        ValueError: the row does not have the form that :func:`piece_row` writes.
+    ``known`` has the positions and shapes of earlier rows, so that equal objects are kept once.
     """
     if not isinstance(row, list) or not row or name_fault(row[0]) is not None:
         raise ValueError("the answer lists something that is not a piece of a tensor")
@@ -175,11 +162,7 @@ def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Piece
 
 
 def read_bare(row: Row) -> Piece:
-    """The piece in a row, which must be a whole tensor without a name.
-
-    Raises:
-        ValueError: the row is not such a piece; for example, the row has a name or a position.
-    """
+    """The piece in a row, which must be a whole tensor without a name or a position."""
     if isinstance(row, list) and row[:1] == [""]:
         piece = _read_piece(row[1:], {})
         if piece.position is None:
@@ -206,11 +189,7 @@ def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:
 
 
 def read_entry(row: Row) -> HeaderEntry:
-    """The header entry in a row of five values.
-
-    Raises:
-        ValueError: the row is not a header entry.
-    """
+    """The header entry in a row of five values."""
     entry = checked_entry(*row) if isinstance(row, list) and len(row) == 5 else None
     if entry is None:
         raise ValueError("the answer lists something that is not an entry of the file's header")
@@ -223,11 +202,7 @@ def chunked_row(entry: HeaderEntry, offsets: Shape) -> Row:
 
 
 def read_chunked(row: Row) -> tuple[HeaderEntry, Shape]:
-    """The entry and its offsets in a row.
-
-    Raises:
-        ValueError: the row does not have the form that :func:`chunked_row` writes.
-    """
+    """The entry and its offsets in a row."""
     if isinstance(row, list) and row:
         entry, offsets = read_entry(row[:-1]), shape_of(row[-1])
         if offsets is not None and len(offsets) == len(entry.shape):
@@ -244,11 +219,7 @@ def contents_rows(contents: StoredModel) -> Iterator[Row]:
 
 
 def read_contents(rows: Iterable[Row]) -> StoredModel:
-    """The model from all rows of an answer.
-
-    Raises:
-        ValueError: the rows do not have the form that :func:`contents_rows` writes.
-    """
+    """The model from all rows of an answer."""
     found: dict[str, tuple[str, Shape, list[Chunk]]] = {}
     left = iter(rows)
     match next(left, None):

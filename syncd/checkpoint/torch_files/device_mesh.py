@@ -58,7 +58,6 @@ def read_mesh(mesh: Inert) -> Mesh | None:
 
 
 def _ranks(value: object) -> Shape:
-    """The value as a tuple of ranks; empty if the value is not a sequence of ranks."""
     if not isinstance(value, tuple | list) or not all(map(is_offset, value)):
         return ()
     return tuple(value)
@@ -69,8 +68,7 @@ def _identity(
 ) -> int | None:
     """A digest of the ranks on the mesh; None if these ranks are unknown.
 
-    If ``ranks`` form one mesh, the digest is of all ``ranks``. If ``ranks`` form several meshes,
-    the digest is of the mesh that contains the rank ``own``.
+    If ``ranks`` form several meshes, the digest is of the mesh that contains the rank ``own``.
     """
     if at is None or math.prod(size for sizes, _ in axes for size in sizes) > len(ranks):
         return None
@@ -173,11 +171,8 @@ class Spec(NamedTuple):
     """The recorded layout of a DTensor, without the mesh. An unreadable attribute is None.
 
     Attributes:
-        shape: the shape of the whole tensor.
-        told_shape: the shape in the spec's ``tensor_meta``; the value of ``shape`` if there is no
-            ``tensor_meta``.
-        placed: the placements.
-        unordered: True if the torch release that wrote the placements does not record their order.
+        told_shape: the shape in the spec's ``tensor_meta``; else ``shape``.
+        unordered: True if the torch release does not record the order of the placements.
         order: the ``shard_order``; None if there is none.
     """
 
@@ -207,11 +202,7 @@ def read_spec(tensor: DTensorRef, spec: Mapping[Any, Any]) -> Spec:
 def sharding(spec: Spec, mesh: Mesh | None, *, tensor: str, file: str) -> Sharding | Shape:
     """A DTensor's layout, or only its global shape if this rank is not on the DTensor's mesh.
 
-    Args:
-        spec: the recorded layout of the tensor.
-        mesh: the mesh of the tensor; None if the mesh's layout is unknown.
-        tensor: the tensor's name, for the message.
-        file: the tensor's file, for the message.
+    ``mesh`` is None if the mesh's layout is unknown.
 
     Raises:
         ShardFormatError: the global shape is missing, or is recorded twice with different values.
@@ -244,7 +235,6 @@ def sharding(spec: Spec, mesh: Mesh | None, *, tensor: str, file: str) -> Shardi
 
 
 def _placement(value: object) -> placement.Placement:
-    """The placement that an inert record stands for."""
     if not isinstance(value, Inert):
         return placement.Other(shown(type(value).__name__))
     kind = type(value).__name__

@@ -1,9 +1,9 @@
 """An unpickler for state dicts that builds inert records: it imports and runs nothing of torch.
 
-The table :data:`ALLOWED` has every global that a pickle may name. Each of these globals stands for
-a class or callable of syncd that only keeps its arguments. Any other global raises an error that
-names the global. The objects that a pickle can reach refuse ``BUILD`` (``__setstate__``), so that a
-file cannot change the way in which later files are read.
+The table :data:`ALLOWED` has every global that a pickle may name. Each stands for a class or
+callable of syncd that only keeps its arguments. Any other global raises an error. The objects that
+a pickle can reach refuse ``BUILD`` (``__setstate__``), so that a file cannot change the way in
+which later files are read.
 
 This module does not limit the memory or the time that a malicious pickle takes. Therefore other
 trainers' pickles are read in a child process (:mod:`~syncd.checkpoint.sandbox.isolated`).
@@ -26,11 +26,9 @@ _STATELESS: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
 class Inert:
-    """A stand-in for an instance of a torch class, which keeps its arguments and its state.
+    """A stand-in for an instance of a torch class.
 
-    Attributes:
-        args: the arguments of the constructor.
-        state: the pickled attributes, by name.
+    ``args`` are the arguments of the constructor; ``state`` has the pickled attributes by name.
     """
 
     __slots__ = ("args", "state")
@@ -75,10 +73,7 @@ class StorageType(NamedTuple):
 
 @dataclass(slots=True)  # frozen would bring a __setstate__ of its own
 class StorageRef(_Sealed):
-    """A storage: the bytes of the record ``data/<key>``.
-
-    ``dtype`` is None for an untyped storage, and ``numel`` is the number of elements.
-    """
+    """A storage: the bytes of the record ``data/<key>``. An untyped storage has no dtype."""
 
     key: str
     dtype: str | None
@@ -138,10 +133,7 @@ class _StateDict(dict[Any, Any]):
 
 
 class _Call(_Sealed):
-    """A stand-in for a callable.
-
-    The stand-in is an instance, because ``BUILD`` could change the defaults of a function.
-    """
+    """A stand-in for a callable. It is no function, because ``BUILD`` could change its defaults."""
 
     __slots__ = ()
     __call__: Callable[..., object]
@@ -347,8 +339,7 @@ class _Frugal(_Loading, pickle._Unpickler):  # noqa: SLF001 - the only one witho
 class _Peekable(io.BytesIO):
     """Bytes with a method ``peek``, which makes an unpickler twice as fast.
 
-    ``BufferedReader`` is not used, because it takes all the memory that a length in a damaged
-    pickle asks for.
+    ``BufferedReader`` would take all the memory that a length in a damaged pickle asks for.
     """
 
     def peek(self, count: int) -> bytes:
@@ -360,14 +351,10 @@ class _Peekable(io.BytesIO):
 def load_inert(data: bytes, where: str, *, intact: bool) -> object:
     """The content of a pickle, with inert records for all objects but plain Python values.
 
-    Args:
-        data: the pickle.
-        where: the file, for the message.
-        intact: True if a CRC-32 proves that these are the bytes that were pickled.
+    ``intact`` is True if a CRC-32 proves that these are the bytes that were pickled.
 
     Raises:
-        ShardFormatError: the pickle is broken, needs more memory than is free, or names a global
-            that is not in the table.
+        ShardFormatError: the pickle is broken, needs too much memory, or would run code.
     """
     try:
         unpickler = (_Fast if intact else _Frugal)(_Peekable(data))
@@ -385,11 +372,6 @@ def load_inert(data: bytes, where: str, *, intact: bool) -> object:
 
 def load_state_dict(data: bytes, where: str, *, intact: bool) -> dict[Any, Any]:
     """The state dict that a ``data.pkl`` holds, with inert records for tensors.
-
-    Args:
-        data: the pickle.
-        where: the file, for the message.
-        intact: True if a CRC-32 proves that these are the bytes that were pickled.
 
     Raises:
         ShardFormatError: :func:`load_inert` fails, or the content is not a dict.

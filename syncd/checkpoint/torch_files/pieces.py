@@ -1,8 +1,8 @@
 """Reading the pieces of tensors that a ``data.pkl`` lists. Pure.
 
-This module checks a pickle as far as possible without the rest of the shard file.
-:mod:`~syncd.checkpoint.torch_files.shard_file` finds the bytes of each piece in the shard file, and
-checks that they lie inside the file.
+:mod:`~syncd.checkpoint.torch_files.shard_file` checks that the bytes of each piece lie inside the
+shard file. In this module ``where`` is the file, for the beginning of error messages. ``intact`` is
+True if a CRC-32 proves that these are the bytes that were pickled.
 """
 
 from __future__ import annotations
@@ -43,12 +43,9 @@ _CHUNK_LIMIT: Final = 64
 class Piece(NamedTuple):
     """A rank's own part of a tensor, as its pickle describes it.
 
-    Attributes:
-        dtype: safetensors' name of the dtype, e.g. ``BF16``.
-        shape: the shape of the part, whose elements are C-contiguous.
-        key: the key of the part's storage, which is the record ``data/<key>``.
-        offset: the offset of the part's first element in the storage, in elements.
-        position: the part's position in the global tensor; None for a plain tensor.
+    The storage ``key`` is the record ``data/<key>``, in which the part's first element is at
+    ``offset``, in elements. The other attributes are as in
+    :class:`~syncd.checkpoint.placement.Local`.
     """
 
     dtype: str
@@ -61,10 +58,7 @@ class Piece(NamedTuple):
 class Pieces(NamedTuple):
     """The parts of a tensor that a rank holds, if a rank can hold several parts or none.
 
-    Attributes:
-        dtype: safetensors' name of the dtype.
-        shape: the shape of the whole tensor.
-        pieces: the parts, each with a position.
+    ``shape`` is the shape of the whole tensor. Each part has a position.
     """
 
     dtype: str
@@ -77,21 +71,13 @@ def read_pieces(
 ) -> dict[str, Piece | Pieces]:
     """The pieces by the names of their tensors, in the order of the state dict.
 
-    Keys that end with ``_extra_state`` are left out.
-
-    Args:
-        data: the pickle.
-        where: the file, for the beginning of the error message.
-        intact: True if a CRC-32 proves that these are the bytes that were pickled.
-        plain: receives the plain values (:func:`is_plain`) by name, for example of an optimizer's
-            state. If ``plain`` is None, a plain value is an error, because a model's state has no
-            plain values.
+    Keys that end with ``_extra_state`` are left out. ``plain`` receives the plain values
+    (:func:`is_plain`) by name, for example of an optimizer's state. If ``plain`` is None, a plain
+    value is an error, because a model's state has no plain values.
 
     Raises:
-        ShardFormatError: the pickle is broken or would run code. Or a value is not a tensor, is not
-            contiguous, or has a dtype, shape or name that safetensors does not support.
-        PlacementError: a tensor has a device mesh of unknown layout, or a placement that syncd does
-            not merge.
+        ShardFormatError: the pickle is broken or would run code, or a value cannot be merged.
+        PlacementError: a tensor has a device mesh or a placement that syncd does not merge.
         CoverageError: a local shape contradicts its placements.
     """
     state = load_state_dict(data, where, intact=intact)
@@ -117,25 +103,14 @@ def read_pieces(
 def read_tensor(data: bytes, where: str, name: str, *, intact: bool) -> Piece:
     """The piece of a pickle that holds a single tensor, not a state dict.
 
-    Args:
-        data: the pickle.
-        where: the file, for the beginning of the error message.
-        name: the name of the tensor, for the message.
-        intact: True if a CRC-32 proves that these are the bytes that were pickled.
-
     Raises:
-        ShardFormatError: the pickle is broken, would run code, or does not hold a single tensor; or
-            the tensor is not contiguous, or has a dtype that safetensors does not support.
+        ShardFormatError: the pickle is broken, would run code, or holds no mergeable tensor.
     """
     return _Reader(where).bare(name, load_inert(data, where, intact=intact))
 
 
 def check_name(name: object, where: str) -> str:
     """Return a tensor's name if a tensor of this name can be merged.
-
-    Args:
-        name: the name in the file.
-        where: the file, for the beginning of the error message.
 
     Raises:
         ShardFormatError: safetensors does not support this name.
@@ -170,16 +145,14 @@ class _Reader:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        # Most tensors share one of a few layouts and shapes, so positions are computed, and kept,
-        # once for each. Every number in a key was checked to be an int, because True and 1.0 equal
-        # 1.
+        # Most tensors share one of a few layouts and shapes, so each position is kept once. Every
+        # number in a key was checked to be an int, because True and 1.0 equal 1.
         self._positions: dict[tuple[int, Shape, Spec], Position] = {}
         self._contiguous: set[tuple[Shape, Shape]] = set()
         # Keyed by id(): the state dict keeps every mesh alive for as long as this reader is used.
         self._meshes: dict[int, Mesh | None] = {}
 
     def piece(self, name: object, value: object) -> Piece | Pieces:
-        """The piece or pieces of one entry of the state dict."""
         name = check_name(name, self._where)
         match value:
             case DTensorRef():
@@ -255,7 +228,6 @@ class _Reader:
         return Pieces(dtype, shape, tuple(pieces))
 
     def _dtype(self, name: str, tensor: TensorRef | DType) -> str:
-        """Safetensors' name of a dtype."""
         dtype = tensor.name if isinstance(tensor, DType) else tensor.dtype
         if dtype not in DTYPES:
             raise self._wrong(name, f"has dtype {dtype}, which syncd does not merge")

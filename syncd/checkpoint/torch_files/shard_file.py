@@ -35,12 +35,10 @@ class ShardFile:
 
     The object owns its descriptor: close the object, or use it as a context manager. The object
     reads all bytes through this descriptor, so renaming or deleting the file has no effect. The
-    bytes of the tensors are not checked here; the merge checks them.
+    merge checks the bytes of the tensors.
 
     Attributes:
         path: the path of the file when it was opened.
-        fd: the descriptor.
-        size: the size of the file, in bytes.
         signature: the signature of the file when it was opened.
         directory_digest: xxh3-128 of the raw central directory, 32 hexadecimal digits.
         records: the zip's records by name, without torch's leading folder.
@@ -73,11 +71,6 @@ class ShardFile:
         cls, storage: Storage, path: Path, *, cancel: Callable[[], None] = lambda: None
     ) -> Self:
         """Open a shard and read its zip directory, but not its pickle.
-
-        Args:
-            storage: the storage that reads the file.
-            path: the path of the file.
-            cancel: called often; it raises an error to stop.
 
         Raises:
             ShardFormatError: the file is not a whole file of torch.save, or is not little-endian.
@@ -117,18 +110,13 @@ class ShardFile:
     def tensors(self, *, parse: ReadPieces = read_pieces) -> Mapping[str, Local | Chunks]:
         """The tensors by name, in the order of the state dict. Later calls return the same dict.
 
-        Keys that end with ``_extra_state`` are left out.
-
-        Args:
-            parse: reads the pickle. For an untrusted file, pass a method of ``IsolatedParser``.
+        Keys that end with ``_extra_state`` are left out. For an untrusted file, ``parse`` must be a
+        method of ``IsolatedParser``.
 
         Raises:
-            ShardFormatError: the pickle is broken, does not match its CRC-32, or would run code. Or
-                a value is not a tensor, is not contiguous, has a dtype that safetensors lacks, or
-                lies outside its record.
+            ShardFormatError: the pickle is broken or would run code, or a value cannot be merged.
             PlacementError: a tensor has a device mesh or a placement that syncd does not merge.
             CoverageError: a local shape contradicts its placements.
-            OSError: storage failed.
         """
         if self._tensors is None:
             with uncollected():
@@ -167,7 +155,6 @@ class ShardFile:
         return Chunks(piece.dtype, piece.shape, parts)
 
     def _local(self, name: str, piece: Piece) -> Local:
-        """Find the bytes of a piece in this file."""
         dtype, shape, storage, offset, position = piece
         key = sys.intern(f"data/{storage}")
         record = self.records.get(key)

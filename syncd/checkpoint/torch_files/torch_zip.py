@@ -1,9 +1,8 @@
 """A strict reader of the zip files that ``torch.save`` writes.
 
-The reader is stricter than a general zip reader on purpose. The zip must be uncompressed, in one
-volume, and without a comment; the zip must end where the file ends. All its records must be in the
-same folder, and must not overlap. Anything that torch does not write is an error, so a torn file
-never counts as whole.
+The zip must be uncompressed, in one volume, and without a comment; the zip must end where the file
+ends. All its records must be in the same folder, and must not overlap. Anything that torch does not
+write is an error, so a torn file never counts as whole.
 """
 
 from __future__ import annotations
@@ -85,9 +84,8 @@ def _broken(path: Path, what: str) -> ShardFormatError:
 def central_directory_digest(storage: Storage, path: Path) -> tuple[int, str]:
     """The size in bytes of a ``torch.save`` file, and the digest of its central directory.
 
-    The trainer's receipt has the size and the digest. The directory holds the CRC-32 of every
-    record, so the directory's digest identifies the whole content, and the content need not be read
-    again.
+    The directory holds the CRC-32 of every record, so the digest, which the trainer's receipt has,
+    identifies the whole content.
 
     Raises:
         ShardFormatError: the file is not a whole zip as torch writes it.
@@ -157,19 +155,10 @@ def read_records(
 ) -> dict[str, ZipRecord]:
     """All records by name, without the folder that all names begin with.
 
-    The local header of each record is read too, because only this header gives the offset of the
-    record's bytes.
-
-    Args:
-        storage: reads the file.
-        fd: the descriptor of the open file.
-        directory: the central directory of the file.
-        path: the path of the file, for the message.
-        cancel: called often; it raises an error to stop.
+    The local header of each record is read too, because only it gives the offset of the bytes.
 
     Raises:
-        ShardFormatError: a record is compressed or encrypted, occurs twice, lies outside the file,
-            is in another folder, or overlaps another record.
+        ShardFormatError: a record is not as torch writes it, or overlaps another record.
     """
     entries = _entries(directory, path)
     if not entries:
