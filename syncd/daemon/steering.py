@@ -13,11 +13,7 @@ from syncd.storage.record_files import ReadPolicy
 
 
 class Steering:
-    """Reads requests. A damaged request raises no error; only failing storage raises OSError.
-
-    Args:
-        job: the job.
-    """
+    """Reads requests. A damaged request raises no error; only failing storage raises OSError."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -39,8 +35,7 @@ class Steering:
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
         """The unanswered requests, always in the same order.
 
-        A request that this daemon has no right to answer is left out. If the daemon tried such a
-        request, it would find the request unanswered forever, and publish nothing else.
+        Requests that this daemon may not answer are left out: it would publish nothing else.
         """
         if not self.asked():
             return ()

@@ -45,11 +45,7 @@ _PRUNED: Final = {
 
 
 class Metrics:
-    """All metrics of one process, in a registry of its own.
-
-    Attributes:
-        registry: holds the metrics; an exporter serves it.
-    """
+    """All metrics of one process, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -165,8 +161,6 @@ class Metrics:
 
 
 class _JobMeter(Meter):
-    """Counts the events of one job."""
-
     def __init__(
         self,
         metrics: Metrics,
@@ -265,12 +259,7 @@ class _JobMeter(Meter):
 
 
 class ExplorerMetrics:
-    """The gauges of all explorers.
-
-    Args:
-        registry: holds the gauges.
-        job: the name of the label for the job directory.
-    """
+    """The gauges of all explorers; ``job`` is the name of the label for the job directory."""
 
     def __init__(self, registry: CollectorRegistry, job: str) -> None:
         def gauge(name: str, what: str) -> Gauge:
@@ -301,10 +290,6 @@ class ExplorerMetrics:
     def look(self, label: str, job: Job) -> None:
         """Set the gauges from LATEST and from the reports of a job's explorers.
 
-        Args:
-            label: the job's label.
-            job: the job.
-
         Raises:
             OSError: storage does not answer.
         """
@@ -328,8 +313,7 @@ class ExplorerMetrics:
 
     def _set(self, job: str, report: ExplorerReport, latest: Latest | None) -> str:
         name = printable(report.name)
-        # First, before anything that may fail: otherwise the metrics of this explorer would never
-        # be removed.
+        # First, because a failure below would otherwise keep this explorer's metrics for ever.
         self._seen.setdefault(job, set()).add(name)
         if latest is not None and report.bench is None:
             self._lag.labels(job, name).set(latest.sequence - (report.sequence or 0))
