@@ -267,7 +267,6 @@ class Benches:
         return self._job.storage.exists(self._job.layout.step(step))
 
     def _build(self, asked: _Asked, save: WholeSave, tick: float) -> str:
-        """Make one build; returns the reason if the build has to wait, else an empty string."""
         request, begun = asked.request, self._clock()
         asked.again_at = begun + min(_LONGEST_WAIT, tick * 2**asked.attempts)
         asked.attempts = min(asked.attempts + 1, _MOST_DOUBLINGS)

@@ -261,7 +261,7 @@ def _from_file(file: Path) -> dict[str, GivenValue]:
 
 
 def _misplaced(key: str, one: GivenValue) -> str | None:
-    """The error for a relative path, useless to a service, or a path with a NUL; else None."""
+    """The error for a relative path, which no service can use, or one with a NUL; else None."""
     if one.is_local or not is_path(key) or not isinstance(one.value, str):
         return None
     if one.value == "" or (Path(one.value).is_absolute() and "\0" not in one.value):

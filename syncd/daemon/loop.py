@@ -360,8 +360,8 @@ class Loop:
     def _learn_in_turn(self, step: int) -> None:
         """Find out whether a save holds only a model, if this job may merge now.
 
-        This work needs a turn, because it uses as much memory as planning the save's merge. It
-        does nothing while a save of this job waits for a turn.
+        This work needs a turn, because it uses as much memory as planning the save's merge. This
+        method does nothing while a save of this job waits for a turn.
         """
         if not self._refused_turn and self._turn.take():
             try:

@@ -29,7 +29,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
     Every user of the host can connect, so two things are bounded. A connection ends after
     ``longest`` seconds, even if its client reads slowly. At most ``most`` connections are open. For
     a further connection the server closes the oldest connection without a complete request, because
-    real requests are complete within milliseconds; else it closes the oldest connection.
+    real requests are complete within milliseconds. If there is none, it closes the oldest one.
 
     Raises:
         OSError: the port cannot be used. Port 0 means any free port.

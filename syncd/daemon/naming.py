@@ -102,7 +102,6 @@ class Naming:
         self._why = ""
 
     def _without(self) -> list[str]:
-        """The names of the live explorers that do not accept the hub's names."""
         self._looked_at = self._clock()
         names = self._job.storage.names(self._job.layout.explorers)
         found = [one for one in self._job.explorer_reports(names, OF_OTHERS) if not one.hub_names]

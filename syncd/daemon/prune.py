@@ -154,7 +154,7 @@ class Pruner:
     def sweep(self) -> None:
         """Finish a previous daemon's deletions, and put back the folders that are in its trash.
 
-        Folders in ``doomed/`` are deleted; their lines in the audit log may be second ones.
+        Folders in ``doomed/`` are deleted; the audit log may get their lines a second time.
         """
         for trash in self._epoch.undecided():
             name = trash.name.partition("-")[0]

@@ -368,7 +368,6 @@ class Publisher:
             )
 
     def _announce(self, manifest: Manifest, delta_from: int | None = None) -> None:
-        """Write LATEST so that it names a published version."""
         latest = Latest(
             sequence=manifest.sequence,
             step=manifest.step,

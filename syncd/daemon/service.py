@@ -185,7 +185,6 @@ class Service:
         self._each_tick()
 
     def _stand_by_and_serve(self) -> None:
-        """Run one session, until this daemon is stopped or superseded, or storage fails."""
         self._check_there()
         self._job.check_folders()
         path = self._job.layout.format

@@ -33,9 +33,9 @@ class Steering:
         return self.pause() is not None
 
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
-        """The unanswered requests, always in the same order.
+        """The unanswered requests in a fixed order, without those that this daemon may not answer.
 
-        Requests that this daemon may not answer are left out: it would publish nothing else.
+        Such a request would stay unanswered, and the daemon would publish nothing else.
         """
         if not self.asked():
             return ()

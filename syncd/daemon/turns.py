@@ -106,10 +106,9 @@ class Turns:
 
     A merge is *late* if it has taken :data:`FAIR_TIMES` times as long as its tensors should take,
     and at least :data:`LEAST` seconds. The first late merge continues *beside* the other merges: it
-    no longer counts against the limit. If a second merge becomes late while a job waits for a turn,
-    the second merge is ended, and its save is put off until no merge is beside the others; then it
-    is merged beside them. So waiting jobs can end the merge of a save at most once, and the second
-    attempt delays no other job.
+    no longer counts against the limit. A second merge that becomes late while a job waits is ended.
+    Its save is put off until no merge is beside the others, and is then merged beside them. So
+    waiting jobs end the merge of a save at most once, and the second attempt delays no other job.
 
     A late merge also ends if its trainer has announced a newer save, which is merged instead. Each
     consecutive end of this kind doubles the time after which a newer save may end the job's next

@@ -46,8 +46,7 @@ class DeltaHistory:
     Attributes:
         base: the version that the delta starts from.
         bytes, changed, seconds: the delta's size, the fraction of elements that differ, and the
-            time to make the delta; None if there is no delta.
-        why: the reason why there is no delta, if there is none.
+            time to make the delta; None if there is no delta, for the reason ``why``.
     """
 
     base: int | None
@@ -66,8 +65,7 @@ class VersionHistory:
         merge_seconds: the time from the start of the merge to the update of LATEST.
         published: when LATEST began to name the version.
         latency_seconds: the time from ``saved`` to ``published``.
-        of, by: for a rollback, the version that was published again, and the user who requested the
-            rollback.
+        of, by: for a rollback, the version that was published again, and the requesting user.
         delta: the outcome of the delta to this version; None if no delta was to be made.
         live: the loads by explorers, in the order in which daemons found them.
     """

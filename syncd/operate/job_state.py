@@ -182,7 +182,6 @@ def _is_there(storage: Storage, path: Path) -> bool:
 
 
 def _rollbacks(job: Job) -> list[dict[str, Any]]:
-    """The rollback requests that no daemon has carried out or refused yet."""
     try:
         asked = Steering(job).asked()
     except OSError:

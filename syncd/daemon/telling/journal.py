@@ -376,7 +376,6 @@ class Journal:
         )
 
     def _named(self, manifest: Manifest) -> None:
-        """Remember the time at which LATEST began to name a version."""
         self._named_at[manifest.sequence] = self._clock()
         if len(self._named_at) > _REMEMBERED:
             del self._named_at[min(self._named_at)]

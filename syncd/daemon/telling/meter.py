@@ -30,8 +30,8 @@ class Meter:
     def published(self, manifest: Manifest, *, seconds: float, latency: float) -> None:
         """A save was published; the times end when LATEST names the version.
 
-        ``seconds`` begins with the merge, and ``latency`` with the first scan that found the save
-        complete, by this host's clock.
+        ``seconds`` is measured from the start of the merge, ``latency`` from the first scan that
+        found the save complete, by this host's clock.
         """
 
     def live(self, *, seconds: float | None, pause: float | None) -> None:
