@@ -136,8 +136,6 @@ class Benches:
             raise refused[0]
         return waiting
 
-    # -- reading ---------------------------------------------------------------------------
-
     def _found(self) -> tuple[dict[str, BenchRequest], list[str]]:
         """All requests by their ids, and the sessions that have a folder for builds."""
         folder = self._job.layout.bench
@@ -203,8 +201,6 @@ class Benches:
             elif not (is_gone(error) or error.errno in NOT_EMPTY):
                 refused.append(error)
         return kept
-
-    # -- builds ----------------------------------------------------------------------------------
 
     def _build_next(self, tick: float) -> str:
         """Make the first build that can be made now; returns the reason if a build has to wait."""

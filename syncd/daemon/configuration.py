@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 _FIELDS: Final = RunConfig.model_fields
 KEYS: Final = tuple(_FIELDS)
-#: The prefix of the names of environment variables.
 PREFIX: Final = "SYNCD_"
 DEFAULT: Final = "default"
 #: The most bytes of a file that is read as a configuration, and characters of it in a message.

@@ -295,8 +295,6 @@ class DeltaMaker:
             return f"the work on {delta_folder(self._making.target.sequence)} has not ended yet"
         return ""
 
-    # -- beside the loop -------------------------------------------------------------------------
-
     def _run(self, making: _Making) -> None:
         name = delta_folder(making.target.sequence)
         try:

@@ -63,7 +63,7 @@ class Naming:
         self.change: NewNames | None = None
 
     def look(self) -> None:
-        """Before the first version, look for dead explorers, whose support does not count."""
+        """Before the first version, find dead explorers, so that :meth:`choose` ignores them."""
         if self._is_new and self._clock() >= self._looked_at + self._often:
             self._without()
 

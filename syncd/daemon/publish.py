@@ -154,12 +154,7 @@ class Publisher:
                 )
 
     def check_room(self, save: WholeSave) -> None:
-        """Check that there is enough space for a merge before it begins.
-
-        Raises:
-            NoRoomError: the disk has no space for this version.
-            SaveNotReadyError, CheckpointError: for the reasons that :meth:`publish` lists.
-        """
+        """Raise NoRoomError if the disk lacks space; also raises the errors of :meth:`publish`."""
         self._free_space.check(
             self._job.layout.actor(save.step), save, self._merge_options(), self._cancel
         )

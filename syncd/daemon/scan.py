@@ -77,11 +77,7 @@ class Scanner:
         self._steering = Steering(job)
 
     def scan(self, known: Known, config: DaemonConfig) -> Observation:
-        """Scan the job once.
-
-        Raises:
-            JobUnavailableError: the job's folder, or ``.syncd`` in it, is missing.
-        """
+        """Scan once; JobUnavailableError if the job's folder, or ``.syncd`` in it, is missing."""
         self._job.check_is_there()
         self._lookout.tick = min(config.tick, self._longest_tick)
         pointer, pointer_key = self._pointer(self._pointer_file)

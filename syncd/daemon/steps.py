@@ -88,8 +88,7 @@ class Steps:
                     seen.append(look)
                     if look.found in {None, outcome.identity}:
                         continue
-                    # else the step was saved again since, and the pointer may have passed that save
-                    # too
+                    # else the step was saved again, and the pointer may have passed that save too
                 if pointer.step is not None and step < pointer.step:
                     save = self._skipped_save(step)
                     # Without receipts, a trainer may be writing there in place at this moment.

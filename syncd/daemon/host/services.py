@@ -104,10 +104,7 @@ class Services:
         self._keepers[0].wake()
 
     def run(self) -> bool:
-        """Serve until stopped, or until both jobs are idle and ``exit_when_idle`` is set.
-
-        Returns True, because all threads have ended.
-        """
+        """Serve until stopped or idle; returns True, because all threads have ended."""
         first, *others = self._keepers
         threads = [threading.Thread(target=one.serve, name=str(one.root)) for one in others]
         for thread in threads:

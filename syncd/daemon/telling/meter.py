@@ -56,7 +56,6 @@ class Meter:
         """Storage or the daemon has refused some work, or some work has failed."""
 
 
-#: Makes the meter of one job.
 MeterOf = Callable[[Job], Meter]
 
 

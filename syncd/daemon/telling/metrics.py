@@ -33,7 +33,6 @@ _SHORT: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _LONG: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 #: Names of ``DaemonCounters`` that are outcomes of saves.
 _OUTCOMES: Final = ("skipped", "quarantined", "published")
-#: The possible outcomes of a delta that was to be made.
 _DELTAS: Final = ("made", "none")
 #: A counter's name there → the kind of deletion that it counts.
 _PRUNED: Final = {
@@ -288,11 +287,7 @@ class ExplorerMetrics:
         self._seen: dict[str, set[str]] = {}
 
     def look(self, label: str, job: Job) -> None:
-        """Set the gauges from LATEST and from the reports of a job's explorers.
-
-        Raises:
-            OSError: storage does not answer.
-        """
+        """Set the gauges from LATEST and the explorers' reports; OSError if storage is silent."""
         latest = job.read(Latest, job.layout.latest, OF_OTHERS)
         reports = job.explorer_reports(
             job.storage.names(job.layout.explorers), OF_OTHERS, most=_MOST
