@@ -30,8 +30,7 @@ from syncd.protocol.requests import RollbackRequest
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock
 
-#: Seconds between two attempts at a merge that storage refuses, for example on a full disk, at
-#: most.
+#: Seconds between two attempts at a merge that storage refuses, at most.
 _LONGEST_WAIT: Final = 30.0
 _MOST_DOUBLINGS: Final = 16
 #: How many rounds try a rollback that storage refuses.
@@ -39,20 +38,7 @@ _ROLLBACK_ATTEMPTS: Final = 6
 
 
 class Attempts:
-    """Publishes saves, and carries out rollbacks.
-
-    A save that fails is tried again or quarantined. A rollback that fails is tried again or
-    refused.
-
-    Args:
-        job: the job.
-        publisher: makes the versions.
-        journal: records the outcome.
-        reporter: receives the progress of a merge.
-        tidying: removes leftovers of a failed attempt.
-        deltas: makes the deltas to published versions.
-        clock: seconds, monotonic.
-    """
+    """Publishes saves, and carries out rollbacks; a failed rollback is tried again or refused."""
 
     def __init__(
         self,
@@ -80,20 +66,13 @@ class Attempts:
         self._refusals = 0
 
     def publish(self, save: WholeSave, whole_since: float, tick: float, heard: Progress) -> str:  # noqa: PLR0911 - one return for each way it ends
-        """Publish a save, or quarantine it.
+        """Publish a save, or quarantine it; returns the reason if the save has to wait, else "".
 
-        Args:
-            save: the save, as the last scan found it.
-            whole_since: when the save was first seen in its present state, by ``clock``.
-            tick: seconds to wait after the first failure; each further failure doubles the wait.
-            heard: called with the merge's progress.
-
-        Returns:
-            The reason why the save has to wait; empty if it does not have to wait.
+        ``whole_since`` is when the save was first seen in its present state, by ``clock``. After
+        the first failure the save waits ``tick`` seconds; each further failure doubles the wait.
 
         Raises:
-            SyncdError: the daemon cannot continue, because another daemon has taken over, because a
-                stop was requested, or because the job is unavailable.
+            SyncdError: another daemon took over, a stop was requested, or the job is unavailable.
         """
         if save.identity != self._tried:
             self._tried, self._failures, self._again_at = save.identity, 0, 0.0
@@ -155,12 +134,9 @@ class Attempts:
     def roll_back(self, request: RollbackRequest) -> None:
         """Make an old version LATEST again, and answer the request.
 
-        New saves wait until the rollback is done.
-
         Raises:
-            OSError: storage refuses the rollback. The caller can try the rollback again, but only a
-                few times.
-            SyncdError: the daemon cannot continue, for the reasons that :meth:`publish` lists.
+            OSError: storage refuses the rollback; the caller may try again, but only a few times.
+            SyncdError: for the reasons that :meth:`publish` lists.
         """
         if request.id != self._asked:
             self._asked, self._refusals = request.id, 0
@@ -197,12 +173,7 @@ class Attempts:
         return tell
 
     def _check_room(self, save: WholeSave) -> None:
-        """Check that the disk has space for a version; if not, delete all deltas and check again.
-
-        Raises:
-            NoRoomError, SaveNotReadyError, CheckpointError: :meth:`Publisher.check_room` raised
-                this error.
-        """
+        """Check the disk space; if there is too little, delete all deltas and check again."""
         try:
             self._publisher.check_room(save)
         except NoRoomError as error:
@@ -211,11 +182,7 @@ class Attempts:
             self._publisher.check_room(save)
 
     def _try_later(self, why: str, error: Exception, tick: float) -> str:
-        """Set the time of the save's next attempt: each failure doubles the delay, up to a limit.
-
-        Returns:
-            The reason why the save has to wait.
-        """
+        """Set when to try the save again; returns the reason why the save has to wait."""
         self._journal.meter.failed(error)
         self._tidying.after(error)
         wait = min(_LONGEST_WAIT, tick * 2**self._failures)

@@ -59,21 +59,11 @@ class Benches:
 
     Promised: a build changes neither LATEST, nor the sequences, nor the records of saves, nor any
     version. A build is deleted after its request is removed, or after the session of its explorer
-    has died. Not promised: that a build begins while a save is merged. One call of :meth:`run_once`
-    makes at most one build. The loop publishes the newest save before it makes a build.
+    has died. Not promised: that a build begins while a save is merged. The loop publishes the
+    newest save before it makes a build.
 
     Args:
-        job: the job.
-        epoch: the active daemon's room.
-        publisher: merges the saves, and answers the requests.
-        attempts: reports the progress of a merge.
-        journal: records builds and refusals.
-        reporter: reports the daemon's work.
-        tidying: removes leftovers of a failed build.
-        turn: asked before each build whether this job may merge now.
-        lease_time: seconds, from the job's format.
         publishes: whether to make builds; if False, builds are only deleted.
-        clock: seconds, monotonic.
 
     Attributes:
         awaits_turn: whether a build waits until the merges of other jobs have ended.
@@ -117,17 +107,12 @@ class Benches:
     def run_once(self, tick: float) -> str:
         """Delete builds that no explorer needs, and then make at most one requested build.
 
-        Args:
-            tick: about how many seconds lie between two calls. A step without receipts is built
-                only if its files have not changed for that time.
-
-        Returns:
-            The reason why a build has to wait; empty if no build has to wait.
+        A step without receipts is built only if its files have not changed for ``tick`` seconds,
+        about the time between two calls. Returns the reason if a build has to wait, else "".
 
         Raises:
             OSError: storage refuses some work; the next call tries that work again.
-            SyncdError: the daemon cannot continue, because another daemon has taken over, because a
-                stop was requested, or because the job is unavailable.
+            SyncdError: another daemon took over, a stop was requested, or the job is unavailable.
         """
         self.awaits_turn = False
         self._lookout.tick = min(tick, self._longest_tick)
@@ -150,8 +135,6 @@ class Benches:
         if refused:  # only now, so that one explorer's failure does not delay the others
             raise refused[0]
         return waiting
-
-    # -- reading ---------------------------------------------------------------------------
 
     def _found(self) -> tuple[dict[str, BenchRequest], list[str]]:
         """All requests by their ids, and the sessions that have a folder for builds."""
@@ -219,14 +202,8 @@ class Benches:
                 refused.append(error)
         return kept
 
-    # -- builds ----------------------------------------------------------------------------------
-
     def _build_next(self, tick: float) -> str:
-        """Make the build for the first request that can be carried out now.
-
-        Returns:
-            The reason why a build has to wait; empty if no build has to wait.
-        """
+        """Make the first build that can be made now; returns the reason if a build has to wait."""
         waiting = ""
         for asked in self._asked.values():
             if self._clock() >= asked.again_at:
@@ -245,10 +222,9 @@ class Benches:
         return waiting
 
     def _ready(self, asked: _Asked, tick: float) -> WholeSave | None:
-        """The save of a requested step if a build can be made from this save now.
+        """The save to build from now; if None, ``asked.why`` is the reason for waiting.
 
-        If no build can be made now, the result is None, and ``asked.why`` is the reason for
-        waiting. ``asked.why`` is empty if the build exists already, or if the request was refused.
+        ``asked.why`` is empty if the build exists already, or if the request was refused.
         """
         request, asked.why = asked.request, ""
         if self._is_built(request):
@@ -287,7 +263,6 @@ class Benches:
         return self._job.storage.exists(self._job.layout.step(step))
 
     def _build(self, asked: _Asked, save: WholeSave, tick: float) -> str:
-        """Make one build; returns the reason if the build has to wait, else an empty string."""
         request, begun = asked.request, self._clock()
         asked.again_at = begun + min(_LONGEST_WAIT, tick * 2**asked.attempts)
         asked.attempts = min(asked.attempts + 1, _MOST_DOUBLINGS)

@@ -42,16 +42,7 @@ _DEEPEST: Final = 4
 
 
 class Tidying:
-    """Cleans up a job while its daemon is active; each call does a bounded amount of work.
-
-    Args:
-        job: the job.
-        session: this process's heartbeat.
-        pruner: finishes deletions that are half done.
-        reserve: files that keep some disk space free; they are deleted if the disk is full.
-        journal: records refused deletions.
-        clock: seconds, monotonic.
-    """
+    """Cleans up a job while its daemon is active; each call does a bounded amount of work."""
 
     def __init__(
         self,
@@ -82,10 +73,7 @@ class Tidying:
         self._keep_room()
 
     def after(self, error: Exception) -> None:
-        """Record that some work failed halfway; the next :meth:`run_once` removes the leftovers.
-
-        If the work failed because the disk is full, all deltas and the reserve are deleted.
-        """
+        """Note leftovers for :meth:`run_once`; on a full disk delete all deltas and the reserve."""
         self._untidy = True
         if isinstance(error, OSError):
             self.gave_up_deltas(error)
@@ -96,11 +84,7 @@ class Tidying:
         self._untidy = True
 
     def gave_up_deltas(self, error: Exception) -> bool:
-        """Delete all deltas if the disk was full, because versions are more important than deltas.
-
-        Returns:
-            True if deltas were deleted, so that the disk has more space now.
-        """
+        """If the disk is full, delete all deltas; returns whether this freed space."""
         if isinstance(error, OSError) and error.errno not in NO_ROOM:
             return False
         try:
@@ -112,10 +96,8 @@ class Tidying:
     def run_once(self, leased: Iterable[str], leftover_grace: float) -> None:
         """Do a bounded part of the work that has to be done now.
 
-        Args:
-            leased: the sessions that hold leases.
-            leftover_grace: seconds without a change after which a leftover is removed. A new value
-                also applies to leftovers that the collector already watches.
+        Leftovers are removed after ``leftover_grace`` seconds without a change, except the
+        heartbeats of the sessions in ``leased``, which hold leases.
 
         Raises:
             OSError: storage refuses some work; the next call tries that work again.
@@ -152,14 +134,9 @@ class Collector:
     that no requester reads. A removed temporary file may belong to a process that was only paused.
     In that case the rename of the file fails, and the process writes the file again.
 
-    Args:
-        job: the job.
-        grace: seconds without a change after which a leftover is removed.
-        clock: seconds, monotonic.
-
     Attributes:
-        grace: the caller may change this value. The new value also applies to leftovers that the
-            collector already watches.
+        grace: seconds without a change after which a leftover is removed. The caller may change
+            it; the new value also applies to leftovers that the collector already watches.
     """
 
     def __init__(self, job: Job, grace: float, *, clock: Clock) -> None:
@@ -178,9 +155,7 @@ class Collector:
     def run_once(self, leased: Iterable[str]) -> None:
         """If it is time, remove the leftovers that have not changed for ``grace``.
 
-        Args:
-            leased: the sessions that hold leases; their heartbeats stay, because the pruner decides
-                about these leases.
+        The pruner decides about leases, so heartbeats of the sessions in ``leased`` stay.
         """
         self._leased = frozenset(leased)
         self._judge.lease_time = self.grace
@@ -226,7 +201,6 @@ class Collector:
         return is_report or path.parent == layout.claims
 
     def _is_orphan(self, path: Path) -> bool:
-        """True if a report or a claim belongs to a session without a heartbeat."""
         try:
             session = session_of(self._job.storage.read(path))
             return session is not None and not self._job.storage.exists(
@@ -237,7 +211,6 @@ class Collector:
             return False
 
     def _look(self, path: Path) -> None:
-        """Check a path once, and remove the path if it has not changed for ``grace``."""
         try:
             liveness = self._judge.look(path)
             # A session may beat again at this very moment: that is looked at once more.
@@ -254,10 +227,7 @@ class Collector:
             self._watched.discard(path)
 
     def _found(self) -> Iterator[Path | None]:
-        """Yield leftovers and all heartbeats; yield None for each look that found nothing.
-
-        Temporary files of filelock count as leftovers.
-        """
+        """Yield leftovers, also filelock's, and all heartbeats; None for each look in vain."""
         layout = self._job.layout
         for folder in (layout.drafts, layout.explorers, layout.quarantine, layout.requests):
             yield from self._temporaries(folder)
@@ -278,10 +248,7 @@ class Collector:
             yield layout.sessions / name
 
     def _orphans(self) -> Iterator[Path | None]:
-        """Yield the reports and claims of sessions without a heartbeat.
-
-        Yield None for each report or claim of a session that has a heartbeat.
-        """
+        """Yield the reports and claims of sessions without a heartbeat; None for each other one."""
         # This client's cached view of a heartbeat may be older than its participant.
         self._job.storage.refresh(self._job.layout.sessions)
         for folder in (self._job.layout.explorers, self._job.layout.claims):

@@ -14,11 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class LetBe:
-    """Logs each ignored path, and repeats the message only now and then, not at each scan.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    """Logs each ignored path, and repeats the message only now and then, not at each scan."""
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._repeats = Repeats(clock=clock)

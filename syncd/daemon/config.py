@@ -29,7 +29,6 @@ class Quantity:
 
     Attributes:
         unit: the unit of a number without a written unit, for messages.
-        examples: texts with a unit, as examples in messages.
         units: a unit as people write it → its size, counted in ``unit``.
     """
 
@@ -40,7 +39,6 @@ class Quantity:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Read text with a unit first, and apply pydantic's own rules to the result."""
         return core_schema.no_info_before_validator_function(self.read, handler(source))
 
     def read(self, value: object) -> object:
@@ -62,26 +60,17 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Suffix:
-    """Marks a path that must have a certain suffix.
-
-    Attributes:
-        suffix: the required ending.
-    """
+    """Marks a path that must end with ``suffix``."""
 
     suffix: str
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Check the value that pydantic has read."""
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def check(self, value: Path) -> Path:
-        """The path, unchanged.
-
-        Raises:
-            ValueError: the path has another suffix.
-        """
+        """The path, unchanged; raises ValueError if the path has another suffix."""
         if value.suffix != self.suffix:
             raise ValueError(f"it does not end with {self.suffix}")
         return value
@@ -113,54 +102,19 @@ PromFile = Annotated[Path, Suffix(".prom")]
 class DaemonConfig(BaseModel):
     """All keys of a daemon with their defaults; times are in seconds, sizes in bytes.
 
+    ``docs/configuration.md`` describes each key; its empty string is None here. In addition:
+
     Attributes:
-        pointer: the file that names the step to publish. Plain verl jobs have only
-            ``latest_checkpointed_iteration.txt``.
-        tick: the time between two scans of the job if no event reports a change earlier.
-        keep: how many of the newest versions to keep, LATEST included. Leased versions are also
-            kept.
-        deltas: whether to make a delta to each new version from the previous version. Explorers
-            that stage on another filesystem read the delta instead of the version. ``on`` makes
-            each delta, ``off`` makes none, and ``auto`` makes deltas while two or more live
-            explorers could use them.
-        keep_deltas: the most deltas to keep; the newest deltas are kept. Fewer deltas are kept if
-            their total size would exceed half the size of a version.
-        digests: whether versions have xxh3-128 digests, which explorers check.
-        cast: the dtype to cast the floating tensors of versions to: ``bf16``, ``fp16`` or ``fp32``,
-            with torch's rounding. Integer, bool and fp8 tensors are not cast. None for no cast.
-        dcp_prefix: the prefix of the model's tensor names in saves of
-            ``torch.distributed.checkpoint``, e.g. ``model.``; the daemon removes the prefix. If
-            None, the daemon detects the prefix.
-        names: the names of the tensors in versions. ``hub``: the names in the model's checkpoints
-            on the hub. ``trainer``: the names in the trainer's module. None: the names of the job's
-            newest version; in a new job ``hub`` if all live explorers accept the hub's names, else
-            ``trainer``.
-        max_shard_size: the most bytes of tensors in one file of a version.
-        copy_threads: how many files of a version to write at a time; at most the number of
-            processors.
-        prune_steps: whether to delete step folders after their saves were published or skipped.
-        prune_foreign: whether ``prune_steps`` applies also to saves without receipts in a job whose
-            pointer is not ``latest_state_dict_iteration.txt``.
-        refuse_nonfinite: whether to quarantine a save whose receipts name tensors with NaN or Inf,
-            instead of publishing it with a warning.
-        remote_timeout: how long to wait for a step folder that has neither weights nor the path of
-            remote weights. After that time the save is quarantined.
-        dead_reader_grace: how long to keep a dead explorer's lease, because its engine may still
-            read the version.
-        leftover_grace: how old an orphaned temporary file must be before the daemon deletes it.
-        memory_dir: a second job directory that the same process serves, on a memory filesystem that
-            trainer, daemon and explorers of one host share. The daemon creates this directory if it
-            is missing.
-        exit_when_idle: whether the daemon ends when all trainers and explorers have left and no
-            save has to be published. A daemon that has never seen a trainer or an explorer does not
-            end.
-        hang_time: if storage has not answered for this long, the process ends itself. The value
-            must be above 300 s, the limit for reading a pickle, and above the time in which storage
-            writes one file of ``max_shard_size``.
-        shared_group: a group, by name or number, that trainers, explorers and this daemon all
-            belong to. The group may read and write all files that the daemon makes.
-        lease_time: a process without a heartbeat for this long counts as dead. The setting takes
-            effect only in a new job.
+        deltas: explorers that stage on another filesystem read a delta instead of the version.
+        cast: with torch's rounding; integer, bool and fp8 tensors are not cast.
+        names: None to let ``naming.py`` choose.
+        remote_timeout: after this time the save of the step is quarantined.
+        dead_reader_grace: the engine of a dead explorer may still read the version.
+        memory_dir: trainer, daemon and explorers of one host share it. The daemon creates this
+            directory if it is missing.
+        hang_time: must be above 300 s, the limit for reading a pickle, and above the time in which
+            storage writes one file of ``max_shard_size``.
+        shared_group: a name or number. The group may read and write all files of the daemon.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -218,18 +172,7 @@ LIVE_KEYS: Final = frozenset(
 
 
 class RunConfig(DaemonConfig):
-    """All settings of ``syncd run``: the settings of a daemon, and the settings of its process.
-
-    Attributes:
-        job: the job directory.
-        root: a folder of jobs to serve instead of one job; jobs may be added and removed.
-        concurrent_merges: how many jobs below ``root`` may merge saves at the same time.
-        metrics_port: the port on 127.0.0.1 where metrics are served; 0 to serve no metrics there.
-        metrics_textfile: a file on this host to which the daemon writes metrics, for the node
-            exporter.
-        log_format: ``human`` logs lines for people; ``json`` logs one JSON object per line.
-        log_level: the lowest level to log.
-    """
+    """All settings of ``syncd run``: the settings of a daemon, and the settings of its process."""
 
     job: Path | None = None
     root: Path | None = None

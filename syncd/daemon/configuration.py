@@ -2,8 +2,6 @@
 
 The command line overrides the environment, the environment overrides the file, and the file
 overrides the defaults.
-
-Error messages list the values that a key allows; the list comes from the key's type.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ log = logging.getLogger(__name__)
 
 _FIELDS: Final = RunConfig.model_fields
 KEYS: Final = tuple(_FIELDS)
-#: The prefix of the names of environment variables.
 PREFIX: Final = "SYNCD_"
 DEFAULT: Final = "default"
 #: The most bytes of a file that is read as a configuration, and characters of it in a message.
@@ -41,10 +38,9 @@ _ALIKE: Final = 0.7
 
 @dataclass(frozen=True)
 class GivenValue:
-    """A configured value before it is checked, with its source.
+    """A configured value before it is checked.
 
     Attributes:
-        value: the value.
         source: the file, environment variable or option that has the value, as text for people.
         is_local: whether the value may be a path relative to the working directory.
     """
@@ -59,7 +55,6 @@ class Configuration:
     """A configuration, and the source of each value.
 
     Attributes:
-        config: the values.
         sources: key → a file, an environment variable, an option, or ``default``.
         file: the file that was read; None if no file was named.
     """
@@ -70,11 +65,7 @@ class Configuration:
 
     @property
     def job(self) -> Path:
-        """The job directory.
-
-        Raises:
-            InvalidSettingsError: the configuration names no job directory.
-        """
+        """The job directory; raises InvalidSettingsError if the configuration names none."""
         if self.config.job is None:
             where = "as job = \"/…\" in a configuration file ('--config FILE')"
             if self.file is not None:
@@ -86,11 +77,7 @@ class Configuration:
 
     @property
     def root(self) -> Path | None:
-        """The folder of many jobs; None if the daemon serves one job.
-
-        Raises:
-            InvalidSettingsError: the configuration names both a job and a folder of many jobs.
-        """
+        """The folder of many jobs, or None; raises InvalidSettingsError if a job is named too."""
         config = self.config
         if config.root is not None and config.job is not None:
             told = " and ".join(
@@ -109,17 +96,13 @@ def load(
     environ: Mapping[str, str],
     options: Mapping[str, GivenValue] | None = None,
 ) -> Configuration:
-    """Read a configuration.
+    """Read a configuration from a TOML file, the environment and the command line.
 
-    Args:
-        file: a TOML file.
-        environ: the environment: ``SYNCD_KEY`` sets each key, e.g. ``SYNCD_KEEP`` sets ``keep``.
-        options: key → its value on the command line.
+    In ``environ``, ``SYNCD_KEY`` sets each key: ``SYNCD_KEEP`` sets ``keep``.
 
     Raises:
-        InvalidSettingsError: the file cannot be read, or a value in the file, in the environment or
-            on the command line cannot be used. Each line of the message is about one such value:
-            its source, its key, the value itself, and the allowed values.
+        InvalidSettingsError: the file cannot be read, or a value cannot be used. Each line of the
+            message is about one value: its source, its key, the value and the allowed values.
     """
     given = _from_file(file) if file is not None else {}
     given |= {
@@ -181,12 +164,10 @@ class ConfigReloader:
     """A configuration that can be read again while the daemon runs.
 
     Promised: an invalid configuration changes nothing. Some keys cannot change while the daemon
-    runs: their old values stay, and a warning is logged. All other new values take effect.
+    runs: their old values stay, and a warning is logged.
 
     Args:
-        read: reads the configuration; called for the first time in the constructor.
-        applied: called with each configuration that takes effect, also with the first
-            configuration.
+        applied: called with each configuration that takes effect, also with the first one.
 
     Attributes:
         current: the configuration in force.
@@ -206,12 +187,7 @@ class ConfigReloader:
         applied(self.current.config)
 
     def again(self) -> RunConfig | None:
-        """Read the configuration again.
-
-        Returns:
-            The configuration in force; None if nothing changed because the new configuration is
-            invalid.
-        """
+        """Read the configuration again; returns the one in force, or None if it is invalid."""
         self.whole = False
         try:
             asked = self._read()
@@ -284,10 +260,7 @@ def _from_file(file: Path) -> dict[str, GivenValue]:
 
 
 def _misplaced(key: str, one: GivenValue) -> str | None:
-    """The error for a path that is relative or contains a NUL; None for any other value.
-
-    Paths must be absolute, because a service has no useful working directory.
-    """
+    """The error for a relative path, which no service can use, or one with a NUL; else None."""
     if one.is_local or not is_path(key) or not isinstance(one.value, str):
         return None
     if one.value == "" or (Path(one.value).is_absolute() and "\0" not in one.value):

@@ -38,11 +38,7 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True)
 class LeaseSeen:
-    """A lease on a version.
-
-    ``dead_for``: for how many seconds the session of the lease has been dead, by this host's clock;
-    None if the session is alive.
-    """
+    """A lease; ``dead_for``: for how many seconds its session has been dead, None if alive."""
 
     sequence: int
     marker: str
@@ -54,16 +50,12 @@ class StepSeen:
     """A step folder with a recorded outcome of its last save.
 
     Attributes:
-        outcome: the recorded outcome of the last save.
         recorded: the identity of the save that has ``outcome``.
-        found: the identity of the save that is in the folder now; None if that save is not
-            complete.
+        found: the identity of the save in the folder now; None if that save is not complete.
         has_receipts: whether syncd's hook wrote the save.
         full, retired, saving, pinned: whether the folder has the mark of this name.
         resumable: whether the folder holds more than weights, so that training may resume from it.
-        critic: whether the folder has files of a critic.
-        model_only: whether the save holds only a model, according to the record; None if the record
-            does not say whether it does.
+        model_only: whether the save holds only a model; None if the record does not say so.
         unread: True if the daemon must still read the save's ``.metadata`` to find out whether
             training can resume from the save. Until then the save counts as resumable.
     """
@@ -100,24 +92,19 @@ class Observation:
         checkpoint: the pointer that names the step to resume from.
         save: the save that ``pointer`` names; None if ``pointer`` names no step.
         save_still_for: for how many seconds ``save`` has been seen unchanged.
-        quarantined: whether ``save`` is recorded as quarantined.
         published_save: the identity of the save that LATEST was made from.
         latest: LATEST's sequence; 0 before the first version.
         full_bytes: the bytes of LATEST's files; None if unknown.
         versions: the published sequences.
-        deltas: the deltas on disk.
         lease_folders: the sequences of versions that can be leased.
-        leases: all leases.
         steps: step folders with a recorded outcome.
         unrecorded: complete saves of steps below the pointer, without a recorded outcome.
         vanished: steps with a recorded outcome but without a folder.
-        announced_step: the step of the last save that the trainer announced; None if the trainer's
-            report names no such step.
-        pause: if set, the daemon publishes and prunes nothing.
+        announced_step: the step of the last save that the trainer announced; None without a
+            trainer's report, 0 if the report names no step or is unreadable.
         rollbacks: the requested rollbacks that have no answer yet.
-        served_request: the id of the rollback request that LATEST results from; None if there is no
-            such request.
-        delta_base: the version from which a delta is being made; None if no delta is being made.
+        served_request: the id of the rollback request that LATEST results from, if any.
+        delta_base: the version from which a delta is being made, if any.
     """
 
     pointer: Pointer
@@ -165,11 +152,7 @@ class Republish:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """Answer a rollback request.
-
-    ``made`` is the sequence of the new version. If the rollback is refused, ``made`` is None, and
-    ``why`` is the reason.
-    """
+    """Answer a rollback request; ``made``: the new version's sequence, or None for a refusal."""
 
     request: RollbackRequest
     made: int | None = None
@@ -257,10 +240,8 @@ Action = (
 class Decision:
     """The actions of a round in order, and the reason for waiting if the daemon waits.
 
-    Attributes:
-        pending: True if the daemon has something to publish, answer or quarantine, now or in a
-            later round, even if all trainers and explorers leave. A pause also counts as pending,
-            because a person is at work.
+    ``pending``: something has to be published, answered or quarantined, now or later, even if all
+    participants leave. A pause also counts as pending, because a person is at work.
     """
 
     actions: tuple[Action, ...]
@@ -269,10 +250,7 @@ class Decision:
 
 
 def decide(seen: Observation, config: DaemonConfig) -> Decision:
-    """The actions for an observation.
-
-    New versions come before deletions, so that no explorer waits until old files are deleted.
-    """
+    """The actions for an observation; new versions first, as no explorer may wait for deletions."""
     new: tuple[Publish | GiveUp | Republish | AnswerRequest, ...]
     if seen.rollbacks:
         # Until a request is answered nothing else is published, so that a successor can tell from
@@ -356,10 +334,10 @@ def _versions(
 ) -> Iterable[RetireVersion | CloseLeaseFolder]:
     """Versions below LATEST that no retention rule keeps.
 
-    If another daemon has taken over, a lease folder above LATEST may belong to the version that
-    this other daemon publishes next. So nothing above LATEST is ever touched. A version below
-    LATEST without a lease folder was retired by a daemon that ended before it deleted the version.
-    Such a version is deleted, and never leased again.
+    Nothing above LATEST is touched: after a take-over, a lease folder there may belong to the
+    version that the other daemon publishes next. A version below LATEST without a lease folder was
+    retired by a daemon that ended before it deleted the version. Such a version is deleted, and
+    never leased again.
     """
     keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
     leased = {lease.sequence for lease in seen.leases}  # or pinned: a pin is in that folder too
@@ -380,7 +358,7 @@ def _versions(
 def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
     """Deltas to delete. A chain of deltas larger than half a version helps no explorer.
 
-    If a delta is pruned, all older deltas are pruned too, because every chain ends with the newest
+    All deltas older than a pruned delta are pruned too, because every chain ends with the newest
     delta. Deltas to versions above LATEST are never touched.
     """
     together = 0
@@ -402,11 +380,7 @@ KeepRule = Callable[[Sequence[int]], frozenset[int]]
 
 
 def keep_newest(count: int) -> KeepRule:
-    """A rule that keeps the newest ``count`` versions.
-
-    Raises:
-        ValueError: ``count`` is below 1, so that LATEST would not stay.
-    """
+    """A rule that keeps the newest ``count`` versions; raises ValueError if that is below 1."""
     if count < 1:
         raise ValueError(f"keep_newest({count}): the count must be at least 1")
     return lambda sequences: frozenset(sequences[-count:])
@@ -430,10 +404,7 @@ def _steps(seen: Observation, config: DaemonConfig) -> Iterable[PruneStep | Lear
 
 
 def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> str:
-    """The reason why a step folder may be pruned; empty if it must stay.
-
-    In any doubt the folder stays.
-    """
+    """The reason why a step folder may be pruned; empty in any doubt, so that the folder stays."""
     if seen.pointer.step is None:
         return ""
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step

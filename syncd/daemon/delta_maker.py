@@ -42,8 +42,8 @@ _ALL: Final = "deltas"
 class MakeDelta(Protocol):
     """Writes a delta durably into an empty folder; ``delta.json`` is the last file.
 
-    ``cancel`` is called often. To stop the work, ``cancel`` raises an error. Whenever the work has
-    advanced, ``progress`` is called with the number of bytes compared so far, and the total.
+    ``cancel`` is called often, and raises an error to stop the work. ``progress`` is called with
+    the number of bytes compared so far, and the total.
 
     Raises:
         NoDeltaError: the two versions can have no delta, or the delta would save too few bytes.
@@ -102,10 +102,8 @@ def on_a_thread(work: Callable[[], None]) -> InBackground:
 class DeltaWork:
     """The functions that make deltas; tests replace them.
 
-    Attributes:
-        make: makes a delta.
-        start: runs ``make`` while the daemon's loop goes on.
-        why_not_here: the reason why this host cannot make deltas; None if this host can make them.
+    ``start`` runs ``make`` while the daemon's loop goes on. ``why_not_here`` is the reason why this
+    host cannot make deltas; None if this host can make them.
     """
 
     make: MakeDelta = by_a_child
@@ -119,11 +117,9 @@ class DeltaOutcome:
 
     Attributes:
         sequence, base: the target version, and the version that the delta starts from.
-        seconds: how long the work took.
         delta: the record of the delta; None if no delta was made.
         why: the reason why no delta was made; empty if a delta was made.
-        is_overtaken: True if no delta was made because the daemon had newer work. This is not a
-            failure.
+        is_overtaken: True if no delta was made because the daemon had newer work: no failure.
         error: the failure; None if nothing failed.
     """
 
@@ -160,16 +156,8 @@ class DeltaMaker:
     The loop's thread calls the methods. Only :meth:`leave` waits for the work. If the work raises
     an error, the methods do not raise this error.
 
-    Args:
-        job: the job.
-        epoch: the active daemon's room; a finished delta leaves the room by one rename.
-        work: the functions that make the deltas.
-        clock: seconds, monotonic.
-        wall: seconds since the epoch, for people.
-
     Attributes:
-        mode: the value of the setting ``deltas`` for the next version; the loop sets it at each
-            round.
+        mode: the setting ``deltas`` for the next version; the loop sets it at each round.
         takers: the live explorers that could use a delta; the loop sets it at each round.
     """
 
@@ -209,14 +197,10 @@ class DeltaMaker:
             log.debug("cannot remove %s: %s", self._job.layout.delta_progress, error)
 
     def announce(self, base: Latest | None, target: Manifest) -> int | None:
-        """Decide whether a delta will be made; called right before LATEST names the target version.
+        """Decide whether a delta will be made; called right before LATEST names ``target``.
 
-        Args:
-            base: LATEST as it was when the merge began.
-            target: the version.
-
-        Returns:
-            The sequence of the base, for LATEST's ``delta_from``; None if no delta will be made.
+        ``base`` is LATEST as it was when the merge began. Returns the base's sequence, for LATEST's
+        ``delta_from``, or None if no delta will be made.
         """
         self._announced = None
         if self.mode == "off" or (self.mode == "auto" and len(self.takers) < _FEWEST):
@@ -267,11 +251,7 @@ class DeltaMaker:
             self._ended = self._making
 
     def again(self, latest: Latest | None) -> None:
-        """Restart the cancelled work on the delta to LATEST's version, once that work has ended.
-
-        Args:
-            latest: the present LATEST.
-        """
+        """Restart the cancelled work on the delta to LATEST's version, once that work has ended."""
         ended, self._ended = self._ended, None
         if ended is not None and latest is not None and ended.target.sequence == latest.sequence:
             self._again = ended
@@ -314,8 +294,6 @@ class DeltaMaker:
         if self._making is not None:
             return f"the work on {delta_folder(self._making.target.sequence)} has not ended yet"
         return ""
-
-    # -- beside the loop -------------------------------------------------------------------------
 
     def _run(self, making: _Making) -> None:
         name = delta_folder(making.target.sequence)

@@ -1,9 +1,8 @@
 """End a process that hangs, because its heartbeat would block the job for other daemons forever.
 
 Progress means that shared storage has answered a call, even with an error. All of a daemon's work
-consists of such calls, also in the copying threads of a merge. Even an idle daemon makes such
-calls, because it scans the job at each tick. The beats of the heartbeat thread do not count as
-progress. A thread that waits for other threads does not make progress either.
+consists of such calls, also in the copying threads of a merge; an idle daemon makes them at each
+tick. Neither the heartbeat thread nor a thread that waits for other threads makes progress.
 """
 
 from __future__ import annotations
@@ -29,26 +28,19 @@ _STDERR: Final = 2
 
 
 class HangGuard:
-    """Ends this process if one of its jobs makes no progress for ``hang_time``.
+    """Ends this process if one of its jobs makes no progress for ``hang_time`` seconds.
 
     :func:`faulthandler.dump_traceback_later` ends the process: its C thread, which does not need
     Python, writes the stack of every thread to standard error and exits with status 1. The next
-    daemon recovers the unfinished work, as after a kill. If a service manager expects signs of
-    life, the threads that make progress send these signs. As soon as one job has made no progress
-    for ``hang_time``, no thread sends signs of life any more.
+    daemon recovers the unfinished work, as after a kill. The service manager gets signs of life
+    until one job has made no progress for ``hang_time``.
 
-    If ``together`` is False, the jobs are independent: the process ends, and signs of life stop,
-    only if no job makes progress.
+    If ``together`` is False, the process ends, and signs of life stop, only if no job makes
+    progress.
 
     The guard is active while it is open as a context manager. Use it only in a process that does
     nothing but serve jobs. Not promised: that the process ends while it is stopped (SIGSTOP); for
     this case use the service manager's watchdog.
-
-    Args:
-        hang_time: seconds.
-        manager: the service manager of this process.
-        together: whether one job that hangs ends the process.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -137,9 +129,7 @@ def _counted(
 class AnsweredStorage(Storage):
     """Storage that reports progress after each call, so that long work does not look like a hang.
 
-    Args:
-        root: the job directory.
-        answered: called after each call, in the thread that made the call.
+    ``answered`` is called in the thread that made the call.
     """
 
     def __init__(self, root: Path, answered: Callable[[], None]) -> None:

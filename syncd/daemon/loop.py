@@ -60,20 +60,8 @@ class Loop:
     """The active daemon of one job, from its take-over to its end.
 
     Args:
-        job: the job.
-        config: the configuration for the first round.
-        session: this process's heartbeat.
-        lock: the daemon lock, which this process holds.
-        judge: finds out which explorers are alive.
-        epoch: this daemon's room.
         cancel: called between chunks of a merge; raises an error to stop the merge.
         publishes: whether to make new versions; if False, the loop only prunes.
-        turn: asked before and during each merge whether this job may merge now.
-        notice: receives messages for the service manager: ready, and the present state.
-        meter: receives the events to count.
-        deltas: the functions that make deltas.
-        clock: seconds, monotonic.
-        wall: seconds since the epoch, for records that people read.
 
     Attributes:
         config: the configuration of the next round. Only the keys in ``LIVE_KEYS`` may change.
@@ -327,7 +315,6 @@ class Loop:
             return ""
 
     def _look_at_deltas(self) -> None:
-        """Log the outcomes of finished work on deltas."""
         for outcome in self._deltas.finished():
             if outcome.delta is not None:
                 self._journal.delta_made(outcome)
@@ -359,11 +346,7 @@ class Loop:
         )
 
     def _publish_in_turn(self, save: WholeSave, whole_since: float) -> str:
-        """Publish a save if this job may merge now.
-
-        Returns:
-            The reason why the save has to wait; empty if it does not have to wait.
-        """
+        """Publish a save if this job may merge now; returns the reason if the save has to wait."""
         if not self._turn.take(save.identity):
             self._refused_turn = True
             return OTHERS_FIRST
@@ -377,9 +360,8 @@ class Loop:
     def _learn_in_turn(self, step: int) -> None:
         """Find out whether a save holds only a model, if this job may merge now.
 
-        This work needs a turn, because it uses as much memory as planning the save's merge.
-
-        This method does nothing while a save of this job waits for a turn.
+        This work needs a turn, because it uses as much memory as planning the save's merge. This
+        method does nothing while a save of this job waits for a turn.
         """
         if not self._refused_turn and self._turn.take():
             try:

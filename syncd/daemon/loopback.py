@@ -27,18 +27,12 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
     """Answers requests on 127.0.0.1, with one thread and one descriptor for each connection.
 
     Every user of the host can connect, so two things are bounded. A connection ends after
-    ``longest`` seconds, even if its client sends nothing, sends single bytes, or reads slowly. At
-    most ``most`` connections are open. For a further connection the server closes the oldest
-    connection without a complete request, because a real request is complete within milliseconds.
-    If all requests are complete, the server closes the oldest connection.
-
-    Args:
-        port: the port on 127.0.0.1; 0 for any free port.
-        request: the class that answers a request.
-        most: the most open connections at a time.
+    ``longest`` seconds, even if its client reads slowly. At most ``most`` connections are open. For
+    a further connection the server closes the oldest connection without a complete request, because
+    real requests are complete within milliseconds. If there is none, it closes the oldest one.
 
     Raises:
-        OSError: the port cannot be used.
+        OSError: the port cannot be used. Port 0 means any free port.
     """
 
     allow_reuse_address = True
@@ -116,8 +110,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
     def _end(self, request: socket.socket) -> None:
         """Shut a connection down, so that its thread wakes up and closes the connection.
 
-        The caller holds the lock. Without the lock, another thread could close the connection
-        meanwhile, and the number of its descriptor could belong to another file.
+        The caller holds the lock: meanwhile the descriptor cannot be closed and used again.
         """
         del self._open[request]
         try:

@@ -1,9 +1,8 @@
 """The names of tensors in versions: the hub's names, or the names of the trainer's module.
 
 A job keeps the names of its newest version, because its explorers were started for these names.
-LATEST repeats the names, because the newest version may be an adapter or a remote version, and such
-versions lack these names. A new job gets the hub's names, which every server knows, if all its live
-explorers accept these names.
+LATEST repeats the names, because adapters and remote versions lack these names. A new job gets the
+hub's names, which every server knows, if all its live explorers accept these names.
 """
 
 from __future__ import annotations
@@ -27,16 +26,9 @@ _NAMED: Final = 4
 class NewNames:
     """A change of the names of tensors.
 
-    A change is one of these two cases:
-
-    - The newest version has other names than the previous version.
-    - The newest version is the job's first version for which the hub's names and the trainer's
-      names differ.
-
     Attributes:
-        names: the names of the newest version.
-        before: the names that the job kept before; None if the newest version is the first version
-            for which the hub's names and the trainer's names differ.
+        before: the names that the job kept before; None if the newest version is the job's first
+            version for which the hub's names and the trainer's names differ.
         why: the reason why the daemon chose the trainer's names; empty if the daemon chose the
             hub's names, or if a setting determined the names.
     """
@@ -49,16 +41,12 @@ class NewNames:
 class Naming:
     """Chooses the names of a job's next version, and remembers the names of its newest version.
 
-    Args:
-        job: the job.
-        lease_time: seconds, from the job's format.
-        clock: seconds, monotonic.
+    :meth:`look` and :meth:`choose` raise OSError if storage does not answer.
 
     Attributes:
         newest: the names of the newest version; None before the first version, or if the hub's
             names and the trainer's names of that version are the same.
-        change: the change of names that came with the newest version; None if the names did not
-            change.
+        change: the change of names that came with the newest version, if any.
     """
 
     def __init__(self, job: Job, lease_time: float, *, clock: Clock = time.monotonic) -> None:
@@ -75,25 +63,12 @@ class Naming:
         self.change: NewNames | None = None
 
     def look(self) -> None:
-        """In a job without versions, look at the heartbeats of explorers.
-
-        So the daemon knows which explorers are dead when it chooses the names of the first version.
-
-        Raises:
-            OSError: storage does not answer.
-        """
+        """Before the first version, find dead explorers, so that :meth:`choose` ignores them."""
         if self._is_new and self._clock() >= self._looked_at + self._often:
             self._without()
 
     def choose(self, told: Names | None) -> Names:
-        """The names of the tensors in the next version.
-
-        Args:
-            told: the configured names; None if no names are configured.
-
-        Raises:
-            OSError: storage does not answer.
-        """
+        """The names of the tensors in the next version; ``told``: the configured names, if any."""
         self._why = ""
         if told is not None:
             return told
@@ -127,7 +102,6 @@ class Naming:
         self._why = ""
 
     def _without(self) -> list[str]:
-        """The names of the live explorers that do not accept the hub's names."""
         self._looked_at = self._clock()
         names = self._job.storage.names(self._job.layout.explorers)
         found = [one for one in self._job.explorer_reports(names, OF_OTHERS) if not one.hub_names]

@@ -32,10 +32,8 @@ class ServiceManager:
     waits for a manager that does not read them.
 
     Args:
-        address: the address of the manager's socket: a path, or ``@`` and an abstract name; None if
-            there is no manager.
-        watchdog: the most seconds that may pass between two calls of :meth:`alive`; None if the
-            manager expects no calls.
+        address: the manager's socket: a path, or ``@`` and an abstract name; None if there is none.
+        watchdog: the most seconds between two calls of :meth:`alive`; None for no limit.
     """
 
     def __init__(self, address: str | None = None, *, watchdog: float | None = None) -> None:
@@ -67,10 +65,7 @@ class ServiceManager:
         return cls(address, watchdog=watchdog)
 
     def job(self, name: str) -> JobNotice:
-        """The notice of one job of this process.
-
-        The start of the process is complete when all jobs with a notice are ready.
-        """
+        """The notice of one job; the start is complete when all jobs with a notice are ready."""
         with self._lock:
             if self._starting:
                 self._waiting.add(name)
@@ -98,8 +93,7 @@ class ServiceManager:
     def stopping(self) -> None:
         """Report that the process has begun to end; a signal handler may call this.
 
-        The handler may have interrupted a thread that holds a lock of this class or of logging. So
-        this method takes no lock, and does not log a failure.
+        The interrupted thread may hold a lock, so this method takes no lock, and logs no failure.
         """
         self._stopping = True
         self._try_to_send("STOPPING=1")
@@ -113,10 +107,7 @@ class ServiceManager:
         self._say_ready()
 
     def _say_ready(self) -> None:
-        """Send READY; if the manager does not accept the message, :meth:`alive` sends it again.
-
-        Without READY systemd would treat the start as failed.
-        """
+        """Send READY; if the manager does not accept the message, :meth:`alive` sends it again."""
         self._owes_ready = self._send("READY=1") is not None
 
     def _tell(self, name: str, line: str) -> None:
@@ -149,9 +140,8 @@ class ServiceManager:
 class JobNotice:
     """A daemon's messages about one job to the service manager.
 
-    Args:
-        ready: called when the daemon has scanned the job, or stands by for another daemon.
-        status: called with a line of text about the daemon's state, for people.
+    ``ready`` is called when the daemon has scanned the job, or stands by for another daemon.
+    ``status`` is called with a line about the daemon's state, for people.
     """
 
     def __init__(

@@ -23,14 +23,7 @@ class Outcomes:
     """The active daemon's record of saves that were published, skipped or quarantined.
 
     An outcome counts even if storage refuses to write it now; :meth:`write_again` writes it later.
-
-    Args:
-        job: the job.
-        epoch: the active daemon's room.
-        wall: seconds since the epoch, for records that people read.
-
-    Attributes:
-        of_step: step → the outcome of the step's last save.
+    ``of_step`` maps each step to the outcome of its last save.
     """
 
     def __init__(self, job: Job, epoch: Epoch, *, wall: Callable[[], float]) -> None:
@@ -63,11 +56,7 @@ class Outcomes:
         self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
 
     def quarantine(self, save: Save, error: Exception) -> Path:
-        """Record that a save cannot be published; the daemon does not try this save again.
-
-        Returns:
-            The path of the record that has the reason.
-        """
+        """Record that a save cannot be published, also not later; returns the record's path."""
         identity = save.known_as or ""
         name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
         path = self._job.layout.quarantine / f"step_{save.step}-{name}.json"
@@ -94,11 +83,8 @@ class Outcomes:
         """Record whether a save of torch.distributed.checkpoint holds only a model.
 
         If the save in the step folder is not the recorded save, this method does nothing.
-
-        Args:
-            step: the save's step.
-            prefix: the prefix of the model's tensor names; None to detect the prefix.
-            cancel: called between reads; raises an error to stop the work.
+        ``cancel`` is called between reads, and raises an error to stop the work. If ``prefix`` is
+        None, the prefix of the model's tensor names is detected.
 
         Raises:
             OSError: storage failed; nothing was recorded.

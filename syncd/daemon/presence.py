@@ -17,13 +17,7 @@ class Participants:
     """Watches all heartbeats of a job except the daemons' heartbeats.
 
     Promised: the heartbeat of a process that died before this process began never counts as a live
-    participant. Not promised: that this object sees a trainer without a heartbeat, for example a
-    trainer without syncd's hooks.
-
-    Args:
-        job: the job.
-        lease_time: seconds.
-        clock: seconds, monotonic.
+    participant. Not promised: that a trainer without a heartbeat, and so without hooks, is seen.
     """
 
     def __init__(
@@ -38,9 +32,9 @@ class Participants:
         # A dead participant may still look alive for a lease time. One that looks alive for longer
         # than that was alive when this process first looked.
         self._proof = 2 * lease_time
-        # A heartbeat that disappears sooner than this was removed by its owner, because the daemon
-        # collects those of dead participants later. It is longer than the proof by more than a
-        # tick, so that a participant that leaves between two looks is noticed.
+        # A heartbeat that disappears sooner than this was removed by its owner: the daemon collects
+        # dead ones later. This exceeds the proof by more than a tick, so that a participant that
+        # leaves between two looks is noticed.
         self._soon = 2.5 * lease_time
         judge = Judge(job.storage, lease_time, clock=clock)
         self._lookout = Lookout(judge, job.layout, tick=lease_time / 4, clock=clock)
@@ -59,10 +53,7 @@ class Participants:
         return self._seen and not self._alive
 
     def look(self, tick: float) -> None:
-        """Look at all heartbeats once.
-
-        Args:
-            tick: about how many seconds lie between two calls.
+        """Look at all heartbeats once; ``tick`` is about the seconds between two calls.
 
         Raises:
             OSError: storage failed, or the job is missing. The results of the previous look stay.
@@ -80,7 +71,6 @@ class Participants:
             self._before = dict.fromkeys(found, now)
         self._alive = bool(alive)
         before = self._before
-        # If it disappears this soon, its owner deleted it: the daemon waits longer.
         left = [now - before.pop(who) < self._soon for who in before.keys() - set(found)]
         stayed = [now - before.get(who, float("-inf")) > self._proof for who in alive]
         self._seen = self._seen or any(left) or any(stayed)

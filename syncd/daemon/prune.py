@@ -46,13 +46,8 @@ _LEFT: Final = "marked for deletion, but not yet deleted when this daemon took o
 class Pruner:
     """Carries out the decided deletions; checks once more before a deletion is final.
 
-    Args:
-        job: the job.
-        epoch: the active daemon's room; folders are moved into it before they are deleted.
-        session: this process's session, for the audit log.
-        needed: returns whether a step is needed after all; called after the step's folder was moved
-            to the trash.
-        wall: seconds since the epoch, for the audit log.
+    ``needed`` returns whether a step is needed after all; it is called after the step's folder was
+    moved to the trash.
     """
 
     def __init__(
@@ -75,11 +70,8 @@ class Pruner:
     def retire_version(self, action: RetireVersion) -> bool:
         """End the leasing of a version, and then delete the version.
 
-        Leasing ends with the rmdir of the version's lease folder. The rmdir succeeds only if the
-        folder is empty on the server at that moment.
-
-        Returns:
-            True if the version is gone; False if an explorer has leased the version meanwhile.
+        Leasing ends with the rmdir of the lease folder, which succeeds only if the folder is empty
+        on the server. Returns False if an explorer has leased the version meanwhile.
         """
         if not self._close_leases(action.sequence):
             return False
@@ -92,10 +84,7 @@ class Pruner:
         return True
 
     def prune_delta(self, action: PruneDelta) -> None:
-        """Delete a delta.
-
-        Deltas have no leases: a reader that finds its delta deleted reads the version instead.
-        """
+        """Delete a delta. Deltas have no leases: their readers then read the version instead."""
         try:
             doomed = self._epoch.condemn(self._job.layout.delta(action.sequence))
         except FileNotFoundError:
@@ -126,14 +115,11 @@ class Pruner:
     def prune_step(self, action: PruneStep) -> bool:
         """Move a step folder to the trash, look into it once more, and then delete it.
 
-        Returns:
-            True if the folder is gone. If the folder's content has changed since the decision, the
-            folder is put back, and the result is False.
+        If the content has changed since the decision, put the folder back, and return False.
         """
         step = action.seen.step
         folder = self._job.layout.step(step)
-        # The newer pointer may not be synced yet: after a power loss it must not name a deleted
-        # step.
+        # Sync the newer pointer: after a power loss it must not name a deleted step.
         self._job.storage.sync_folder(self._job.layout.root)
         try:
             trash = self._epoch.set_aside(folder)
@@ -168,8 +154,7 @@ class Pruner:
     def sweep(self) -> None:
         """Finish a previous daemon's deletions, and put back the folders that are in its trash.
 
-        Folders that the previous daemon had moved to ``doomed/`` are deleted. The audit log gets a
-        line for each deletion, possibly for the second time.
+        Folders in ``doomed/`` are deleted; the audit log may get their lines a second time.
         """
         for trash in self._epoch.undecided():
             name = trash.name.partition("-")[0]
@@ -212,11 +197,7 @@ class Pruner:
         self._epoch.sweep()
 
     def _look_anew(self, folder: Path, step: int, outcome: SaveOutcome) -> StepSeen | None:
-        """The folder's present content on the server; this client's cache is not used.
-
-        Without a refresh the client would use its old cache of the folder, even after the folder
-        was renamed.
-        """
+        """The folder's content on the server; this client's cache moves with a renamed folder."""
         actor = folder / "actor"
         parts = (actor / name for name in (RECEIPTS, HUGGINGFACE, LORA_ADAPTER))
         for part in (folder, actor, *parts):

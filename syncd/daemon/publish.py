@@ -51,25 +51,15 @@ class Publisher:
     """Makes the versions of a job, one at a time; knows LATEST and the save that LATEST came from.
 
     Args:
-        job: the job.
-        config: the daemon's configuration.
-        epoch: the active daemon's room.
-        session: this process's session, for ``publish.lock``.
-        naming: chooses the names of tensors.
         cancel: called between chunks of a merge; raises an error to stop the merge.
-        wall: seconds since the epoch, for records that people read.
-        clock: seconds, monotonic, for timings.
 
     Attributes:
         config: the configuration for the next version; the loop sets it at each round.
         latest: LATEST as this daemon last wrote or found it; None before the first version.
         latest_bytes: the bytes of the files of LATEST's version; None if that version is not whole.
-        published_save: the identity of the save that LATEST was made from. If LATEST is the result
-            of a rollback, this is the identity of the save that the previous LATEST was made from.
-        served_request: the id of the rollback request that LATEST is the result of; None if LATEST
-            was made from a save.
-        outcomes: the record of saves.
-        naming: chooses and remembers the names of tensors.
+        published_save: the identity of the save that LATEST was made from; after a rollback, the
+            identity of the save that the previous LATEST was made from.
+        served_request: the id of the rollback request that LATEST is the result of, if any.
     """
 
     def __init__(
@@ -103,8 +93,7 @@ class Publisher:
     def recover(self) -> Manifest | None:
         """Read the records after a take-over; adopt or discard the versions above LATEST.
 
-        Returns:
-            The manifest of the adopted version; None if no version was adopted.
+        Returns the manifest of the adopted version, if any.
 
         Raises:
             ProtocolMismatchError: LATEST has a newer protocol version.
@@ -165,22 +154,13 @@ class Publisher:
                 )
 
     def check_room(self, save: WholeSave) -> None:
-        """Check that there is enough space for a merge before it begins.
-
-        Raises:
-            NoRoomError: the disk has no space for this version.
-            SaveNotReadyError, CheckpointError: for the reasons that :meth:`publish` lists.
-        """
+        """Raise NoRoomError if the disk lacks space; also raises the errors of :meth:`publish`."""
         self._free_space.check(
             self._job.layout.actor(save.step), save, self._merge_options(), self._cancel
         )
 
     def check_finite(self, save: WholeSave) -> None:
-        """Check for NaN and Inf, if ``refuse_nonfinite`` is set.
-
-        Raises:
-            NonFiniteError: the save's receipts name tensors with NaN or Inf.
-        """
+        """If ``refuse_nonfinite`` is set, raise NonFiniteError for a save with NaN or Inf."""
         found = save.nonfinite
         if self.config.refuse_nonfinite and found is not None and found.count:
             raise NonFiniteError(
@@ -193,11 +173,7 @@ class Publisher:
     ) -> Manifest:
         """Merge a complete save and make it LATEST.
 
-        Args:
-            save: the save, as the last look at the save found it.
-            progress: called with the bytes of tensors merged so far, and the bytes of all tensors.
-            delta_from: called right before LATEST names the version; returns the sequence of the
-                base of the version's delta, or None.
+        ``progress`` is called with the bytes of tensors merged so far, and the bytes of all.
 
         Raises:
             SaveNotReadyError: the save changed during the merge; nothing was published.
@@ -217,9 +193,7 @@ class Publisher:
     ) -> Manifest:
         """Merge a complete save for one explorer; make no version, and change no record.
 
-        Raises:
-            SaveNotReadyError, CheckpointError, SupersededError: for the reasons that
-                :meth:`publish` lists.
+        Raises the errors of :meth:`publish`.
         """
         folder = self._epoch.start_build(request.id)
         target = self._job.layout.bench_build(request.session, request.id)
@@ -278,8 +252,7 @@ class Publisher:
         name that save.
 
         Raises:
-            VersionGoneError, RecordError, VerificationError: the old version does not exist any
-                more, or is damaged.
+            VersionGoneError, RecordError, VerificationError: the old version is gone or damaged.
             SupersededError: another daemon has taken over.
         """
         source = self._job.layout.version(request.sequence)
@@ -306,13 +279,7 @@ class Publisher:
         return self._make_version(old.step, build)
 
     def answer(self, request: RollbackRequest, *, made: int | None, why: str) -> None:
-        """Replace a rollback request by its answer.
-
-        Args:
-            request: the request.
-            made: the sequence of the new version; None if the rollback was refused.
-            why: the reason for the refusal; empty if the rollback was done.
-        """
+        """Replace a rollback request by its answer; ``made`` is None if the daemon refused it."""
         outcome = "refused" if made is None else "done"
         answered = request.model_copy(update={"outcome": outcome, "made": made, "why": why})
         path = self._job.layout.request(request.id)
@@ -396,7 +363,6 @@ class Publisher:
             )
 
     def _announce(self, manifest: Manifest, delta_from: int | None = None) -> None:
-        """Write LATEST so that it names a published version."""
         latest = Latest(
             sequence=manifest.sequence,
             step=manifest.step,

@@ -34,12 +34,11 @@ class FoundVersions:
     Attributes:
         latest: LATEST; None if that file is missing or unreadable.
         served: the manifest of LATEST's version; None if the version is damaged.
-        adopted: the manifest of the highest finished version above LATEST; None if there is no such
-            version.
+        adopted: the manifest of the highest finished version above LATEST, if any.
         unfinished: the incomplete versions above LATEST and above ``adopted``.
         deltas_above: the deltas to versions above ``adopted``, or above LATEST if no version is
-            adopted. A daemon makes a delta only after LATEST has named the delta's target version.
-            So if such deltas exist, LATEST was lost, or an older LATEST was restored.
+            adopted. LATEST names a version before its delta is made. So if there are such deltas,
+            LATEST was lost, or an older LATEST was restored.
         outcomes: step → the outcome of the step's last save.
         highest: the highest sequence that any file of the job names.
     """
@@ -108,7 +107,6 @@ def _let_be(path: Path, why: object) -> None:
 
 
 def _refresh_of_others(storage: Storage, folder: Path) -> None:
-    """Refresh a folder; raise no error if the folder is gone or belongs to another user."""
     try:
         storage.refresh(folder)
     except OSError as error:
@@ -135,7 +133,6 @@ class _Look:
         self._job = job
 
     def record(self, model: type[R], path: Path, limit: int = RECORD_LIMIT) -> R | None:
-        """A record that only daemons write; None if the record is missing or damaged."""
         self._look_at(path)
         return self._job.read(model, path, _OURS, limit=limit)
 
@@ -164,7 +161,6 @@ class _Look:
         return [sequence for sequence in found if sequence is not None]
 
     def deltas_above(self, latest: int) -> list[int]:
-        """The deltas to versions above ``latest``."""
         found = []
         for sequence in self.deltas():
             if sequence > latest + _BELIEVED:

@@ -37,14 +37,8 @@ _POINTER_LIMIT: Final = 4096
 class Known:
     """The daemon's own knowledge of a job, from the daemon's records.
 
-    Attributes:
-        latest: LATEST's sequence; 0 before the first version.
-        full_bytes: the bytes of LATEST's files; None if unknown.
-        delta_base: the version from which a delta is being made; None if no delta is being made.
-        published_save: the identity of the save that LATEST was made from.
-        outcomes: step → the outcome of the step's last save.
-        served_request: the id of the rollback request that LATEST results from; None if there is no
-            such request.
+    ``outcomes`` maps each step to the outcome of its last save; :class:`Observation` documents the
+    other fields.
     """
 
     latest: int
@@ -56,14 +50,7 @@ class Known:
 
 
 class Scanner:
-    """Scans one job repeatedly, and remembers results that need not be read again.
-
-    Args:
-        job: the job.
-        pointer: the name of the file that names the step to publish.
-        judge: finds out which explorers are alive.
-        clock: seconds, monotonic.
-    """
+    """Scans one job repeatedly, and remembers results that need not be read again."""
 
     def __init__(
         self,
@@ -90,11 +77,7 @@ class Scanner:
         self._steering = Steering(job)
 
     def scan(self, known: Known, config: DaemonConfig) -> Observation:
-        """Scan the job once.
-
-        Raises:
-            JobUnavailableError: the job's folder, or ``.syncd`` in it, is missing.
-        """
+        """Scan once; JobUnavailableError if the job's folder, or ``.syncd`` in it, is missing."""
         self._job.check_is_there()
         self._lookout.tick = min(config.tick, self._longest_tick)
         pointer, pointer_key = self._pointer(self._pointer_file)
@@ -154,14 +137,10 @@ class Scanner:
         return pointer.step is not None and pointer.step != step
 
     def is_needed(self, step: int) -> bool:
-        """True if a step must stay.
+        """True if a pointer names a step, or the trainer has announced no higher step.
 
-        A step must stay if a pointer names the step, or if the trainer's last announced step is not
-        above this step.
-
-        This method is called when the step's folder is already in the trash. The method asks the
-        server. Each file is opened twice, because on some storage the first open may still find an
-        old file that was replaced.
+        The step's folder is already in the trash now, so this method asks the server. Each file is
+        opened twice, because on some storage the first open may still find a replaced file.
         """
         for folder in (self._job.layout.root, self._job.layout.state):
             self._job.storage.refresh(folder)
@@ -256,7 +235,6 @@ class Scanner:
         return tuple(DeltaSeen(*item) for item in sorted(self._delta_bytes.items()))
 
     def _size(self, sequence: int) -> int:
-        """The bytes of a delta's files."""
         folder = self._job.layout.delta(sequence)
         found = (self._job.storage.status(folder / n) for n in self._job.storage.names(folder))
         return sum(status.st_size for status in found if status is not None)
@@ -292,8 +270,7 @@ class Scanner:
     def _announced(self) -> int | None:
         """The step that the trainer announced last; None if the trainer has no report.
 
-        The result is 0 if the trainer has announced no step, or if the trainer's report cannot be
-        read. In these cases no step is pruned.
+        The result is 0, so that no step is pruned, if the report is unreadable or names no step.
         """
         path = self._job.layout.trainer_report
         try:

@@ -54,16 +54,10 @@ class Service:
     only one daemon can commit.
 
     Args:
-        root: the job directory.
-        config: the daemon's configuration.
-        may_end: called before ``exit_when_idle`` ends :meth:`run`. If it returns False, :meth:`run`
-            continues.
+        may_end: called before ``exit_when_idle`` ends :meth:`run`; False to continue.
         answered: called after each call that storage has answered, to report progress.
-        notice: receives the daemon's messages for the service manager.
         each_tick: called between two rounds, on the thread of :meth:`run`.
         turn: asked whether this job may merge now; by default the answer is always yes.
-        meter_of: makes the meter that receives the daemon's events.
-        storage: the shared storage.
 
     Raises:
         InvalidSettingsError: ``shared_group`` does not exist, or the job's folders cannot be given
@@ -125,9 +119,8 @@ class Service:
     def give_up(self) -> None:
         """Release the job to other daemons now, even if the thread of :meth:`run` is stuck.
 
-        The heartbeats of this daemon end. After another daemon has taken over, the fence blocks all
-        commits of this daemon. :meth:`run` returns when its thread is no longer stuck. May be
-        called from any thread. Hangs if storage hangs.
+        The heartbeats of this daemon end, and after a take-over the fence blocks all its commits.
+        May be called from any thread. Hangs if storage hangs.
         """
         self.stop()
         if (held := self._held) is not None:
@@ -136,10 +129,7 @@ class Service:
             session.close()
 
     def reload(self, config: DaemonConfig) -> None:
-        """Use another configuration from the next round on.
-
-        Only the keys in ``LIVE_KEYS`` may differ. May be called from any thread.
-        """
+        """Apply new values of ``LIVE_KEYS`` from the next round on. Any thread may call this."""
         self._config = config
         self._watcher.wake()
 
@@ -148,11 +138,7 @@ class Service:
         self._watcher.wake()
 
     def run(self) -> None:
-        """Serve until stopped.
-
-        If ``exit_when_idle`` is set, this method also returns when no participant is alive and
-        nothing is left to publish.
-        """
+        """Serve until stopped, or until the setting ``exit_when_idle`` ends this daemon."""
         with self._watcher:
             self._watcher.watch(
                 {self._job.layout.root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})}
@@ -187,21 +173,18 @@ class Service:
 
     @property
     def _tick(self) -> float:
-        """Seconds between two rounds: the setting ``tick``, or less if other settings require it.
+        """Seconds between two rounds: ``tick``, or less if the lease or hang time is short.
 
-        The result is at most a quarter of the lease time, because a judge must look at heartbeats
-        several times in each lease time. The result is also at most a quarter of ``hang_time``, so
-        that an idle daemon does not seem to hang.
+        A judge must look at heartbeats several times in each lease time, and an idle daemon must
+        not seem to hang.
         """
         return min(self._config.tick, self._lease_time / 4, self._config.hang_time / 4)
 
     def _wait(self) -> None:
-        """Wait for an event, but at most a tick; then call ``each_tick``."""
         self._watcher.wait(self._tick)
         self._each_tick()
 
     def _stand_by_and_serve(self) -> None:
-        """Run one session, until this daemon is stopped or superseded, or storage fails."""
         self._check_there()
         self._job.check_folders()
         path = self._job.layout.format
@@ -245,9 +228,8 @@ class Service:
     def _is_made_anew(self) -> bool:
         """True if a trainer without hooks has begun a new job (a pointer, but no ``.syncd``).
 
-        The new job must be another folder (inode) on the same device. A job that is being deleted
-        keeps its folder, so nothing is created in that folder. A folder on another device means
-        that the storage is not mounted, so nothing is created in that folder either.
+        The new job must be another folder (inode) on the same device: a job that is being deleted
+        keeps its folder, and another device means that the storage is not mounted.
         """
         layout, storage = self._job.layout, self._job.storage
         folder, pointer = storage.status(layout.root), layout.root / self._config.pointer
@@ -260,7 +242,6 @@ class Service:
         return folder.st_dev == self._device and folder.st_ino != self._inode
 
     def _remember_folder(self) -> None:
-        """Remember the device and inode of the job's folder."""
         folder = self._job.storage.status(self._job.layout.root)
         if folder is not None:
             self._device, self._inode = folder.st_dev, folder.st_ino

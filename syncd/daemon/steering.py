@@ -13,11 +13,7 @@ from syncd.storage.record_files import ReadPolicy
 
 
 class Steering:
-    """Reads requests. A damaged request raises no error; only failing storage raises OSError.
-
-    Args:
-        job: the job.
-    """
+    """Reads requests. A damaged request raises no error; only failing storage raises OSError."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -37,10 +33,9 @@ class Steering:
         return self.pause() is not None
 
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
-        """The unanswered requests, always in the same order.
+        """The unanswered requests in a fixed order, without those that this daemon may not answer.
 
-        A request that this daemon has no right to answer is left out. If the daemon tried such a
-        request, it would find the request unanswered forever, and publish nothing else.
+        Such a request would stay unanswered, and the daemon would publish nothing else.
         """
         if not self.asked():
             return ()

@@ -40,12 +40,7 @@ LOOK_AGAIN: Final = 60.0
 
 
 class Steps:
-    """Looks into step folders, and remembers which folders it has to look into next.
-
-    Args:
-        job: the job.
-        clock: seconds, monotonic.
-    """
+    """Looks into step folders, and remembers which folders it has to look into next."""
 
     def __init__(self, job: Job, *, clock: Clock) -> None:
         self._job = job
@@ -72,9 +67,8 @@ class Steps:
     ) -> tuple[tuple[StepSeen, ...], tuple[Save, ...], tuple[int, ...]]:
         """Look into some of the step folders that are due.
 
-        Returns:
-            Three tuples: the folders with a recorded outcome; the skipped saves that are not
-            recorded yet; the steps with a recorded outcome but without a folder.
+        Returns the folders with a recorded outcome, the skipped saves that are not recorded yet,
+        and the steps with a recorded outcome but without a folder.
         """
         self._refill(pointer, key, outcomes)
         seen: list[StepSeen] = []
@@ -94,8 +88,7 @@ class Steps:
                     seen.append(look)
                     if look.found in {None, outcome.identity}:
                         continue
-                    # else the step was saved again since, and the pointer may have passed that save
-                    # too
+                    # else the step was saved again, and the pointer may have passed that save too
                 if pointer.step is not None and step < pointer.step:
                     save = self._skipped_save(step)
                     # Without receipts, a trainer may be writing there in place at this moment.
@@ -110,9 +103,8 @@ class Steps:
     def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
         """Make step folders due: after a pointer moved, after a publication, and now and then.
 
-        The newest folders come first. After the newest folders, an unfinished cycle through all
-        folders continues. So the oldest of very many folders get their turn even if the pointers
-        move often.
+        The newest folders come first. Then an unfinished cycle through all folders continues, so
+        that the oldest of very many folders get their turn even if the pointers move often.
         """
         now = self._clock()
         moved = key != self._key

@@ -37,12 +37,9 @@ class Turn:
     """One job's permission to merge; this base class always permits the merge."""
 
     def take(self, save: str | None = None) -> bool:
-        """True if the job may merge now; never waits.
+        """True if the job may merge now; never waits. If False, ask when woken, or at each tick.
 
-        If the answer is False, ask again when woken, or at each tick.
-
-        Args:
-            save: the identity of the save to merge; None for other work that needs a turn.
+        ``save`` is the identity of the save to merge; None for other work that needs a turn.
         """
         del save
         return True
@@ -53,12 +50,9 @@ class Turn:
     def check(self, is_overtaken: Callable[[], bool]) -> bool:
         """Check whether a merge may continue; the merge calls this method often.
 
-        Args:
-            is_overtaken: called for a late merge; returns whether its trainer has announced another
-                save.
-
-        Returns:
-            True once, when the merge has become late and continues beside the other merges.
+        ``is_overtaken`` is called for a late merge; it returns whether its trainer has announced
+        another save. Returns True once, when the merge has become late and continues beside the
+        other merges.
 
         Raises:
             LateError: the merge is late and has to end.
@@ -93,10 +87,9 @@ class _Merging:
 class _Known:
     """The data about a job that are kept between the job's merges.
 
-    Attributes:
-        rate: bytes per second in the job's last merge that was large enough to measure.
-        put_off: the identity of the save whose merge was ended because other jobs waited.
-        ended: how many of the job's merges in a row were ended because they were late.
+    ``rate`` is in bytes per second, from the last merge that was large enough to measure.
+    ``put_off`` is the identity of the save whose merge was ended because other jobs waited.
+    ``ended`` is how many merges in a row were ended because they were late.
     """
 
     rate: float | None = None
@@ -109,27 +102,21 @@ class Turns:
 
     A job that wants to merge again queues behind all jobs that asked meanwhile. If the storage of a
     merging or waiting job hangs, other jobs wait for that job at most :data:`PATIENCE` seconds.
-    After that time one more job may merge, until the storage of the hanging job answers again and
-    the job's merge has ended.
+    Then one more job may merge, until the hanging job's merge has ended.
 
     A merge is *late* if it has taken :data:`FAIR_TIMES` times as long as its tensors should take,
     and at least :data:`LEAST` seconds. The first late merge continues *beside* the other merges: it
-    no longer counts against the limit. Only one merge at a time continues beside the others. If a
-    second merge becomes late while a job waits for a turn, the second merge is ended, and its save
-    is put off. As soon as no merge is running beside the others any more, the save that was put off
-    is merged beside the other merges. So waiting jobs can end the merge of a save at most once, and
-    the second attempt delays no other job.
+    no longer counts against the limit. A second merge that becomes late while a job waits is ended.
+    Its save is put off until no merge is beside the others, and is then merged beside them. So
+    waiting jobs end the merge of a save at most once, and the second attempt delays no other job.
 
-    A late merge also ends if its trainer has announced a newer save, and the newer save is merged
-    instead. Each consecutive end of this kind doubles the time after which a newer save may end the
-    job's next merge. So even if a trainer saves faster than its saves are merged, some saves are
-    merged. A newer save never ends a merge that is not late.
+    A late merge also ends if its trainer has announced a newer save, which is merged instead. Each
+    consecutive end of this kind doubles the time after which a newer save may end the job's next
+    merge. So even if a trainer saves faster than its saves are merged, some saves are merged.
 
     Args:
-        most: how many jobs may merge at a time.
         silence: called with a merging job; returns for how many seconds its storage has not
             answered.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -273,8 +260,7 @@ class Turns:
     def _limit(self, merging: _Merging) -> float:
         """Seconds after which a merge is late.
 
-        The assumed rate is the median over jobs, so that a job with many saves does not determine
-        the limit of other jobs.
+        The rate is the median over jobs, so that one job's many saves do not set everyone's limit.
         """
         rates = sorted(known.rate for known in self._known.values() if known.rate is not None)
         rate = min(rates[len(rates) // 2], _BEST_RATE) if rates else _FIRST_RATE

@@ -30,12 +30,7 @@ _POLL: Final = 0.1
 class Control:
     """Makes the requests of one person to one job.
 
-    Args:
-        job: the job.
-        timeout: seconds to wait for a working daemon's answer.
-        clock: seconds, monotonic.
-        wall: seconds since the epoch, for records that people read.
-        sleep: waits for a number of seconds.
+    ``timeout`` is how many seconds to wait for a working daemon's answer.
 
     Raises:
         JobUnavailableError: syncd has served no job here.
@@ -60,12 +55,10 @@ class Control:
     def pause(self) -> str:
         """Stop publishing and pruning until :meth:`resume` is called.
 
-        A daemon that has confirmed the pause publishes no save and prunes nothing. A merge that has
-        begun is finished before the daemon confirms. There is one exception: if a daemon has built
-        a version and dies before LATEST names it, the next daemon may still publish that version.
+        A merge that has begun is finished before the daemon confirms the pause. If a daemon has
+        built a version and dies before LATEST names it, the next daemon may still publish it.
 
-        Returns:
-            A message for the user if no daemon has answered; empty if a daemon has answered.
+        Returns a message for the user if no daemon has answered, else an empty string.
         """
         pause = Pause(id=new_session_id(), by=_person(), time=self._wall())
         self._job.storage.replace(
@@ -74,11 +67,7 @@ class Control:
         return self._await(lambda: self._kept(pause))
 
     def resume(self) -> bool:
-        """Let the daemon publish the newest save, and prune again.
-
-        Returns:
-            True if the job was paused.
-        """
+        """Let the daemon publish and prune again; returns whether the job was paused."""
         self._job.storage.refresh(self._job.layout.state)
         was = self._job.storage.unlink_if_there(self._job.layout.paused)
         self._job.storage.sync_folder(self._job.layout.state)
@@ -87,12 +76,11 @@ class Control:
     def roll_back(self, sequence: int) -> int | str:
         """Publish an old version again, as LATEST under a new sequence.
 
-        Later saves are published as usual. If the newest save was not published yet, this save is
-        published too. To keep serving the old weights, call :meth:`pause` first.
+        Later saves, and a newest save that was not published yet, are published as usual. To keep
+        serving the old weights, call :meth:`pause` first.
 
-        Returns:
-            The sequence of the new version; or a message for the user if no daemon has answered. In
-            this case the request stays, and the next daemon carries the request out.
+        Returns the sequence of the new version. If no daemon has answered, returns a message for
+        the user; the request stays for the next daemon.
 
         Raises:
             VersionGoneError: there is no such version, or a daemon refused the rollback.
@@ -159,7 +147,6 @@ class Control:
 
 
 def _person() -> str:
-    """The name of the requesting user, for people to read."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name

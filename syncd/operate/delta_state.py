@@ -12,11 +12,7 @@ from syncd.storage.job import Job
 
 
 def delta_sequences(job: Job) -> list[int]:
-    """The target versions of the deltas on disk.
-
-    Raises:
-        OSError: storage does not answer.
-    """
+    """The target versions of the deltas on disk; raises OSError if storage does not answer."""
     found = (parse_delta_folder(name) for name in job.storage.names(job.layout.deltas))
     return [sequence for sequence in found if sequence is not None]
 

@@ -25,15 +25,11 @@ class Live:
     """An explorer's load of a version.
 
     Attributes:
-        explorer: the explorer's name.
-        time: about when the explorer loaded the version, in seconds since the epoch by the daemon's
-            clock; None if no daemon has recorded the load.
+        time: about when, in seconds since the epoch by the daemon's clock; None if not recorded.
         seconds: the time from the update of LATEST to the load; None if unknown.
-        pause: for how many seconds the engine did not serve during the load; None if the explorer
-            does not report a pause.
+        pause: for how many seconds the engine did not serve during the load, if reported.
         delta_bytes: the bytes of the deltas that the explorer read instead of the version's files.
-            None if the explorer read the version's files, or if the daemon does not know the
-            source.
+            None if the explorer read the version's files, or if the source is unknown.
     """
 
     explorer: str
@@ -50,8 +46,7 @@ class DeltaHistory:
     Attributes:
         base: the version that the delta starts from.
         bytes, changed, seconds: the delta's size, the fraction of elements that differ, and the
-            time to make the delta; None if there is no delta.
-        why: the reason why there is no delta; None if the delta was made.
+            time to make the delta; None if there is no delta, for the reason ``why``.
     """
 
     base: int | None
@@ -66,19 +61,13 @@ class VersionHistory:
     """One version; times are in seconds since the epoch by the daemon's clock, None if unknown.
 
     Attributes:
-        version, step: the version's sequence and step.
-        kind, bytes: the version's kind and size.
         saved: when a daemon first saw the complete save.
         merge_seconds: the time from the start of the merge to the update of LATEST.
         published: when LATEST began to name the version.
         latency_seconds: the time from ``saved`` to ``published``.
-        of, by: for a rollback, the version that was published again, and the user who requested the
-            rollback.
+        of, by: for a rollback, the version that was published again, and the requesting user.
         delta: the outcome of the delta to this version; None if no delta was to be made.
-        live: the loads of this version by explorers, in the order in which daemons found them.
-        pruned, pruned_why: when and why the version was deleted.
-        on_disk: whether the version is on disk.
-        latest: whether LATEST names this version.
+        live: the loads by explorers, in the order in which daemons found them.
     """
 
     version: int
@@ -104,14 +93,10 @@ _VERSIONS: Final = TypeAdapter(list[VersionHistory])
 
 
 def history(job: Job, limit: int) -> list[VersionHistory]:
-    """The newest versions, oldest first, including pruned versions.
+    """The newest ``limit`` versions, oldest first, including pruned versions.
 
     The daemon's journal is bounded. A version that is older than the journal is listed without
     times, and only while the version is on disk.
-
-    Args:
-        job: the job.
-        limit: the most versions to return; only the newest versions are returned.
 
     Raises:
         JobUnavailableError: syncd has served no job in this folder, or the folder cannot be read.
@@ -124,11 +109,7 @@ def history(job: Job, limit: int) -> list[VersionHistory]:
 
 
 def told(job: Job, limit: int) -> dict[str, Any]:
-    """The history in the form of JSON; ``docs/cli.md`` lists the keys.
-
-    Raises:
-        JobUnavailableError: syncd has served no job in this folder, or the folder cannot be read.
-    """
+    """The :func:`history` in the form of JSON; ``docs/cli.md`` lists the keys."""
     versions = _VERSIONS.dump_python(history(job, limit))
     return {"job": str(job.layout.root), "versions": versions}
 

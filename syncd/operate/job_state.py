@@ -32,12 +32,9 @@ _TAIL: Final = 128 * 1024
 
 
 def look(job: Job) -> dict[str, Any]:
-    """The state of a job; changes nothing.
+    """The state of a job; ``docs/cli.md`` lists the keys.
 
     A record that cannot be read is None in the result, or is left out of a list.
-
-    Returns:
-        The state; ``docs/cli.md`` lists the keys.
 
     Raises:
         JobUnavailableError: syncd has served no job here.
@@ -48,10 +45,7 @@ def look(job: Job) -> dict[str, Any]:
 
 
 def look_anyway(folder: Path) -> dict[str, Any]:
-    """The state of a job, as :func:`look` returns it.
-
-    If the state cannot be read, the result has the reason under ``unseen``.
-    """
+    """The state as :func:`look` returns it; if it cannot be read, the reason under ``unseen``."""
     try:
         return look(Job.at(folder))
     except (JobUnavailableError, OSError) as error:
@@ -59,9 +53,7 @@ def look_anyway(folder: Path) -> dict[str, Any]:
 
 
 def jobs_at(folder: Path) -> list[Path]:
-    """The folder itself if it is a job; else the jobs in the folder.
-
-    If the folder contains no job, the result is the folder itself.
+    """The folder itself if it is a job or contains no job; else the jobs in the folder.
 
     A folder that this user may not read, for example ``lost+found``, does not count as a job.
 
@@ -84,11 +76,7 @@ def _may_be_job(folder: Path) -> bool:
 
 
 def is_job(job: Job) -> bool:
-    """True if syncd has served a job in this folder.
-
-    Raises:
-        JobUnavailableError: the folder cannot be read.
-    """
+    """True if syncd has served a job here; JobUnavailableError if the folder is unreadable."""
     try:
         return job.is_there()
     except OSError as error:
@@ -96,11 +84,7 @@ def is_job(job: Job) -> bool:
 
 
 def check_is_job(job: Job) -> None:
-    """Check that syncd has served a job in this folder.
-
-    Raises:
-        JobUnavailableError: syncd has served no job in the folder, or the folder cannot be read.
-    """
+    """Raise JobUnavailableError if syncd has served no job here, or the folder is unreadable."""
     if not is_job(job):
         if not job.storage.exists(job.layout.root):
             raise no_folder(job.layout.root)
@@ -158,8 +142,7 @@ def _look(job: Job) -> dict[str, Any]:
 def _explorer(report: ExplorerReport, latest: Latest | None) -> dict[str, Any]:
     """An explorer's report, and its lag behind LATEST in versions and in steps.
 
-    The lag in steps is None if the explorer serves no version. An explorer that evaluates a step
-    has no lag. An explorer that waits for its engine has the status ``starting``.
+    The lag in steps is None if the explorer serves no version, or evaluates a step.
     """
     told = report.model_dump()
     if report.starting is not None:
@@ -172,11 +155,7 @@ def _explorer(report: ExplorerReport, latest: Latest | None) -> dict[str, Any]:
 
 
 def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The memory directory of a job's daemon, or the reason why it cannot be read.
-
-    Returns:
-        The state of the memory directory; None if the daemon has no memory directory.
-    """
+    """The state of the daemon's memory directory, or why it is unreadable; None without one."""
     if daemon is None or daemon["memory_dir"] is None:
         return None
     folder = Path(daemon["memory_dir"])
@@ -189,7 +168,6 @@ def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _names(storage: Storage, folder: Path) -> list[str]:
-    """The names in a folder; an empty list if the folder cannot be listed."""
     try:
         return storage.names(folder)
     except OSError:
@@ -204,7 +182,6 @@ def _is_there(storage: Storage, path: Path) -> bool:
 
 
 def _rollbacks(job: Job) -> list[dict[str, Any]]:
-    """The rollback requests that no daemon has carried out or refused yet."""
     try:
         asked = Steering(job).asked()
     except OSError:
@@ -213,13 +190,11 @@ def _rollbacks(job: Job) -> list[dict[str, Any]]:
 
 
 def _leases(job: Job, sequence: int) -> list[str]:
-    """The names of the explorers that hold leases on a version."""
     markers = set(_names(job.storage, job.layout.lease_folder(sequence))) - {PINNED}
     return sorted((parse_lease_marker(marker) or (marker, ""))[0] for marker in markers)
 
 
 def _free(storage: Storage, folder: Path) -> dict[str, int | None] | None:
-    """Free bytes and inodes for this user; None if they cannot be read."""
     try:
         return storage.free(folder)._asdict()
     except OSError:

@@ -68,10 +68,7 @@ def prune_now(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Pruning]:
-    """Take over the job as a daemon does, prune, and release the job.
-
-    Returns:
-        The deletions that were carried out.
+    """Take over the job as a daemon does, prune, and release it; returns the deletions.
 
     Raises:
         JobUnavailableError: a daemon is working on this job, the job is paused, or there is no job.
@@ -121,11 +118,7 @@ def _prune(job: Job, config: DaemonConfig, sleep: Callable[[float], None]) -> li
 
 
 def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> DaemonLock:
-    """Take the daemon lock, even if a dead daemon of another host still holds it.
-
-    Raises:
-        JobUnavailableError: the lock's heartbeat changes, so a daemon is working on this job.
-    """
+    """Take the daemon lock, even if a dead daemon of another host still holds it."""
     judge = Judge(job.storage, lease_time)
     lock = DaemonLock(job, lease_time, judge)
     waited = 0.0
@@ -155,11 +148,7 @@ def _prunings(decision: Decision) -> list[Pruning]:
 
 
 def _known(job: Job) -> Known:
-    """The daemon's knowledge of the job, from its records.
-
-    Raises:
-        JobUnavailableError: a record cannot be read, for example because nothing was published yet.
-    """
+    """The daemon's knowledge of the job, from its records, which must all be readable."""
     try:
         latest = parse(Latest, job.storage.read(job.layout.latest), job.layout.latest)
         served = read_manifest(job.storage, job.layout.version(latest.sequence))

@@ -1,6 +1,5 @@
 """Serving jobs from one process.
 
 This package finds the jobs in a folder, restarts each daemon that fails, and serves one job or many
-jobs in one process. Only ``syncd.cli`` imports this package. The package imports ``service.py``,
-which serves one job. Begin with ``services.py``.
+jobs in one process. Only ``syncd.cli`` imports this package. Begin with ``services.py``.
 """

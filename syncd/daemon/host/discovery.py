@@ -29,22 +29,17 @@ _PATIENCE: Final = 30.0
 class Discovery:
     """Looks for jobs, in its own thread.
 
-    A job is a folder in the root. A job is not a link, and its name does not begin with a dot. The
-    folder contains ``.syncd`` or the pointer. A hook of syncd or a daemon creates ``.syncd``. Any
-    trainer writes the pointer. Other entries of the root are ignored. If the root cannot be listed,
-    for example because it is not mounted, the list of jobs stays as it is.
+    A job is a folder in the root with ``.syncd`` or the pointer in it. A job is not a link, and its
+    name does not begin with a dot. If the root cannot be listed, for example because it is not
+    mounted, the list of jobs stays as it is.
 
     Promised: if the storage of one folder hangs, other jobs are still found. Not promised: that a
     new job is found before this client's cached listing of the root is renewed.
 
     Args:
-        root: the folder that contains the jobs.
-        pointer: the name of the file that names the step to publish.
         changed: called when a job was added or removed.
         every: seconds between two listings.
         answered: called each time storage has answered the listing of the root.
-        storage: the shared storage.
-        clock: seconds, monotonic.
     """
 
     def __init__(

@@ -26,13 +26,7 @@ class Keeper:
     """Serves one job until it is stopped or its daemon ends.
 
     If the job cannot be served, or syncd has a bug, the error is logged, and a new daemon serves
-    the job a few seconds later.
-
-    Args:
-        root: the job directory.
-        config: the configuration of the job's daemon.
-        make: makes the daemon.
-        guard: expects progress of the job until :meth:`serve` returns.
+    the job a few seconds later. ``guard`` expects progress of the job until :meth:`serve` returns.
     """
 
     def __init__(
@@ -51,11 +45,7 @@ class Keeper:
         self._service: Service | None = None
 
     def prepare(self) -> None:
-        """Make the daemon now, before it has to serve.
-
-        Raises:
-            SyncdError: the constructor of :class:`Service` raised it.
-        """
+        """Make the daemon now, before it has to serve; raises the errors of :class:`Service`."""
         self._replace()
 
     def serve(self) -> None:
@@ -77,10 +67,7 @@ class Keeper:
             service.wake()
 
     def give_up(self) -> None:
-        """Release the job to other daemons, as :meth:`Service.give_up` does.
-
-        This method hangs if storage hangs.
-        """
+        """Release the job to other daemons, as :meth:`Service.give_up`; hangs if storage hangs."""
         self.stop()
         if (service := self._service) is not None:
             service.give_up()

@@ -45,27 +45,20 @@ class Services:
     """The daemons of a job and of its memory directory, in one process.
 
     Each daemon has its own session, lock, epoch and thread, so that waits and failures of one
-    daemon do not affect the other daemon. If a daemon fails because of a bug in syncd, the bug is
-    logged, and a new daemon serves the job a few seconds later.
+    daemon do not affect the other daemon.
 
     Args:
-        root: the job directory.
-        config: the daemon's configuration; ``memory_dir`` names the second job, if there is a
-            second job. If ``shared_group`` is set, the umask of this process keeps the group's
-            permission bits.
+        config: the daemon's configuration; ``memory_dir``, if set, names the second job. If
+            ``shared_group`` is set, the umask of this process keeps the group's permission bits.
         read_again: called after :meth:`reload`; returns the new configuration, or None if the old
             configuration stays. In the new configuration, keys that may not change while the daemon
             runs have their old values.
         each_tick: called between two rounds of the first job, on its thread.
-        meter_of: makes the meter of a job, which receives its events.
-        manager: the service manager that started this process.
-        guard: ends this process if one of the jobs hangs.
 
     Raises:
         InvalidSettingsError: one of the two directories is inside the other directory, or their
             group cannot be set to ``shared_group``.
-        JobUnavailableError: one of the two directories does not exist, or this user may not write
-            to it.
+        JobUnavailableError: a directory does not exist, or this user may not write to it.
     """
 
     def __init__(
@@ -106,19 +99,12 @@ class Services:
             keeper.stop()
 
     def reload(self) -> None:
-        """Ask for the configuration to be read again, before the next round.
-
-        May be called from a signal handler or any thread.
-        """
+        """Read the configuration again soon. May be called from a signal handler or any thread."""
         self._reload_asked = True
         self._keepers[0].wake()
 
     def run(self) -> bool:
-        """Serve until stopped, or until both jobs are idle and ``exit_when_idle`` is set.
-
-        Returns:
-            Always True, because all threads have ended.
-        """
+        """Serve until stopped or idle; returns True, because all threads have ended."""
         first, *others = self._keepers
         threads = [threading.Thread(target=one.serve, name=str(one.root)) for one in others]
         for thread in threads:
@@ -164,8 +150,6 @@ class Services:
 
 @dataclass(slots=True)
 class _Served:
-    """A job that is served, with its keeper and its thread."""
-
     keeper: Keeper
     thread: threading.Thread
     leaves: bool = False
@@ -176,25 +160,18 @@ class RootServices:
     """The daemons of all jobs in a folder, in one process.
 
     Each job has its own session, lock, epoch and thread, so that waits and failures of one job do
-    not affect other jobs. At most ``concurrent_merges`` jobs merge at a time, in the order in which
-    they asked. The thread of :meth:`run` makes no call to storage. So even if storage hangs, that
-    thread can supervise the other jobs, and :meth:`run` can return.
+    not affect other jobs. The thread of :meth:`run` makes no call to storage. So even if storage
+    hangs, that thread can supervise the other jobs, and :meth:`run` can return.
 
     If a job makes no progress for ``hang_time``, this process ends the job's heartbeats, so that
     another host's daemon may take over. When the job's thread no longer hangs, this process serves
     the job again. The guard ends the process only if no job makes progress.
 
     Args:
-        root: the folder.
-        config: the configuration of all daemons.
-        read_again: called after :meth:`reload`; returns the new configuration, or None if the old
-            configuration stays.
+        read_again: as in :class:`Services`.
         each_tick: called about once a second.
-        meter_of: makes the meter of a job, which receives its events.
         forget: called with a job that is no longer served.
-        manager: the service manager that started this process.
-        guard: receives the progress of all jobs; it must not end the process because of a single
-            job.
+        guard: must not end the process because of a single job.
 
     Raises:
         InvalidSettingsError: the configuration has a key that is allowed only for a single job.
@@ -254,19 +231,14 @@ class RootServices:
         self._waker.wake()
 
     def reload(self) -> None:
-        """Ask for the configuration to be read again.
-
-        May be called from a signal handler or any thread.
-        """
+        """Read the configuration again soon. May be called from a signal handler or any thread."""
         self._reload_asked = True
         self._waker.wake()
 
     def run(self) -> bool:
-        """Serve until stopped.
+        """Serve until stopped; returns whether all threads have ended.
 
-        Returns:
-            True if all threads have ended. False if storage blocks a thread, so that only the end
-            of the process can end that thread.
+        If storage blocks a thread, only the end of the process can end that thread.
         """
         with self._waker:
             self._discovery.start()
@@ -415,9 +387,8 @@ def share_what_is_made(config: DaemonConfig) -> None:
 def _for_memory(config: DaemonConfig) -> DaemonConfig:
     """The configuration for the memory directory, which has no full checkpoints and no deltas.
 
-    Explorers that read the memory directory write their reports into the first job. If no names are
-    configured, versions in the memory directory have the trainer's names, because such a version is
-    the trainer's own file.
+    Explorers of the memory directory write their reports into the first job. By default versions
+    there have the trainer's names, because such a version is the trainer's own file.
     """
     told: dict[str, object] = {"pointer": STATE_POINTER, "memory_dir": None, "deltas": "off"}
     return config.model_copy(update=told | {"names": config.names or "trainer"})

@@ -29,14 +29,10 @@ class SeenLive(NamedTuple):
     """A load that no daemon has journaled yet.
 
     Attributes:
-        explorer: the explorer's name.
-        version: the version's sequence.
-        pause: seconds for which the engine did not serve during the load; None if the report has no
-            pause.
+        pause: seconds for which the engine did not serve during the load, if reported.
         ago: seconds between the load and the explorer's report, by the explorer's clock.
         is_first: True if no earlier load of this explorer is known.
-        delta_bytes: the bytes of the deltas from which the version was read; None if the version's
-            own files were read.
+        delta_bytes: the bytes of the deltas from which the version was read, if any.
     """
 
     explorer: str
@@ -55,20 +51,16 @@ class _LastLook(NamedTuple):
 class GoingLive:
     """Finds each load exactly once, by the reports of explorers.
 
-    A report lists the newest loads of its explorer, so that no load is missed even if the report is
-    read seldom. A report is read only while its explorer does not serve LATEST, because an explorer
-    that serves LATEST has nothing newer to load. Only the newest load of each explorer is
-    remembered, because sequences only grow. The newest loads that earlier daemons recorded are read
-    once from the journal.
+    A report lists the newest loads of its explorer, so no load is missed even if the report is read
+    seldom. A report is read only while its explorer does not serve LATEST, because an explorer that
+    serves LATEST has nothing newer to load. Only the newest load of each explorer is remembered,
+    because sequences only grow. The loads that earlier daemons found are read from the journal.
 
-    Older releases do not list loads. The report of such a release counts as one load, but only if
-    the daemon has seen the explorer's lease on the version in this job. The reason is that such
-    reports also name versions of a memory directory.
+    Reports of older releases do not list loads, and also name versions of a memory directory. Such
+    a report counts as one load, but only if the daemon has seen a lease of its explorer on the
+    version.
 
-    Args:
-        job: the job.
-        lookout: looks at the heartbeats of explorers that could use a delta; no other object may
-            use this lookout.
+    No other object may use ``lookout``.
     """
 
     def __init__(self, job: Job, lookout: Lookout) -> None:
@@ -84,10 +76,6 @@ class GoingLive:
 
     def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[SeenLive]:
         """Read reports and yield new loads; each yielded load counts as journaled afterwards.
-
-        Args:
-            leases: all leases of the job.
-            latest: the sequence of LATEST.
 
         Raises:
             OSError: storage does not answer; the next call continues with the other reports.
@@ -128,10 +116,7 @@ class GoingLive:
         """The live explorers whose reports say that they can use a delta.
 
         Such explorers may hold no lease, because they serve from a copy on their host. So their
-        heartbeats are checked here.
-
-        Args:
-            tick: about how many seconds lie between two calls.
+        heartbeats are checked here. ``tick`` is about the seconds between two calls.
 
         Raises:
             OSError: storage does not answer.
@@ -156,11 +141,10 @@ class GoingLive:
                 yield SeenLive(name, load.sequence, load.pause, ago, told is None, load.delta_bytes)
 
     def _read_journal(self) -> None:
-        """Read the recorded loads from the journal.
+        """Read the recorded loads from the end of the journal.
 
-        Only the end of the journal is read. If a version was published before the first line that
-        is read, the unread part may have loads of this version. So all loads of such a version
-        count as journaled.
+        The unread part may have loads of a version that was published before the first line that is
+        read. So all loads of such a version count as journaled.
         """
         path = self._job.layout.journal
         told: dict[str, int] = {}

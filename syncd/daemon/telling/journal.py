@@ -44,18 +44,9 @@ _REMEMBERED: Final = 16
 class Journal:
     """Writes a log line, a count and a metric for each event in a job.
 
-    If ``syncd status`` or ``syncd history`` shows an event, the event also gets a line in the
-    journal's file.
-
-    Args:
-        meter: receives each event, for the metrics.
-        file: the journal's file.
-        clock: seconds, monotonic.
-
     Attributes:
         counters: the counts of events since the take-over.
-        waiting_for: the reason why the daemon waits, as it was logged last; empty if the daemon
-            does not wait.
+        waiting_for: the reason why the daemon waits, as logged last; empty if it does not wait.
     """
 
     def __init__(self, meter: Meter, file: JournalFile, *, clock: Clock = time.monotonic) -> None:
@@ -385,7 +376,6 @@ class Journal:
         )
 
     def _named(self, manifest: Manifest) -> None:
-        """Remember the time at which LATEST began to name a version."""
         self._named_at[manifest.sequence] = self._clock()
         if len(self._named_at) > _REMEMBERED:
             del self._named_at[min(self._named_at)]
@@ -404,13 +394,8 @@ class JournalFile:
     power loss, or that every line is written. If the daemon is killed before :meth:`write`, the
     waiting lines are lost. If the disk is full for long, the oldest waiting lines are lost.
 
-    Args:
-        job: the job.
-        wall: seconds since the epoch, for people.
-        limit: the bytes after which a new file is begun, as in
-            :func:`~syncd.storage.append.append`. By default a file holds the lines of some
-            thousands of versions with 2 explorers, and of about a hundred versions with 500
-            explorers.
+    After ``limit`` bytes a new file is begun. By default a file holds the lines of some thousands
+    of versions with 2 explorers, and of about a hundred versions with 500 explorers.
     """
 
     def __init__(
@@ -429,10 +414,7 @@ class JournalFile:
     def note(self, event: str, *, ago: float = 0.0, **fields: Any) -> None:
         """Add a line, which the next :meth:`write` writes.
 
-        Args:
-            event: the name of the event.
-            ago: how many seconds ago the event happened.
-            fields: the other fields of :class:`JournalLine`.
+        The event happened ``ago`` seconds ago; ``fields`` are other fields of :class:`JournalLine`.
         """
         line = JournalLine.model_validate({"time": self._wall() - ago, "event": event, **fields})
         self._waiting.append(encode(line))
@@ -459,11 +441,7 @@ class JournalFile:
 
 
 def read_journal(job: Job, limit: int = 2 * LIMIT) -> list[JournalLine]:
-    """The lines of the journal, oldest first; unreadable lines are left out.
-
-    Args:
-        job: the job.
-        limit: the most bytes to read; only the newest lines are read.
+    """The readable lines in the last ``limit`` bytes of the journal, oldest first.
 
     Raises:
         OSError: storage does not answer.

@@ -28,32 +28,25 @@ class Meter:
         """Count events; the keys are the fields of ``DaemonCounters``, and ``leases_dropped``."""
 
     def published(self, manifest: Manifest, *, seconds: float, latency: float) -> None:
-        """A save was published.
+        """A save was published; the times end when LATEST names the version.
 
-        Args:
-            manifest: the manifest of the version.
-            seconds: the time from the beginning of the merge to the update of LATEST.
-            latency: seconds from the first scan that found the save complete to the update of
-                LATEST, by this host's clock.
+        ``seconds`` is measured from the start of the merge, ``latency`` from the first scan that
+        found the save complete, by this host's clock.
         """
 
     def live(self, *, seconds: float | None, pause: float | None) -> None:
         """An explorer has loaded a version.
 
-        Args:
-            seconds: the time from the update of LATEST to the load. None for an explorer's first
-                load, or if a previous daemon published the version.
-            pause: seconds for which the engine did not serve; None if the explorer does not report
-                a pause.
+        ``seconds`` is the time since the update of LATEST; None for an explorer's first load, or if
+        a previous daemon published the version. ``pause`` is the time for which the engine did not
+        serve, if the explorer reports it.
         """
 
     def delta_made(self, size: int, *, changed: float, seconds: float) -> None:
         """A delta was made.
 
-        Args:
-            size: the delta's bytes.
-            changed: the fraction of the elements that differ, 0 to 1.
-            seconds: the time from the update of LATEST to the commit of the delta.
+        ``size`` is in bytes. ``changed`` is the fraction of the elements that differ, 0 to 1.
+        ``seconds`` is the time from the update of LATEST to the commit of the delta.
         """
 
     def no_delta(self) -> None:
@@ -63,7 +56,6 @@ class Meter:
         """Storage or the daemon has refused some work, or some work has failed."""
 
 
-#: Makes the meter of one job.
 MeterOf = Callable[[Job], Meter]
 
 

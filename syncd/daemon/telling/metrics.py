@@ -33,7 +33,6 @@ _SHORT: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _LONG: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 #: Names of ``DaemonCounters`` that are outcomes of saves.
 _OUTCOMES: Final = ("skipped", "quarantined", "published")
-#: The possible outcomes of a delta that was to be made.
 _DELTAS: Final = ("made", "none")
 #: A counter's name there → the kind of deletion that it counts.
 _PRUNED: Final = {
@@ -45,11 +44,7 @@ _PRUNED: Final = {
 
 
 class Metrics:
-    """All metrics of one process, in a registry of its own.
-
-    Attributes:
-        registry: holds the metrics; an exporter serves it.
-    """
+    """All metrics of one process, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -165,8 +160,6 @@ class Metrics:
 
 
 class _JobMeter(Meter):
-    """Counts the events of one job."""
-
     def __init__(
         self,
         metrics: Metrics,
@@ -265,12 +258,7 @@ class _JobMeter(Meter):
 
 
 class ExplorerMetrics:
-    """The gauges of all explorers.
-
-    Args:
-        registry: holds the gauges.
-        job: the name of the label for the job directory.
-    """
+    """The gauges of all explorers; ``job`` is the name of the label for the job directory."""
 
     def __init__(self, registry: CollectorRegistry, job: str) -> None:
         def gauge(name: str, what: str) -> Gauge:
@@ -299,15 +287,7 @@ class ExplorerMetrics:
         self._seen: dict[str, set[str]] = {}
 
     def look(self, label: str, job: Job) -> None:
-        """Set the gauges from LATEST and from the reports of a job's explorers.
-
-        Args:
-            label: the job's label.
-            job: the job.
-
-        Raises:
-            OSError: storage does not answer.
-        """
+        """Set the gauges from LATEST and the explorers' reports; OSError if storage is silent."""
         latest = job.read(Latest, job.layout.latest, OF_OTHERS)
         reports = job.explorer_reports(
             job.storage.names(job.layout.explorers), OF_OTHERS, most=_MOST
@@ -328,8 +308,7 @@ class ExplorerMetrics:
 
     def _set(self, job: str, report: ExplorerReport, latest: Latest | None) -> str:
         name = printable(report.name)
-        # First, before anything that may fail: otherwise the metrics of this explorer would never
-        # be removed.
+        # First, because a failure below would otherwise keep this explorer's metrics for ever.
         self._seen.setdefault(job, set()).add(name)
         if latest is not None and report.bench is None:
             self._lag.labels(job, name).set(latest.sequence - (report.sequence or 0))

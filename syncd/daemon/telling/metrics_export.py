@@ -30,14 +30,9 @@ _WRITE: Final = 15.0
 class Exporter:
     """Serves metrics over HTTP, and writes them to a file, while it is open.
 
-    The file is written at ticks, so it does not change during a merge. It belongs to this host, not
-    to the job's storage.
-
-    Args:
-        metrics: the metrics to serve.
-        port: the port on 127.0.0.1; 0 to serve nothing over HTTP.
-        textfile: the file, which each write replaces as a whole; None to write no file.
-        clock: seconds, monotonic.
+    The file is replaced as a whole, at ticks, so it does not change during a merge. It belongs to
+    this host, not to the job's storage. Nothing is served if ``port`` is 0, and no file is written
+    if ``textfile`` is None.
 
     Raises:
         InvalidSettingsError: the port cannot be used.

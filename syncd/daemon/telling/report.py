@@ -31,17 +31,7 @@ _OFTEN: Final = 2.0
 class Reporter:
     """Writes the report when something has changed, and at least three times per lease time.
 
-    Args:
-        layout: the job.
-        epoch: the active daemon's room.
-        session: this process's heartbeat.
-        publisher: has LATEST, for the report.
-        journal: has the counters, for the report.
-        notice: receives the daemon's state for the service manager.
-        reserve: deleted if the disk has no space for a report.
-        memory_dir: the second job that this process serves; None if there is no second job.
-        clock: seconds, monotonic.
-        wall: seconds since the epoch, for people.
+    If the disk has no space for a report, ``reserve`` is deleted.
 
     Attributes:
         pause: the id of the pause in force; None if the job is not paused.
@@ -78,13 +68,7 @@ class Reporter:
         self._repeats = Repeats(clock=clock)
 
     def report(self, state: str, detail: str = "", merge: MergeProgress | None = None) -> None:
-        """Write the report; if storage refuses the report, log the error and continue.
-
-        Args:
-            state: the daemon's state, for example ``merging``.
-            detail: a text that follows the state, for people.
-            merge: the progress of the merge.
-        """
+        """Write the report; if storage refuses the report, log the error and continue."""
         latest = self._publisher.latest
         served = f"version {latest.sequence} of step {latest.step}" if latest else "no version yet"
         self._notice.status(f"{served}; {state}{detail and f': {detail}'}")
@@ -130,8 +114,5 @@ class Reporter:
             self._took = self._clock() - now
 
     def may_say_more(self) -> bool:
-        """True if progress may be reported again.
-
-        Because of this limit the daemon spends at most about a twentieth of its time on reports.
-        """
+        """True if progress may be reported again; reports take at most about 5% of the time."""
         return self._clock() - self._reported_at >= max(_OFTEN, 20 * self._took)
