@@ -30,19 +30,12 @@ FirstReport = Callable[[str], Report]
 class Participant(Generic[Report]):
     """A session, a claimed name, and the report that only this participant writes.
 
-    Promised: from construction to :meth:`close` others see this participant as live, with its
-    latest report. No two live participants of one role have the same name
+    From construction to :meth:`close` others see this participant as live, with its latest report.
+    No two live participants of one role have the same name
     (:class:`~syncd.storage.claims.HeldName`).
 
     Args:
-        job: the job.
-        role: ``trainer`` or ``explorer``.
-        name: this participant's name.
         lease_time: seconds, from the job's format.
-        path: the file of this participant's report.
-        first: makes the first report.
-        clock: seconds, monotonic.
-        wall: seconds since the epoch, for people.
 
     Attributes:
         session: this process's heartbeat.
@@ -85,12 +78,7 @@ class Participant(Generic[Report]):
         return os.getpid() == self._pid
 
     def check_process(self) -> None:
-        """Check that this process registered the participant.
-
-        Raises:
-            InvalidSettingsError: this process is a fork of the process that registered the
-                participant.
-        """
+        """Raise InvalidSettingsError in a fork of the process that registered the participant."""
         if not self.is_ours:
             raise InvalidSettingsError(
                 f"{self.session.id} belongs to process {self._pid}, but this process is a fork of "
@@ -146,9 +134,7 @@ def become(
 
 
 def require_sync(participant: Participant[Report], **changes: Any) -> None:
-    """Begin a wait: change the participant's status to ``require_sync``.
-
-    If the new status cannot be written, the old status is restored and the error is raised.
+    """Begin a wait: change the status to ``require_sync``; after an error, restore the old status.
 
     Raises:
         InvalidTransitionError: the participant is not running.
@@ -167,8 +153,7 @@ def require_sync(participant: Participant[Report], **changes: Any) -> None:
 def back_to_running(participant: Participant[Report], **changes: Any) -> None:
     """End a wait: change the status from ``require_sync`` back to ``running``.
 
-    If storage refuses to write the new status, the function logs a warning; the next update of the
-    report writes the status.
+    If storage refuses to write the new status, the next update of the report writes it.
 
     Raises:
         NameTakenError: another participant took the name while this participant counted as dead.

@@ -29,12 +29,8 @@ _TORN: Final = SavedState(iteration=0)
 class StateFile:
     """The file of one participant's saved state, and the file of the previous state.
 
-    Promised: if a save is interrupted at any point, the previous state is kept. If the file is torn
+    If a save is interrupted at any point, the previous state is kept. If the file is torn
     nevertheless, loading reads the file of the previous state.
-
-    Args:
-        job: the job.
-        path: the file of the newest state.
     """
 
     def __init__(self, job: Job, path: Path) -> None:

@@ -28,7 +28,7 @@ DTYPES: Final = {
 
 
 def stream(version: LeasedVersion) -> Iterator[tuple[str, Tensor]]:
-    """Yield a version's tensors one at a time, in host memory, checked against the manifest.
+    """Yield a version's tensors one at a time, in host memory.
 
     Raises:
         VerificationError: a tensor differs from the manifest.
@@ -55,8 +55,7 @@ def check_header(
     """Compare the dtype and shape of each tensor in a file with the manifest.
 
     Raises:
-        VerificationError: a tensor is not in the manifest, or its dtype or shape differs from the
-            manifest.
+        VerificationError: a tensor is not in the manifest, or its dtype or shape differs from it.
     """
     for entry in file.entries:
         expected = told.get(entry.name)

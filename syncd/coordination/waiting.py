@@ -13,7 +13,7 @@ from syncd.protocol.errors import CancelledError, WaitTimeoutError
 from syncd.storage.judge import Clock
 from syncd.storage.watch import Watcher
 
-#: The most seconds between two checks for a cancellation during a pause.
+#: The most seconds between two checks for a cancellation.
 _LOOK: Final = 0.05
 
 
@@ -39,18 +39,13 @@ class Cancellation:
         return self._done
 
     def check(self) -> None:
-        """Raise an error if :meth:`cancel` was called.
-
-        Raises:
-            CancelledError: :meth:`cancel` was called.
-        """
+        """Raise CancelledError if :meth:`cancel` was called."""
         if self._done:
             raise CancelledError("the wait was cancelled, or its synchronizer closed")
 
     def pause(self, seconds: float) -> bool:
         """Sleep for ``seconds`` or until :meth:`cancel`; return True after a :meth:`cancel`."""
-        # Polls instead of waiting on an Event: a thread that waits on one may hold its lock, and a
-        # signal handler on that thread that cancels would then deadlock.
+        # No Event: a signal handler that cancels could deadlock on the Event's lock.
         deadline = time.monotonic() + seconds
         while not self._done and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK))
@@ -74,8 +69,6 @@ class Wait:
         watcher: ends a pause early; the caller must close the watcher.
         timeout: seconds until :meth:`more` returns False.
         poll: seconds between two checks if the filesystem sends no events.
-        cancels: the cancellations that can end this wait.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -122,16 +115,11 @@ class Wait:
 
 
 class Waits:
-    """The waits of one participant, one at a time.
-
-    If two waits ran at a time, they could not both restore the participant's status. The timeout of
-    a wait includes its time in the queue.
+    """The waits of one participant, one at a time, so that each restores the participant's status.
 
     Args:
-        name: the participant's name.
         worth_a_look: returns, for each folder, the names of the files whose change can end a wait.
         poll: seconds between two checks if the filesystem sends no events.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -156,9 +144,7 @@ class Waits:
     def one(self, timeout: float, cancel: Cancellation | None) -> Iterator[Wait]:
         """Queue behind the participant's other waits, and then yield this wait.
 
-        Args:
-            timeout: seconds for the queue and the wait together.
-            cancel: ends the queueing or the wait from another thread.
+        The ``timeout`` is in seconds, for the queue and the wait together.
 
         Raises:
             WaitTimeoutError: the timeout passed while another wait was running.

@@ -31,8 +31,7 @@ BLOCK: Final = 2**20
 #: number of the block in the tensor, the size in bytes of the encoded block, the number of elements
 #: that changed in the block, and the xxh3-64 of the encoded block.
 ENTRY: Final = struct.Struct("<IIIIQ")
-#: If more than this fraction of the elements changes, no delta is made, because a delta would save
-#: little.
+#: If more than this fraction of the elements changes, a delta would save little: none is made.
 DENSEST: Final = 0.30
 _BUFFER: Final = 1024 * 1024
 
@@ -78,7 +77,7 @@ def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:
     """The two files of a delta by name, ``index`` and ``blocks``; each has a digest.
 
     Raises:
-        NoDeltaError: the record names other files, names a file twice, or has no digest for a file.
+        NoDeltaError: the record does not name these two files once each, with digests.
     """
     files = {file.name: file for file in delta.files}
     if (

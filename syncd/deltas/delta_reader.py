@@ -31,14 +31,8 @@ _ENTRIES: Final = np.dtype(
 class DeltaReader:
     """An open delta, whose index fits the tensors of its target. Close it, or use it in ``with``.
 
-    Several threads may use one reader, each with its own
-    :class:`~syncd.deltas.encoding.Decoder`.
-
-    Args:
-        storage: the storage of the delta.
-        folder: the folder of the delta.
-        delta: the record of the delta.
-        tensors: the tensors of the target, in the order of the names.
+    Several threads may use one reader, each with its own :class:`~syncd.deltas.encoding.Decoder`.
+    The ``tensors`` of the target, and the numbers of tensors, are in the order of the names.
 
     Raises:
         NoDeltaError: the delta is not whole, or does not fit these tensors.
@@ -107,13 +101,7 @@ class DeltaReader:
         self._storage.release(self._fd)
 
     def apply(self, tensor: int, block: int, elements: Elements, decoder: Decoder) -> bool:
-        """Replace the old elements of a block by the new elements, in place.
-
-        Args:
-            tensor: the number of the tensor in the order of the names.
-            block: the number of the block in the tensor.
-            elements: the old elements of the whole block.
-            decoder: the decoder of this thread.
+        """Replace the old elements of a whole block by the new elements, in place.
 
         Returns:
             False if no element of the block changed.
@@ -151,11 +139,7 @@ class DeltaReader:
             raise self._broken_block(tensor, block, error) from None
 
     def _load(self, tensor: int, block: int) -> tuple[memoryview, int] | None:
-        """Read an encoded block, check its digest, and return it with its number of changes.
-
-        Returns:
-            None if the block did not change.
-        """
+        """A block's encoded bytes, and its number of changes; None if the block did not change."""
         key = tensor << 32 | block
         at = int(np.searchsorted(self._keys, key))
         if at == len(self._keys) or self._keys[at] != key:

@@ -19,12 +19,7 @@ from syncd.storage.fsio import Storage
 
 @dataclass(frozen=True, slots=True)
 class WholeVersion:
-    """A whole version on disk: a published version, or a copy of a published version.
-
-    Attributes:
-        folder: the folder with the files that the manifest lists.
-        manifest: the manifest of the version.
-    """
+    """A whole version on disk: a published version, or a copy of one."""
 
     folder: Path
     manifest: Manifest
@@ -39,13 +34,10 @@ Places = Mapping[str, tuple[SafetensorsFile, HeaderEntry]]
 
 @contextmanager
 def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
-    """Open all weight files of a version; their headers must match the manifest.
-
-    Yields:
-        The place of each tensor, by its name.
+    """Open all weight files of a version; yield the place of each tensor, by its name.
 
     Raises:
-        NoDeltaError: a file does not match the manifest.
+        NoDeltaError: a file or its header does not match the manifest.
         OSError: a file is missing, or cannot be read.
     """
     told: dict[str, dict[str, TensorEntry]] = {

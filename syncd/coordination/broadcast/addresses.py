@@ -18,8 +18,8 @@ def own_address() -> str:
     """The IP address at which other hosts can reach this host: the address of the default route.
 
     If this host has no default route, the result is ``127.0.0.1``, which no other host can reach.
-    If the host is on several networks, it is possible that the other hosts need a different
-    address. In that case set ``master_address``.
+    If this host is on several networks, other hosts may need another address: set
+    ``master_address``.
     """
     for host in _ANYWHERE:
         try:
@@ -42,11 +42,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on only one address of this host.
-
-    Args:
-        address: a host name or an IP address.
-        port: 0 for any free port.
+    """A socket that listens on only one address of this host; port 0 means any free port.
 
     Raises:
         BroadcastError: another program uses the port, or this host does not have the address.

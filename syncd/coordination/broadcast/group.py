@@ -43,11 +43,7 @@ _GRACE: Final = 1.0
 
 
 class Broadcasting:
-    """A broadcast in progress.
-
-    Args:
-        finish: waits for the end of the broadcast.
-    """
+    """A broadcast in progress."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
@@ -56,8 +52,8 @@ class Broadcasting:
         """Wait until the tensor may be used again (rank 0) or has arrived (other ranks).
 
         Raises:
-            BroadcastError: the broadcast did not end by the transfer's deadline, or a peer is gone.
-                In both cases the group has failed.
+            BroadcastError: the transfer's deadline has passed, or a peer is gone. The group has
+                failed.
         """
         self._finish()
 
@@ -65,9 +61,7 @@ class Broadcasting:
 class WeightGroup:
     """One rank's membership in one generation of a weight group; made by :meth:`join`.
 
-    A weight group does not need a default process group, and does not disturb an existing default
-    group. In a transfer all ranks do the same broadcasts in the same order, and then call
-    :meth:`agree`.
+    In a transfer all ranks do the same broadcasts in the same order, and then call :meth:`agree`.
 
     Promised: no method waits longer than the transfer's deadline plus one second. An error ends the
     group for this rank; the other ranks end the group at their own deadlines.
@@ -180,9 +174,8 @@ class WeightGroup:
     def broadcast(self, tensor: Tensor) -> Broadcasting:
         """Begin to broadcast a tensor from rank 0; all ranks must do this in the same order.
 
-        Args:
-            tensor: uint8, contiguous, on the group's device, of the same size on all ranks. Do not
-                read or change the tensor until :meth:`Broadcasting.wait` has returned.
+        The tensor is uint8, contiguous, on the group's device, and of the same size on all ranks.
+        Do not read or change the tensor until :meth:`Broadcasting.wait` has returned.
 
         Raises:
             BroadcastError: the group has failed.
@@ -199,22 +192,15 @@ class WeightGroup:
         return Broadcasting(lambda: self._finish(work))
 
     def agree(self, ok: bool) -> bool:
-        """Tell the other ranks if all weights arrived here; learn if all ranks have all weights.
+        """Tell the other ranks if all weights arrived here; True if they arrived at all ranks.
 
         Promised: all ranks that get an answer get the same answer. Rank 0 gets True only after all
         other ranks got True. If it is possible that a rank missed the answer, rank 0 gets an error.
         In that case all ranks get the weights from the published files.
 
-        Args:
-            ok: True if all weights arrived at this rank.
-
-        Returns:
-            True only if ``ok`` is True on all ranks.
-
         Raises:
             BroadcastError: not all ranks answered within the transfer's deadline, or the store is
-                gone. In both cases this rank does not know the outcome, and must not use the
-                weights.
+                gone. This rank does not know the outcome, and must not use the weights.
         """
         self._check()
         key = f"agree/{self._agreements}"
@@ -257,11 +243,7 @@ class WeightGroup:
             release(backends, self._unfinished)
 
     def _finish(self, work: dist.Work) -> None:
-        """Wait for a broadcast.
-
-        The method polls with both backends, so that signals are handled during the wait and torch's
-        own timeouts do not matter. At the group's timeout gloo stops the operation in this process.
-        """
+        """Wait by polling, so that signals are handled and torch's timeouts do not matter."""
         self._check()
         pause = 0.0
         try:
@@ -299,7 +281,6 @@ class WeightGroup:
             store.delete_key(f"{key}/read/{rank}")
 
     def _named(self, ranks: list[int]) -> str:
-        """The names of ranks, for messages."""
         names = {0: "the trainer"} | {
             member.rank_offset + worker: f"explorer {member.name} (worker {worker})"
             for member in self._rendezvous.members
@@ -351,7 +332,7 @@ class KeptGroup:
         return self._group
 
     def close(self) -> None:
-        """Leave the group, after the last transfer or a failed transfer. Safe to call twice."""
+        """Leave the group. Safe to call twice."""
         group, self._group = self._group, None
         if group is not None:
             group.close()

@@ -29,7 +29,7 @@ class MeetingPlace(NamedTuple):
     """The address and port at which the other ranks connect to rank 0.
 
     Attributes:
-        address: the host name or IP address of rank 0's host; None for the result of
+        address: a host name or an IP address; None for the result of
             :func:`.addresses.own_address`.
         port: 0 for any free port.
     """
@@ -62,7 +62,6 @@ class TrainerGroup:
     transfer in the group has failed. Each new group has a higher generation.
 
     Args:
-        meetings: the meetings of the job.
         run: the trainer's identity among all trainers.
         place: the meeting place of new groups.
     """
@@ -84,15 +83,11 @@ class TrainerGroup:
     ) -> WeightGroup:
         """Open the group of an offer's members, and begin a transfer in the group.
 
-        Args:
-            agreed: the agreed transfer.
-            save_id: the save id of the weights to transfer.
-            deadline: seconds to form a new group. Each transfer gets the same number of seconds.
-            device: the device of the tensors.
+        ``deadline`` is in seconds: first for forming a new group, and then again for each transfer.
 
         Raises:
-            BroadcastError: the group cannot be formed, or not all members connected. After this
-                error no group is open.
+            BroadcastError: the group cannot be formed, or not all members connected. No group is
+                open then.
         """
         group, known = self._group, self._rendezvous
         members = _with_ranks(agreed.offer)
@@ -162,13 +157,7 @@ class TrainerGroup:
 
 
 class ExplorerGroup:
-    """An explorer's meeting with the trainer, and the weight group of a worker in this process.
-
-    Args:
-        meetings: the meetings of the job.
-        offers: the offers of the job.
-        name, session: the explorer's name and session.
-    """
+    """An explorer's meeting with the trainer, and the weight group of a worker in this process."""
 
     def __init__(self, meetings: Meetings, offers: Offers, name: str, session: str) -> None:
         self._meetings = meetings
@@ -183,8 +172,7 @@ class ExplorerGroup:
             The meeting place, and the rank of this explorer's first worker.
 
         Raises:
-            BroadcastError: the trainer did not name the meeting place in time, or left this
-                explorer out.
+            BroadcastError: the trainer was late, or left this explorer out.
             CancelledError: the wait was cancelled.
             OSError: storage failed.
         """
@@ -225,7 +213,6 @@ class ExplorerGroup:
 
 
 def _with_ranks(offer: Offer) -> tuple[GroupMember, ...]:
-    """The members of an offer with their ranks; the trainer is rank 0."""
     found: list[GroupMember] = []
     rank = 1
     for member in offer.members:

@@ -35,7 +35,7 @@ BUCKET: Final = 256 * 1024 * 1024
 AT_A_TIME: Final = 2
 #: Broadcasts in progress at a time, if nothing is packed or checked meanwhile.
 AHEAD: Final = 8
-#: The most bytes of an encoded meta; the meta of a million tensors has about half as many bytes.
+#: The most bytes of an encoded meta; a million tensors take about half as many.
 META_LIMIT: Final = 256 * 1024 * 1024
 #: Bytes of the digest of a meta, and of a bucket: xxh3-128.
 DIGEST: Final = 16
@@ -82,7 +82,7 @@ class WeightSpec(NamedTuple):
 
     @property
     def digest(self) -> None:
-        """Always None: unlike an entry of a manifest, a tensor of a transfer has no digest yet."""
+        """Always None: a tensor of a transfer has no digest yet."""
         return None
 
 
@@ -189,13 +189,12 @@ class Header(NamedTuple):
 
 
 class BucketPiece(NamedTuple):
-    """A run of bytes of one tensor in a bucket.
+    """A run of ``size`` bytes of one tensor in a bucket.
 
     Attributes:
         tensor: the tensor's index in the meta.
         first: the offset of the run in the tensor, in bytes.
         at: the offset of the run in the bucket, in bytes.
-        size: the number of bytes.
     """
 
     tensor: int
@@ -209,7 +208,7 @@ class Bucket(NamedTuple):
 
     Attributes:
         begin: the bucket's offset in the image, in bytes.
-        size: the bucket's size, in bytes.
+        size: in bytes.
         pieces: the bucket's content, in order.
     """
 
@@ -234,17 +233,14 @@ class Image:
 
     @classmethod
     def of(cls, meta: WeightMeta, bucket_bytes: int) -> Self:
-        """Cut a transfer into buckets.
+        """Cut a transfer into buckets of at most ``bucket_bytes``.
 
         A tensor of at least a sixteenth of ``bucket_bytes`` has one or more buckets of its own.
         These buckets are views of the tensor's memory, so the tensor need not be packed. Smaller
         tensors are packed together into buckets of up to a quarter of ``bucket_bytes``, because
         copying them costs less than one broadcast for each tensor.
 
-        Args:
-            meta: the meta of the transfer.
-            bucket_bytes: the most bytes in a bucket, at least :data:`ALIGNED`; rounded down to a
-                multiple of :data:`ALIGNED`.
+        ``bucket_bytes`` is at least :data:`ALIGNED`, and is rounded down to a multiple of it.
         """
         most = bucket_bytes // ALIGNED * ALIGNED
         packed, alone = max(most // 4, ALIGNED), most // 16
