@@ -376,7 +376,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             The meeting place, and the rank of this explorer's first worker.
 
         Raises:
-            BroadcastError: no transfer was agreed, or the trainer was late (``broadcast_timeout``).
+            BroadcastError: no transfer was agreed, the trainer was late (``broadcast_timeout``), or
+                the trainer left this explorer out.
             CancelledError: the wait was cancelled.
             OSError: storage failed.
         """

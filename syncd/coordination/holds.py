@@ -28,13 +28,10 @@ class _SharedHold:
 
 
 class Holds:
-    """Takes and releases leases for one participant.
+    """Takes and releases leases for one participant. The leases name the heartbeat ``session``.
 
     A lease ends when its last hold ends. If storage refuses the release or is missing at that
     moment, :meth:`settle` tries again. A fork of the process takes and releases no lease.
-
-    Args:
-        session: the heartbeat that the participant's leases name.
     """
 
     def __init__(self, job: Job, name: str, session: str) -> None:
@@ -49,13 +46,7 @@ class Holds:
         self._unreleased: dict[Path, Hold] = {}
 
     def hold(self, sequence: int) -> LeasedVersion:
-        """Hold a version.
-
-        Raises:
-            VersionGoneError: the version was retired before it could be held, or is not visible
-                yet.
-            VerificationError: the version's manifest is damaged.
-        """
+        """Hold a version. For errors see :meth:`share`."""
         folder = self._job.layout.version(sequence)
         return self.share(folder, sequence, lambda: self._lease(sequence))
 

@@ -154,7 +154,7 @@ class LeasedVersion:
 
 
 def read_latest(job: Job) -> Latest | None:
-    """The present content of LATEST; None if LATEST is missing or cannot be read yet.
+    """The content of LATEST; None if LATEST is missing or cannot be read yet.
 
     Raises:
         ProtocolMismatchError: a daemon of a newer protocol wrote LATEST.
@@ -173,12 +173,7 @@ _LATEST: Final = ReadPolicy(damaged=is_no_record, newer=False, say=_say)
 
 
 def hold_folder(storage: Storage, folder: Path, sequence: int, hold: Hold) -> LeasedVersion:
-    """Make a :class:`LeasedVersion` of a folder that is already held.
-
-    Raises:
-        VersionGoneError: the folder is missing, or not visible here yet.
-        VerificationError: the folder's manifest is damaged, or has another sequence.
-    """
+    """Make a :class:`LeasedVersion` of a held folder. For errors see :meth:`.Holds.share`."""
     return LeasedVersion(storage, folder, _manifest(storage, sequence, folder), hold)
 
 

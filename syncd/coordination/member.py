@@ -75,9 +75,9 @@ class Member(Generic[Report]):
     Methods block. Several threads may call them, but only one wait runs at a time. A fork of the
     process is not a participant; the fork must register itself.
 
-    Waits take ``timeout``, in seconds, which includes the time in the queue; the default is the
-    settings' ``sync_timeout``. Another thread can end a wait by its ``cancel``; the wait then
-    raises CancelledError.
+    The ``timeout`` of a wait is in seconds, and includes the time in the queue. The default is the
+    settings' ``sync_timeout``. Another thread can end a wait with ``cancel``; the wait then raises
+    CancelledError.
 
     Args:
         job_dir: the job directory.
@@ -262,21 +262,16 @@ class Member(Generic[Report]):
     ) -> Version | None:
         """Request the publication of a step on disk; wait for it, and return the version.
 
-        If LATEST already names the step, the method returns LATEST's version at once, even if the
-        step was saved again since. If the save in the step folder is not complete yet, the method
-        waits for the save.
-
-        Args:
-            step: if None, the method returns the newest version without waiting.
-            world_size: the number of shards that must be in the step folder; None if the save is
-                certainly complete.
-            timeout: see the class.
-            cancel: see the class.
+        If ``step`` is None, the method returns the newest version without waiting. If LATEST
+        already names the step, the method returns LATEST's version at once, even if the step was
+        saved again since. If the save in the step folder is not complete yet, the method waits for
+        the save. ``world_size`` is the number of shards that must be in the step folder; None if
+        the save is certainly complete.
 
         Raises:
             SaveNotReadyError: a shard or the step's folder is missing. The pointer was not changed.
             SaveFailedError: the daemon has refused the save.
-            WaitTimeoutError: the step was not published in time.
+            WaitTimeoutError: the step was not published within ``timeout``.
             InvalidSettingsError: this participant is an explorer, but a trainer is running, or
                 another explorer follows the job and would load the step too.
         """
@@ -392,7 +387,10 @@ class Member(Generic[Report]):
         return self._job.storage.exists(self._job.layout.session(session))
 
     def _trainer_there(self) -> TrainerReport | None:
-        """The trainer's report if it seems to run; not by the roster, which would then watch it."""
+        """The report of a trainer that seems to run; else None.
+
+        The roster is not used, because it would then watch the trainer's heartbeat.
+        """
         try:
             found = self._job.read(TrainerReport, self._job.layout.trainer_report)
             stopped = found is None or found.status == RunningStatus.STOPPED.value

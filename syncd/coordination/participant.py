@@ -34,13 +34,6 @@ class Participant(Generic[Report]):
     No two live participants of one role have the same name
     (:class:`~syncd.storage.claims.HeldName`).
 
-    Args:
-        lease_time: seconds, from the job's format.
-
-    Attributes:
-        session: this process's heartbeat.
-        record: this participant's present report.
-
     Raises:
         NameTakenError: a live participant has the name. This check can take one lease time.
     """
@@ -124,11 +117,7 @@ def become(
     old_status: RunningStatus | None = None,
     **changes: Any,
 ) -> None:
-    """Change a participant's status, and other fields of its report.
-
-    Raises:
-        InvalidTransitionError: the new status cannot follow the present status.
-    """
+    """Check that the new status may follow the present status; then change the report."""
     check_transition(RunningStatus(participant.record.status), status, old_status)
     participant.update(status=status.value, **changes)
 
@@ -154,9 +143,6 @@ def back_to_running(participant: Participant[Report], **changes: Any) -> None:
     """End a wait: change the status from ``require_sync`` back to ``running``.
 
     If storage refuses to write the new status, the next update of the report writes it.
-
-    Raises:
-        NameTakenError: another participant took the name while this participant counted as dead.
     """
     if participant.record.status != RunningStatus.REQUIRE_SYNC.value:
         return  # it was stopped meanwhile

@@ -59,14 +59,11 @@ class Roster:
 
     A participant that was killed, or whose host is gone, counts as dead soon after one lease time,
     and as alive until then. From the first query on, a thread checks the heartbeats, one slice at a
-    time. A participant of a newer protocol causes an error while it is alive, and is skipped once
-    it is dead. Not promised: that a report is seen at once. On storage that caches listings, a new
-    participant may be seen later.
+    time; if ``background`` is False, the caller must call :meth:`look_at_slice`. A participant of a
+    newer protocol causes an error while it is alive, and is skipped once it is dead.
 
-    Args:
-        lease_time: seconds, from the job's format.
-        background: True if a thread checks the heartbeats; if False, the caller must call
-            :meth:`look_at_slice`.
+    Not promised: that a report is seen at once. On storage that caches listings, a new participant
+    may be seen later.
     """
 
     def __init__(
@@ -96,8 +93,8 @@ class Roster:
         """The live explorers, and the explorers whose status is ``stopped``.
 
         Raises:
-            ProtocolMismatchError: an explorer has a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job directory is missing now, so no explorer counts as dead.
+            ProtocolMismatchError: a participant has a newer protocol, and is not known to be dead.
+            JobUnavailableError: the job directory is missing now, so no participant counts as dead.
             OSError: storage failed.
         """
         with self._lock:
@@ -119,14 +116,7 @@ class Roster:
         return {status: found[status] for status in RunningStatus}
 
     def trainer(self) -> TrainerReport | None:
-        """The trainer's report, if the trainer is alive or has the status ``stopped``; else None.
-
-        Raises:
-            ProtocolMismatchError: the trainer has a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job directory is missing now, so the trainer does not count as
-                dead.
-            OSError: storage failed.
-        """
+        """The trainer's report if it is alive or ``stopped``; else None. See :meth:`explorers`."""
         with self._lock:
             self._begin()
             report = self._trainer_report()
@@ -143,12 +133,7 @@ class Roster:
         return self._job.storage.exists(self._job.layout.trainer_report)
 
     def check_alone(self, name: str, step: int) -> None:
-        """Check that an explorer may request a publication, for example to evaluate an old step.
-
-        Raises:
-            InvalidSettingsError: a trainer is running, or another explorer follows the job and
-                would load the step too.
-        """
+        """Raise InvalidSettingsError if a trainer runs or another explorer would load the step."""
         if self.trainer_status() is not RunningStatus.STOPPED:
             raise InvalidSettingsError(
                 f"explorer {name} cannot request the publication of step {step}: the "

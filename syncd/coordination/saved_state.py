@@ -39,11 +39,7 @@ class StateFile:
         self._previous = path.with_name(f"{path.name}{_PREVIOUS}")
 
     def save(self, iteration: int, state: Mapping[str, Any]) -> None:
-        """Save a state, durably.
-
-        Raises:
-            InvalidSettingsError: the state is not JSON, is nested too deep, or is too long.
-        """
+        """Save a state durably; raise InvalidSettingsError if it could not be read again."""
         try:
             content = _readable(iteration, state)
         except (TypeError, ValueError, RecursionError, RecordError) as error:
@@ -58,12 +54,7 @@ class StateFile:
         self._replace(self._path, content)
 
     def load(self) -> SavedState | None:
-        """The newest saved state; None if no state was saved yet.
-
-        Raises:
-            RecordError: neither the newest nor the previous state can be read.
-            ProtocolMismatchError: a newer protocol wrote the state.
-        """
+        """The newest saved state; None if there is none. See :meth:`.Member.load_state`."""
         found = self._read(self._path)
         if found is not None and found is not _TORN:
             return found

@@ -31,8 +31,8 @@ _THREADS: Final = 4
 class Synchronizer:
     """One participant of a job, as an async object.
 
-    This class has only the methods of Trinity's Synchronizer. The hooks' other methods are in
-    :attr:`blocking`; call them with ``await asyncio.to_thread(…)``.
+    This class has only the methods of Trinity's Synchronizer. Other methods, which the hooks need,
+    are in :attr:`blocking`; call them with ``await asyncio.to_thread(…)``.
 
     Each method awaits the blocking twin's method of the same name, which has the full
     documentation: see :class:`~syncd.coordination.member.Member`,

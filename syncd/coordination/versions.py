@@ -43,13 +43,7 @@ class Versions:
     """The versions of a job, or of the job's memory directory.
 
     Args:
-        name: the name of the participant that leases.
         session: the heartbeat that the leases name; None to make a separate heartbeat.
-
-    Attributes:
-        job: the directory that has the versions.
-        holds: this participant's holds on the versions.
-        lease_time: seconds, from the format of ``job``.
     """
 
     def __init__(
@@ -217,15 +211,7 @@ class Versions:
         return daemon_hint(self.job.layout.root, lives=lives, is_memory=self._own is not None)
 
     def check_on_disk(self, step: int) -> None:
-        """Check that a step has a folder; the save in the folder may be incomplete.
-
-        The check asks the file server for the folder by its name, because listings may be out of
-        date.
-
-        Raises:
-            SaveNotReadyError: the step has no folder. The message lists the steps that have one.
-            JobUnavailableError: the job directory is missing now, for example unmounted.
-        """
+        """Check that a step has a folder; see :func:`.step_folders.check_on_disk`."""
         check_on_disk(self.job, step)
 
     def check_shards(self, step: int, world_size: int) -> None:

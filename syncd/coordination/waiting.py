@@ -45,7 +45,7 @@ class Cancellation:
 
     def pause(self, seconds: float) -> bool:
         """Sleep for ``seconds`` or until :meth:`cancel`; return True after a :meth:`cancel`."""
-        # No Event: a signal handler that cancels could deadlock on the Event's lock.
+        # Polls, because a signal handler that cancels could deadlock on the lock of an Event.
         deadline = time.monotonic() + seconds
         while not self._done and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK))
@@ -63,13 +63,7 @@ class Cancellation:
 
 
 class Wait:
-    """One wait, as a context manager.
-
-    Args:
-        watcher: ends a pause early; the caller must close the watcher.
-        timeout: seconds until :meth:`more` returns False.
-        poll: seconds between two checks if the filesystem sends no events.
-    """
+    """One wait, as a context manager. The watcher ends a pause early; the caller must close it."""
 
     def __init__(
         self,
@@ -87,11 +81,7 @@ class Wait:
         self._clock = clock
 
     def more(self) -> bool:
-        """Pause until a file event or the next poll; return False if the timeout has passed.
-
-        Raises:
-            CancelledError: the wait was cancelled.
-        """
+        """Pause until a file event or the next poll; return False if the timeout has passed."""
         self._check()
         left = self._deadline - self._clock()
         if left <= 0:

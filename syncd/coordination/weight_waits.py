@@ -164,7 +164,7 @@ class WeightWaits:
     def _look_at_trainer(
         self, joins: Callable[[], bool] | None, ending: Ending | None
     ) -> tuple[Offer | None, bool]:
-        """Check the trainer once: the offer of the transfer to join; True if the wait is over."""
+        """Check the trainer once: return the offer to join, and True if the wait is over."""
         if joins is None and ending is None:
             return None, False
         try:
@@ -225,11 +225,7 @@ class SyncRequest:
         self._said: Said | str = "not asked yet"
 
     def said(self) -> Said:
-        """The trainer's latest answer that nothing newer will come.
-
-        Raises:
-            JobUnavailableError, OSError: the trainer's report cannot be read.
-        """
+        """The trainer's latest answer that nothing newer will come."""
         trainer = self._roster.trainer()
         return (trainer.session, trainer.nothing_new) if trainer and trainer.nothing_new else None
 
@@ -238,9 +234,6 @@ class SyncRequest:
 
         Calls less than ``poll`` seconds after the last check do nothing. If storage refuses the
         request, the next check tries again.
-
-        Raises:
-            InvalidTransitionError: this explorer is not running.
         """
         now = self._clock()
         if now - self._looked < self._poll:
@@ -287,8 +280,8 @@ class Ending:
 
     - The trainer has stopped or died, or has said since the wait began that nothing newer will
       come.
-    - The trainer's last announced save was published, skipped or quarantined, because explorers see
-      the trainer's end before the daemon has merged that save.
+    - The trainer's last announced save was published, skipped or quarantined. This condition is
+      needed because explorers see the trainer's end before the daemon has merged that save.
 
     If no daemon is alive to merge the save, the wait is over one lease time later, with a warning.
     If no trainer has ever registered (for example with verl), nothing is known about announced
@@ -307,11 +300,7 @@ class Ending:
         self._alone_since: float | None = None
 
     def is_over(self, *, has_stopped: bool) -> bool:
-        """True if the wait is over; ``has_stopped`` means that no trainer is running.
-
-        Raises:
-            JobUnavailableError, OSError: storage failed, so the answer is unknown.
-        """
+        """True if the wait is over; ``has_stopped`` means that no trainer is running."""
         if not has_stopped and self._request.said() in {None, self._said}:
             return False
         if has_stopped and not self._roster.has_had_trainer():

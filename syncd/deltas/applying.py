@@ -57,16 +57,16 @@ def apply_chain(
 ) -> None:
     """Make the files of a version, except the manifest, and verify them in the same pass.
 
-    The chain has the deltas that lead from the base to the target, in order. Of the published
-    target, only the headers and small files are read. ``storage`` has the deltas and the target;
-    ``to`` has the draft and the base. The base is only read; nobody may delete the base during the
-    call.
-
-    The draft is an empty folder. The caller has to sync its parent folder, and to remove the folder
-    after an error. At most ``threads`` files are made at a time, and no more than there are
-    processors. ``cancel`` and ``progress`` are called often, in this thread. To stop the work,
-    ``cancel`` raises an error. ``progress`` gets the bytes of tensors that are made, and the bytes
-    of all tensors.
+    Args:
+        storage: the storage of the deltas and of the target.
+        target: the published version. Only its headers and small files are read.
+        chain: the deltas that lead from the base to the target, in order.
+        base: a whole version. Nobody may delete this version during the call.
+        to: the storage of the draft and of the base.
+        draft: an empty folder. The caller syncs its parent, and removes the draft after an error.
+        threads: the number of files that are made at a time, at most the number of processors.
+        cancel: called often, in this thread. To stop the work, it raises an error.
+        progress: called in this thread with the bytes of tensors that are made, and of all tensors.
 
     Raises:
         NoDeltaError: the deltas do not make this version from this base.

@@ -42,23 +42,13 @@ def blocks_of(elements: int) -> int:
 
 
 def read_delta(storage: Storage, folder: Path) -> Delta:
-    """Read the record in a delta's folder.
-
-    Raises:
-        OSError: the record is missing, or cannot be read.
-        RecordError: the file is not the record of a delta.
-    """
+    """Read the record in a delta's folder; raise RecordError if it is damaged."""
     path = folder / DELTA
     return parse(Delta, storage.read(path), path)
 
 
 def verify_delta(storage: Storage, folder: Path, delta: Delta) -> None:
-    """Compare the files of a delta with their sizes and digests in the record.
-
-    Raises:
-        NoDeltaError: the size or digest of a file differs from the record.
-        OSError: a file is missing, or storage failed.
-    """
+    """Raise NoDeltaError if the size or digest of a delta's file differs from the record."""
     for file in checked_files(delta, folder).values():
         path = folder / file.name
         hasher = xxhash.xxh3_128()
@@ -74,11 +64,7 @@ def verify_delta(storage: Storage, folder: Path, delta: Delta) -> None:
 
 
 def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:
-    """The two files of a delta by name, ``index`` and ``blocks``; each has a digest.
-
-    Raises:
-        NoDeltaError: the record does not name these two files once each, with digests.
-    """
+    """The files ``index`` and ``blocks``; the record must name each once, with a digest."""
     files = {file.name: file for file in delta.files}
     if (
         sorted(files) != [BLOCKS, INDEX]

@@ -31,8 +31,9 @@ _ENTRIES: Final = np.dtype(
 class DeltaReader:
     """An open delta, whose index fits the tensors of its target. Close it, or use it in ``with``.
 
-    Several threads may use one reader, each with its own :class:`~syncd.deltas.encoding.Decoder`.
-    The ``tensors`` of the target, and the numbers of tensors, are in the order of the names.
+    The tensors of the target are in the order of the names; methods take a tensor's number in this
+    order. Methods raise NoDeltaError if a block is damaged. Several threads may use one reader,
+    each with its own :class:`~syncd.deltas.encoding.Decoder`.
 
     Raises:
         NoDeltaError: the delta is not whole, or does not fit these tensors.
@@ -101,14 +102,9 @@ class DeltaReader:
         self._storage.release(self._fd)
 
     def apply(self, tensor: int, block: int, elements: Elements, decoder: Decoder) -> bool:
-        """Replace the old elements of a whole block by the new elements, in place.
+        """Replace a block's old elements by the new elements, in place; False if none changed.
 
-        Returns:
-            False if no element of the block changed.
-
-        Raises:
-            NoDeltaError: the block is damaged. ``elements`` may be a mixture of old and new values.
-            OSError: the storage failed.
+        After an error, ``elements`` may be a mixture of old and new values.
         """
         found = self._load(tensor, block)
         if found is None:
@@ -121,12 +117,7 @@ class DeltaReader:
         return True
 
     def positions(self, tensor: int, block: int, decoder: Decoder) -> Positions | None:
-        """The positions inside a block whose elements changed, ascending; None if none changed.
-
-        Raises:
-            NoDeltaError: the block is damaged.
-            OSError: the storage failed.
-        """
+        """The positions inside a block whose elements changed, ascending; None if none changed."""
         found = self._load(tensor, block)
         if found is None:
             return None

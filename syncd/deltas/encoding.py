@@ -76,11 +76,9 @@ class Encoder:
         self._memory = np.empty(8 * BLOCK, np.uint8)
 
     def encode(self, old: Elements, new: Elements) -> tuple[bytes, int]:
-        """Encode one block of at most :data:`BLOCK` elements.
+        """Encode a block of at most :data:`BLOCK` elements; also return how many elements differ.
 
-        Returns:
-            The encoded block, and the number of elements that differ. If no element differs, the
-            result is empty bytes and 0.
+        If no element differs, the result is empty bytes and 0.
         """
         positions, differences = self._changes(old, new)
         count = len(positions)
@@ -137,9 +135,10 @@ def count_changed(old: Elements, new: Elements) -> int:
 
 
 def _nonzero(flags: NDArray[np.bool_]) -> Positions:
-    """The positions of all true flags, faster than NumPy's search if few flags are true.
+    """The positions of all true flags.
 
-    NumPy then tests each flag by a branch. So groups of eight flags are tested first.
+    If few flags are true, NumPy's search is slow, because it tests each flag by a branch. So groups
+    of eight flags are tested first.
     """
     if len(flags) % 8 or np.count_nonzero(flags) * _DENSE > len(flags):
         return np.flatnonzero(flags)
@@ -185,7 +184,10 @@ def _unzigzag(zigzag: Elements) -> Elements:
 
 
 class Decoder:
-    """Decodes blocks, one after the other. A decoder checks every number in a block."""
+    """Decodes blocks, one after the other.
+
+    A decoder raises BlockError if a block is damaged, or does not fit the other arguments.
+    """
 
     def __init__(self) -> None:
         self._unpack = _unpacker()
@@ -196,9 +198,6 @@ class Decoder:
 
         ``count`` is the number of elements that changed. After an error, ``elements`` may hold a
         mixture of old and new values.
-
-        Raises:
-            BlockError: ``block`` is damaged, or does not fit ``count`` and ``elements``.
         """
         sparse = self._sparse(block, count, len(elements), elements.itemsize)
         if sparse is None:
@@ -214,9 +213,6 @@ class Decoder:
         """The positions of the elements that a block changes, ascending; for kind 0, all positions.
 
         ``elements`` is the number of elements of the block, and ``width`` the bytes of an element.
-
-        Raises:
-            BlockError: ``block`` is damaged, or does not fit the other arguments.
         """
         sparse = self._sparse(block, count, elements, width)
         return self._first(elements) if sparse is None else sparse[0]

@@ -19,7 +19,8 @@ LONGEST_CHAIN: Final = 64
 class NoDeltaError(Exception):
     """Raised when a delta cannot be made or used; the message has the reason.
 
-    No version is damaged. The caller should read the whole version instead of the delta.
+    This error does not mean that a version is damaged. The caller should read the whole version
+    instead of the delta.
     """
 
 
@@ -47,7 +48,10 @@ def content_of(manifest: Manifest) -> str | None:
 
 
 def delta_end(manifest: Manifest) -> DeltaEnd | None:
-    """The record of a version as an end; None without digests, or if it was never published."""
+    """The record of a version as an end of a delta.
+
+    The result is None if the version has no digests, or was never published.
+    """
     content = content_of(manifest)
     if content is None or manifest.sequence == 0:
         return None

@@ -34,10 +34,10 @@ Places = Mapping[str, tuple[SafetensorsFile, HeaderEntry]]
 
 @contextmanager
 def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
-    """Open all weight files of a version; yield the place of each tensor, by its name.
+    """Open all weight files of a version, check their headers, and yield the places of its tensors.
 
     Raises:
-        NoDeltaError: a file or its header does not match the manifest.
+        NoDeltaError: a file does not match the manifest.
         OSError: a file is missing, or cannot be read.
     """
     told: dict[str, dict[str, TensorEntry]] = {
@@ -63,11 +63,7 @@ def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
 
 
 def check_header(file: SafetensorsFile, told: Mapping[str, TensorEntry]) -> None:
-    """Check that a file's header has the tensors that a manifest lists for this file.
-
-    Raises:
-        NoDeltaError: the header has other tensors, dtypes or shapes.
-    """
+    """Raise NoDeltaError unless a file's header has the tensors that the manifest lists for it."""
     found = {entry.name: (entry.dtype, entry.shape) for entry in file.entries}
     if found != {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in told.items()}:
         raise NoDeltaError(f"{file.path}: its header is not what the manifest says")

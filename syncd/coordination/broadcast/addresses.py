@@ -30,11 +30,7 @@ def own_address() -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The IP address from which this host sends packets to another host.
-
-    Raises:
-        OSError: the other host does not exist, or there is no route to it.
-    """
+    """The IP address from which this host sends packets to another host."""
     family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(where)
@@ -42,11 +38,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on only one address of this host; port 0 means any free port.
-
-    Raises:
-        BroadcastError: another program uses the port, or this host does not have the address.
-    """
+    """Listen on one address of this host; raise BroadcastError if its port cannot be used."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(
             address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -49,12 +49,7 @@ class Broadcasting:
         self._finish = finish
 
     def wait(self) -> None:
-        """Wait until the tensor may be used again (rank 0) or has arrived (other ranks).
-
-        Raises:
-            BroadcastError: the transfer's deadline has passed, or a peer is gone. The group has
-                failed.
-        """
+        """Wait until the tensor may be used again (rank 0) or has arrived (other ranks)."""
         self._finish()
 
 
@@ -63,8 +58,9 @@ class WeightGroup:
 
     In a transfer all ranks do the same broadcasts in the same order, and then call :meth:`agree`.
 
-    Promised: no method waits longer than the transfer's deadline plus one second. An error ends the
-    group for this rank; the other ranks end the group at their own deadlines.
+    Promised: no method, and no :meth:`Broadcasting.wait`, waits longer than the transfer's deadline
+    plus one second. A BroadcastError ends the group for this rank; the other ranks end the group at
+    their own deadlines.
 
     Not promised: that tensors have the right content if :meth:`agree` did not return True. Also not
     promised: protection from strangers. As in any torch.distributed job, any process that can reach
@@ -73,7 +69,6 @@ class WeightGroup:
     Only one thread at a time may call methods, except :meth:`close`, which any thread may call.
 
     Attributes:
-        rank: this process's rank in the group.
         world_size, generation, name: the group's number of ranks, its generation and its name.
         device: the device that tensors must be on.
     """
@@ -115,13 +110,9 @@ class WeightGroup:
     ) -> WeightGroup:
         """Form the group together with all other ranks, and begin a transfer.
 
-        Args:
-            rendezvous: the meeting place of all ranks.
-            rank: this process's rank.
-            deadline: seconds to form the group. Each transfer gets the same number of seconds.
-            device: the device of the tensors to broadcast; for ``nccl`` a GPU.
-            listening: for rank 0 only: a socket that listens at the rendezvous's address and port.
-                Rank 0's store takes the socket over.
+        ``deadline`` is in seconds: first for forming the group, and then again for each transfer.
+        For ``nccl`` the device is a GPU. Rank 0 gives a socket that listens at the rendezvous's
+        address and port; rank 0's store takes the socket over.
 
         Raises:
             BroadcastError: not all ranks connected in time, or this process cannot form the group.
@@ -176,9 +167,6 @@ class WeightGroup:
 
         The tensor is uint8, contiguous, on the group's device, and of the same size on all ranks.
         Do not read or change the tensor until :meth:`Broadcasting.wait` has returned.
-
-        Raises:
-            BroadcastError: the group has failed.
         """
         self._check()
         options = dist.BroadcastOptions()
@@ -192,7 +180,7 @@ class WeightGroup:
         return Broadcasting(lambda: self._finish(work))
 
     def agree(self, ok: bool) -> bool:
-        """Tell the other ranks if all weights arrived here; True if they arrived at all ranks.
+        """Tell the other ranks if all weights arrived here; learn if they arrived at all ranks.
 
         Promised: all ranks that get an answer get the same answer. Rank 0 gets True only after all
         other ranks got True. If it is possible that a rank missed the answer, rank 0 gets an error.
@@ -317,10 +305,7 @@ class KeptGroup:
         device: torch.device,
         listening: socket.socket | None = None,
     ) -> WeightGroup:
-        """Open the group of a rendezvous, and begin a transfer in the group.
-
-        For arguments and errors see :meth:`WeightGroup.join`.
-        """
+        """Open a rendezvous's group, and begin a transfer in it; see :meth:`WeightGroup.join`."""
         group = self._group
         if group is not None and group.name == rendezvous.group_name and not group.has_failed:
             group.begin()

@@ -94,12 +94,7 @@ def connect(rendezvous: Rendezvous, deadline: float) -> Store:
 def make_backend(
     rendezvous: Rendezvous, rank: int, store: Store, *, deadline: float, device: torch.device
 ) -> Any:
-    """Make a backend that is connected to all other ranks.
-
-    Raises:
-        ValueError: this process does not have the device that the backend needs.
-        RuntimeError: torch failed.
-    """
+    """Make a backend that is connected to all other ranks."""
     return _MAKERS[rendezvous.backend](rendezvous, rank, store, deadline=deadline, device=device)
 
 
@@ -224,12 +219,9 @@ def _blocking() -> Iterator[None]:
 def within(end: float, call: Callable[[], T]) -> T:
     """Run a call in a new thread; return the call's result or raise its error.
 
-    Some calls into torch have no timeout, and would wait forever for a stopped peer. At the
-    deadline ``end``, by the monotonic clock, the thread is abandoned. The call must release the
-    interpreter's lock while it waits.
-
-    Raises:
-        TimeoutError: the call did not return in time.
+    Some calls into torch have no timeout, and would wait forever for a stopped peer. At ``end``, by
+    the monotonic clock, the thread is abandoned, and this function raises TimeoutError. The call
+    must release the interpreter's lock while it waits.
     """
     done = threading.Event()
     results: list[T] = []

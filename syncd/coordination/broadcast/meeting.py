@@ -60,10 +60,6 @@ class TrainerGroup:
 
     A group is used again while its members stay the same, all members have the group open, and no
     transfer in the group has failed. Each new group has a higher generation.
-
-    Args:
-        run: the trainer's identity among all trainers.
-        place: the meeting place of new groups.
     """
 
     def __init__(self, meetings: Meetings, run: str, place: MeetingPlace) -> None:
@@ -86,8 +82,8 @@ class TrainerGroup:
         ``deadline`` is in seconds: first for forming a new group, and then again for each transfer.
 
         Raises:
-            BroadcastError: the group cannot be formed, or not all members connected. No group is
-                open then.
+            BroadcastError: the group cannot be formed, or not all members connected. After this
+                error no group is open.
         """
         group, known = self._group, self._rendezvous
         members = _with_ranks(agreed.offer)
@@ -166,16 +162,7 @@ class ExplorerGroup:
         self._kept: KeptGroup | None = None
 
     def rendezvous(self, offer: Offer, wait: Wait) -> tuple[Rendezvous, int]:
-        """Wait for the meeting place of an offer's members.
-
-        Returns:
-            The meeting place, and the rank of this explorer's first worker.
-
-        Raises:
-            BroadcastError: the trainer was late, or left this explorer out.
-            CancelledError: the wait was cancelled.
-            OSError: storage failed.
-        """
+        """Wait for an offer's meeting place; see :meth:`.ExplorerSynchronizer.rendezvous`."""
         while True:
             found = self._meetings.current()
             if found is not None and found.offer == offer.offer:
@@ -197,10 +184,7 @@ class ExplorerGroup:
     def open(
         self, rendezvous: Rendezvous, rank: int, *, deadline: float, device: torch.device
     ) -> WeightGroup:
-        """Open the group for a worker in this process, and begin a transfer in the group.
-
-        For arguments and errors see :meth:`.broadcast.WeightGroup.join`.
-        """
+        """Open the group for a worker in this process; see :meth:`.KeptGroup.open`."""
         from syncd.coordination.broadcast.group import KeptGroup  # noqa: PLC0415 # it needs torch
 
         self._kept = self._kept or KeptGroup()

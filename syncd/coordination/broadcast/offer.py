@@ -271,10 +271,9 @@ class ExplorerSide:
         return self._joined is not None
 
     def look(self) -> Offer | None:
-        """Check the current offer once; join the offer if it is open and names this explorer.
+        """Check the current offer once; return the joined offer if its transfer takes place.
 
-        Returns:
-            The joined offer, if the decision is that the transfer takes place; else None.
+        The explorer joins an offer that is open and names it, if it has joined no other offer.
         """
         offer, joined = self._offers.current(), self._joined
         other = joined is not None and offer is not None and offer.offer != joined.offer
@@ -296,9 +295,8 @@ class ExplorerSide:
     def leave(self) -> Offer | None:
         """Leave the joined offer.
 
-        Returns:
-            The offer, if the trainer had already decided that the transfer takes place: then this
-            explorer must take part. Otherwise None.
+        The result is the offer, if the trainer had already decided that the transfer takes place:
+        then this explorer must take part. Otherwise the result is None.
         """
         joined, self._joined = self._joined, None
         if joined is None:

@@ -63,13 +63,7 @@ class Described(Protocol):
 
 
 class WeightSpec(NamedTuple):
-    """One tensor of a transfer.
-
-    Attributes:
-        name: the same name as in a published version of the model.
-        dtype: safetensors' name of the dtype.
-        shape: the shape of the whole tensor.
-    """
+    """One tensor of a transfer, with the same name as in a published version of the model."""
 
     name: str
     dtype: str
@@ -113,11 +107,7 @@ class WeightMeta:
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
-        """Parse the bytes of :meth:`encode`; the bytes need not be trusted.
-
-        Raises:
-            BroadcastError: the bytes are not the meta of a transfer.
-        """
+        """Parse untrusted bytes of :meth:`encode`; raise BroadcastError if they are no meta."""
         try:
             told = json.loads(content) if len(content) <= META_LIMIT else None
         except (ValueError, RecursionError) as error:
@@ -149,8 +139,6 @@ class Header(NamedTuple):
 
     Attributes:
         digest: the digest of the meta.
-        meta_bytes: the size of the encoded meta.
-        bucket_bytes: the size of the buckets that the image is cut into.
         has_digests: True if the transfer sends the digests of the buckets after the buckets.
     """
 
@@ -171,11 +159,7 @@ class Header(NamedTuple):
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
-        """Parse the bytes of :meth:`encode`; the bytes need not be trusted.
-
-        Raises:
-            BroadcastError: the bytes are not a header, or are a header of another syncd version.
-        """
+        """Parse untrusted bytes of :meth:`encode`; raise BroadcastError if they are no header."""
         magic, *told = _HEADER.unpack(content)
         header = cls(*told)
         if magic != _MAGIC:
@@ -204,13 +188,7 @@ class BucketPiece(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The bytes that one broadcast transfers.
-
-    Attributes:
-        begin: the bucket's offset in the image, in bytes.
-        size: in bytes.
-        pieces: the bucket's content, in order.
-    """
+    """The bytes that one broadcast transfers; ``begin`` is their offset in the image."""
 
     begin: int
     size: int
@@ -223,7 +201,6 @@ class Image:
 
     Attributes:
         offsets: the offset of each tensor of the meta, in bytes.
-        size: the size of the whole image, in bytes.
         buckets: the buckets in the order of the transfer. An empty tensor is in no bucket.
     """
 
