@@ -1,9 +1,7 @@
 """Coordination: trainers and explorers agree, through files, when weights are transferred.
 
-The package contains the Synchronizer and its two blocking twins, for the trainer and for the
-explorer. It also contains the participants of a job, held versions, waits, and ``broadcast``. The
-package imports ``checkpoint``, ``storage`` and ``protocol``; only the hooks import the package. To
-learn the code, read ``synchronizer.py`` first, then ``member.py``.
+The package imports ``checkpoint``, ``storage`` and ``protocol``; only the hooks import the package.
+To learn the code, read ``synchronizer.py`` first, then ``member.py``.
 """
 
 from syncd.coordination.explorer import ExplorerSynchronizer

@@ -39,13 +39,11 @@ _UNPUBLISHED: Final = 0
 class Bench:
     """Holds steps for one explorer: a published version of a step, or the daemon's build of a step.
 
-    Promised: a hold does not change the versions that other explorers serve. A held folder stays
-    until the explorer releases it or the explorer's session is dead.
+    A hold does not change the versions that other explorers serve. A held folder stays until the
+    explorer releases it or the explorer's session is dead.
 
     Args:
-        job: the job.
         versions: the published versions of the job, or of the job's memory directory.
-        name: the explorer's name.
         session: the explorer's heartbeat in the job.
     """
 
@@ -56,22 +54,10 @@ class Bench:
         self._session = session
 
     def hold(self, step: int, wait: Wait) -> LeasedVersion:
-        """Hold a step.
+        """Hold a step: lease its published version, or wait until the daemon has built the step.
 
-        If the step is published, this method leases the published version. Otherwise the method
-        asks the daemon to build the step, and waits for the build. The daemon begins the build when
-        the step's save is complete.
-
-        Returns:
-            The held version. Its sequence is 0 if the daemon built the step for this hold.
-
-        Raises:
-            SaveNotReadyError: the step is not on disk. The message lists the steps on disk.
-            SaveFailedError: the daemon cannot build the step. The message has the reason.
-            JobUnavailableError: the daemon runs an old syncd that cannot build single steps, or the
-                job directory is missing now.
-            WaitTimeoutError: the daemon did not build the step in time.
-            VerificationError: the version's manifest is damaged.
+        The daemon begins the build when the step's save is complete. For the result and the errors
+        see :meth:`.ExplorerSynchronizer.hold_step`.
         """
         published = self._lease_published(step)
         if published is not None:
@@ -96,11 +82,7 @@ class Bench:
             raise
 
     def is_of(self, manifest: Manifest, step: int) -> bool:
-        """True if a version has a step's weights.
-
-        If the step's folder still exists, the version must come from the save that is in the folder
-        now.
-        """
+        """True if a version is of a step, and of the save in the step's folder if that exists."""
         if manifest.step != step:
             return False
         folder = self._job.layout.step(step)
@@ -137,11 +119,7 @@ class Bench:
                 )
 
     def _is_built(self, request: BenchRequest) -> bool:
-        """Ask the file server whether the build exists.
-
-        Raises:
-            SaveFailedError: the daemon has refused the request.
-        """
+        """Ask the file server whether the build exists; raise an error if the daemon refused it."""
         folder = self._job.layout.bench_build(request.session, request.id)
         for parent in (self._job.layout.bench, folder.parent):
             try:
@@ -164,11 +142,7 @@ class Bench:
         return False
 
     def _check_daemon(self, step: int) -> None:
-        """Check that the running daemon, if there is one, can build single steps.
-
-        Raises:
-            JobUnavailableError: the daemon's release cannot build single steps.
-        """
+        """Raise an error if a daemon is running whose release cannot build single steps."""
         daemon = self._job.read(DaemonReport, self._job.layout.daemon_report)
         if daemon is None or daemon.release is not None or daemon.state == "stopped":
             return
@@ -188,12 +162,7 @@ class _Build:
         self._path = job.layout.bench_request(request.id)
 
     def release(self) -> None:
-        """Release the build. Safe to call twice.
-
-        Raises:
-            OSError: storage refused the release, or the job directory is missing now. The build is
-                still held.
-        """
+        """Release the build; safe to call twice. After an error the build is still held."""
         if self._job.storage.unlink_if_there(self._path):
             return
         if not self._job.storage.exists(self._job.layout.format):  # for example unmounted

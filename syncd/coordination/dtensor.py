@@ -22,10 +22,6 @@ def local_box(name: str, tensor: DTensor) -> Box | None:
 
     This function does not communicate with other ranks.
 
-    Args:
-        name: the tensor's name, for messages.
-        tensor: the tensor, on any mesh, of any number of dimensions.
-
     Raises:
         PlacementError: a placement of the tensor is neither Shard nor Replicate.
         CoverageError: the shape of the local tensor contradicts the placements.
@@ -49,7 +45,6 @@ def local_box(name: str, tensor: DTensor) -> Box | None:
 
 
 def _placement(told: Any) -> placement.Placement:
-    """Convert torch's placement to syncd's."""
     if isinstance(told, TorchReplicate):
         return placement.Replicate()
     factor = getattr(told, "split_factor", None)

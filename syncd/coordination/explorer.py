@@ -33,21 +33,11 @@ log = logging.getLogger(__name__)
 
 
 class ExplorerSynchronizer(Member[ExplorerReport]):
-    """One explorer of a job. See :class:`~syncd.coordination.member.Member`.
+    """One explorer of a job; :class:`.Member` has the other arguments.
 
     Args:
-        job_dir: the job directory.
-        name: the explorer's name, unique among the live explorers.
-        settings: who syncs when, and how long to wait.
-        memory_dir: the second job directory, which has the versions (sync method ``memory``).
         workers: the explorer's number of ranks in a weight group; 0 to join no transfers.
         hub_names: True if this explorer also accepts the hub's names (``syncd run --names``).
-        seams: substitutes for tests.
-
-    Raises:
-        NameTakenError: a live explorer has the name. This check can take one lease time.
-        JobUnavailableError: the job directory is missing or cannot be written.
-        InvalidSettingsError: the name cannot be part of a file name.
     """
 
     def __init__(
@@ -100,12 +90,9 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> None:
         """Set this explorer's status; ``require_sync`` asks the trainer for another sync.
 
-        Args:
-            status: the new status.
-            old_status: the status that the caller expects now; None to accept any status.
-
         Raises:
-            InvalidTransitionError: this change is not allowed, or ``old_status`` is wrong.
+            InvalidTransitionError: this change is not allowed, or the present status is not
+                ``old_status``.
         """
         me = self._me
         asks = status is RunningStatus.REQUIRE_SYNC and me.record.status != status.value
@@ -198,12 +185,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         If the step is published, this method leases the published version. Otherwise the daemon
         builds the step once the step's save is complete, and deletes the build after the release.
-
-        Args:
-            step: the step.
-            serves: the version that is held now. If it is of this step, the result is ``serves``.
-            timeout: seconds; the settings' ``sync_timeout`` by default.
-            cancel: ends the wait from another thread.
+        If ``serves``, the version that is held now, is of this step, the method returns ``serves``.
 
         Returns:
             The version (sequence 0 for a built step). Release it before you close this object.
@@ -211,9 +193,10 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         Raises:
             SaveNotReadyError: the step is not on disk. The message lists the steps on disk.
             SaveFailedError: the daemon cannot build the step. The message has the reason.
-            WaitTimeoutError: the daemon did not build the step in time.
+            WaitTimeoutError: the daemon did not build the step within ``timeout``.
             CancelledError: the wait was cancelled.
             JobUnavailableError: the daemon is too old to build steps, or the job is missing now.
+            VerificationError: the version's manifest is damaged.
         """
         with self._wait(timeout, cancel) as wait:
             if serves is not None and self._bench.is_of(serves.manifest, step):
@@ -230,23 +213,18 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> Version | None:
         """Require a sync, and wait until a newer version than ``current`` is published.
 
-        If ``current`` is None and no version exists, :meth:`wait_for_trainer` is called first.
-
-        Args:
-            current: the version that this explorer serves; None before its first version.
-            no_wait: return the newest published version at once, without requiring a sync.
-            timeout: seconds; the settings' ``sync_timeout`` by default.
-            cancel: ends the wait from another thread.
+        ``current`` is the version that this explorer serves. If ``current`` is None and no version
+        exists, :meth:`wait_for_trainer` is called first. With ``no_wait`` the method returns the
+        newest published version at once, without requiring a sync.
 
         Returns:
             The newest version, which is never older than ``current``. The result is ``current`` if
             the trainer has stopped, died or said that nothing newer will come. The method returns
             ``current`` only after the trainer's last save was published, skipped or quarantined, or
-            after no daemon was alive for a lease time. For each version, the method logs only once
-            that it returns ``current``.
+            after no daemon was alive for a lease time.
 
         Raises:
-            WaitTimeoutError: no newer version was published in time.
+            WaitTimeoutError: no newer version was published within ``timeout``.
             CancelledError: the wait was cancelled.
             JobUnavailableError: the job directory is missing, for example unmounted. Wait again.
             InvalidTransitionError: this explorer is not running.
@@ -304,24 +282,16 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> Version | Offer | None:
         """Require a sync, and wait until a newer version or a transfer comes.
 
-        Args:
-            current: the wait ends with a version of a higher sequence; None for any version.
-            joins: called at each check; returns True to take part in transfers.
-            ends_with_trainer: True to begin and end like :meth:`wait_new_model_state_dict`; False
-                to ask again whenever the trainer says that nothing newer will come.
-            timeout: seconds; None for no limit.
-            cancel: ends the wait from another thread.
-            look: called after each check that finds nothing newer; its errors end the wait.
+        ``joins`` is called at each check; it returns True to take part in transfers. If
+        ``ends_with_trainer`` is True, the wait begins and ends like
+        :meth:`wait_new_model_state_dict`. Otherwise the wait asks again whenever the trainer says
+        that nothing newer will come. A ``timeout`` of None means no limit. For ``current``,
+        ``look`` and the errors see :meth:`wait_for_newer`.
 
         Returns:
             A version; or the offer of an agreed transfer; or None if the wait ended because the
             trainer has stopped, died or said that nothing newer will come. After an offer, all its
             members must meet (:meth:`rendezvous`).
-
-        Raises:
-            WaitTimeoutError: no version or transfer came in time.
-            CancelledError, InvalidTransitionError: for the same reasons as :meth:`wait_for_newer`.
-            OSError: LATEST or the offer cannot be read.
         """
         with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
             return self._weights.newer(
@@ -337,16 +307,11 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> None:
         """Wait until a first version is published or a trainer is running.
 
-        This method logs one warning if it has to wait. It returns at once if ``current`` is given
-        or a running trainer was seen before. A trainer may load for minutes before it registers.
-
-        Args:
-            current: the version that this explorer serves; None before its first version.
-            timeout: seconds; the settings' ``sync_timeout`` by default.
-            cancel: ends the wait from another thread.
+        The method returns at once if ``current`` is given or a running trainer was seen before. A
+        trainer may load for minutes before it registers.
 
         Raises:
-            WaitTimeoutError: no version or trainer came in time.
+            WaitTimeoutError: no version or trainer came within ``timeout``.
             CancelledError: the wait was cancelled.
         """
         if current is None and not self._weights.has_seen_trainer:
@@ -384,10 +349,6 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         For the promises see :meth:`.TrainerSynchronizer.ready_to_nccl_sync`.
 
-        Args:
-            timeout: seconds; the settings' ``sync_timeout`` by default.
-            cancel: ends the wait from another thread.
-
         Returns:
             The trainer's step; None if not all participants are ready in time, if the trainer is
             gone, or if the trainer announced that these weights come as published files.
@@ -411,14 +372,12 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     def rendezvous(self, *, cancel: Cancellation | None = None) -> tuple[Rendezvous, int]:
         """Wait for the meeting place of the transfer that :meth:`ready_to_nccl_sync` agreed on.
 
-        Args:
-            cancel: ends the wait from another thread.
-
         Returns:
             The meeting place, and the rank of this explorer's first worker.
 
         Raises:
-            BroadcastError: no transfer was agreed, or the trainer was late (``broadcast_timeout``).
+            BroadcastError: no transfer was agreed, the trainer was late (``broadcast_timeout``), or
+                the trainer left this explorer out.
             CancelledError: the wait was cancelled.
             OSError: storage failed.
         """
@@ -435,9 +394,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> WeightGroup:
         """Call :meth:`rendezvous`, and join the weight group as this explorer's first worker.
 
-        Args:
-            device: the device of received tensors.
-            cancel: ends the wait for the rendezvous from another thread.
+        Received tensors are on ``device``.
 
         Raises:
             BroadcastError: no transfer was agreed, or a rank was late (``broadcast_timeout``).
@@ -462,15 +419,12 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> None:
         """Form the weight group without a transfer; the trainer must call the same method.
 
-        In this group the explorer has one worker, in this process.
-
-        Args:
-            timeout: seconds to wait for the trainer; the settings' ``sync_timeout`` by default.
-            device: the device of received tensors.
-            cancel: ends the wait from another thread.
+        In this group the explorer has one worker, in this process. Received tensors are on
+        ``device``.
 
         Raises:
-            BroadcastError: the trainer was not ready in time, or the group cannot be formed.
+            BroadcastError: the trainer was not ready within ``timeout``, or the group cannot be
+                formed.
         """
         require_torch("a broadcast of weights")
         import torch  # noqa: PLC0415 # needed for broadcasts only

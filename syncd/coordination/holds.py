@@ -24,20 +24,14 @@ class _SharedHold:
         self.folder = folder
 
     def release(self) -> None:
-        """End this hold. Safe to call twice."""
         self._release(self)
 
 
 class Holds:
-    """Takes and releases leases for one participant.
+    """Takes and releases leases for one participant. The leases name the heartbeat ``session``.
 
-    Promised: a lease ends when its last hold ends. If storage refuses the release or is missing at
-    that moment, :meth:`settle` tries again. A fork of the process takes and releases no lease.
-
-    Args:
-        job: the job.
-        name: the participant's name.
-        session: the heartbeat that the participant's leases name.
+    A lease ends when its last hold ends. If storage refuses the release or is missing at that
+    moment, :meth:`settle` tries again. A fork of the process takes and releases no lease.
     """
 
     def __init__(self, job: Job, name: str, session: str) -> None:
@@ -52,22 +46,12 @@ class Holds:
         self._unreleased: dict[Path, Hold] = {}
 
     def hold(self, sequence: int) -> LeasedVersion:
-        """Hold a version.
-
-        Raises:
-            VersionGoneError: the version was retired before it could be held, or is not visible
-                here yet.
-            VerificationError: the version's manifest is damaged. The version was released.
-        """
+        """Hold a version. For errors see :meth:`share`."""
         folder = self._job.layout.version(sequence)
         return self.share(folder, sequence, lambda: self._lease(sequence))
 
     def hold_again(self, version: LeasedVersion) -> LeasedVersion:
-        """Hold a version again that this participant already holds.
-
-        Raises:
-            VersionGoneError: the version was released meanwhile.
-        """
+        """Hold a version again; raise VersionGoneError if the participant released it meanwhile."""
 
         def gone() -> Hold:
             raise VersionGoneError(f"{version.folder} is no longer leased")
@@ -75,12 +59,10 @@ class Holds:
         return self.share(version.folder, version.sequence, gone)
 
     def share(self, folder: Path, sequence: int, lease: Callable[[], Hold]) -> LeasedVersion:
-        """Hold a folder.
+        """Hold the folder of a version, or of a step that was built to be evaluated.
 
-        Args:
-            folder: the folder of a version, or of a step that was built to be evaluated.
-            sequence: the sequence that the folder's manifest must have.
-            lease: takes the lease; called only if this participant does not hold the folder yet.
+        The folder's manifest must have this ``sequence``. ``lease`` takes the lease; it is called
+        only if this participant does not hold the folder yet.
 
         Raises:
             VersionGoneError: the folder is missing, or not visible here yet.
@@ -131,7 +113,6 @@ class Holds:
             raise
 
     def _release(self, hold: _SharedHold) -> None:
-        """End one hold. When the last hold on a folder ends, release the lease."""
         if os.getpid() != self._pid:
             return  # in a fork, for example when an iterator ends: the lease is the parent's
         with self._lock:

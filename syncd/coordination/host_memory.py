@@ -26,12 +26,7 @@ class HostMemory:
 
     Keep a reference to this object during every copy to or from the block. A tensor that views the
     block keeps the content alive, but the memory is pinned only while this object exists. If
-    pinning fails, the object logs a warning and uses ordinary memory; copies are then correct but
-    slower.
-
-    Args:
-        size: bytes.
-        device: the device to copy to and from.
+    pinning fails, the object logs a warning, and copies are slower.
 
     Attributes:
         content: the whole block, uint8, of shape ``(size,)``.

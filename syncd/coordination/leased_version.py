@@ -50,7 +50,7 @@ class LeasedVersion:
         source: the published folder. If ``folder`` is a copy on this host, ``source`` is not held,
             and may be pruned.
         remote_path: the location of the weights if the kind is ``remote``; else None.
-        manifest: the version's manifest, which lists the files that the folder must hold.
+        manifest: lists the files that the folder must hold.
         storage: the storage that has the folder.
     """
 
@@ -76,9 +76,8 @@ class LeasedVersion:
     def verify(self, *, cancel: Callable[[], None] = lambda: None) -> None:
         """Read all files, and compare their sizes, headers and digests with the manifest.
 
-        If the manifest has no digests, only sizes and headers are compared. A version of kind
-        ``remote`` has no files in its folder, so nothing is compared, and the remote path is not
-        accessed.
+        If the manifest has no digests, only sizes and headers are compared. For kind ``remote``
+        nothing is compared.
 
         Raises:
             VerificationError: a file is not what the manifest says.
@@ -90,11 +89,8 @@ class LeasedVersion:
     ) -> None:
         """Verify and copy the version in one pass, so that each byte is read once.
 
-        Args:
-            storage: the storage of the copy.
-            folder: the folder for the copy. The folder must be empty, and no other process may use
-                it.
-            cancel: called often during the copy. To stop the copy, ``cancel`` raises an error.
+        The folder for the copy must be empty, and no other process may use it. ``cancel`` is called
+        often; to stop the copy, it raises an error.
 
         Raises:
             VerificationError: a file is not what the manifest says.
@@ -116,10 +112,7 @@ class LeasedVersion:
                     yield opened
 
     def open_file(self, name: str) -> SafetensorsFile:
-        """Open one of the version's safetensors files; the caller must close it.
-
-        Args:
-            name: the file's name in the manifest.
+        """Open a safetensors file by its name in the manifest; the caller must close it.
 
         Raises:
             ShardFormatError: the file is not a complete safetensors file.
@@ -128,10 +121,7 @@ class LeasedVersion:
         return SafetensorsFile.open(self.storage, self.folder / name)
 
     def read_file(self, name: str) -> bytes:
-        """Read one of the version's small files, for example a configuration.
-
-        Args:
-            name: the file's name in the manifest.
+        """Read a small file, for example a configuration, by its name in the manifest.
 
         Raises:
             OSError: the file cannot be read, or is larger than 256 MiB.
@@ -139,7 +129,7 @@ class LeasedVersion:
         return self.storage.read(self.folder / name, LONG_RECORD_LIMIT)
 
     def name_map(self) -> NameMap:
-        """The map from the names of the trainer's tensors to their names on the hub.
+        """The map from the trainer's names of tensors to the hub's names.
 
         The map is empty if no names differ, or if the hub's names are unknown.
 
@@ -164,7 +154,7 @@ class LeasedVersion:
 
 
 def read_latest(job: Job) -> Latest | None:
-    """The present content of LATEST; None if LATEST is missing or cannot be read yet.
+    """The content of LATEST; None if LATEST is missing or cannot be read yet.
 
     Raises:
         ProtocolMismatchError: a daemon of a newer protocol wrote LATEST.
@@ -183,12 +173,7 @@ _LATEST: Final = ReadPolicy(damaged=is_no_record, newer=False, say=_say)
 
 
 def hold_folder(storage: Storage, folder: Path, sequence: int, hold: Hold) -> LeasedVersion:
-    """Make a :class:`LeasedVersion` of a folder that is already held.
-
-    Raises:
-        VersionGoneError: the folder is missing, or not visible here yet.
-        VerificationError: the folder's manifest is damaged, or has another sequence.
-    """
+    """Make a :class:`LeasedVersion` of a held folder. For errors see :meth:`.Holds.share`."""
     return LeasedVersion(storage, folder, _manifest(storage, sequence, folder), hold)
 
 

@@ -55,14 +55,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
-    """Substitutes that tests use in place of the real storage, clocks and poll interval.
-
-    Attributes:
-        storage: the shared storage; by default the storage of the job directory.
-        clock: seconds, monotonic.
-        wall: seconds since the epoch, for people.
-        poll: the most seconds between two checks if the filesystem sends no events.
-    """
+    """Substitutes that tests use for the real storage, clocks and poll interval."""
 
     storage: Storage | None = None
     clock: Clock = time.monotonic
@@ -73,25 +66,24 @@ class Seams:
 class Member(Generic[Report]):
     """One participant of a job. It communicates with the other participants only through files.
 
-    Promised: a participant counts as live until it is closed or its process dies. If the process
-    dies, the participant counts as dead one lease time later. No other live participant of the same
-    role has its name, and nobody else writes its status. When a wait ends, it always restores the
-    participant's status. A participant never gets an older version after a newer version. Not
-    promised: that others see a change at once. Storage may cache, so a participant asks the storage
-    again after at most :data:`POLL` seconds.
+    Promised: a participant counts as live until it is closed, or until one lease time after its
+    process died. No other live participant of the same role has its name, and nobody else writes
+    its status. When a wait ends, it always restores the participant's status. A participant never
+    gets an older version after a newer version. Not promised: that others see a change at once.
+    Storage may cache, so a participant asks the storage again after at most :data:`POLL` seconds.
 
-    Methods block. Several threads may call them, but only one wait runs at a time. The timeout of a
-    wait includes its time in the queue, so a queued wait can end with WaitTimeoutError. A fork of
-    the process is not a participant; the fork must register itself.
+    Methods block. Several threads may call them, but only one wait runs at a time. A fork of the
+    process is not a participant; the fork must register itself.
+
+    The ``timeout`` of a wait is in seconds, and includes the time in the queue. The default is the
+    settings' ``sync_timeout``. Another thread can end a wait with ``cancel``; the wait then raises
+    CancelledError.
 
     Args:
         job_dir: the job directory.
-        role: the participant's role.
-        name: the participant's name, unique among the live participants of its role.
+        name: unique among the live participants of the role.
         settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, which has the versions (sync method ``memory``).
-        seams: substitutes for tests.
-        path: returns the path of the participant's report.
         first: makes the participant's first report from the id of the participant's session.
 
     Raises:
@@ -161,8 +153,6 @@ class Member(Generic[Report]):
     def add_module(self) -> None:
         """Register again after this process was paused for longer than a lease time.
 
-        The constructor makes the first registration.
-
         Raises:
             NameTakenError: another participant has taken the name meanwhile.
         """
@@ -213,28 +203,20 @@ class Member(Generic[Report]):
         return self._versions.newest()
 
     def get_latest_model_path(self, *, use_huggingface: bool = False) -> Path | str | None:
-        """The location of the newest weights.
+        """The location of the newest weights; None if no version is published.
 
-        Args:
-            use_huggingface: True for the version's folder, a complete Hugging Face model; False for
-                the folder of the trainer's shards.
-
-        Returns:
-            The folder. The result is None if no version is published, or if you asked for the
-            trainer's shards and these shards were pruned. For a version of kind ``remote`` the
-            result is always its remote path, a string.
+        With ``use_huggingface`` the result is the version's folder, a complete Hugging Face model.
+        Otherwise the result is the folder of the trainer's shards; None if the shards were pruned.
+        For a version of kind ``remote`` the result is always its remote path, a string.
         """
         return self._versions.path(use_huggingface=use_huggingface)
 
     def get_model_state_dict_iterator(
         self, version: Version | None = None
     ) -> Generator[tuple[str, Tensor], None, None]:
-        """A version's tensors, one at a time and in host memory.
+        """The tensors of a version, by default the newest, one at a time and in host memory.
 
         The version is leased from the first tensor to the last, or until the iterator is closed.
-
-        Args:
-            version: for example a wait's result; None for the newest version.
 
         Raises:
             VersionGoneError: the version was retired. Wait for a newer version.
@@ -248,8 +230,7 @@ class Member(Generic[Report]):
     ) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name, dtype (for example ``torch.bfloat16``) and shape of each tensor of a version.
 
-        Args:
-            version: None for the newest version.
+        By default the version is the newest version. The list is empty if no version exists.
 
         Raises:
             VersionGoneError: the version was retired.
@@ -259,15 +240,12 @@ class Member(Generic[Report]):
     def hold(self, version: Version | LeasedVersion) -> LeasedVersion:
         """Hold a version: its files stay until the caller releases it.
 
-        Release the version before you close this participant.
-
-        Args:
-            version: the version to hold. If this participant already holds the version, pass the
-                :class:`LeasedVersion` to hold the version once more.
+        Release the version before you close this participant. To hold a version once more that this
+        participant already holds, pass its :class:`LeasedVersion`.
 
         Raises:
-            VersionGoneError: the version was retired, or is not visible here yet. Hold the newest
-                version instead.
+            VersionGoneError: the version was retired, or is not visible yet. Hold the newest
+                instead.
             VerificationError: the version's manifest is damaged.
         """
         if isinstance(version, LeasedVersion):
@@ -284,22 +262,16 @@ class Member(Generic[Report]):
     ) -> Version | None:
         """Request the publication of a step on disk; wait for it, and return the version.
 
-        If LATEST already names the step, the method returns LATEST's version at once, even if the
-        step was saved again since. If the save in the step folder is not complete yet, the method
-        waits for the save.
-
-        Args:
-            step: the step. If None, the method returns the newest version without waiting.
-            world_size: the number of shards that must be in the step folder; None if the save is
-                certainly complete.
-            timeout: seconds; the settings' ``sync_timeout`` by default.
-            cancel: ends the wait from another thread.
+        If ``step`` is None, the method returns the newest version without waiting. If LATEST
+        already names the step, the method returns LATEST's version at once, even if the step was
+        saved again since. If the save in the step folder is not complete yet, the method waits for
+        the save. ``world_size`` is the number of shards that must be in the step folder; None if
+        the save is certainly complete.
 
         Raises:
-            SaveNotReadyError: a shard is missing, or the step has no folder. The pointer was not
-                changed.
+            SaveNotReadyError: a shard or the step's folder is missing. The pointer was not changed.
             SaveFailedError: the daemon has refused the save.
-            WaitTimeoutError: the step was not published in time.
+            WaitTimeoutError: the step was not published within ``timeout``.
             InvalidSettingsError: this participant is an explorer, but a trainer is running, or
                 another explorer follows the job and would load the step too.
         """
@@ -330,7 +302,6 @@ class Member(Generic[Report]):
                     )
 
     def _point(self, step: int) -> None:
-        """Write the step into the pointer."""
         self._versions.point(step)
 
     # -- the state to resume from ----------------------------------------------------------------
@@ -348,19 +319,11 @@ class Member(Generic[Report]):
         self._state.save(iteration, state)
 
     def load_state(self, role: Role | None = None, name: str | None = None) -> SavedState | None:
-        """The newest state that a participant saved; by default this participant's own state.
+        """The newest state that a participant saved; None if it saved no state.
 
-        A saved state stays after its participant has ended. You may read the state of a running
-        participant, which can save a newer state at any time.
-
-        Args:
-            role: another participant's role. For ``trainer`` no name is needed, because a job has
-                only one trainer.
-            name: the explorer's name, if the role is ``explorer``.
-
-        Returns:
-            The saved iteration and state; None if no participant of that role and name has saved
-            a state.
+        By default the method loads this participant's own state. For another participant's state,
+        give its role, and for an explorer also its ``name``. A saved state stays after its
+        participant has ended. A running participant can save a newer state at any time.
 
         Raises:
             InvalidSettingsError: role and name do not identify a participant, or the name cannot be
@@ -387,9 +350,8 @@ class Member(Generic[Report]):
     def close(self) -> None:
         """End all waits, report that this participant has stopped, and give its name up.
 
-        It is safe to call this method twice. In a fork this method does nothing. If a process ends
-        without this call, other participants notice the end of the process only one lease time
-        later.
+        It is safe to call this method twice. In a fork this method does nothing. Without this call,
+        other participants notice the end of the process only one lease time later.
         """
         if not self.is_ours:
             return
@@ -417,7 +379,6 @@ class Member(Generic[Report]):
     def _wait(
         self, timeout: float | None, cancel: Cancellation | None
     ) -> AbstractContextManager[Wait]:
-        """One wait. By default its timeout is the settings' ``sync_timeout``."""
         self._me.check_process()
         return self._waits.one(self.settings.sync_timeout if timeout is None else timeout, cancel)
 
@@ -426,10 +387,9 @@ class Member(Generic[Report]):
         return self._job.storage.exists(self._job.layout.session(session))
 
     def _trainer_there(self) -> TrainerReport | None:
-        """The trainer's report if the trainer seems to be running; else None.
+        """The report of a trainer that seems to run; else None.
 
-        This method does not use the roster, because the roster would then watch the trainer's
-        heartbeat.
+        The roster is not used, because it would then watch the trainer's heartbeat.
         """
         try:
             found = self._job.read(TrainerReport, self._job.layout.trainer_report)
@@ -444,16 +404,7 @@ class Member(Generic[Report]):
     def _compare_settings(
         self, trainer: TrainerReport, explorer: ExplorerReport, other: str | None
     ) -> str:
-        """Warn if the trainer and an explorer have different settings, once for each participant.
-
-        Args:
-            trainer: the trainer's report.
-            explorer: the explorer's report. One of the two reports is this participant's own.
-            other: the session of the other participant.
-
-        Returns:
-            The differences; empty if the settings are equal or one side has no settings.
-        """
+        """Return the differences between the settings; warn once for each ``other`` session."""
         if trainer.sync is None or explorer.sync is None:
             return ""
         unlike = trainer.sync.unlike(explorer.sync)

@@ -30,23 +30,9 @@ FirstReport = Callable[[str], Report]
 class Participant(Generic[Report]):
     """A session, a claimed name, and the report that only this participant writes.
 
-    Promised: from construction to :meth:`close` others see this participant as live, with its
-    latest report. No two live participants of one role have the same name
+    From construction to :meth:`close` others see this participant as live, with its latest report.
+    No two live participants of one role have the same name
     (:class:`~syncd.storage.claims.HeldName`).
-
-    Args:
-        job: the job.
-        role: ``trainer`` or ``explorer``.
-        name: this participant's name.
-        lease_time: seconds, from the job's format.
-        path: the file of this participant's report.
-        first: makes the first report.
-        clock: seconds, monotonic.
-        wall: seconds since the epoch, for people.
-
-    Attributes:
-        session: this process's heartbeat.
-        record: this participant's present report.
 
     Raises:
         NameTakenError: a live participant has the name. This check can take one lease time.
@@ -85,12 +71,7 @@ class Participant(Generic[Report]):
         return os.getpid() == self._pid
 
     def check_process(self) -> None:
-        """Check that this process registered the participant.
-
-        Raises:
-            InvalidSettingsError: this process is a fork of the process that registered the
-                participant.
-        """
+        """Raise InvalidSettingsError in a fork of the process that registered the participant."""
         if not self.is_ours:
             raise InvalidSettingsError(
                 f"{self.session.id} belongs to process {self._pid}, but this process is a fork of "
@@ -136,19 +117,13 @@ def become(
     old_status: RunningStatus | None = None,
     **changes: Any,
 ) -> None:
-    """Change a participant's status, and other fields of its report.
-
-    Raises:
-        InvalidTransitionError: the new status cannot follow the present status.
-    """
+    """Check that the new status may follow the present status; then change the report."""
     check_transition(RunningStatus(participant.record.status), status, old_status)
     participant.update(status=status.value, **changes)
 
 
 def require_sync(participant: Participant[Report], **changes: Any) -> None:
-    """Begin a wait: change the participant's status to ``require_sync``.
-
-    If the new status cannot be written, the old status is restored and the error is raised.
+    """Begin a wait: change the status to ``require_sync``; after an error, restore the old status.
 
     Raises:
         InvalidTransitionError: the participant is not running.
@@ -167,11 +142,7 @@ def require_sync(participant: Participant[Report], **changes: Any) -> None:
 def back_to_running(participant: Participant[Report], **changes: Any) -> None:
     """End a wait: change the status from ``require_sync`` back to ``running``.
 
-    If storage refuses to write the new status, the function logs a warning; the next update of the
-    report writes the status.
-
-    Raises:
-        NameTakenError: another participant took the name while this participant counted as dead.
+    If storage refuses to write the new status, the next update of the report writes it.
     """
     if participant.record.status != RunningStatus.REQUIRE_SYNC.value:
         return  # it was stopped meanwhile

@@ -35,7 +35,7 @@ P = TypeVar("P", ExplorerReport, TrainerReport)
 _RECORD: Final = ".json"
 #: How many slices of the heartbeats are checked in each lease time.
 SLICES_PER_LEASE: Final = 16
-#: How many slices are checked between two reads of all reports, which show who joined or left.
+#: Slices between two reads of all reports, which show who joined or left.
 _SLICES_PER_ROUND: Final = 4
 
 
@@ -57,18 +57,13 @@ class _Cached(Generic[R]):
 class Roster:
     """The participants of a job: their own reports, and which participants are alive.
 
-    Promised: a participant that was killed, or whose host is gone, counts as dead soon after one
-    lease time. Until then it counts as alive. From the first query on, a thread checks the
-    heartbeats, one slice at a time. A participant of a newer protocol causes an error while it is
-    alive, and is skipped once it is dead. Not promised: that a report is seen at once. On storage
-    that caches listings, a new participant may be seen later.
+    A participant that was killed, or whose host is gone, counts as dead soon after one lease time,
+    and as alive until then. From the first query on, a thread checks the heartbeats, one slice at a
+    time; if ``background`` is False, the caller must call :meth:`look_at_slice`. A participant of a
+    newer protocol causes an error while it is alive, and is skipped once it is dead.
 
-    Args:
-        job: the job.
-        lease_time: seconds, from the job's format.
-        clock: seconds, monotonic.
-        background: True if a thread checks the heartbeats; if False, the caller must call
-            :meth:`look_at_slice`.
+    Not promised: that a report is seen at once. On storage that caches listings, a new participant
+    may be seen later.
     """
 
     def __init__(
@@ -98,9 +93,8 @@ class Roster:
         """The live explorers, and the explorers whose status is ``stopped``.
 
         Raises:
-            ProtocolMismatchError: an explorer has a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job directory is missing now. In that case no explorer counts
-                as dead.
+            ProtocolMismatchError: a participant has a newer protocol, and is not known to be dead.
+            JobUnavailableError: the job directory is missing now, so no participant counts as dead.
             OSError: storage failed.
         """
         with self._lock:
@@ -112,12 +106,7 @@ class Roster:
             return [report for report in found if report is not None]
 
     def working(self) -> list[ExplorerReport]:
-        """The live explorers whose status is not ``stopped``.
-
-        Raises:
-            ProtocolMismatchError, JobUnavailableError, OSError: for the same reasons as
-                :meth:`explorers`.
-        """
+        """The live explorers whose status is not ``stopped``. For errors see :meth:`explorers`."""
         stopped = RunningStatus.STOPPED.value
         return [one for one in self.explorers() if one.status != stopped]
 
@@ -127,14 +116,7 @@ class Roster:
         return {status: found[status] for status in RunningStatus}
 
     def trainer(self) -> TrainerReport | None:
-        """The trainer's report, if the trainer is alive or has the status ``stopped``; else None.
-
-        Raises:
-            ProtocolMismatchError: the trainer has a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job directory is missing now. In that case the trainer does not
-                count as dead.
-            OSError: storage failed.
-        """
+        """The trainer's report if it is alive or ``stopped``; else None. See :meth:`explorers`."""
         with self._lock:
             self._begin()
             report = self._trainer_report()
@@ -151,12 +133,7 @@ class Roster:
         return self._job.storage.exists(self._job.layout.trainer_report)
 
     def check_alone(self, name: str, step: int) -> None:
-        """Check that an explorer may request a publication, for example to evaluate an old step.
-
-        Raises:
-            InvalidSettingsError: a trainer is running, or another explorer follows the job and
-                would load the step too.
-        """
+        """Raise InvalidSettingsError if a trainer runs or another explorer would load the step."""
         if self.trainer_status() is not RunningStatus.STOPPED:
             raise InvalidSettingsError(
                 f"explorer {name} cannot request the publication of step {step}: the "
@@ -199,7 +176,6 @@ class Roster:
     # -- liveness ------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Check the new sessions, and the next slice of all sessions that the reports name."""
         self._liveness = self._lookout.look(self._sessions())
 
     def _look_at_new(self) -> None:
@@ -213,12 +189,7 @@ class Roster:
         return {one for one in explorers | trainer if one is not None}
 
     def _counted(self, report: P | _Newer) -> P | None:
-        """The report if its participant is alive or has the status ``stopped``; else None.
-
-        Raises:
-            ProtocolMismatchError: the report has a newer protocol, and its participant is not known
-                to be dead.
-        """
+        """The report if its participant is alive or has the status ``stopped``; else None."""
         # A participant that does not register has no heartbeat, so only its status counts.
         alive = report.session is None or self._liveness.get(report.session) is Liveness.ALIVE
         if isinstance(report, _Newer):
@@ -234,8 +205,7 @@ class Roster:
 
     def _work(self) -> None:
         while not self._closed.wait(self._period):
-            # With a timeout: the holder may be in close(), called by a signal handler, and wait for
-            # this thread.
+            # With a timeout: a signal handler's close() may hold the lock and wait for this thread.
             if not self._lock.acquire(timeout=self._period):
                 continue
             try:
@@ -277,11 +247,10 @@ class Roster:
         cached = cache.get(path)
 
         def look(fd: int) -> _Cached[R]:
-            # The status of the opened file: a status by name may be as old as this client's cache.
+            # A status by name may be as old as this client's cache.
             status = self._job.storage.fstat(fd)
             now = signature(status)
-            # Times are coarse, and inodes are reused: a file counts as untouched only once two
-            # reads found the same ones.
+            # One read is not enough, because times are coarse and inodes are reused.
             settled = cached is not None and cached.signature == now
             if cached is not None and settled and cached.settled:
                 return cached
@@ -300,7 +269,6 @@ class Roster:
         return found.record
 
     def _parsed(self, model: type[R], content: bytes, path: Path) -> R | _Newer | None:
-        """Parse a report; None if the content is not a report."""
         try:
             return parse(model, content, path)
         except ProtocolMismatchError as error:
@@ -310,7 +278,6 @@ class Roster:
             return None
 
     def _say(self, path: Path, error: Exception) -> None:
-        """Log that a report is skipped, but do not repeat the line at each read."""
         if self._repeats.due(path):
             log.warning("skipping %s: %s", path, error)
 
@@ -318,11 +285,8 @@ class Roster:
 def served(report: ExplorerReport, newest: Version | None, run: str | None) -> Version | None:
     """The version that an explorer counts as serving; None before its first version.
 
-    Args:
-        report: the explorer's report.
-        newest: the newest published version.
-        run: the run id of the trainer. If the explorer serves weights that it received in a
-            broadcast of this run, the step of the broadcast counts.
+    If the explorer serves weights that it received in a broadcast of the trainer's ``run``, the
+    step of the broadcast counts.
     """
     if report.sequence is None or report.step is None:
         return None

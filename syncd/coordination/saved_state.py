@@ -29,12 +29,8 @@ _TORN: Final = SavedState(iteration=0)
 class StateFile:
     """The file of one participant's saved state, and the file of the previous state.
 
-    Promised: if a save is interrupted at any point, the previous state is kept. If the file is torn
+    If a save is interrupted at any point, the previous state is kept. If the file is torn
     nevertheless, loading reads the file of the previous state.
-
-    Args:
-        job: the job.
-        path: the file of the newest state.
     """
 
     def __init__(self, job: Job, path: Path) -> None:
@@ -43,11 +39,7 @@ class StateFile:
         self._previous = path.with_name(f"{path.name}{_PREVIOUS}")
 
     def save(self, iteration: int, state: Mapping[str, Any]) -> None:
-        """Save a state, durably.
-
-        Raises:
-            InvalidSettingsError: the state is not JSON, is nested too deep, or is too long.
-        """
+        """Save a state durably; raise InvalidSettingsError if it could not be read again."""
         try:
             content = _readable(iteration, state)
         except (TypeError, ValueError, RecursionError, RecordError) as error:
@@ -62,12 +54,7 @@ class StateFile:
         self._replace(self._path, content)
 
     def load(self) -> SavedState | None:
-        """The newest saved state; None if no state was saved yet.
-
-        Raises:
-            RecordError: neither the newest nor the previous state can be read.
-            ProtocolMismatchError: a newer protocol wrote the state.
-        """
+        """The newest saved state; None if there is none. See :meth:`.Member.load_state`."""
         found = self._read(self._path)
         if found is not None and found is not _TORN:
             return found

@@ -1,7 +1,6 @@
 """``Synchronizer``: the methods of Trinity-RFT's Synchronizer, async, over the files of a job.
 
-Each method runs a blocking call in a thread and awaits the call. A cancelled task still waits for
-its thread, because the task's caller would otherwise continue while the call is running.
+Each method runs a blocking call in a thread and awaits the call.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ _THREADS: Final = 4
 class Synchronizer:
     """One participant of a job, as an async object.
 
-    This class has only the methods of Trinity's Synchronizer. The other methods, which the hooks
-    need, are in :attr:`blocking`; call them with ``await asyncio.to_thread(…)``.
+    This class has only the methods of Trinity's Synchronizer. Other methods, which the hooks need,
+    are in :attr:`blocking`; call them with ``await asyncio.to_thread(…)``.
 
-    Each method here awaits the blocking twin's method of the same name, which has the full
-    documentation. :class:`~syncd.coordination.member.Member` has the methods that both twins share;
-    the other methods are in :class:`~syncd.coordination.trainer.TrainerSynchronizer` and
+    Each method awaits the blocking twin's method of the same name, which has the full
+    documentation: see :class:`~syncd.coordination.member.Member`,
+    :class:`~syncd.coordination.trainer.TrainerSynchronizer` and
     :class:`~syncd.coordination.explorer.ExplorerSynchronizer`. If the task of a wait is cancelled,
     the wait first restores the participant's status and then raises the cancellation.
 
-    The constructor blocks. If a dead participant had the name, the constructor blocks for one lease
-    time. In a running event loop use :meth:`open`.
+    The constructor blocks, for one lease time if a dead participant had the name. In a running
+    event loop use :meth:`open`.
 
     Args:
         job_dir: the job directory.
@@ -74,8 +73,7 @@ class Synchronizer:
     async def open(cls, job_dir: str | Path, role: Role, name: str, **options: Any) -> Self:
         """Construct a Synchronizer without blocking the event loop.
 
-        A cancelled call still waits for the construction, closes the new participant, and only
-        then raises the cancellation.
+        A cancelled call still waits for the construction, and closes the new participant.
         """
         future = elsewhere(partial(cls, job_dir, role, name, **options))
         try:
@@ -166,7 +164,7 @@ class Synchronizer:
     async def get_model_state_dict_iterator(
         self, version: Version | None = None
     ) -> AsyncGenerator[tuple[str, Tensor], None]:
-        """A version's tensors, one at a time and in host memory; by default of the newest version.
+        """The tensors of a version, by default the newest, one at a time and in host memory.
 
         If you do not read the iterator to its end, close it (``contextlib.aclosing``) to end the
         lease.
@@ -181,11 +179,7 @@ class Synchronizer:
     async def get_state_dict_meta(
         self, version: Version | None = None
     ) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype (for example ``torch.bfloat16``) and shape of each tensor of a version.
-
-        Args:
-            version: the newest version by default.
-        """
+        """Name, dtype (for example ``torch.bfloat16``) and shape of each tensor of a version."""
         return await self._run(self.blocking.get_state_dict_meta, version)
 
     # -- transfers -----------------------------------------------------------------------------
@@ -199,14 +193,11 @@ class Synchronizer:
     ) -> int | None:
         """Wait until the trainer and all live explorers are ready for a transfer.
 
-        Args:
-            module: this participant's role.
-            trainer_step: the trainer's step; ignored if this participant is an explorer.
-            timeout: seconds; the settings' ``sync_timeout`` by default.
+        ``module`` is this participant's role. An explorer's ``trainer_step`` is ignored.
 
         Returns:
-            The trainer's step; None if the participants are not ready in time, or if the trainer
-            or all explorers are gone.
+            The trainer's step; None if the participants are not ready in time, or if the trainer or
+            all explorers are gone.
         """
         if module == "trainer":
             call = partial(self._trainer.ready_to_nccl_sync, trainer_step, timeout=timeout)
@@ -219,10 +210,7 @@ class Synchronizer:
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: object = None
     ) -> None:
-        """Set the meeting place of future weight groups, and close the open weight group.
-
-        Only the trainer may call this method.
-        """
+        """Set the trainer's meeting place of future weight groups, and close the open group."""
         call = self._trainer.setup_weight_sync_group
         await self._run(call, master_address, master_port, state_dict_meta)
 
@@ -246,10 +234,7 @@ class Synchronizer:
     async def load_state(
         self, role: Role | None = None, name: str | None = None
     ) -> SavedState | None:
-        """The newest state that a participant has saved; None if it has saved no state.
-
-        By default the result is this participant's own state.
-        """
+        """The newest state that this or another participant saved; None if it saved none."""
         return await self._run(self.blocking.load_state, role, name)
 
     async def close(self) -> None:
@@ -313,8 +298,7 @@ def elsewhere(call: Callable[[], T]) -> asyncio.Future[T]:
 async def finished(future: asyncio.Future[T], cancel: Callable[[], None] = lambda: None) -> T:
     """Wait for a thread's call; raise a cancellation only after the call has ended.
 
-    Without this wait the caller would continue while the call is running, and the event loop might
-    close.
+    Otherwise the caller would continue, and the event loop might close, while the call is running.
     """
     cancelled: asyncio.CancelledError | None = None
     while not future.done():

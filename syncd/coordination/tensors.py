@@ -28,11 +28,7 @@ DTYPES: Final = {
 
 
 def stream(version: LeasedVersion) -> Iterator[tuple[str, Tensor]]:
-    """Yield a version's tensors one at a time, in host memory, checked against the manifest.
-
-    Raises:
-        VerificationError: a tensor differs from the manifest.
-    """
+    """Yield a version's tensors one at a time, in host memory, checked against the manifest."""
     told = {entry.name: entry for entry in version.manifest.tensors}
     for file in version.open_weights():
         check_header(version, file, told)
@@ -52,12 +48,7 @@ def stream(version: LeasedVersion) -> Iterator[tuple[str, Tensor]]:
 def check_header(
     version: LeasedVersion, file: SafetensorsFile, told: Mapping[str, TensorEntry]
 ) -> None:
-    """Compare the dtype and shape of each tensor in a file with the manifest.
-
-    Raises:
-        VerificationError: a tensor is not in the manifest, or its dtype or shape differs from the
-            manifest.
-    """
+    """Raise VerificationError if a file's tensors, dtypes or shapes differ from the manifest."""
     for entry in file.entries:
         expected = told.get(entry.name)
         if expected is None or (expected.dtype, expected.shape) != (entry.dtype, entry.shape):
@@ -68,11 +59,7 @@ def check_header(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype for the safetensors name of a dtype.
-
-    Raises:
-        EngineMismatchError: the installed torch has no such dtype.
-    """
+    """The torch dtype for a safetensors name; raise EngineMismatchError if this torch has none."""
     dtype: torch.dtype | None = DTYPES.get(name)
     if dtype is None:
         raise EngineMismatchError(
@@ -89,13 +76,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def fill(file: SafetensorsFile, view: memoryview, offset: int) -> None:
-    """Fill ``view`` with a file's bytes from an offset on.
+    """Fill ``view`` with a file's bytes; raise VerificationError if the file ends too early.
 
     This uses pread, because reading a memory map would kill the process if the file server loses
     the file.
-
-    Raises:
-        VerificationError: the file ends before ``view`` is full.
     """
     if file.storage.pread_fully(file.fd, view, offset) < len(view):
         raise VerificationError(f"{file.path} is shorter than its header says")

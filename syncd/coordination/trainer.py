@@ -41,22 +41,12 @@ WriteStateDict = Callable[[Mapping[str, Any], int], object]
 
 
 class TrainerSynchronizer(Member[TrainerReport]):
-    """The only trainer of a job. See :class:`~syncd.coordination.member.Member`.
+    """The only trainer of a job; :class:`.Member` has the other arguments.
 
     Args:
-        job_dir: the job directory.
-        name: the trainer's name.
-        settings: who syncs when, and how long to wait.
-        memory_dir: the second job directory, which has the versions (sync method ``memory``).
         run_id: the run id for the trainer's report; the id of its session by default.
         world_size: the number of ranks that write a save.
         writer: writes the state dicts that are passed to :meth:`set_model_state_dict`.
-        seams: substitutes for tests.
-
-    Raises:
-        NameTakenError: another trainer is alive. This check can take one lease time.
-        JobUnavailableError: the job directory is missing or cannot be written.
-        InvalidSettingsError: the name cannot be part of a file name.
     """
 
     def __init__(
@@ -141,8 +131,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def begin_save(self, step: int) -> None:
         """Announce a save before its first byte is written.
 
-        After the announcement the pruner keeps the folders of this step and of higher steps. A
-        trainer that resumed at a lower step will write these folders again.
+        After the announcement the pruner keeps the folders of this step and of higher steps,
+        because a trainer that resumed at a lower step will write these folders again.
         """
         self._me.update(step=step)
         self._versions.announce(self._me.record)
@@ -183,7 +173,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """True if the daemon has neither published nor refused the last announced save.
 
         If this step was saved before, the method can mistake the outcome of the older save for the
-        outcome of the new save. In that case explorers ask for a sync once more.
+        new outcome. Explorers then ask for a sync once more.
         """
         if self._saved_step is None:
             return False
@@ -202,17 +192,11 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> bool:
         """Wait while the slowest live explorer lags by more than ``max_explorer_lag`` steps.
 
-        The method does not wait for an explorer that evaluates a step (``explorer_hooks.bench``).
-        It also does not wait for an explorer that has refused a version, because that explorer
-        needs a newer version from the trainer.
-
-        Args:
-            timeout: seconds; the settings' ``sync_timeout`` by default.
-            cancel: ends the wait from another thread.
+        The method does not wait for an explorer that evaluates a step (``explorer_hooks.bench``),
+        or that has refused a version and so needs a newer version from the trainer.
 
         Returns:
-            False if the slowest explorer still lags at the timeout. In that case training should
-            continue.
+            False if the slowest explorer still lags at the timeout. Training should then continue.
         """
         if self.settings.max_explorer_lag is None:
             return True
@@ -244,13 +228,9 @@ class TrainerSynchronizer(Member[TrainerReport]):
         A participant can die after the agreement, so a transfer needs its own timeout. This method
         does not change versions; only :meth:`nccl_sync_succeeded` does.
 
-        Args:
-            step: the trainer's step.
-            timeout: seconds; the settings' ``sync_timeout`` by default.
-            cancel: ends the wait from another thread.
-
         Returns:
-            The step; None if not all explorers are ready in time, or if no explorer is running.
+            The step; None if not all explorers are ready within ``timeout``, or if no explorer is
+            running.
         """
         with self._wait(timeout, cancel) as wait:
             found = self._transfer.agree(step, wait)
@@ -281,9 +261,6 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
         A member of the last transfer may still be receiving or loading the weights. So this method
         ignores such a member for three times ``broadcast_timeout`` after the agreement.
-
-        Args:
-            save_id: the save id of the last transfer.
         """
         newest = self._versions.newest()
         if newest is None:
@@ -297,10 +274,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         )
 
     def goes_by_files(self, step: int) -> None:
-        """Announce that explorers get the weights of a step from the published files.
-
-        Explorers that wait for a transfer stop waiting at once.
-        """
+        """Announce that a step's weights come by files; waiting explorers stop waiting at once."""
         self._transfer.by_files(step)
 
     # -- the weight group --------------------------------------------------------------------------
@@ -316,8 +290,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         Args:
             master_address: this host's address: a host name or an IP address.
             master_port: the port; 0 for any free port, chosen again for each group.
-            state_dict_meta: ignored; the parameter exists because Trinity's method has it. In each
-                transfer the ranks agree on names, dtypes and shapes before the first byte.
+            state_dict_meta: ignored; the parameter exists because Trinity's method has it.
         """
         self._group.close()
         self._group.place = MeetingPlace(master_address, master_port)
@@ -333,8 +306,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             device: the device of the tensors; for a GPU the group uses NCCL.
 
         Raises:
-            BroadcastError: no transfer was agreed, or not all ranks connected within
-                ``broadcast_timeout``.
+            BroadcastError: no transfer was agreed, or a rank was late (``broadcast_timeout``).
         """
         agreed, self._transfer.agreed = self._transfer.agreed, None
         if agreed is None:
@@ -355,16 +327,13 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> None:
         """Form the weight group with all live explorers, without a transfer.
 
-        Each explorer must call the method of the same name. A transfer forms the group without this
-        method. So call this method only before training, to test whether the group can be formed.
-
-        Args:
-            timeout: seconds to wait for the explorers; the settings' ``sync_timeout`` by default.
-            device: the device of the tensors to transfer.
-            cancel: ends the wait from another thread.
+        Each explorer must call the method of the same name. A transfer forms the group by itself,
+        so call this method only before training, to test whether the group can be formed.
+        ``device`` is the device of the tensors to transfer.
 
         Raises:
-            BroadcastError: not all explorers were ready in time, or the group cannot be formed.
+            BroadcastError: an explorer was not ready within ``timeout``, or the group cannot be
+                formed.
         """
         require_torch("a broadcast of weights")
         import torch  # noqa: PLC0415 # needed for broadcasts only
@@ -379,11 +348,9 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> None:
         """Leave the weight group after all live explorers have left it.
 
-        Each explorer must call the method of the same name.
-
-        Args:
-            timeout: the most seconds to wait for the explorers; ``broadcast_timeout`` by default.
-            cancel: ends the wait from another thread. In that case the group stays open.
+        Each explorer must call the method of the same name. The default of ``timeout`` is
+        ``broadcast_timeout``; at the timeout the trainer leaves. After ``cancel`` the group stays
+        open.
         """
         open_now = self._group.rendezvous
         if open_now is not None:

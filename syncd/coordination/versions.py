@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How often to try to hold the newest version if each one is retired before it can be held.
+#: Attempts to hold the newest version, if each one is retired before it can be held.
 _ATTEMPTS: Final = 10
 #: safetensors' name of a dtype → torch's.
 _TORCH_NAMES: Final = {name: f"torch.{torch_name}" for torch_name, (name, _) in DTYPES.items()}
@@ -43,15 +43,7 @@ class Versions:
     """The versions of a job, or of the job's memory directory.
 
     Args:
-        job: the job directory, or the memory directory.
-        name: the name of the participant that leases.
         session: the heartbeat that the leases name; None to make a separate heartbeat.
-        clock: seconds, monotonic.
-
-    Attributes:
-        job: the directory that has the versions.
-        holds: this participant's holds on the versions.
-        lease_time: seconds, from the format of ``job``.
     """
 
     def __init__(
@@ -75,9 +67,7 @@ class Versions:
     def newest(self, known: Version | None = None, *, sure: bool = False) -> Version | None:
         """The version that LATEST names, if it is newer than ``known``; else ``known``.
 
-        Args:
-            known: the version that the caller knows.
-            sure: True to ask the file server instead of this client's cache.
+        With ``sure`` the method asks the file server instead of this client's cache.
         """
         if sure:
             self.job.storage.refresh(self.job.layout.state)
@@ -91,8 +81,8 @@ class Versions:
         """Hold a version, by default the newest, in the block; yield None if no version exists.
 
         Raises:
-            VersionGoneError: the wanted version was retired. Or no version was wanted, and new
-                versions are retired faster than this method can hold them.
+            VersionGoneError: the wanted version was retired, or new versions are retired faster
+                than this method can hold them.
             VerificationError: the version's manifest is damaged.
         """
         version = self._hold_newest() if wanted is None else self.holds.hold(wanted.sequence)
@@ -117,13 +107,7 @@ class Versions:
         return None
 
     def stream(self, wanted: Version | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a version one at a time; yield nothing if no version exists.
-
-        Raises:
-            VersionGoneError: the wanted version was retired.
-            EngineMismatchError: the version's folder contains no weights.
-            VerificationError: the version's bytes differ from its manifest.
-        """
+        """Yield a version's tensors; see :meth:`.Member.get_model_state_dict_iterator`."""
         require_torch("reading a version's tensors")
         # Only callers that want tensors import torch.
         from syncd.coordination.tensors import stream  # noqa: PLC0415
@@ -139,13 +123,7 @@ class Versions:
             yield from stream(version)
 
     def metadata(self, wanted: Version | None = None) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, torch's name of the dtype, and shape of each tensor of a version.
-
-        The list is empty if no version exists.
-
-        Raises:
-            VersionGoneError: the wanted version was retired.
-        """
+        """Name, dtype and shape of each tensor; see :meth:`.Member.get_state_dict_meta`."""
         with self.held(wanted) as version:
             if version is None:
                 return []
@@ -155,10 +133,9 @@ class Versions:
             ]
 
     def path(self, *, use_huggingface: bool) -> Path | str | None:
-        """The newest version's folder, or the folder of the trainer's shards if it still exists.
+        """The location of the newest weights; see :meth:`.Member.get_latest_model_path`.
 
         This method does not hold the folder, so the folder may be pruned once newer versions exist.
-        For a version of kind ``remote`` the result is the remote path.
         """
         newest = read_latest(self.job)
         if newest is None:
@@ -186,10 +163,7 @@ class Versions:
         )
 
     def _is_of_now(self, step: int, outcome: SaveOutcome) -> bool:
-        """True if this outcome belongs to the save whose receipt is in the step folder now.
-
-        If the save has no receipt, or a receipt that this user may not read, the result is True.
-        """
+        """True if an outcome is of the save in the step folder, or if no receipt can be read."""
         path = self.job.layout.actor(step) / RECEIPTS / receipt_name(0)
         try:
             receipt = self.job.read(Receipt, path)
@@ -202,8 +176,7 @@ class Versions:
     def on_its_way(self) -> int | None:
         """The step that the pointer names, if its save still has to be published or refused.
 
-        The result is None if the daemon has published or refused the save, if the pointer names no
-        step, or if the step is not on disk.
+        The result is None if the pointer names no step, or a step that is not on disk.
         """
         step = self._unanswered()
         if step is None:
@@ -238,24 +211,11 @@ class Versions:
         return daemon_hint(self.job.layout.root, lives=lives, is_memory=self._own is not None)
 
     def check_on_disk(self, step: int) -> None:
-        """Check that a step has a folder; the save in the folder may be incomplete.
-
-        The check asks the file server for the folder by its name, because listings may be out of
-        date.
-
-        Raises:
-            SaveNotReadyError: the step has no folder. The message lists the steps that have a
-                folder.
-            JobUnavailableError: the job directory is missing now, for example unmounted.
-        """
+        """Check that a step has a folder; see :func:`.step_folders.check_on_disk`."""
         check_on_disk(self.job, step)
 
     def check_shards(self, step: int, world_size: int) -> None:
-        """Check that a step has all its shards, or one full state dict.
-
-        Raises:
-            SaveNotReadyError: a shard is missing. The message names the shard.
-        """
+        """Raise SaveNotReadyError unless a step has all its shards, or one full state dict."""
         actor = self.job.layout.actor(step)
         names = set(self.job.storage.names(actor))
         if FULL_STATE_DICT in names:

@@ -13,7 +13,7 @@ from syncd.protocol.errors import CancelledError, WaitTimeoutError
 from syncd.storage.judge import Clock
 from syncd.storage.watch import Watcher
 
-#: The most seconds between two checks for a cancellation during a pause.
+#: The most seconds between two checks for a cancellation.
 _LOOK: Final = 0.05
 
 
@@ -39,18 +39,13 @@ class Cancellation:
         return self._done
 
     def check(self) -> None:
-        """Raise an error if :meth:`cancel` was called.
-
-        Raises:
-            CancelledError: :meth:`cancel` was called.
-        """
+        """Raise CancelledError if :meth:`cancel` was called."""
         if self._done:
             raise CancelledError("the wait was cancelled, or its synchronizer closed")
 
     def pause(self, seconds: float) -> bool:
         """Sleep for ``seconds`` or until :meth:`cancel`; return True after a :meth:`cancel`."""
-        # Polls instead of waiting on an Event: a thread that waits on one may hold its lock, and a
-        # signal handler on that thread that cancels would then deadlock.
+        # Polls, because a signal handler that cancels could deadlock on the lock of an Event.
         deadline = time.monotonic() + seconds
         while not self._done and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK))
@@ -68,15 +63,7 @@ class Cancellation:
 
 
 class Wait:
-    """One wait, as a context manager.
-
-    Args:
-        watcher: ends a pause early; the caller must close the watcher.
-        timeout: seconds until :meth:`more` returns False.
-        poll: seconds between two checks if the filesystem sends no events.
-        cancels: the cancellations that can end this wait.
-        clock: seconds, monotonic.
-    """
+    """One wait, as a context manager. The watcher ends a pause early; the caller must close it."""
 
     def __init__(
         self,
@@ -94,11 +81,7 @@ class Wait:
         self._clock = clock
 
     def more(self) -> bool:
-        """Pause until a file event or the next poll; return False if the timeout has passed.
-
-        Raises:
-            CancelledError: the wait was cancelled.
-        """
+        """Pause until a file event or the next poll; return False if the timeout has passed."""
         self._check()
         left = self._deadline - self._clock()
         if left <= 0:
@@ -122,16 +105,11 @@ class Wait:
 
 
 class Waits:
-    """The waits of one participant, one at a time.
-
-    If two waits ran at a time, they could not both restore the participant's status. The timeout of
-    a wait includes its time in the queue.
+    """The waits of one participant, one at a time, so that each restores the participant's status.
 
     Args:
-        name: the participant's name.
         worth_a_look: returns, for each folder, the names of the files whose change can end a wait.
         poll: seconds between two checks if the filesystem sends no events.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -156,9 +134,7 @@ class Waits:
     def one(self, timeout: float, cancel: Cancellation | None) -> Iterator[Wait]:
         """Queue behind the participant's other waits, and then yield this wait.
 
-        Args:
-            timeout: seconds for the queue and the wait together.
-            cancel: ends the queueing or the wait from another thread.
+        The ``timeout`` is in seconds, for the queue and the wait together.
 
         Raises:
             WaitTimeoutError: the timeout passed while another wait was running.

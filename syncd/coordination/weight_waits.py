@@ -21,8 +21,7 @@ from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
 
-#: A trainer's session, and how often that trainer has said that nothing newer will come. It is None
-#: if the trainer has never said so.
+#: A trainer's session, and how often it has said that nothing newer will come; None if never.
 Said = tuple[str | None, int] | None
 
 
@@ -30,21 +29,14 @@ class WeightWaits:
     """One explorer's waits for weights, which come as a newer version or by a transfer.
 
     Args:
-        me: the explorer that waits.
-        roster: the participants of the job.
-        versions: the published versions of the job.
-        transfer: joins offered transfers.
         compare: returns the differences between a trainer's settings and an explorer's settings;
             its third argument is the trainer's session.
         terms: the settings to compare if the explorer was made without settings.
-        root: the job directory.
-        clock: seconds, monotonic.
         poll: the least seconds between two checks for the trainer's answer to a request.
 
     Attributes:
         has_seen_trainer: True once this explorer has seen a running trainer.
-        unlike: the differences between the settings of the running trainer and the settings of this
-            explorer; empty if the settings are equal.
+        unlike: the differences between the settings of the running trainer and of this explorer.
     """
 
     def __init__(
@@ -152,9 +144,8 @@ class WeightWaits:
                 request.end(missed=missed)
 
     def _warn_without_daemon(self) -> None:
-        """Log once that no daemon works; a killed daemon counts as live for one lease time."""
+        """Log once that no daemon works; only a second look shows that a daemon was killed."""
         try:
-            # This look is always needed: a killed daemon is told from a live one by a later look.
             lives = self._versions.daemon_lives()
         except OSError as error:
             log.debug("cannot check whether a daemon works in %s: %s", self._root, error)
@@ -173,12 +164,7 @@ class WeightWaits:
     def _look_at_trainer(
         self, joins: Callable[[], bool] | None, ending: Ending | None
     ) -> tuple[Offer | None, bool]:
-        """Check the trainer once.
-
-        Returns:
-            A pair. The first value is the offer of the transfer to take part in, or None. The
-            second value is True if the wait is over.
-        """
+        """Check the trainer once: return the offer to join, and True if the wait is over."""
         if joins is None and ending is None:
             return None, False
         try:
@@ -204,7 +190,6 @@ class WeightWaits:
         return stopped
 
     def _offered(self, *, joins: bool, has_stopped: bool) -> Offer | None:
-        """Check the current offer once; leave a joined offer if the trainer has stopped."""
         transfer = self._transfer
         offer = transfer.look() if joins or transfer.has_joined else None
         return offer or (transfer.leave() if has_stopped else None)
@@ -227,12 +212,6 @@ class SyncRequest:
     """One wait's request to the trainer for a sync.
 
     If the trainer answers that nothing newer will come, this object repeats the request.
-
-    Args:
-        me: the explorer that waits.
-        roster: the participants of the job.
-        clock: seconds, monotonic.
-        poll: the least seconds between two checks for an answer.
     """
 
     def __init__(
@@ -246,11 +225,7 @@ class SyncRequest:
         self._said: Said | str = "not asked yet"
 
     def said(self) -> Said:
-        """The trainer's session, and how often the trainer has said that nothing newer will come.
-
-        Raises:
-            JobUnavailableError, OSError: the trainer's report cannot be read.
-        """
+        """The trainer's latest answer that nothing newer will come."""
         trainer = self._roster.trainer()
         return (trainer.session, trainer.nothing_new) if trainer and trainer.nothing_new else None
 
@@ -259,9 +234,6 @@ class SyncRequest:
 
         Calls less than ``poll`` seconds after the last check do nothing. If storage refuses the
         request, the next check tries again.
-
-        Raises:
-            InvalidTransitionError: this explorer is not running.
         """
         now = self._clock()
         if now - self._looked < self._poll:
@@ -284,9 +256,7 @@ class SyncRequest:
     def end(self, *, missed: bool) -> None:
         """Withdraw the request; errors of storage are logged, not raised.
 
-        Args:
-            missed: True if the wait ended without newer weights. The explorer's report counts such
-                waits.
+        The explorer's report counts the waits that have ``missed`` newer weights.
         """
         me = self._me
         count = me.record.nothing_new + missed
@@ -316,12 +286,6 @@ class Ending:
     If no daemon is alive to merge the save, the wait is over one lease time later, with a warning.
     If no trainer has ever registered (for example with verl), nothing is known about announced
     saves, and the wait is over at once.
-
-    Args:
-        versions: the published versions of the job.
-        roster: the participants of the job.
-        request: this wait's request to the trainer.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -331,20 +295,12 @@ class Ending:
         self._roster = roster
         self._request = request
         self._clock = clock
-        # Read before the sync is required, so that each later answer counts as an answer to this
-        # wait.
+        # Read before the sync is required, so that each later answer is an answer to this wait.
         self._said = request.said()
         self._alone_since: float | None = None
 
     def is_over(self, *, has_stopped: bool) -> bool:
-        """True if the wait is over, because nothing newer will be published.
-
-        Args:
-            has_stopped: True if the trainer has stopped, has died, or has never registered.
-
-        Raises:
-            JobUnavailableError, OSError: storage failed, so the answer is unknown.
-        """
+        """True if the wait is over; ``has_stopped`` means that no trainer is running."""
         if not has_stopped and self._request.said() in {None, self._said}:
             return False
         if has_stopped and not self._roster.has_had_trainer():
@@ -353,7 +309,6 @@ class Ending:
         return step is None or self._is_given_up(step)
 
     def _is_given_up(self, step: int) -> bool:
-        """True if no daemon was alive for a lease time, so that nobody publishes the step."""
         if self._versions.daemon_lives():
             self._alone_since = None
             return False

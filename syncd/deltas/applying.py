@@ -1,7 +1,6 @@
 """Make a version's files from an older version and deltas, in one pass.
 
-The base is only read. Headers and small files come from the version's own folder. The digest of
-each tensor is computed from the written bytes, and compared with the manifest.
+The digest of each tensor is computed from the written bytes, and compared with the manifest.
 """
 
 from __future__ import annotations
@@ -62,15 +61,12 @@ def apply_chain(
         storage: the storage of the deltas and of the target.
         target: the published version. Only its headers and small files are read.
         chain: the deltas that lead from the base to the target, in order.
-        base: a whole version, which the call only reads. Nobody may delete this version during the
-            call.
+        base: a whole version. Nobody may delete this version during the call.
         to: the storage of the draft and of the base.
-        draft: an empty folder. The caller has to sync its parent folder, and to remove the folder
-            after an error.
+        draft: an empty folder. The caller syncs its parent, and removes the draft after an error.
         threads: the number of files that are made at a time, at most the number of processors.
         cancel: called often, in this thread. To stop the work, it raises an error.
-        progress: called in this thread with the bytes of tensors that are made, and the bytes of
-            all tensors.
+        progress: called in this thread with the bytes of tensors that are made, and of all tensors.
 
     Raises:
         NoDeltaError: the deltas do not make this version from this base.
@@ -93,17 +89,11 @@ def apply_chain(
 def changed_positions(
     storage: Storage, base: Manifest, target: Manifest, chain: Sequence[Link]
 ) -> Iterator[tuple[TensorEntry, NDArray[np.int64]]]:
-    """The positions of all elements that any delta of a chain changes.
+    """The positions of all elements that any delta of a chain from ``base`` to ``target`` changes.
 
     A caller may have a tensor whose elements come from several versions of the chain. If the caller
     copies the elements at these positions from a verified copy of the target, the whole tensor has
     the target's values.
-
-    Args:
-        storage: the storage of the deltas.
-        base: the base of the first delta.
-        target: the target of the last delta.
-        chain: the deltas between base and target, in order.
 
     Yields:
         A tensor, and at most 2^20 ascending positions (int64) in the flattened tensor. A tensor may
@@ -164,7 +154,6 @@ class _Making:
         self.total = sum(elements_of(tensor) * ITEMSIZE[tensor.dtype] for tensor in tensors)
 
     def make(self, file: VersionFile, told: Mapping[str, TensorEntry], check: Check) -> None:
-        """Make one file of the draft."""
         if not file.name.endswith(WEIGHTS):
             copy_file(self.storage, self.target.folder, self.to, self.draft, file, told, check)
             return
@@ -200,12 +189,7 @@ class _FileMaking:
         making.done[name] = 0
 
     def run(self, published: SafetensorsFile, digests: Sequence[bytes]) -> None:
-        """Make the header and the tensors, and check the tensors' digests.
-
-        Args:
-            published: the published file. Only the file's header is read.
-            digests: the digests of the tensors in the manifest, in file order.
-        """
+        """Make the header and the tensors, and check the tensors' digests."""
         self._write(published.header, 0)
         for entry, digest in zip(published.entries, digests, strict=True):
             if self._tensor(entry) != digest:

@@ -1,8 +1,8 @@
 """The child process that makes a delta: it compares two versions block by block.
 
 :class:`~syncd.deltas.making.DeltaChild` starts the child. The child reads from descriptors that its
-parent has opened. It opens no file itself, and writes only to its standard output. The child
-compares the bytes that it reads with the digests in the manifests.
+parent has opened, opens no file itself, and writes only to its standard output. The child compares
+the bytes that it reads with the digests in the manifests.
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ class _Comparison:
                 raise SystemExit
 
     def _load(self, pair: _Pair, block: int) -> tuple[memoryview, memoryview]:
-        """Read the bytes of a block in both versions."""
         begin = block * BLOCK
         size = min(BLOCK, pair.elements - begin) * pair.width
         old, new = self._old[:size], self._new[:size]

@@ -31,8 +31,7 @@ BLOCK: Final = 2**20
 #: number of the block in the tensor, the size in bytes of the encoded block, the number of elements
 #: that changed in the block, and the xxh3-64 of the encoded block.
 ENTRY: Final = struct.Struct("<IIIIQ")
-#: If more than this fraction of the elements changes, no delta is made, because a delta would save
-#: little.
+#: If more than this fraction of the elements changes, a delta would save little: none is made.
 DENSEST: Final = 0.30
 _BUFFER: Final = 1024 * 1024
 
@@ -43,23 +42,13 @@ def blocks_of(elements: int) -> int:
 
 
 def read_delta(storage: Storage, folder: Path) -> Delta:
-    """Read the record in a delta's folder.
-
-    Raises:
-        OSError: the record is missing, or cannot be read.
-        RecordError: the file is not the record of a delta.
-    """
+    """Read the record in a delta's folder; raise RecordError if it is damaged."""
     path = folder / DELTA
     return parse(Delta, storage.read(path), path)
 
 
 def verify_delta(storage: Storage, folder: Path, delta: Delta) -> None:
-    """Compare the files of a delta with their sizes and digests in the record.
-
-    Raises:
-        NoDeltaError: the size or digest of a file differs from the record.
-        OSError: a file is missing, or storage failed.
-    """
+    """Raise NoDeltaError if the size or digest of a delta's file differs from the record."""
     for file in checked_files(delta, folder).values():
         path = folder / file.name
         hasher = xxhash.xxh3_128()
@@ -75,11 +64,7 @@ def verify_delta(storage: Storage, folder: Path, delta: Delta) -> None:
 
 
 def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:
-    """The two files of a delta by name, ``index`` and ``blocks``; each has a digest.
-
-    Raises:
-        NoDeltaError: the record names other files, names a file twice, or has no digest for a file.
-    """
+    """The files ``index`` and ``blocks``; the record must name each once, with a digest."""
     files = {file.name: file for file in delta.files}
     if (
         sorted(files) != [BLOCKS, INDEX]

@@ -31,14 +31,9 @@ _ENTRIES: Final = np.dtype(
 class DeltaReader:
     """An open delta, whose index fits the tensors of its target. Close it, or use it in ``with``.
 
-    Several threads may use one reader, each with its own
-    :class:`~syncd.deltas.encoding.Decoder`.
-
-    Args:
-        storage: the storage of the delta.
-        folder: the folder of the delta.
-        delta: the record of the delta.
-        tensors: the tensors of the target, in the order of the names.
+    The tensors of the target are in the order of the names; methods take a tensor's number in this
+    order. Methods raise NoDeltaError if a block is damaged. Several threads may use one reader,
+    each with its own :class:`~syncd.deltas.encoding.Decoder`.
 
     Raises:
         NoDeltaError: the delta is not whole, or does not fit these tensors.
@@ -107,20 +102,9 @@ class DeltaReader:
         self._storage.release(self._fd)
 
     def apply(self, tensor: int, block: int, elements: Elements, decoder: Decoder) -> bool:
-        """Replace the old elements of a block by the new elements, in place.
+        """Replace a block's old elements by the new elements, in place; False if none changed.
 
-        Args:
-            tensor: the number of the tensor in the order of the names.
-            block: the number of the block in the tensor.
-            elements: the old elements of the whole block.
-            decoder: the decoder of this thread.
-
-        Returns:
-            False if no element of the block changed.
-
-        Raises:
-            NoDeltaError: the block is damaged. ``elements`` may be a mixture of old and new values.
-            OSError: the storage failed.
+        After an error, ``elements`` may be a mixture of old and new values.
         """
         found = self._load(tensor, block)
         if found is None:
@@ -133,12 +117,7 @@ class DeltaReader:
         return True
 
     def positions(self, tensor: int, block: int, decoder: Decoder) -> Positions | None:
-        """The positions inside a block whose elements changed, ascending; None if none changed.
-
-        Raises:
-            NoDeltaError: the block is damaged.
-            OSError: the storage failed.
-        """
+        """The positions inside a block whose elements changed, ascending; None if none changed."""
         found = self._load(tensor, block)
         if found is None:
             return None
@@ -151,11 +130,7 @@ class DeltaReader:
             raise self._broken_block(tensor, block, error) from None
 
     def _load(self, tensor: int, block: int) -> tuple[memoryview, int] | None:
-        """Read an encoded block, check its digest, and return it with its number of changes.
-
-        Returns:
-            None if the block did not change.
-        """
+        """A block's encoded bytes, and its number of changes; None if the block did not change."""
         key = tensor << 32 | block
         at = int(np.searchsorted(self._keys, key))
         if at == len(self._keys) or self._keys[at] != key:

@@ -8,8 +8,7 @@ from typing import Final
 #: The parent's message: the number of tensors that follow, and the number of all their elements.
 PLAN: Final = struct.Struct("<IQ")
 #: A tensor: its number in the order of the names; the bytes of an element; the number of elements;
-#: the descriptor and offset of its bytes in the base, and then in the target; its digest in the
-#: base, and then in the target.
+#: the descriptor and offset of its bytes, in the base and in the target; its digest in both.
 TENSOR: Final = struct.Struct("<IBQiQiQ16s16s")
 #: A message of the child: its kind; the bytes of the target that were compared so far; the number
 #: of the tensor; the number of the block; the number of bytes that follow; the number of elements

@@ -5,9 +5,8 @@ An encoded block is a byte for its kind, followed by:
 - kind ``0``: the new bytes of the whole block.
 - kind ``1``: four numbers (u32, little endian) and three parts. The first three numbers are the
   stored lengths of the parts; the fourth number is the unpacked length of the first part. A part is
-  stored as one zstd frame if the frame is shorter than the part; otherwise the part is stored as
-  raw bytes. The header of a frame has the unpacked length. So a part is a frame if its stored
-  length is less than its unpacked length.
+  one zstd frame if its stored length is less than its unpacked length; otherwise the part is raw
+  bytes. The header of a frame has the unpacked length.
 
 The parts of kind ``1``, for changes at positions p₁ < p₂ < …:
 
@@ -47,7 +46,7 @@ _SPARSE: Final = 1
 #: The kind; the stored lengths of gaps, changes and large changes; the unpacked length of the gaps.
 _HEAD: Final = struct.Struct("<BIIII")
 _MORE: Final = 255
-#: A block that kind 1 does not make smaller than this fraction of its bytes is stored as kind 0.
+#: Kind 0 is used unless kind 1 is smaller than this fraction of the block's bytes.
 _WORTH: Final = 0.6
 #: If more than one flag in this many is set, NumPy's own search is fast.
 _DENSE: Final = 10
@@ -77,15 +76,9 @@ class Encoder:
         self._memory = np.empty(8 * BLOCK, np.uint8)
 
     def encode(self, old: Elements, new: Elements) -> tuple[bytes, int]:
-        """Encode one block.
+        """Encode a block of at most :data:`BLOCK` elements; also return how many elements differ.
 
-        Args:
-            old: the old elements, at most :data:`BLOCK`.
-            new: the new elements: the same number, of the same width.
-
-        Returns:
-            The encoded block, and the number of elements that differ. If no element differs, the
-            result is empty bytes and 0.
+        If no element differs, the result is empty bytes and 0.
         """
         positions, differences = self._changes(old, new)
         count = len(positions)
@@ -144,8 +137,8 @@ def count_changed(old: Elements, new: Elements) -> int:
 def _nonzero(flags: NDArray[np.bool_]) -> Positions:
     """The positions of all true flags.
 
-    If few flags are true, NumPy tests each flag by a branch. These tests are many times slower than
-    NumPy's search in an array with many true flags. So groups of eight flags are tested first.
+    If few flags are true, NumPy's search is slow, because it tests each flag by a branch. So groups
+    of eight flags are tested first.
     """
     if len(flags) % 8 or np.count_nonzero(flags) * _DENSE > len(flags):
         return np.flatnonzero(flags)
@@ -191,7 +184,10 @@ def _unzigzag(zigzag: Elements) -> Elements:
 
 
 class Decoder:
-    """Decodes blocks, one after the other. A decoder checks every number in a block."""
+    """Decodes blocks, one after the other.
+
+    A decoder raises BlockError if a block is damaged, or does not fit the other arguments.
+    """
 
     def __init__(self) -> None:
         self._unpack = _unpacker()
@@ -200,14 +196,8 @@ class Decoder:
     def apply(self, block: memoryview, count: int, elements: Elements) -> None:
         """Replace the old elements of a block by the new elements, in place.
 
-        Args:
-            block: an encoded block of :meth:`Encoder.encode`.
-            count: the number of elements that changed.
-            elements: the old elements. After an error this array may hold a mixture of old and new
-                values.
-
-        Raises:
-            BlockError: ``block`` is damaged, or does not fit ``count`` and ``elements``.
+        ``count`` is the number of elements that changed. After an error, ``elements`` may hold a
+        mixture of old and new values.
         """
         sparse = self._sparse(block, count, len(elements), elements.itemsize)
         if sparse is None:
@@ -220,18 +210,9 @@ class Decoder:
         np.add.at(elements, positions, _unzigzag(zigzag))
 
     def positions(self, block: memoryview, count: int, elements: int, width: int) -> Positions:
-        """The positions of the elements that a block changes, ascending.
+        """The positions of the elements that a block changes, ascending; for kind 0, all positions.
 
-        For a block of kind 0, these are all positions of the block.
-
-        Args:
-            block: an encoded block of :meth:`Encoder.encode`.
-            count: the number of elements that changed.
-            elements: the number of elements of the block.
-            width: the bytes of an element.
-
-        Raises:
-            BlockError: ``block`` is damaged, or does not fit the other arguments.
+        ``elements`` is the number of elements of the block, and ``width`` the bytes of an element.
         """
         sparse = self._sparse(block, count, elements, width)
         return self._first(elements) if sparse is None else sparse[0]
@@ -305,11 +286,10 @@ class Decoder:
 
 
 def _packer() -> Callable[[bytes], bytes]:
-    """A function that makes a zstd frame.
+    """A function that makes a zstd frame, with options that allow few matches.
 
-    Repeated sequences in gaps and changes are accidental. To encode such sequences as matches costs
-    more than the entropy coding of the same bytes. So the options allow few matches. With these
-    options a frame takes half the time of zstd's level 1, and is smaller.
+    Repeated sequences in gaps and changes are accidental, so matches cost more than entropy coding.
+    With these options a frame takes half the time of zstd's level 1, and is smaller.
     """
     if sys.version_info >= (3, 14):
         options = {

@@ -25,10 +25,7 @@ class NoDeltaError(Exception):
 
 
 def in_order(manifest: Manifest) -> list[TensorEntry]:
-    """The tensors of a version, sorted by name.
-
-    A delta refers to a tensor by its number in this list, from 0.
-    """
+    """The tensors of a version, sorted by name; a delta refers to a tensor by its index here."""
     return sorted(manifest.tensors, key=lambda tensor: tensor.name)
 
 
@@ -37,10 +34,7 @@ def content_of(manifest: Manifest) -> str | None:
 
     The hashed text is one line of ASCII JSON for each tensor, sorted by name (by code point):
     ``["name","dtype",[shape],"digest"]``, without spaces. File names, headers and small files are
-    not hashed.
-
-    Returns:
-        None if a tensor has no digest.
+    not hashed. The result is None if a tensor has no digest.
     """
     hasher = xxhash.xxh3_128()
     for tensor in in_order(manifest):
@@ -54,10 +48,9 @@ def content_of(manifest: Manifest) -> str | None:
 
 
 def delta_end(manifest: Manifest) -> DeltaEnd | None:
-    """The record of a version as base or target of a delta.
+    """The record of a version as an end of a delta.
 
-    Returns:
-        None if the version has no digests, or was never published.
+    The result is None if the version has no digests, or was never published.
     """
     content = content_of(manifest)
     if content is None or manifest.sequence == 0:
@@ -66,11 +59,7 @@ def delta_end(manifest: Manifest) -> DeltaEnd | None:
 
 
 def why_no_delta(base: Manifest, target: Manifest) -> str | None:
-    """The reason why there can be no delta between two versions, as a clause.
-
-    Returns:
-        None if a delta can be made.
-    """
+    """The reason why there can be no delta between two versions, as a clause; None if there can."""
     for manifest in (base, target):
         which = f"version {manifest.sequence}"
         if manifest.kind != "full":
@@ -116,15 +105,10 @@ def elements_of(tensor: TensorEntry) -> int:
 def find_chain(deltas: Iterable[Delta], base: str, target: str) -> list[Delta] | None:
     """Find the chain with the fewest bytes among the chains of deltas from ``base`` to ``target``.
 
-    A chain has at most :data:`LONGEST_CHAIN` deltas, because a reader opens two files of each delta
-    in the engine's process. Deltas are joined by the contents of their ends, not by sequence
-    numbers. The reason: sequence numbers can have gaps, and after a rollback a content can occur
-    again.
-
-    Args:
-        deltas: the existing deltas, in any order.
-        base: the content to begin with, a digest of :func:`content_of`.
-        target: the content to end with, a digest of :func:`content_of`.
+    ``base`` and ``target`` are contents, digests of :func:`content_of`. Deltas are joined by
+    contents, not by sequence numbers, because sequence numbers can have gaps, and a content can
+    occur again after a rollback. A chain has at most :data:`LONGEST_CHAIN` deltas, because a reader
+    opens two files of each delta in the engine's process.
 
     Returns:
         The deltas in the order in which they are applied: an empty list if both contents are equal,
@@ -150,11 +134,7 @@ def find_chain(deltas: Iterable[Delta], base: str, target: str) -> list[Delta] |
 
 
 def why_no_chain(chain: Sequence[Delta], base: Manifest, target: Manifest) -> str | None:
-    """The reason why a chain does not lead from one version to another, as a clause.
-
-    Returns:
-        None if the chain leads from ``base`` to ``target``.
-    """
+    """The reason why a chain does not lead from base to target, as a clause; None if it does."""
     why = why_no_delta(base, target)
     if why is not None:
         return why

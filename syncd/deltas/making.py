@@ -21,19 +21,16 @@ from syncd.protocol.names import DELTA
 from syncd.protocol.records import Delta, DeltaEnd, VersionFile, encode
 from syncd.storage.fsio import Storage, named
 
-#: The longest time in seconds to wait for the comparison of one block. It is long, because the
-#: machine or the storage may be blocked for a while.
+#: Seconds to wait for one block; long, because the machine or the storage may be blocked.
 _WALL_SECONDS: Final = 300.0
-#: The number of bytes after which an fsync is done, because one fsync of gigabytes could not be
-#: interrupted.
+#: Bytes between two calls of fsync, because one fsync of gigabytes could not be interrupted.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
 
 
 def why_not_here() -> str | None:
-    """The reason why this host can neither make nor apply deltas, as a clause.
+    """The reason why this host can neither make nor apply deltas, as a clause; None if it can.
 
-    The result is None if no package is missing. This function looks for the packages without
-    importing them.
+    This function looks for the packages without importing them.
     """
     missing = [] if find_spec("numpy") else ["numpy"]
     if sys.version_info >= (3, 14):
@@ -49,23 +46,16 @@ def why_not_here() -> str | None:
 class DeltaChild:
     """A child process that compares two versions. Close it, or use it as a context manager.
 
-    This process opens the files of both versions. The child imports NumPy, and reads these files.
-    This process writes the delta.
+    This process opens the files of both versions, and writes the delta. The child imports NumPy,
+    and reads the files. Nobody may delete the base while the child works.
 
     Attributes:
         done: the bytes of the target's tensors that were compared so far. While this number grows,
             the child works.
         total: the bytes of all tensors of the target.
 
-    Args:
-        storage: the storage of both versions and of the delta.
-        base: an older version. Nobody may delete this version while the child works.
-        target: the version that the delta makes from the base.
-        python: the interpreter.
-
     Raises:
-        NoDeltaError: there can be no delta between these two versions, or this host cannot make
-            deltas.
+        NoDeltaError: there can be no delta between these versions, or this host cannot make deltas.
         OSError: a file cannot be opened, or the child cannot be started.
     """
 
@@ -146,16 +136,13 @@ class DeltaChild:
         self._stack.close()
 
     def write(self, draft: Path, work: Work) -> Delta:
-        """Write the delta into a folder, durably. Call this method once.
+        """Write the delta into a folder, durably, and return its record. Call this method once.
 
         Args:
             draft: an empty folder. The caller has to sync its parent folder, and to remove the
                 folder after an error.
             work: ``cancel`` is called at least every 50 ms while the child works. ``progress`` is
                 called with :attr:`done` and :attr:`total`.
-
-        Returns:
-            The record of the delta, which is also written into the folder.
 
         Raises:
             NoDeltaError: too many elements differ, a file differs from its manifest, or the child

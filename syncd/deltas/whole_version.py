@@ -19,12 +19,7 @@ from syncd.storage.fsio import Storage
 
 @dataclass(frozen=True, slots=True)
 class WholeVersion:
-    """A whole version on disk: a published version, or a copy of a published version.
-
-    Attributes:
-        folder: the folder with the files that the manifest lists.
-        manifest: the manifest of the version.
-    """
+    """A whole version on disk: a published version, or a copy of one."""
 
     folder: Path
     manifest: Manifest
@@ -39,10 +34,7 @@ Places = Mapping[str, tuple[SafetensorsFile, HeaderEntry]]
 
 @contextmanager
 def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
-    """Open all weight files of a version; their headers must match the manifest.
-
-    Yields:
-        The place of each tensor, by its name.
+    """Open all weight files of a version, check their headers, and yield the places of its tensors.
 
     Raises:
         NoDeltaError: a file does not match the manifest.
@@ -71,11 +63,7 @@ def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
 
 
 def check_header(file: SafetensorsFile, told: Mapping[str, TensorEntry]) -> None:
-    """Check that a file's header has the tensors that a manifest lists for this file.
-
-    Raises:
-        NoDeltaError: the header has other tensors, dtypes or shapes.
-    """
+    """Raise NoDeltaError unless a file's header has the tensors that the manifest lists for it."""
     found = {entry.name: (entry.dtype, entry.shape) for entry in file.entries}
     if found != {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in told.items()}:
         raise NoDeltaError(f"{file.path}: its header is not what the manifest says")

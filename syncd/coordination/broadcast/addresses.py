@@ -18,8 +18,8 @@ def own_address() -> str:
     """The IP address at which other hosts can reach this host: the address of the default route.
 
     If this host has no default route, the result is ``127.0.0.1``, which no other host can reach.
-    If the host is on several networks, it is possible that the other hosts need a different
-    address. In that case set ``master_address``.
+    If this host is on several networks, other hosts may need another address: set
+    ``master_address``.
     """
     for host in _ANYWHERE:
         try:
@@ -30,11 +30,7 @@ def own_address() -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The IP address from which this host sends packets to another host.
-
-    Raises:
-        OSError: the other host does not exist, or there is no route to it.
-    """
+    """The IP address from which this host sends packets to another host."""
     family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(where)
@@ -42,15 +38,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on only one address of this host.
-
-    Args:
-        address: a host name or an IP address.
-        port: 0 for any free port.
-
-    Raises:
-        BroadcastError: another program uses the port, or this host does not have the address.
-    """
+    """Listen on one address of this host; raise BroadcastError if its port cannot be used."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(
             address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -43,34 +43,24 @@ _GRACE: Final = 1.0
 
 
 class Broadcasting:
-    """A broadcast in progress.
-
-    Args:
-        finish: waits for the end of the broadcast.
-    """
+    """A broadcast in progress."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
 
     def wait(self) -> None:
-        """Wait until the tensor may be used again (rank 0) or has arrived (other ranks).
-
-        Raises:
-            BroadcastError: the broadcast did not end by the transfer's deadline, or a peer is gone.
-                In both cases the group has failed.
-        """
+        """Wait until the tensor may be used again (rank 0) or has arrived (other ranks)."""
         self._finish()
 
 
 class WeightGroup:
     """One rank's membership in one generation of a weight group; made by :meth:`join`.
 
-    A weight group does not need a default process group, and does not disturb an existing default
-    group. In a transfer all ranks do the same broadcasts in the same order, and then call
-    :meth:`agree`.
+    In a transfer all ranks do the same broadcasts in the same order, and then call :meth:`agree`.
 
-    Promised: no method waits longer than the transfer's deadline plus one second. An error ends the
-    group for this rank; the other ranks end the group at their own deadlines.
+    Promised: no method, and no :meth:`Broadcasting.wait`, waits longer than the transfer's deadline
+    plus one second. A BroadcastError ends the group for this rank; the other ranks end the group at
+    their own deadlines.
 
     Not promised: that tensors have the right content if :meth:`agree` did not return True. Also not
     promised: protection from strangers. As in any torch.distributed job, any process that can reach
@@ -79,7 +69,6 @@ class WeightGroup:
     Only one thread at a time may call methods, except :meth:`close`, which any thread may call.
 
     Attributes:
-        rank: this process's rank in the group.
         world_size, generation, name: the group's number of ranks, its generation and its name.
         device: the device that tensors must be on.
     """
@@ -121,13 +110,9 @@ class WeightGroup:
     ) -> WeightGroup:
         """Form the group together with all other ranks, and begin a transfer.
 
-        Args:
-            rendezvous: the meeting place of all ranks.
-            rank: this process's rank.
-            deadline: seconds to form the group. Each transfer gets the same number of seconds.
-            device: the device of the tensors to broadcast; for ``nccl`` a GPU.
-            listening: for rank 0 only: a socket that listens at the rendezvous's address and port.
-                Rank 0's store takes the socket over.
+        ``deadline`` is in seconds: first for forming the group, and then again for each transfer.
+        For ``nccl`` the device is a GPU. Rank 0 gives a socket that listens at the rendezvous's
+        address and port; rank 0's store takes the socket over.
 
         Raises:
             BroadcastError: not all ranks connected in time, or this process cannot form the group.
@@ -180,12 +165,8 @@ class WeightGroup:
     def broadcast(self, tensor: Tensor) -> Broadcasting:
         """Begin to broadcast a tensor from rank 0; all ranks must do this in the same order.
 
-        Args:
-            tensor: uint8, contiguous, on the group's device, of the same size on all ranks. Do not
-                read or change the tensor until :meth:`Broadcasting.wait` has returned.
-
-        Raises:
-            BroadcastError: the group has failed.
+        The tensor is uint8, contiguous, on the group's device, and of the same size on all ranks.
+        Do not read or change the tensor until :meth:`Broadcasting.wait` has returned.
         """
         self._check()
         options = dist.BroadcastOptions()
@@ -199,22 +180,15 @@ class WeightGroup:
         return Broadcasting(lambda: self._finish(work))
 
     def agree(self, ok: bool) -> bool:
-        """Tell the other ranks if all weights arrived here; learn if all ranks have all weights.
+        """Tell the other ranks if all weights arrived here; learn if they arrived at all ranks.
 
         Promised: all ranks that get an answer get the same answer. Rank 0 gets True only after all
         other ranks got True. If it is possible that a rank missed the answer, rank 0 gets an error.
         In that case all ranks get the weights from the published files.
 
-        Args:
-            ok: True if all weights arrived at this rank.
-
-        Returns:
-            True only if ``ok`` is True on all ranks.
-
         Raises:
             BroadcastError: not all ranks answered within the transfer's deadline, or the store is
-                gone. In both cases this rank does not know the outcome, and must not use the
-                weights.
+                gone. This rank does not know the outcome, and must not use the weights.
         """
         self._check()
         key = f"agree/{self._agreements}"
@@ -257,11 +231,7 @@ class WeightGroup:
             release(backends, self._unfinished)
 
     def _finish(self, work: dist.Work) -> None:
-        """Wait for a broadcast.
-
-        The method polls with both backends, so that signals are handled during the wait and torch's
-        own timeouts do not matter. At the group's timeout gloo stops the operation in this process.
-        """
+        """Wait by polling, so that signals are handled and torch's timeouts do not matter."""
         self._check()
         pause = 0.0
         try:
@@ -299,7 +269,6 @@ class WeightGroup:
             store.delete_key(f"{key}/read/{rank}")
 
     def _named(self, ranks: list[int]) -> str:
-        """The names of ranks, for messages."""
         names = {0: "the trainer"} | {
             member.rank_offset + worker: f"explorer {member.name} (worker {worker})"
             for member in self._rendezvous.members
@@ -336,10 +305,7 @@ class KeptGroup:
         device: torch.device,
         listening: socket.socket | None = None,
     ) -> WeightGroup:
-        """Open the group of a rendezvous, and begin a transfer in the group.
-
-        For arguments and errors see :meth:`WeightGroup.join`.
-        """
+        """Open a rendezvous's group, and begin a transfer in it; see :meth:`WeightGroup.join`."""
         group = self._group
         if group is not None and group.name == rendezvous.group_name and not group.has_failed:
             group.begin()
@@ -351,7 +317,7 @@ class KeptGroup:
         return self._group
 
     def close(self) -> None:
-        """Leave the group, after the last transfer or a failed transfer. Safe to call twice."""
+        """Leave the group. Safe to call twice."""
         group, self._group = self._group, None
         if group is not None:
             group.close()

@@ -1,8 +1,4 @@
-"""The parts of a weight group: rank 0's store, connections to it, and a torch backend.
-
-Some calls into torch have no timeout, and would wait forever for a stopped peer; :func:`within`
-gives such a call a deadline.
-"""
+"""The parts of a weight group: rank 0's store, connections to it, and a torch backend."""
 
 from __future__ import annotations
 
@@ -36,13 +32,12 @@ _SHORTEST: Final = 0.01
 _REAP: Final = 0.1
 #: Seconds: torch rounds a connection's limit down to whole ones.
 _CONNECT: Final = 1.0
-#: With this variable, NCCL errors are raised to the caller; without it, a watchdog ends the
-#: process.
+#: With this variable, NCCL raises errors to the caller; without it, a watchdog ends the process.
 _BLOCKING: Final = "TORCH_NCCL_BLOCKING_WAIT"
 _ENVIRONMENT: Final = threading.Lock()
 
-#: Held by the thread that ends a backend. If a thread is in torch when the interpreter ends, the
-#: process crashes (std::terminate), so the interpreter's end waits for this lock.
+#: Held by the thread that ends a backend. The interpreter's end waits for this lock, because the
+#: process crashes (std::terminate) if a thread is in torch then.
 _ENDING: Final = threading.Lock()
 _exiting: Final = threading.Event()
 #: Seconds that the interpreter's end waits for that lock: in a fork its holder may not exist.
@@ -71,10 +66,8 @@ def backend_for(device: torch.device) -> Name:
 def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> Store:
     """Start rank 0's store. The store and its port stay open while the returned object exists.
 
-    Args:
-        rendezvous: the rendezvous with the store's address and port.
-        listening: a socket that listens at that address and port; the store takes the socket over.
-        deadline: the store's timeout, in seconds.
+    The store takes the ``listening`` socket over, which listens at the rendezvous's address and
+    port. ``deadline`` is the store's timeout, in seconds.
     """
     return dist.TCPStore(  # type: ignore[attr-defined] # public, and not so in torch's stub
         rendezvous.address,
@@ -87,10 +80,7 @@ def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> 
 
 
 def connect(rendezvous: Rendezvous, deadline: float) -> Store:
-    """Connect to rank 0's store; the connection sees only this group's keys.
-
-    Calls on one connection run one after another.
-    """
+    """Connect to rank 0's store, to this group's keys. Calls on one connection run one by one."""
     store = dist.TCPStore(  # type: ignore[attr-defined] # likewise
         rendezvous.address,
         rendezvous.port,
@@ -104,21 +94,14 @@ def connect(rendezvous: Rendezvous, deadline: float) -> Store:
 def make_backend(
     rendezvous: Rendezvous, rank: int, store: Store, *, deadline: float, device: torch.device
 ) -> Any:
-    """Make a backend that is connected to all other ranks.
-
-    Raises:
-        ValueError: this process does not have the device that the backend needs.
-        RuntimeError: torch failed.
-    """
+    """Make a backend that is connected to all other ranks."""
     return _MAKERS[rendezvous.backend](rendezvous, rank, store, deadline=deadline, device=device)
 
 
 def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
     """Destroy a backend in the background, because its destructor waits for unfinished work.
 
-    Args:
-        backends: a list of one backend. The list holds the last reference to the backend.
-        unfinished: work that may still be in progress.
+    The list ``backends`` must hold the last reference to the one backend in it.
     """
 
     def work() -> None:
@@ -236,14 +219,9 @@ def _blocking() -> Iterator[None]:
 def within(end: float, call: Callable[[], T]) -> T:
     """Run a call in a new thread; return the call's result or raise its error.
 
-    At the deadline the thread is abandoned.
-
-    Args:
-        end: the deadline, by the monotonic clock.
-        call: the call. The call must release the interpreter's lock while it waits.
-
-    Raises:
-        TimeoutError: the call did not return in time.
+    Some calls into torch have no timeout, and would wait forever for a stopped peer. At ``end``, by
+    the monotonic clock, the thread is abandoned, and this function raises TimeoutError. The call
+    must release the interpreter's lock while it waits.
     """
     done = threading.Event()
     results: list[T] = []

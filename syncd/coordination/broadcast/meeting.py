@@ -29,7 +29,7 @@ class MeetingPlace(NamedTuple):
     """The address and port at which the other ranks connect to rank 0.
 
     Attributes:
-        address: the host name or IP address of rank 0's host; None for the result of
+        address: a host name or an IP address; None for the result of
             :func:`.addresses.own_address`.
         port: 0 for any free port.
     """
@@ -60,11 +60,6 @@ class TrainerGroup:
 
     A group is used again while its members stay the same, all members have the group open, and no
     transfer in the group has failed. Each new group has a higher generation.
-
-    Args:
-        meetings: the meetings of the job.
-        run: the trainer's identity among all trainers.
-        place: the meeting place of new groups.
     """
 
     def __init__(self, meetings: Meetings, run: str, place: MeetingPlace) -> None:
@@ -84,11 +79,7 @@ class TrainerGroup:
     ) -> WeightGroup:
         """Open the group of an offer's members, and begin a transfer in the group.
 
-        Args:
-            agreed: the agreed transfer.
-            save_id: the save id of the weights to transfer.
-            deadline: seconds to form a new group. Each transfer gets the same number of seconds.
-            device: the device of the tensors.
+        ``deadline`` is in seconds: first for forming a new group, and then again for each transfer.
 
         Raises:
             BroadcastError: the group cannot be formed, or not all members connected. After this
@@ -162,13 +153,7 @@ class TrainerGroup:
 
 
 class ExplorerGroup:
-    """An explorer's meeting with the trainer, and the weight group of a worker in this process.
-
-    Args:
-        meetings: the meetings of the job.
-        offers: the offers of the job.
-        name, session: the explorer's name and session.
-    """
+    """An explorer's meeting with the trainer, and the weight group of a worker in this process."""
 
     def __init__(self, meetings: Meetings, offers: Offers, name: str, session: str) -> None:
         self._meetings = meetings
@@ -177,17 +162,7 @@ class ExplorerGroup:
         self._kept: KeptGroup | None = None
 
     def rendezvous(self, offer: Offer, wait: Wait) -> tuple[Rendezvous, int]:
-        """Wait for the meeting place of an offer's members.
-
-        Returns:
-            The meeting place, and the rank of this explorer's first worker.
-
-        Raises:
-            BroadcastError: the trainer did not name the meeting place in time, or left this
-                explorer out.
-            CancelledError: the wait was cancelled.
-            OSError: storage failed.
-        """
+        """Wait for an offer's meeting place; see :meth:`.ExplorerSynchronizer.rendezvous`."""
         while True:
             found = self._meetings.current()
             if found is not None and found.offer == offer.offer:
@@ -209,10 +184,7 @@ class ExplorerGroup:
     def open(
         self, rendezvous: Rendezvous, rank: int, *, deadline: float, device: torch.device
     ) -> WeightGroup:
-        """Open the group for a worker in this process, and begin a transfer in the group.
-
-        For arguments and errors see :meth:`.broadcast.WeightGroup.join`.
-        """
+        """Open the group for a worker in this process; see :meth:`.KeptGroup.open`."""
         from syncd.coordination.broadcast.group import KeptGroup  # noqa: PLC0415 # it needs torch
 
         self._kept = self._kept or KeptGroup()
@@ -225,7 +197,6 @@ class ExplorerGroup:
 
 
 def _with_ranks(offer: Offer) -> tuple[GroupMember, ...]:
-    """The members of an offer with their ranks; the trainer is rank 0."""
     found: list[GroupMember] = []
     rank = 1
     for member in offer.members:

@@ -31,12 +31,7 @@ _VERDICT = ".verdict"
 
 
 class Takers(NamedTuple):
-    """The numbers of running explorers.
-
-    Attributes:
-        working: the number of all running explorers.
-        by_broadcast: the number of running explorers that take part in broadcasts.
-    """
+    """The number of all running explorers, and of those that take part in broadcasts."""
 
     working: int
     by_broadcast: int
@@ -47,8 +42,7 @@ class Agreed(NamedTuple):
 
     Attributes:
         offer: the offer that all its members have joined.
-        group: the name of the weight group that all members have open; None if there is no such
-            group.
+        group: the name of the weight group that all members have open; None without such a group.
     """
 
     offer: Offer
@@ -120,11 +114,6 @@ class Offers:
 class TrainerSide:
     """Makes an offer and decides it.
 
-    Args:
-        offers: the offers of the job.
-        roster: the participants that must join.
-        me: the trainer.
-
     Attributes:
         agreed: the transfer of the latest offer, if all explorers joined that offer; else None.
     """
@@ -148,10 +137,8 @@ class TrainerSide:
     def agree(self, step: int, wait: Wait) -> int | None:
         """Offer a transfer, and wait until all live explorers have joined the offer.
 
-        The method does not wait for explorers that take no part in broadcasts.
-
-        Returns:
-            The step; None if not all explorers join in time, or if no explorer is running.
+        The method does not wait for explorers that take no part in broadcasts. The result is the
+        step; None if not all explorers join in time, or if no explorer is running.
         """
         self.agreed = None
         require_sync(self._me)
@@ -207,15 +194,11 @@ class TrainerSide:
         return self._open is not None and explorer.joined == self._open.offer
 
     def _withdraw(self) -> None:
-        """Withdraw the open offer, if there is an open offer."""
         if self._open is not None:
             self._decide(self._open, "off")
 
     def _decide(self, offer: Offer, wish: Decision) -> Decision:
-        """Decide the open offer; return the decision that counts.
-
-        If an explorer gave up before this call, that explorer's decision counts.
-        """
+        """Decide the open offer; return the decision that counts, which may be an explorer's."""
         self._open = None
         decided = self._offers.decide(offer.offer, wish, self._me.session.id)
         try:
@@ -233,11 +216,6 @@ class TrainerSide:
 
 class ExplorerSide:
     """Joins an offer, and leaves the offer if the transfer does not take place.
-
-    Args:
-        offers: the offers of the job.
-        roster: the participants of the job.
-        me: the explorer.
 
     Attributes:
         agreed: the latest offer, if its transfer takes place; else None.
@@ -260,11 +238,7 @@ class ExplorerSide:
                 self._over.add(past.offer)  # it was for explorers that were there then
 
     def agree(self, wait: Wait) -> int | None:
-        """Wait for an offer, join it, and wait for the decision.
-
-        Returns:
-            The step of the offer; None if the transfer does not take place.
-        """
+        """Join an offer; return its step, or None if the transfer does not take place."""
         self.agreed = None
         require_sync(self._me, requests=self._me.record.requests + 1)
         called_off, found = self._called_off, None
@@ -297,13 +271,9 @@ class ExplorerSide:
         return self._joined is not None
 
     def look(self) -> Offer | None:
-        """Check the current offer once.
+        """Check the current offer once; return the joined offer if its transfer takes place.
 
-        The explorer joins the offer if the offer is open and names this explorer, and if the
-        explorer has not joined another offer.
-
-        Returns:
-            The joined offer, if the decision is that the transfer takes place; else None.
+        The explorer joins an offer that is open and names it, if it has joined no other offer.
         """
         offer, joined = self._offers.current(), self._joined
         other = joined is not None and offer is not None and offer.offer != joined.offer
@@ -325,9 +295,8 @@ class ExplorerSide:
     def leave(self) -> Offer | None:
         """Leave the joined offer.
 
-        Returns:
-            The offer, if the trainer had already decided that the transfer takes place. In that
-            case this explorer must take part. In all other cases the result is None.
+        The result is the offer, if the trainer had already decided that the transfer takes place:
+        then this explorer must take part. Otherwise the result is None.
         """
         joined, self._joined = self._joined, None
         if joined is None:
@@ -339,7 +308,6 @@ class ExplorerSide:
         return joined
 
     def _concerns_us(self, offer: Offer) -> bool:
-        """True if an offer is open and names this explorer."""
         us = (self._me.record.name, self._me.session.id)
         ours = any((one.name, one.session) == us for one in offer.members)
         return ours and offer.decided is None and offer.offer not in self._over

@@ -35,7 +35,7 @@ BUCKET: Final = 256 * 1024 * 1024
 AT_A_TIME: Final = 2
 #: Broadcasts in progress at a time, if nothing is packed or checked meanwhile.
 AHEAD: Final = 8
-#: The most bytes of an encoded meta; the meta of a million tensors has about half as many bytes.
+#: The most bytes of an encoded meta; a million tensors take about half as many.
 META_LIMIT: Final = 256 * 1024 * 1024
 #: Bytes of the digest of a meta, and of a bucket: xxh3-128.
 DIGEST: Final = 16
@@ -63,13 +63,7 @@ class Described(Protocol):
 
 
 class WeightSpec(NamedTuple):
-    """One tensor of a transfer.
-
-    Attributes:
-        name: the same name as in a published version of the model.
-        dtype: safetensors' name of the dtype.
-        shape: the shape of the whole tensor.
-    """
+    """One tensor of a transfer, with the same name as in a published version of the model."""
 
     name: str
     dtype: str
@@ -82,7 +76,7 @@ class WeightSpec(NamedTuple):
 
     @property
     def digest(self) -> None:
-        """Always None: unlike an entry of a manifest, a tensor of a transfer has no digest yet."""
+        """Always None: a tensor of a transfer has no digest yet."""
         return None
 
 
@@ -113,11 +107,7 @@ class WeightMeta:
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
-        """Parse the bytes of :meth:`encode`; the bytes need not be trusted.
-
-        Raises:
-            BroadcastError: the bytes are not the meta of a transfer.
-        """
+        """Parse untrusted bytes of :meth:`encode`; raise BroadcastError if they are no meta."""
         try:
             told = json.loads(content) if len(content) <= META_LIMIT else None
         except (ValueError, RecursionError) as error:
@@ -149,8 +139,6 @@ class Header(NamedTuple):
 
     Attributes:
         digest: the digest of the meta.
-        meta_bytes: the size of the encoded meta.
-        bucket_bytes: the size of the buckets that the image is cut into.
         has_digests: True if the transfer sends the digests of the buckets after the buckets.
     """
 
@@ -171,11 +159,7 @@ class Header(NamedTuple):
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
-        """Parse the bytes of :meth:`encode`; the bytes need not be trusted.
-
-        Raises:
-            BroadcastError: the bytes are not a header, or are a header of another syncd version.
-        """
+        """Parse untrusted bytes of :meth:`encode`; raise BroadcastError if they are no header."""
         magic, *told = _HEADER.unpack(content)
         header = cls(*told)
         if magic != _MAGIC:
@@ -189,13 +173,12 @@ class Header(NamedTuple):
 
 
 class BucketPiece(NamedTuple):
-    """A run of bytes of one tensor in a bucket.
+    """A run of ``size`` bytes of one tensor in a bucket.
 
     Attributes:
         tensor: the tensor's index in the meta.
         first: the offset of the run in the tensor, in bytes.
         at: the offset of the run in the bucket, in bytes.
-        size: the number of bytes.
     """
 
     tensor: int
@@ -205,13 +188,7 @@ class BucketPiece(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The bytes that one broadcast transfers.
-
-    Attributes:
-        begin: the bucket's offset in the image, in bytes.
-        size: the bucket's size, in bytes.
-        pieces: the bucket's content, in order.
-    """
+    """The bytes that one broadcast transfers; ``begin`` is their offset in the image."""
 
     begin: int
     size: int
@@ -224,7 +201,6 @@ class Image:
 
     Attributes:
         offsets: the offset of each tensor of the meta, in bytes.
-        size: the size of the whole image, in bytes.
         buckets: the buckets in the order of the transfer. An empty tensor is in no bucket.
     """
 
@@ -234,17 +210,14 @@ class Image:
 
     @classmethod
     def of(cls, meta: WeightMeta, bucket_bytes: int) -> Self:
-        """Cut a transfer into buckets.
+        """Cut a transfer into buckets of at most ``bucket_bytes``.
 
         A tensor of at least a sixteenth of ``bucket_bytes`` has one or more buckets of its own.
         These buckets are views of the tensor's memory, so the tensor need not be packed. Smaller
         tensors are packed together into buckets of up to a quarter of ``bucket_bytes``, because
         copying them costs less than one broadcast for each tensor.
 
-        Args:
-            meta: the meta of the transfer.
-            bucket_bytes: the most bytes in a bucket, at least :data:`ALIGNED`; rounded down to a
-                multiple of :data:`ALIGNED`.
+        ``bucket_bytes`` is at least :data:`ALIGNED`, and is rounded down to a multiple of it.
         """
         most = bucket_bytes // ALIGNED * ALIGNED
         packed, alone = max(most // 4, ALIGNED), most // 16
