@@ -53,9 +53,7 @@ log = logging.getLogger(__name__)
 class RankFiles:
     """Writes one rank's files; a method that failed can be called again.
 
-    Args:
-        job: the job.
-        rank, world_size: this rank, and the number of ranks.
+    Methods raise an OSError if storage fails.
     """
 
     def __init__(self, job: Job, rank: int, world_size: int) -> None:
@@ -67,8 +65,7 @@ class RankFiles:
         """Create the step's folders, and ``.saving``, so that the pruner leaves the step alone."""
         folder, actor, notes = self._places(save_id)
         make_step_folder(self._job, save_id.step, mark=SAVING)
-        # One by one: a client that caches folder handles could go on writing into a folder that
-        # the pruner has renamed.
+        # One by one: a client that caches folder handles could write into a renamed folder.
         for made in (actor, notes.folder):
             self._job.storage.make_folder(made, below=folder)
         make_mark(self._job.storage, folder / SAVING)
@@ -76,8 +73,8 @@ class RankFiles:
     def remove_full_mark(self, save_id: SaveId) -> None:
         """Delete ``.full_checkpoint``, so that no trainer resumes from files that will be replaced.
 
-        If there are no full receipts, another trainer made the mark. In this case the mark is kept,
-        because Trinity deletes a step without a mark.
+        If there are no full receipts, another trainer made the mark. It is kept then, because
+        Trinity deletes a step without a mark.
         """
         folder, actor, notes = self._places(save_id)
         if any(map(is_full_receipt_name, self._job.storage.names(notes.folder))):
@@ -102,18 +99,9 @@ class RankFiles:
     def write_weights(
         self, save_id: SaveId, contents: RankContents, nonfinite: NonFinite
     ) -> list[ReceiptFile]:
-        """Write this rank's part of the weights. Each file gets its name after its fsync.
+        """Write this rank's part of the weights; return the files' entries for the receipt.
 
-        Args:
-            save_id: the save.
-            contents: the contents that this rank writes.
-            nonfinite: the tensors of this rank's shard that hold NaN or Inf.
-
-        Returns:
-            The files' entries for the receipt.
-
-        Raises:
-            OSError: storage failed; the error names the file.
+        Each file gets its name after its fsync. ``nonfinite`` is for this rank's shard.
         """
         _, actor, _ = self._places(save_id)
         shard = actor / shard_name(self._world_size, self._rank)
@@ -153,8 +141,7 @@ class RankFiles:
     ) -> None:
         """Write a receipt: these files are complete and durable.
 
-        Raises:
-            OSError: storage failed, but other ranks may see the receipt nevertheless.
+        After an OSError, other ranks may see the receipt nevertheless.
         """
         _, _, notes = self._places(save_id)
         receipt = Receipt(
@@ -203,9 +190,6 @@ class RankFiles:
 
         Returns:
             The receipt entries of the written files, except the weights in ``huggingface/``.
-
-        Raises:
-            OSError: storage failed; the error names the file.
         """
         rank, world_size = self._rank, self._world_size
         _, actor, _ = self._places(save_id)
@@ -257,18 +241,13 @@ class RankFiles:
     def _drop_hugging_face(self, folder: Path) -> None:
         """Delete the full weights of the replaced checkpoint, and then the file that lists them.
 
-        Without this deletion, the old weights would look like weights of the new checkpoint, even
-        if the new checkpoint has no full weights.
+        Otherwise they would look like the weights of the new checkpoint.
         """
         weights = filter(is_weights_name, self._job.storage.names(folder))
         self._unlink_all(folder, *weights, MANIFEST)
 
     def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
-        """Add the full weights to a complete full checkpoint.
-
-        Raises:
-            OSError: storage failed.
-        """
+        """Add the full weights to a complete full checkpoint."""
         folder, actor, _ = self._places(save_id)
         make_mark(self._job.storage, folder / SAVING)
         self._job.storage.sync_folder(folder)
@@ -277,11 +256,7 @@ class RankFiles:
         self._job.storage.unlink_if_there(folder / SAVING)
 
     def are_weights_there(self, save_id: SaveId) -> bool:
-        """True if an announced save still has the weights of all ranks; checks only file names.
-
-        Raises:
-            OSError: storage failed.
-        """
+        """True if an announced save still has the weights of all ranks; checks only file names."""
         _, actor, notes = self._places(save_id)
         receipt = notes.receipt(receipt_name(0))
         if receipt is None or receipt.save_id != str(save_id):
@@ -297,8 +272,6 @@ class RankFiles:
         else:
             weights_are = shards <= names or FULL_STATE_DICT in names
         return weights_are and {receipt_name(rank) for rank in ranks} <= receipts
-
-    # -- small things ----------------------------------------------------------------------------
 
     def _places(self, save_id: SaveId) -> tuple[Path, Path, Notes]:
         """The step's folder, its ``actor/``, and the receipts in ``actor/``."""
