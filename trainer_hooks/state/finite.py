@@ -24,8 +24,7 @@ _BLOCK: Final = 4 * 1024 * 1024
 def is_finite(tensor: Tensor) -> bool:
     """Return True if no element is NaN or Inf; only fp64, fp32, fp16, bf16 and fp8 are checked.
 
-    Args:
-        tensor: strided, of any shape, on the CPU.
+    The tensor is strided, and on the CPU.
     """
     looked = Looked()
     looked.add(None, tensor)
@@ -60,11 +59,7 @@ class Looked:
             scalars += [(key, (block & _NO_SIGN).amax()) for block in blocks]
 
     def fetch(self) -> set[torch.device]:
-        """Copy the results to the host.
-
-        Returns:
-            The devices whose current streams run the copies.
-        """
+        """Copy the results to the host; return the devices whose current streams run the copies."""
         for (device, dtype), found in self._scalars.items():
             keys, scalars = zip(*found, strict=True)
             stacked = torch.stack(scalars)
@@ -90,11 +85,7 @@ class Looked:
 class LookedAtBytes:
     """Checks one tensor whose bytes arrive in parts of any size.
 
-    Args:
-        dtype: the dtype of the tensor.
-
-    Attributes:
-        is_finite: True if no element so far is NaN or Inf.
+    ``is_finite``: True if no element so far is NaN or Inf.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
