@@ -15,12 +15,7 @@ T = TypeVar("T")
 class Ranks:
     """The ranks of the default process group, or this process as the only rank if no group exists.
 
-    Args:
-        group: a process group of all ranks, for this communication; None for the default group.
-
-    Attributes:
-        rank: the rank of this process.
-        world_size: the number of ranks.
+    ``group`` is a process group of all ranks for this communication; None for the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -40,14 +35,10 @@ class Ranks:
     def together(self, work: Callable[[], T]) -> T:
         """Run rank-local work. If the work fails on any rank, every rank raises an error.
 
-        Returns:
-            The result of ``work`` on this rank.
-
         Raises:
             Exception: the error of ``work`` on this rank. If ``work`` failed only on other ranks,
-                the raised error names the rank of the first failure, and has the message and the
-                class of that failure. If that class is not a class of syncd, the raised error is a
-                :class:`CheckpointError`.
+                the error has the rank, message and class of the first failure. Classes that are not
+                syncd's become :class:`CheckpointError`.
         """
         result: T | None = None
         failure: tuple[type[SyncdError], str] | None = None

@@ -33,10 +33,8 @@ log = logging.getLogger(__name__)
 class CheckpointCoordinator:
     """Writes one rank's saves in a thread, one by one; Trinity-RFT has a class of this name.
 
-    Trinity's class uses a Ray actor, the CheckpointMonitor. The actor counts threads, and moves
-    ``latest_state_dict_iteration.txt`` when all registered threads have finished. Here each rank
-    writes a receipt for its own shard, and rank 0 moves the pointer when it has seen the receipts
-    of all ranks. No actor is needed.
+    Trinity's class uses a Ray actor, which counts threads. Here each rank writes a receipt for its
+    shard, and rank 0 moves the pointer when it has seen the receipts of all ranks.
 
     Promised: the pointer names a step only when every rank's shard of one save is complete and
     durable. If a save fails on a rank, the next call on that rank and the next call on rank 0 raise
@@ -51,7 +49,6 @@ class CheckpointCoordinator:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
         settings: only ``save_timeout`` and ``method`` are used. ``method`` must be ``checkpoint``.
         name: the name of the trainer; a job has one trainer.
-        storage: set only by tests.
 
     Raises:
         JobUnavailableError: the job directory is missing or not writable on some rank.
@@ -101,12 +98,11 @@ class CheckpointCoordinator:
             name: a name for messages.
             save_fn: called when all earlier functions have returned. For a state dict,
                 ``save_fn`` must write this rank's part with ``torch.save`` to
-                ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``. Training must not change
-                the written tensors before ``save_fn`` has returned. The folder exists already. If
+                ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``; the folder exists.
+                Training must not change the written tensors before ``save_fn`` has returned. If
                 storage fails for a moment, ``save_fn`` is called again and must start over.
             global_step: the step.
-            is_state_dict: True to move the pointer to the step once all ranks have written their
-                part; False to announce nothing.
+            is_state_dict: whether to move the pointer to the step once all ranks have written.
 
         Raises:
             SaveFailedError: an earlier save failed, or this save waited too long for earlier saves.
@@ -173,11 +169,7 @@ class CheckpointCoordinator:
         queue.raise_failure()
 
     def check_path(self, local_path: str | Path, global_step: int) -> None:
-        """Check that the daemon looks for the step in this folder.
-
-        Args:
-            local_path: the folder of the weights.
-            global_step: the step.
+        """Check that the daemon looks in ``local_path`` for the weights of ``global_step``.
 
         Raises:
             InvalidSettingsError: the daemon looks for the step in another folder.
@@ -225,8 +217,6 @@ class CheckpointCoordinator:
             self.close()
         except SaveFailedError as error:
             log.warning("%s", error)
-
-    # -- internals ----------------------------------------------------------------------------
 
     @property
     def _writer(self) -> RankWriter:

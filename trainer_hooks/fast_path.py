@@ -54,12 +54,8 @@ class Way(Enum):
 class Cadence:
     """Counts syncs, to decide which to broadcast and which to save as files.
 
-    After n failed broadcasts in a row, the next 2**(n-1) - 1 syncs, at most 15, are not broadcast
-    but saved as files.
-
-    Args:
-        checkpoint_every: at least one of this many successive syncs is saved as files, even if all
-            of these syncs were broadcast.
+    After n failed broadcasts in a row, the next 2**(n-1) - 1 syncs, at most 15, are saved as files.
+    At least one of ``checkpoint_every`` successive syncs is saved as files, even if all succeed.
     """
 
     def __init__(self, checkpoint_every: int) -> None:
@@ -75,10 +71,7 @@ class Cadence:
         return self._passed is None or self._passed + 1 >= self._checkpoint_every
 
     def may_try(self) -> bool:
-        """Whether to try to broadcast this sync; False during the back-off after a failure.
-
-        Each call that returns False shortens the back-off by one sync.
-        """
+        """Whether to try to broadcast this sync; each False shortens the back-off by one sync."""
         if not self._not_tried:
             return True
         self._not_tried -= 1
@@ -113,15 +106,13 @@ class TrainerBroadcasts:
     if a collective of the trainer's own ranks fails.
 
     Args:
-        model: the model to send.
-        settings: the settings of the job.
         explorers: on rank 0, the communication with explorers; None on other ranks.
         cast: the dtype to which floating tensors are cast; None to keep the model's dtypes.
 
     Attributes:
         cadence: rank 0's count of syncs, by which rank 0 chooses what to broadcast.
-        broadcasts: the number of broadcasts that succeeded, as far as this rank knows.
-        failures: the number of broadcasts that failed, as far as this rank knows.
+        broadcasts, failures: the numbers of broadcasts that succeeded and failed, as far as this
+            rank knows.
     """
 
     def __init__(
@@ -233,7 +224,7 @@ class Sent(NamedTuple):
 
     Attributes:
         nbytes: the bytes of all tensors.
-        buckets: the number of broadcasts.
+        buckets: the number of broadcasts; 0 on ranks other than 0.
         seconds: the time from the first gathering until all receivers have confirmed.
         nonfinite: on rank 0, the tensors that hold NaN or Inf; empty on other ranks.
     """
@@ -254,7 +245,7 @@ class WeightSender:
 
     - The model is sent as it is during :meth:`send`.
     - In addition to its part of the model, rank 0 has at most two buckets and one whole tensor in
-      memory.
+      memory, and with ``cast`` a cast copy of the tensors that are being sent.
     - The other ranks have one whole tensor in memory for a moment, because torch gathers to all
       ranks. With FSDP1 every rank also has a copy of its part of the model.
     - No rank waits in a collective that another rank has left: if the weight group fails, the
@@ -263,11 +254,9 @@ class WeightSender:
     Not supported: LoRA adapters, which are saved as files.
 
     Args:
-        model: the trainer's model, in its wrappers.
         bucket_bytes: the largest number of bytes in one broadcast.
         digests: whether receivers check each bucket; by default only if the group is on the CPU.
         cast: the dtype to which floating tensors are cast; None to keep the model's dtypes.
-            Rank 0 has a cast copy of the tensors that are being sent.
     """
 
     def __init__(
@@ -288,20 +277,15 @@ class WeightSender:
     def send(self, group: WeightGroup | None) -> Sent:
         """Send the model as it is now. Collective: call it on all ranks of the trainer.
 
-        Args:
-            group: on rank 0 the weight group; None on all other ranks.
-
-        Returns:
-            The measurements; on ranks other than 0, ``buckets`` is 0.
+        ``group`` is the weight group on rank 0, and None on all other ranks.
 
         Raises:
-            BroadcastError: some receivers may lack the weights. Only rank 0 raises this error.
-                Leave the group, because the group cannot be used again.
+            BroadcastError: some receivers may lack the weights; raised only on rank 0. Leave the
+                group.
             SaveFailedError: the ranks' tensors differ, or a tensor cannot be sent. All ranks raise
                 this error. Leave the group.
-            Exception: a gathering failed, perhaps only on this rank, for example for lack of
-                memory. The other ranks may still wait in that collective, and would mistake this
-                rank's next collective for the failed collective.
+            Exception: a gathering failed, perhaps only on this rank. The other ranks may still wait
+                in that collective, and would mistake this rank's next collective for it.
         """
         begun = time.monotonic()
         ranks = Ranks()
@@ -368,6 +352,5 @@ def _gather(
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """The device that holds the weights."""
     devices = (parameter.device for parameter in model.parameters())
     return next((one for one in devices if one.type != "meta"), torch.device("cpu"))

@@ -31,12 +31,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveFolder:
-    """A folder for saves.
+    """A folder for saves: the job directory or the memory folder.
 
-    Attributes:
-        job: the job directory, or the memory folder.
-        writer: writes this rank's files; None if this rank writes nothing into this folder.
-        weights: the layout of the weights in this folder.
+    ``writer`` is None if this rank writes nothing into this folder.
     """
 
     job: Job
@@ -50,19 +47,9 @@ class TrainerJob:
     Promised: if the constructor fails on one rank, it raises an error on all ranks, and releases
     the trainer's name.
 
-    Args:
-        job_dir, memory_dir: the folders.
-        name: the trainer's name.
-        ranks: all ranks of the trainer.
-        settings: when to sync and when to save.
-        saving: how saves are written and kept.
-        progress: records announcements.
-        storage: set only by tests.
-
     Attributes:
         run_id: the id of this run of the trainer; the same on all ranks.
-        place: the job directory.
-        memory: the memory folder; None if there is none.
+        place, memory: the job directory; the memory folder, or None.
         explorers: on rank 0, the communication with explorers; None on other ranks.
 
     Raises:
@@ -117,10 +104,8 @@ class TrainerJob:
             self.explorers.close()
 
     def _open(self, root: Path, storage: Storage | None) -> SaveFolder:
-        """The job directory, opened for this rank's writes."""
         job = Job.at(root.absolute(), storage)
         job.open()
-        # Nothing was changed yet in an existing job: it may be mounted read-only.
         job.storage.refresh(job.layout.root)
         gathers = self._settings.method is SyncMethod.MEMORY and not self._in_memory
         writer = RankWriter(
@@ -159,7 +144,6 @@ class TrainerJob:
         run_id: str,
         storage: Storage | None,
     ) -> Explorers:
-        """Register as the job's only trainer, with status running."""
         synchronizer = TrainerSynchronizer(
             job_dir,
             name,
@@ -192,14 +176,12 @@ class TrainerJob:
             self.explorers.begin_save(step)
 
     def _weights_announced(self, save_id: SaveId) -> None:
-        """Called in rank 0's thread when the pointer that explorers follow names the save."""
         if self.explorers is not None:
             self.explorers.weights_announced(save_id.step)
         # Only now: before, explorers that asked for this save could be told that nothing comes.
         self._progress.announced(save_id)
 
     def _checkpoint_announced(self, save_id: SaveId) -> None:
-        """Retire older checkpoints after a new announcement. Runs in rank 0's writing thread."""
         self._progress.checkpointed(save_id)
         try:
             retire_old(
@@ -231,7 +213,7 @@ class TrainerJob:
 
 
 def _nothing(_: SaveId) -> None:
-    """Do nothing: explorers do not follow this folder."""
+    pass
 
 
 def served(settings: SyncSettings, model: nn.Module, memory_dir: str | Path | None) -> SyncSettings:
