@@ -77,10 +77,7 @@ def write_small(storage: Storage, path: Path, content: bytes) -> None:
 def write_model_files(
     storage: Storage, folder: Path, writers: Iterable[Callable[[Path], object]]
 ) -> list[ReceiptFile]:
-    """Write config and tokenizer, first into a scratch folder, because libraries write in place.
-
-    ``folder`` is ``huggingface/`` or ``lora_adapter/``, inside ``actor/``.
-    """
+    """Write config and tokenizer, first into a scratch folder, because libraries write in place."""
     files: list[ReceiptFile] = []
     with tempfile.TemporaryDirectory(prefix="syncd-") as scratch:
         for write in writers:

@@ -1,7 +1,4 @@
-"""Writes one rank's files of a save: one method for each action of the protocol.
-
-The order of the actions is in :mod:`~trainer_hooks.writing.writer`.
-"""
+"""Writes one rank's files of a save, in the order of :mod:`~trainer_hooks.writing.writer`."""
 
 from __future__ import annotations
 
@@ -51,10 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class RankFiles:
-    """Writes one rank's files; a method that failed can be called again.
-
-    Methods raise an OSError if storage fails.
-    """
+    """Writes one rank's files. A method that raised an OSError of storage can be called again."""
 
     def __init__(self, job: Job, rank: int, world_size: int) -> None:
         self._job = job
@@ -99,10 +93,7 @@ class RankFiles:
     def write_weights(
         self, save_id: SaveId, contents: RankContents, nonfinite: NonFinite
     ) -> list[ReceiptFile]:
-        """Write this rank's part of the weights; return the files' entries for the receipt.
-
-        Each file gets its name after its fsync. ``nonfinite`` is for this rank's shard.
-        """
+        """Write this rank's part of the weights; a file gets its name after its fsync."""
         _, actor, _ = self._places(save_id)
         shard = actor / shard_name(self._world_size, self._rank)
         files: list[ReceiptFile] = []
@@ -139,10 +130,7 @@ class RankFiles:
     def vouch(
         self, save_id: SaveId, name: str, files: list[ReceiptFile], sync_dtype: str | None
     ) -> None:
-        """Write a receipt: these files are complete and durable.
-
-        After an OSError, other ranks may see the receipt nevertheless.
-        """
+        """Write a receipt. After an OSError, other ranks may see the receipt nevertheless."""
         _, _, notes = self._places(save_id)
         receipt = Receipt(
             save_id=str(save_id),
@@ -163,10 +151,7 @@ class RankFiles:
             return True
 
     def begin_rest(self, save_id: SaveId) -> list[ReceiptFile]:
-        """Protect an announced save from the pruner, before it becomes a full checkpoint.
-
-        Returns:
-            The entries for this rank's weights, from this rank's receipt of the save.
+        """Protect an announced save from the pruner; return this rank's receipt entries for it.
 
         Raises:
             SaveFailedError: the weights were deleted or replaced.
@@ -186,11 +171,7 @@ class RankFiles:
         return list(receipt.files)
 
     def write_rest(self, save_id: SaveId, contents: RankContents) -> list[ReceiptFile]:
-        """Write the other files needed to resume, in the same way as :meth:`write_weights`.
-
-        Returns:
-            The receipt entries of the written files, except the weights in ``huggingface/``.
-        """
+        """Write the other files for resuming; return their entries, without ``huggingface/``."""
         rank, world_size = self._rank, self._world_size
         _, actor, _ = self._places(save_id)
         rest: list[ReceiptFile] = []

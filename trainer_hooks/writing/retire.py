@@ -37,13 +37,7 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
 
     Rank 0 calls this function after all ranks have written ``newest``, and the checkpoint pointer
     names that step. If the pointer names another step, nothing is retired. Each rename commits by
-    itself: if the process is killed between two renames, the next call does the remaining renames.
-
-    Returns:
-        The steps that were retired now, lowest first.
-
-    Raises:
-        OSError: storage failed. The steps that were retired before the error stay retired.
+    itself: after an error or a kill, the next call does the remaining renames.
     """
     if max_to_keep == 0:
         return []

@@ -27,8 +27,8 @@ class Spool:
     save. If this process is killed, the daemon deletes the temporary file.
 
     Promised: the file gets its name only once it is complete and durable. Not promised: a second
-    attempt, because the gathered tensors are freed as they are written. ``size`` is the approximate
-    size in bytes, for the message on a full disk.
+    attempt, because the gathered tensors are freed as they are written. ``size`` (bytes) is
+    approximate, for the message on a full disk.
     """
 
     def __init__(self, job: Job, path: Path, stream: FullStateStream, *, size: int) -> None:

@@ -97,10 +97,7 @@ class RankWriter:
         self._last: Attempt | None = None
 
     def save(self, save_id: SaveId, contents: RankContents) -> int:
-        """Write this rank's files; on rank 0 also wait for the other ranks and move the pointers.
-
-        Returns:
-            The number of bytes that this rank wrote.
+        """Write this rank's files, and return their size; rank 0 also waits and moves the pointers.
 
         Raises:
             SaveFailedError: the save failed. If the state pointer has moved, the weights are
@@ -191,8 +188,6 @@ class RankWriter:
                 log.warning("step %d: storage failed, trying again: %s", save_id.step, error)
         return work()
 
-    # -- the order of a save ---------------------------------------------------------------------
-
     def _save(self, attempt: Attempt, contents: RankContents) -> int:
         """Write a save in the order of the protocol: files are durable before their receipt exists.
 
@@ -210,7 +205,6 @@ class RankWriter:
             # Reads all tensors; so do it before the turn, while no other rank waits for this one.
             nonfinite = NonFinite.of(nonfinite_names(contents.model or {}))
             with self._pace.turn(save_id, receipt_name):
-                # Each file: a temporary name, fsync, rename.
                 written = files.write_weights(save_id, contents, nonfinite)
                 if rank == 0:
                     written += files.write_configs(save_id, contents)
@@ -299,7 +293,7 @@ class RankWriter:
                 ) from None
 
     def _wait_for_all(self, save_id: SaveId, name_of: Callable[[int], str]) -> bool:
-        """Wait for the receipts of all ranks; return False if a rank has written a newer save."""
+        """Wait for all ranks' receipts; False if a rank has written a newer save of this step."""
         notes = Notes(self._job, self._job.layout.actor(save_id.step))
         until = time.monotonic() + self._timeout
         for rank in range(self._world_size):
