@@ -22,10 +22,7 @@ _BLOCK: Final = 4 * 1024 * 1024
 
 @torch.no_grad()
 def is_finite(tensor: Tensor) -> bool:
-    """Return True if no element is NaN or Inf; only fp64, fp32, fp16, bf16 and fp8 are checked.
-
-    The tensor is strided, and on the CPU.
-    """
+    """True if a CPU tensor has no NaN or Inf; only fp64, fp32, fp16, bf16 and fp8 are checked."""
     looked = Looked()
     looked.add(None, tensor)
     looked.fetch()
@@ -83,10 +80,7 @@ class Looked:
 
 
 class LookedAtBytes:
-    """Checks one tensor whose bytes arrive in parts of any size.
-
-    ``is_finite``: True if no element so far is NaN or Inf.
-    """
+    """Checks one tensor, whose bytes arrive in parts of any size, for NaN and Inf."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.is_finite = True

@@ -117,9 +117,7 @@ def torch_optimizer_state(
 def extra_state(
     *, scheduler: Stateful | None, user_state: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The state for resuming except model and optimizer: :func:`rng_state`, scheduler, user state.
-
-    The trainer's tensors are not copied. ``user_state`` may differ between ranks.
+    """The state for resuming except model and optimizer; the trainer's tensors are not copied.
 
     Raises:
         InvalidSettingsError: ``torch.load(weights_only=True)`` would refuse a value in the state.

@@ -1,7 +1,4 @@
-"""The full state dict in one safetensors file: gathered by all ranks, written by rank 0.
-
-The training thread gathers tensors while another thread writes their bytes, in bounded memory.
-"""
+"""The full state dict in one safetensors file: gathered by all ranks, written by rank 0."""
 
 from __future__ import annotations
 
@@ -128,7 +125,6 @@ class FullStateStream:
             self._state, self._derived = {}, {}
 
     def _whole(self, name: str) -> Tensor | None:
-        """A tensor in the form in which rank 0 writes it. Collective."""
         derived, held = self._derived.get(name), self._state[name]
         dtype = cast_to(held.dtype, self._cast)
         if derived is None:

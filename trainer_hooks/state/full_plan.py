@@ -50,10 +50,7 @@ class FullPlan:
 class _Outline:
     """A summary of a rank's tensors, for comparison with the other ranks.
 
-    Attributes:
-        digest: the digest of the names, kinds, dtypes and shapes, in order.
-        fault: the reason why the tensors cannot be gathered or written; None if there is no reason.
-        memory: for each tensor, the number of the first tensor with the same memory.
+    ``memory`` has, for each tensor, the number of the first tensor with the same memory.
     """
 
     digest: str
@@ -126,7 +123,6 @@ def _like(name: str, value: Tensor) -> object:
 
 
 def _fault(name: object, value: Tensor, rank: int) -> str | None:
-    """The reason why a tensor cannot be gathered or written; None if there is no reason."""
     fault = name_fault(name)
     if fault is None and _dtype(value) not in DTYPES:
         fault = f"has dtype {value.dtype}, which safetensors files do not have"

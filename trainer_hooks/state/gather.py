@@ -46,13 +46,9 @@ class Derived:
 def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -> Tensor | None:
     """Gather one tensor of a state dict on rank 0. Collective, except for a plain tensor.
 
-    For a DTensor, the other ranks of its mesh also have the whole tensor for a moment, because
-    torch gathers to all ranks.
-
-    Args:
-        value: this rank's part: Tensor, DTensor (without ``Partial``) or ShardedTensor.
-        rank: this rank.
-        dtype: the dtype to which each part is cast before it is sent; None to keep its dtype.
+    ``value`` is this rank's part: Tensor, DTensor (without ``Partial``) or ShardedTensor. Each part
+    is cast to ``dtype`` before it is sent. For a DTensor, the other ranks of its mesh also have the
+    whole tensor for a moment, because torch gathers to all ranks.
 
     Returns:
         On rank 0 the whole tensor, on the device of the collectives; a plain tensor is not copied,

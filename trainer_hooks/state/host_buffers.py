@@ -87,12 +87,10 @@ class HostBuffers:
     def copy(self, state: Mapping[str, Any], cast: Cast | None = None) -> HostCopy:
         """Copy each tensor of a state to contiguous host memory; return when all copies are done.
 
-        Tensors on a GPU are cast and checked for NaN and Inf on the GPU, before they are copied.
-        Only one tensor at a time has a cast copy on the GPU. Tensors on the CPU are cast during the
-        copy.
-
-        DTensors and ShardedTensors keep their type and layout; this rank's parts are copied.
-        Tensors with the same memory (tied weights) share one copy. Other values are not copied.
+        Tensors on a GPU are cast and checked for NaN and Inf on the GPU, one by one, before they
+        are copied. DTensors and ShardedTensors keep their type and layout; this rank's parts are
+        copied. Tensors with the same memory (tied weights) share one copy. Other values are not
+        copied.
 
         ``cast`` is the dtype to which weights are cast, with the same bits as ``Tensor.to``.
         Integers, bool, fp8, tensor subclasses and ``_extra_state`` are not cast.
@@ -173,7 +171,6 @@ def _kept(
     shared: dict[object, _Buffer],
     looked: Looked,
 ) -> _Kept:
-    """Copy one value, into the buffers of its previous copy if possible."""
     parts = _parts(tensor)
     if not all(_is_ordinary(part) for part in parts):
         return _Kept((), None, _with_parts(tensor, [_moved(part) for part in parts], tensor.dtype))
@@ -212,9 +209,6 @@ def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place)
             return type(value)(*items) if named else type(value)(items)
         case _:
             return value
-
-
-# -- sharded tensors ---------------------------------------------------------------------------
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

@@ -87,10 +87,8 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
     hub. If the model was not loaded, or came from a checkpoint with the model's own names, the
     model is saved under the names that transformers has for this type of model.
 
-    Args:
-        model: the model of transformers, without wrappers, on any device.
-        tensors: the tensors of the model's state dict, by default all of them; only names, dtypes
-            and shapes are used.
+    The model is without wrappers, on any device. Of ``tensors`` (by default the state dict) only
+    names, dtypes and shapes are used.
 
     Returns:
         The map; ``refused`` if transformers cannot convert the names, or if a tensor of the hub is

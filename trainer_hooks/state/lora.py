@@ -37,7 +37,6 @@ class PeftState:
     Nothing is copied, gathered or changed; the result is the same on all ranks.
 
     Args:
-        state: the result of :func:`~trainer_hooks.state.state_dict.sharded_state_dict`.
         base_vocabulary: the number of the base model's tokens (:func:`base_vocabulary`); None if
             unknown. If the model has another number of tokens now, the adapter also holds the
             embeddings.
@@ -132,9 +131,8 @@ class PeftState:
     def merged(self) -> tuple[dict[str, Tensor], dict[str, Derived]]:
         """The full model that ``merge_and_unload()`` would make; the model stays as it is.
 
-        Returns:
-            Two dicts, keyed by the names in the base model: this rank's part of each unmerged
-            weight, and the way to compute each weight that adapters change.
+        Two dicts, keyed by the names in the base model: this rank's part of each unmerged weight,
+        and the way to compute each weight that adapters change.
 
         Raises:
             InvalidSettingsError: PEFT cannot merge the adapters, or the result would not be a plain
@@ -150,10 +148,7 @@ class PeftState:
         return base
 
     def config_writer(self) -> Callable[[Path], object]:
-        """A function that writes ``adapter_config.json`` as ``PeftModel.save_pretrained`` does.
-
-        It writes the config as it is now.
-        """
+        """A function that writes ``adapter_config.json`` as it is now, like ``save_pretrained``."""
         config: Any = copy.deepcopy(self._configs[self.active[0]])
         told = {}
         if self._is_peft_model:
@@ -277,10 +272,7 @@ def base_vocabulary(model: nn.Module) -> int | None:
 
 
 def base_name(model: nn.Module) -> str | None:
-    """The name that the adapters' base model was loaded from; None if it is unknown.
-
-    ``model`` has no wrappers that hide its attributes.
-    """
+    """The name that the adapters' base model was loaded from; None if it is unknown."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     return getattr(base, "name_or_path", None) or None
 

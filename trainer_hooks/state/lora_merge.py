@@ -42,9 +42,7 @@ _FLOATING: Final = frozenset({torch.float64, torch.float32, torch.float16, torch
 def merged_parts(
     plain: nn.Module, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], dict[str, Derived]]:
-    """The parts of the full model with its active adapters merged.
-
-    ``plain`` is the model without wrappers, over tensors without content.
+    """The parts of the full model with its active adapters merged; ``plain`` is on ``meta``.
 
     Returns:
         Two dicts, keyed by the names in the base model: each unmerged tensor's name in the state
@@ -139,10 +137,7 @@ class _Base:
     layers: list[_Layer] = field(default_factory=list)
 
     def look_into(self, module: nn.Module, path: str, out: str) -> None:
-        """Note the tensors of a module and of all modules inside it.
-
-        ``path`` is the module's path in the PEFT model, ``out`` its path in the base model.
-        """
+        """Note a module's tensors; ``path`` is in the PEFT model, ``out`` in the base model."""
         from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - slow; with such a model it is imported already
         from peft.utils import AuxiliaryTrainingWrapper  # noqa: PLC0415 - likewise
 
@@ -165,7 +160,6 @@ class _Base:
                     self.look_into(child, joined(path, name), joined(out, name))
 
     def _layer(self, module: Any, path: str) -> _Layer | None:
-        """A layer of PEFT; None if no adapter of the layer is active."""
         kind = next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
         if (kind.__module__, kind.__qualname__) not in _MERGED:
             raise InvalidSettingsError(

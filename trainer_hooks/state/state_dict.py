@@ -25,14 +25,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The rank's own part of a model's state dict, by the names of the plain model.
 
+    The model is plain, or under FSDP1, FSDP2, tensor parallelism or DDP, also inside wrappers of
+    activation checkpointing and ``torch.compile``. With FSDP1 this function is collective, because
+    FSDP1 gathers each unit and shards it again. The model is unchanged afterwards.
+
     The names and values are the same as those of
     ``torch.distributed.checkpoint.state_dict.get_model_state_dict``, which is slower, and fails on
-    names that a module's hook has added. With FSDP1 this function is collective, because FSDP1
-    gathers each unit and shards it again. The model is unchanged afterwards.
-
-    Args:
-        model: a plain module, or one under FSDP1, FSDP2, tensor parallelism or DDP, also inside
-            wrappers of activation checkpointing and ``torch.compile``.
+    names that a module's hook has added.
 
     Returns:
         name → Tensor, DTensor or ShardedTensor, on the model's device. The tensors are the model's
