@@ -1,7 +1,4 @@
-"""Fills a state dict's tensors from files that other ranks, on another mesh, may have written.
-
-Each rank reads only the bytes of its own part, from any of the files.
-"""
+"""Fills a state dict's tensors from files of any mesh; a rank reads only the bytes of its part."""
 
 from __future__ import annotations
 
@@ -36,12 +33,11 @@ class Goal(NamedTuple):
 
 
 class BoxRead(NamedTuple):
-    """A read of a part of a file into a goal.
+    """A read of the box ``part`` of a file into a goal.
 
     Attributes:
         file: the number of the file, which is the rank that wrote the file.
         held: the box that the file holds, and the position of its bytes in the file.
-        part: the part of the box in ``held`` that is read.
         compares: True to check that the goal already has these values, instead of filling the goal.
     """
 
@@ -124,7 +120,6 @@ def plan(
 def _plan(
     goals: Sequence[Goal], files: SavedFiles, numbers: Iterable[int], optional: Container[str]
 ) -> tuple[list[BoxRead], list[tuple[Goal, list[Box]]]]:
-    """Plan reads from some files; also return the parts of goals that no file has."""
     copies: list[BoxRead] = []
     left = {number: [goal.box] if goal.box.size else [] for number, goal in enumerate(goals)}
     seen: set[str] = set()
@@ -174,7 +169,6 @@ def _place(goal: Goal) -> tuple[object, ...]:
 
 
 def _checked_dtype(goal: Goal, held: Held, path: Path) -> torch.dtype:
-    """Return the dtype in a file; raise if the file's tensor cannot be loaded into the goal."""
     if held.shape != goal.shape:
         raise CheckpointError(
             f"'{shown(goal.name)}' has shape {held.shape} in {path}, but shape {goal.shape} in "

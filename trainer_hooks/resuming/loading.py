@@ -182,10 +182,7 @@ class OptimizerLoading(Loading):
         self._state = {}
 
     def _saved(self, own: int | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-        """The values in the files by name (:class:`Held` for tensors), and the options.
-
-        Options are keyed by parameter, then by option.
-        """
+        """The values in the files, by name, and the options, by parameter and option."""
         wanted = {name for group in self._state[GROUPS] for name in group["params"]}
         names: dict[str, object] = {}
         options: dict[str, dict[str, object]] = {}

@@ -59,7 +59,6 @@ class FullCheckpoint:
     """A whole full checkpoint.
 
     Attributes:
-        world_size: the number of ranks that wrote it.
         save_id: the id of the save; None for a save of another trainer.
         weights: the names, inside ``actor/``, of the files that hold the actor's weights.
         vouched: folder of the step → file name → the file's entry in its receipt. Empty if there
@@ -134,10 +133,7 @@ def find_checkpoint(job: Job) -> FoundSteps:
 
 
 def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoint | str:
-    """A step's full checkpoint if it is complete, or else the reason why it is incomplete.
-
-    ``is_pointed``: whether the checkpoint pointer names the step.
-    """
+    """A step's full checkpoint if it is complete, or else the reason why it is incomplete."""
     folder, actor = job.layout.step(step), job.layout.actor(step)
     names = job.storage.names(folder)
     if not names:
@@ -158,10 +154,7 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
 
 
 def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
-    """The files of the weights: the shards, or the full state dict if there are no shards.
-
-    If a rank has cast its weights for explorers, the rank's file with the model's dtype is used.
-    """
+    """The shards with the model's dtype, or the full state dict if there are no shards."""
     shards = resumed_weights(names, world_size)
     if FULL_STATE_DICT in names and not names.keys() & set(shards):
         return (FULL_STATE_DICT,)

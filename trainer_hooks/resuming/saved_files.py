@@ -41,7 +41,6 @@ class Held:
 
     Attributes:
         dtype: the name of the dtype in safetensors.
-        shape: the shape of the whole tensor.
         parts: the boxes of the tensor that the file holds, and the positions of their bytes.
     """
 
@@ -72,12 +71,7 @@ def _placed(local: Local) -> tuple[Box, Local]:
 
 @dataclass(slots=True)
 class OpenFile:
-    """An open file, with the attributes of the protocol ``Source``.
-
-    Attributes:
-        tensors: the tensors in the file, by name.
-        plain: the other values in the file of an optimizer, by name.
-    """
+    """An open ``Source``, with its tensors and an optimizer's other values, by name."""
 
     path: Path
     fd: int
@@ -178,8 +172,9 @@ class SavedFiles:
     def reader(self, checked: Sequence[int]) -> tuple[SourceReader, dict[int, int]]:
         """A reader of the open files, and for each file its number in the reader.
 
-        The files whose numbers are in ``checked`` are opened, and all their bytes are checked. Only
-        files without CRC-32 are not checked: safetensors, or if the trainer switched CRC-32 off.
+        The files whose numbers are in ``checked`` are opened, and all their bytes are checked.
+        Files without CRC-32 are not checked: safetensors files, and files of a trainer that
+        switched CRC-32 off.
         """
         for number in checked:
             _ = self[number]
