@@ -13,10 +13,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of the default process group, or this process as the only rank if no group exists.
-
-    ``group`` is a process group of all ranks for this communication; None for the default group.
-    """
+    """The ranks of a group (None: the default process group), or this process as the only rank."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -36,9 +33,8 @@ class Ranks:
         """Run rank-local work. If the work fails on any rank, every rank raises an error.
 
         Raises:
-            Exception: the error of ``work`` on this rank. If ``work`` failed only on other ranks,
-                the error has the rank, message and class of the first failure. Classes that are not
-                syncd's become :class:`CheckpointError`.
+            Exception: the error of ``work`` on this rank, or else the first error of another rank.
+                An error of another rank that is not syncd's becomes a :class:`CheckpointError`.
         """
         result: T | None = None
         failure: tuple[type[SyncdError], str] | None = None

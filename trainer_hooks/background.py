@@ -132,11 +132,7 @@ def raise_first(errors: Sequence[SyncdError]) -> None:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Free the memory that an error's stack frames hold, for example a copied state.
-
-    Call this before ``take_error`` can return the error: the training thread copies the next state
-    before it raises the error, and needs the memory.
-    """
+    """Free the memory of an error's stack frames, because the next copy of a state needs it."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -110,10 +110,7 @@ class Decisions:
         return plan
 
     def wait_until_sent(self, timeout: float) -> None:
-        """On rank 0, wait until all decisions are sent, because the other ranks need them.
-
-        ``timeout`` is in seconds, for each decision. After this time a warning is logged.
-        """
+        """On rank 0, wait until all decisions are sent; warn if one takes ``timeout`` seconds."""
         for work, _ in self._sent:
             try:
                 work.wait(timedelta(seconds=min(timeout, _LONGEST)))
@@ -122,13 +119,11 @@ class Decisions:
         self._sent = []
 
     def meet(self, name: str, *, timeout: float) -> str | None:
-        """Wait until all ranks have called this method: a barrier with a timeout in seconds.
+        """Wait until all ranks have called this method; return None, or the reason of a failure.
 
-        The first outcome in the store of the process group counts for all ranks, so no rank enters
-        a collective if another rank has stopped waiting. Use each ``name`` only once.
-
-        Returns:
-            None if all ranks have called this method; otherwise the reason of the failure, as text.
+        Each rank waits ``timeout`` seconds. The first outcome in the store of the process group
+        counts for all ranks, so no rank enters a collective if another rank has stopped waiting.
+        Use each ``name`` only once.
         """
         if self._has_lost_its_group():
             return "the process group was destroyed before the call"

@@ -83,8 +83,6 @@ class Explorers:
         """Tell waiting explorers that they already have the newest weights."""
         self._tried(self.synchronizer.notify_no_new_model_state_dict)
 
-    # -- broadcasts ------------------------------------------------------------------------------
-
     def takers(self) -> Takers | None:
         """The explorers that take broadcasts; None if storage fails now."""
         return self._tried(self.synchronizer.takers)
@@ -130,8 +128,6 @@ class Explorers:
     def goes_by_files(self, step: int) -> None:
         """Tell explorers that the weights of a step come as files, not by a broadcast."""
         self._tried(lambda: self.synchronizer.goes_by_files(step))
-
-    # -- back-pressure, and the end ----------------------------------------------------------------
 
     def wait_for_slowest(self) -> None:
         """Wait while the slowest explorer lags by more than the settings allow."""

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A broadcast takes at most this many broadcast_timeouts: until all are ready, to meet, to
-#: transfer.
+#: The broadcast_timeouts in one broadcast: until all are ready, to meet, to transfer.
 _BROADCAST_WAITS: Final = 3
 #: Torch's default limit in seconds of one rank's wait for another; rank 0 may also need that long.
 _TORCH_TIMEOUT: Final = 1800.0
@@ -51,9 +50,9 @@ class TrainerHook:
     Not promised: that a save is announced when ``after_step`` returns (:meth:`close` and
     ``block_until_saved`` wait for this), or that it is announced if one of its ranks has died.
 
-    Construct the hook on every rank, and call its methods on every rank in the same order, because
-    rank 0 decides for all ranks, and a gathering needs all ranks. The methods return metrics in
-    seconds, bytes and counts; ``docs/trainer.md`` lists them.
+    Construct the hook on every rank, and call its methods on every rank in the same order with the
+    same steps. Rank 0 decides for all ranks, and a gathering needs all ranks. The methods return
+    metrics in seconds, bytes and counts; ``docs/trainer.md`` lists them.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
@@ -152,8 +151,6 @@ class TrainerHook:
         self._closed = False
         self._has_ended = False
 
-    # -- for the training loop --------------------------------------------------------------
-
     @property
     def synchronizer(self) -> TrainerSynchronizer | None:
         """On rank 0, the synchronizer of this hook; None on the other ranks.
@@ -168,8 +165,6 @@ class TrainerHook:
 
     def after_step(self, step: int) -> dict[str, float]:
         """Sync the finished step, make a full checkpoint, or both or nothing, as the settings say.
-
-        The step is the same on all ranks.
 
         Raises:
             InvalidSettingsError: the step is not a whole number.
@@ -218,14 +213,10 @@ class TrainerHook:
     ) -> dict[str, float]:
         """Make the finished step a full checkpoint now; do nothing if it already is one.
 
-        If this step was already synced, its weights are not written again.
-
-        Args:
-            step: the step that the model has just finished.
-            block_until_saved: whether to wait until the checkpoint is announced (on rank 0) or
-                written (on other ranks).
-            save_as_hf: whether to add the full weights as a Hugging Face model; None to use
-                ``SaveSettings.save_as_hf``.
+        If this step was already synced, its weights are not written again. ``block_until_saved``
+        waits until the checkpoint is announced (on rank 0) or written (on other ranks).
+        ``save_as_hf`` adds the full weights as a Hugging Face model; None to use
+        ``SaveSettings.save_as_hf``.
 
         Raises:
             InvalidSettingsError: the step is not a whole number.

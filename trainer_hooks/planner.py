@@ -45,12 +45,10 @@ class Planner:
     Methods that need rank 0's decision raise a SaveFailedError if rank 0 sent none.
 
     Args:
-        run_id: the run id in all save ids.
         one_save: whether a sync and a full checkpoint of the same step are one save; False with a
             memory folder.
         explorers: on rank 0, the communication with explorers; None on other ranks.
         fast_path: the broadcasts, for method ``nccl``; None for other methods.
-        are_weights_there: called on rank 0; returns True if an announced save has all its weights.
         patience: seconds that rank 0 waits for unfinished saves before it decides whether a full
             checkpoint extends an existing save.
 
@@ -97,10 +95,7 @@ class Planner:
         self._sent: SaveId | None = None
 
     def by_policy(self, step: int | None, *, waiting: bool) -> Plan:
-        """Plan by settings and explorers' requests, after a step or while waiting for data.
-
-        ``step`` is the last finished step; None before the first step.
-        """
+        """Plan by policy after ``step`` (None before the first step), or while waiting for data."""
         driven = self._settings.style is SyncStyle.EXPLORER_DRIVEN
         due = Plan.NOTHING if step is None else self._due(step, waiting=waiting)
         if not (driven or due or (waiting and self._may_leave_some_behind)):
@@ -181,10 +176,7 @@ class Planner:
         return self._sent
 
     def after_broadcast(self, plan: Plan, sent: SaveId, *, arrived: bool) -> Plan:
-        """Return a plan's remaining actions, after the broadcast has ended.
-
-        ``arrived``: on rank 0, whether all receivers have the weights; ignored on other ranks.
-        """
+        """Return a plan's remaining actions after a broadcast; only rank 0's ``arrived`` counts."""
         word = self._decisions.agree(lambda: self._after_broadcast(plan, sent.step, arrived))
         if word & Plan.BROADCAST:
             self.last_sync = sent
@@ -271,10 +263,7 @@ class Planner:
         )
 
     def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:
-        """Choose a broadcast, files or nothing for a due sync.
-
-        ``is_saved``: whether the sync's save is also a full checkpoint, which is always written.
-        """
+        """Choose a broadcast, files or nothing; with ``is_saved``, files are written anyway."""
         if self._fast_path is None:
             return self._by_files(is_saved=is_saved)
         if self._fast_path.has_arrived(self.last_sync, step):

@@ -74,8 +74,7 @@ class SaveQueue:
         def work() -> int:
             try:
                 try:
-                    # A resumed trainer may write again at a step whose old files the pruner must
-                    # not take.
+                    # A resumed trainer may write a step whose old files the pruner must not take.
                     writer.again(save_id, lambda: self._begin_save(save_id.step))
                 except BaseException:
                     writer.say_failed(save_id)

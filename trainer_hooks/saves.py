@@ -44,8 +44,6 @@ class Trained:
 
     Attributes:
         critic, critic_optimizer: another model, saved only in full checkpoints.
-        user_state: called at each full checkpoint; returns this rank's other state for resuming.
-        model_files: on rank 0: functions that write config and tokenizer into a folder.
         sync_dtype: the dtype that explorers' weights are cast to; None to keep their dtype.
         base_vocabulary: for a model with PEFT adapters, the number of tokens of the base model;
             None if it is unknown.
@@ -140,8 +138,6 @@ class Saver:
 
         self._queue.thread.submit(save_id.step, work)
 
-    # -- copying --------------------------------------------------------------------------
-
     def _contents(
         self, place: SaveFolder, step: int, plan: Plan, buffers: HostBuffers | None
     ) -> RankContents:
@@ -235,7 +231,6 @@ class Saver:
     def _full(
         self, state: Mapping[str, Any], peft: PeftState | None, cast: SyncDtype | None = None
     ) -> OneFile:
-        """The full model, with its adapters merged."""
         tied = ties_embeddings(unwrapped(self._trained.model))
         if peft is None:
             return OneFile(state, tied=tied, cast=cast)

@@ -31,10 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveFolder:
-    """A folder for saves: the job directory or the memory folder.
-
-    ``writer`` is None if this rank writes nothing into this folder.
-    """
+    """A folder for saves. ``writer`` is None if this rank writes nothing into it."""
 
     job: Job
     writer: RankWriter | None
@@ -45,12 +42,8 @@ class TrainerJob:
     """The resources that a rank opens to save.
 
     Promised: if the constructor fails on one rank, it raises an error on all ranks, and releases
-    the trainer's name.
-
-    Attributes:
-        run_id: the id of this run of the trainer; the same on all ranks.
-        place, memory: the job directory; the memory folder, or None.
-        explorers: on rank 0, the communication with explorers; None on other ranks.
+    the trainer's name. ``run_id`` is the same on all ranks. ``explorers`` is None on ranks other
+    than 0.
 
     Raises:
         JobUnavailableError: a folder is missing or not writable on some rank.
@@ -166,12 +159,7 @@ class TrainerJob:
         return self._ranks.of_first(lambda: base_vocabulary(unwrapped(model)))
 
     def begin_save(self, step: int) -> None:
-        """On rank 0: announce that a save begins, before its first byte is written.
-
-        Raises:
-            OSError: storage failed.
-            NameTakenError: another trainer works in this job.
-        """
+        """On rank 0: announce that a save begins, before its first byte is written."""
         if self.explorers is not None:
             self.explorers.begin_save(step)
 

@@ -36,7 +36,7 @@ _HASHED: Final = 16 * 1024 * 1024
 
 
 class _Sending(NamedTuple):
-    """A bucket that is being sent. ``is_buffer``: whether later buckets reuse this memory."""
+    """A bucket that is being sent. If ``is_buffer``, later buckets reuse its memory."""
 
     memory: Tensor
     is_buffer: bool
@@ -46,14 +46,8 @@ class _Sending(NamedTuple):
 class Outgoing:
     """Rank 0's side of one transfer. An error is kept until :meth:`end` raises it.
 
-    Args:
-        tensors: the tensors, in the order of the calls of :meth:`put`.
-        bucket_bytes: the largest size of a bucket in bytes.
-        has_digests: whether receivers check each bucket by its digest.
-
-    Attributes:
-        image: the division of the tensors into buckets.
-        error: the error that ended the transfer; None if there is none.
+    The tensors are in the order of the calls of :meth:`put`. ``bucket_bytes`` is the largest size
+    of a bucket. With ``has_digests`` receivers check each bucket by its digest.
     """
 
     def __init__(
@@ -207,10 +201,7 @@ class Buffers:
         self._made: deque[_BucketBuffer] = deque()
 
     def next(self, size: int, device: torch.device, source: torch.device) -> Tensor:
-        """Return ``size`` bytes of a buffer; successive calls alternate between two buffers.
-
-        The buffer is on ``device``, for data from ``source``.
-        """
+        """Return ``size`` bytes of the next buffer, on ``device``, for data from ``source``."""
         buffer = self._made.popleft() if len(self._made) == AT_A_TIME else None
         if buffer is None or buffer.like != (device, source.type) or buffer.size < size:
             buffer = _BucketBuffer(size, device, source)

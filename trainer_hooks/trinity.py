@@ -48,11 +48,15 @@ __all__ = [
 
 
 class FSDPEngine(Protocol):
-    """The part of verl's engine that is needed here: ``module``, the trained model."""
+    """The part of verl's engine that is needed here.
+
+    Attributes:
+        module: the trained model: a plain module, or one under FSDP1 or FSDP2.
+    """
 
     @property
     def module(self) -> nn.Module:
-        """The model: a plain module, or one under FSDP1 or FSDP2."""
+        """The model."""
 
 
 def fsdp_save_state_dict(
@@ -62,13 +66,13 @@ def fsdp_save_state_dict(
     coordinator: CheckpointCoordinator,
     logger: logging.Logger,
 ) -> None:
-    """Save each rank's shard of the model for explorers. Call it on all ranks.
+    """Save each rank's shard of the engine's model for explorers. Call it on all ranks.
 
-    Each rank copies its shard to host memory, and writes the copy in the background. (Trinity's
-    function does so only on rank 0.) Rank 0 also saves the config, and the tokenizer of
-    ``engine.checkpoint_manager.processing_class``. ``coordinator`` is the coordinator of this rank.
-    ``logger`` gets a message when the save has begun. ``local_path`` must be
-    ``JOB/global_step_N/actor``, with the ``global_step`` N; None to do nothing.
+    Each rank copies its shard to host memory, and writes the copy in the background. Rank 0 also
+    saves the config, and the tokenizer of ``engine.checkpoint_manager.processing_class``.
+    ``local_path`` must be ``JOB/global_step_N/actor``, where N is ``global_step``; if it is None,
+    nothing is done. ``coordinator`` belongs to this rank. ``logger`` gets a message when the save
+    has begun.
 
     Raises:
         InvalidSettingsError: the daemon would not find the save in ``local_path``.
@@ -89,7 +93,7 @@ def fsdp_upload_state_dict(
     global_step: int,
     logger: logging.Logger,
 ) -> None:
-    """Gather the full state dict on rank 0, and give it to the Synchronizer. Call it on all ranks.
+    """Give the engine's full state dict to rank 0's Synchronizer. Call it on all ranks.
 
     Rank 0 holds the whole state dict in host memory, and training waits until the state dict is
     written. The other ranks wait in a collective of the default process group, so the timeout of
@@ -97,12 +101,9 @@ def fsdp_upload_state_dict(
     :class:`~trainer_hooks.hook.TrainerHook` with method ``memory`` needs neither this memory nor
     this wait.
 
-    Args:
-        engine: the FSDPEngine.
-        synchronizer: on rank 0 a ``TrainerSynchronizer`` of syncd with a :class:`StateDictWriter`;
-            None on other ranks. A Ray actor does not work.
-        global_step: the step; step 0 is not uploaded.
-        logger: gets a message when the state dict is written.
+    On rank 0, ``synchronizer`` must be a ``TrainerSynchronizer`` of syncd with a
+    :class:`StateDictWriter`, not a Ray actor; on other ranks it is None. If ``global_step`` is 0,
+    nothing is uploaded. ``logger`` gets a message when the state dict is written.
 
     Raises:
         InvalidSettingsError: rank 0 has no ``TrainerSynchronizer`` of syncd; on all ranks.
@@ -186,12 +187,11 @@ class StateDictWriter:
     needs a StateDictWriter. No process group is needed.
 
     Args:
-        job_dir: the job directory.
         model, tokenizer: the model's config and the tokenizer's files become part of each version.
         save_timeout: the longest wait of a save for its turn, in seconds.
 
     Raises:
-        JobUnavailableError: the job directory is missing or not writable.
+        JobUnavailableError: ``job_dir`` is missing or not writable.
     """
 
     def __init__(
