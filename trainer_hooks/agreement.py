@@ -13,15 +13,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of the default process group, or this process as the only rank if no group exists.
-
-    Args:
-        group: a process group of all ranks, for this communication; None for the default group.
-
-    Attributes:
-        rank: the rank of this process.
-        world_size: the number of ranks.
-    """
+    """The ranks of a group (None: the default process group), or this process as the only rank."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -40,14 +32,9 @@ class Ranks:
     def together(self, work: Callable[[], T]) -> T:
         """Run rank-local work. If the work fails on any rank, every rank raises an error.
 
-        Returns:
-            The result of ``work`` on this rank.
-
         Raises:
-            Exception: the error of ``work`` on this rank. If ``work`` failed only on other ranks,
-                the raised error names the rank of the first failure, and has the message and the
-                class of that failure. If that class is not a class of syncd, the raised error is a
-                :class:`CheckpointError`.
+            Exception: the error of ``work`` on this rank, or else the first error of another rank.
+                An error of another rank that is not syncd's becomes a :class:`CheckpointError`.
         """
         result: T | None = None
         failure: tuple[type[SyncdError], str] | None = None

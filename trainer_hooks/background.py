@@ -20,10 +20,9 @@ LIMIT: Final = 2
 class SaveThread:
     """Runs queued functions, one after another.
 
-    Promised: if a function raises an error, the next functions run nevertheless. The thread keeps
-    the error until :meth:`take_error` returns the error. Not promised: that the interpreter waits
-    for this thread at exit. The exit of the interpreter cuts off the running function, as a kill
-    would.
+    Promised: if a function raises an error, the next functions run nevertheless; the thread keeps
+    the error for :meth:`take_error`. Not promised: that the interpreter waits for this thread at
+    exit. The exit cuts off the running function, as a kill would.
     """
 
     def __init__(self) -> None:
@@ -38,13 +37,7 @@ class SaveThread:
         self._thread.start()
 
     def submit(self, step: int, work: Callable[[], int | None]) -> None:
-        """Queue a function.
-
-        Args:
-            step: the step of the save.
-            work: the function. It returns the number of bytes written, or None if it does not
-                write a save.
-        """
+        """Queue a function. It returns the bytes written, or None if it does not write a save."""
         with self._changed:
             self._queue.append((step, work))
             self._changed.notify_all()
@@ -77,13 +70,9 @@ class SaveThread:
             return written
 
     def close(self, *, timeout: float) -> tuple[int, ...]:
-        """Wait for the queued functions, and end the thread.
+        """Wait for the queued functions, and end the thread; return the steps that have not ended.
 
-        Args:
-            timeout: give up if no save ends for this many seconds.
-
-        Returns:
-            The steps of the saves that have not ended.
+        Give up if no save ends for ``timeout`` seconds.
         """
         with self._changed:
             while left := self._under_way():
@@ -118,8 +107,7 @@ class SaveThread:
             except SaveFailedError as raised:
                 error = raised
             except BaseException as raised:
-                # The training thread raises it. Also a SystemExit, for example of a tokenizer,
-                # which would end only this thread.
+                # Also a SystemExit, for example of a tokenizer, which would end only this thread.
                 log.error("the save of step %d failed", step, exc_info=True)
                 why = str(raised) or type(raised).__name__
                 error = SaveFailedError(f"the save of step {step} failed: {why}")
@@ -144,11 +132,7 @@ def raise_first(errors: Sequence[SyncdError]) -> None:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Free the memory that an error's stack frames hold, for example a copied state.
-
-    Call this function before ``take_error`` can return the error. The training thread copies the
-    next state before it raises the error, and needs the memory for the copy.
-    """
+    """Free the memory of an error's stack frames, because the next copy of a state needs it."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -33,11 +33,6 @@ log = logging.getLogger(__name__)
 class CheckpointCoordinator:
     """Writes one rank's saves in a thread, one by one; Trinity-RFT has a class of this name.
 
-    Trinity's class uses a Ray actor, the CheckpointMonitor. The actor counts threads, and moves
-    ``latest_state_dict_iteration.txt`` when all registered threads have finished. Here each rank
-    writes a receipt for its own shard, and rank 0 moves the pointer when it has seen the receipts
-    of all ranks. No actor is needed.
-
     Promised: the pointer names a step only when every rank's shard of one save is complete and
     durable. If a save fails on a rank, the next call on that rank and the next call on rank 0 raise
     the error, once each. Not promised: that a save is announced when a call returns;
@@ -51,7 +46,6 @@ class CheckpointCoordinator:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
         settings: only ``save_timeout`` and ``method`` are used. ``method`` must be ``checkpoint``.
         name: the name of the trainer; a job has one trainer.
-        storage: set only by tests.
 
     Raises:
         JobUnavailableError: the job directory is missing or not writable on some rank.
@@ -86,8 +80,6 @@ class CheckpointCoordinator:
         self._hub_names: HubNames | None = None
         self._closed = False
 
-    # -- for trainers --------------------------------------------------------------------
-
     def save_async(
         self,
         name: str,
@@ -95,18 +87,13 @@ class CheckpointCoordinator:
         global_step: int,
         is_state_dict: bool = False,
     ) -> None:
-        """Call ``save_fn`` in the background; announce a state dict once all ranks have written it.
+        """Call ``save_fn`` in the background, when all earlier functions have returned.
 
-        Args:
-            name: a name for messages.
-            save_fn: called when all earlier functions have returned. For a state dict,
-                ``save_fn`` must write this rank's part with ``torch.save`` to
-                ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``. Training must not change
-                the written tensors before ``save_fn`` has returned. The folder exists already. If
-                storage fails for a moment, ``save_fn`` is called again and must start over.
-            global_step: the step.
-            is_state_dict: True to move the pointer to the step once all ranks have written their
-                part; False to announce nothing.
+        With ``is_state_dict``, ``save_fn`` must write this rank's part with ``torch.save`` to
+        ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``, where N is ``global_step``; the
+        folder exists. The pointer moves to the step once all ranks have written. Training must not
+        change the written tensors before ``save_fn`` has returned. If storage fails for a moment,
+        ``save_fn`` is called again and must start over. ``name`` is for messages.
 
         Raises:
             SaveFailedError: an earlier save failed, or this save waited too long for earlier saves.
@@ -138,11 +125,9 @@ class CheckpointCoordinator:
     ) -> None:
         """Copy this rank's part of a model to host memory; a thread writes and announces the copy.
 
-        Args:
-            model: a plain module, or one under DDP, FSDP1, FSDP2 or tensor parallelism. With FSDP1
-                this call is collective.
-            global_step: the step.
-            model_files: on rank 0: functions that write config or tokenizer into the given folder.
+        The ``model`` is plain, or under DDP, FSDP1, FSDP2 or tensor parallelism. With FSDP1 this
+        call is collective. On rank 0, ``model_files`` are functions that write config or tokenizer
+        into the given folder. ``global_step`` is the step.
 
         Raises:
             SaveFailedError: an earlier save failed, or this save waited too long for earlier saves.
@@ -173,11 +158,7 @@ class CheckpointCoordinator:
         queue.raise_failure()
 
     def check_path(self, local_path: str | Path, global_step: int) -> None:
-        """Check that the daemon looks for the step in this folder.
-
-        Args:
-            local_path: the folder of the weights.
-            global_step: the step.
+        """Check that the daemon looks in ``local_path`` for the weights of ``global_step``.
 
         Raises:
             InvalidSettingsError: the daemon looks for the step in another folder.
@@ -225,8 +206,6 @@ class CheckpointCoordinator:
             self.close()
         except SaveFailedError as error:
             log.warning("%s", error)
-
-    # -- internals ----------------------------------------------------------------------------
 
     @property
     def _writer(self) -> RankWriter:

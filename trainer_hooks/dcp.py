@@ -33,27 +33,24 @@ def announce_dcp(
     """Announce a save that ``dcp.save`` has written: move the pointer that the daemon follows.
 
     Call this function on one rank, after all ranks have written: when ``dcp.save`` has returned, or
-    the future of ``dcp.async_save`` has a result. The save is in ``JOB/global_step_N/actor``, or in
-    ``folder`` on the same filesystem. The files of ``folder`` are hard-linked into the job, so
-    nothing is copied, and the trainer may delete its own files later. A linked step counts as a
-    checkpoint. The daemon may delete this step once a newer step is announced.
+    the future of ``dcp.async_save`` has a result. The daemon may delete this step once a newer step
+    is announced.
 
     Promised: the pointer moves by one rename, and only to a folder with a finished DCP save. Not
-    promised: that the daemon can merge the save. If the daemon cannot merge the save, it logs the
-    reason.
+    promised: that the daemon can merge the save; the daemon's log has the reason if it cannot.
 
     Args:
-        job_dir: the job directory. If the job directory has no folder ``.syncd``, this function
-            creates ``.syncd``.
+        job_dir: the job directory; its folder ``.syncd`` is created if it is missing.
         step: the step that was saved.
-        folder: the folder of the save; ``JOB/global_step_N/actor`` by default.
+        folder: the folder of the save on the same filesystem; ``JOB/global_step_N/actor`` by
+            default. The files of another folder are hard-linked into the job. So the trainer may
+            delete its own files later, and the step counts as a checkpoint.
         storage: set only by tests.
 
     Raises:
         SaveNotReadyError: the folder has no finished save.
-        InvalidSettingsError: the folder is on another filesystem, or on a filesystem without hard
-            links. This error is also raised if the step's folder holds weights of another kind,
-            which the daemon would publish instead.
+        InvalidSettingsError: the folder cannot be hard-linked into the job, or the step's folder
+            holds weights of another kind, which the daemon would publish instead.
         JobUnavailableError: the job directory is missing or not writable.
         OSError: storage failed.
     """

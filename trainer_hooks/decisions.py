@@ -41,8 +41,8 @@ class Plan(IntFlag):
     - ``AGAIN``: like ``COMPLETE``, but the weights are written again.
     - ``HUGGING_FACE``: the full checkpoint also gets the full weights. Without ``FULL``, the full
       weights are added to an existing full checkpoint.
-    - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the save is due, but is not made now, because the writer
-      is busy. The save stays due.
+    - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the save is due, and stays due, because the writer is
+      busy.
     - ``BROADCAST``: send the weights to the weight group that rank 0 has opened. In the decision
       after the broadcast, ``BROADCAST`` means that the weights have arrived.
     - ``UNDECIDED``: rank 0 could not decide.
@@ -61,21 +61,14 @@ class Plan(IntFlag):
 
 
 class Decisions:
-    """Sends rank 0's decisions to all ranks of the default process group.
+    """Sends rank 0's decisions to all ranks, through a separate gloo group.
 
-    This class uses a separate gloo group, so it neither delays the training's own messages nor
-    uses an accelerator.
+    The separate group neither delays the training's own messages nor uses an accelerator.
 
     Promised: :meth:`agree` returns the same plan on all ranks. :meth:`agree` is not a barrier: rank
-    0 waits for no rank. The other ranks wait only for rank 0, and for the ranks that forward rank
-    0's message in gloo's tree. If rank 0 has died and its connection is closed, :meth:`agree` fails
-    at once. If the connection is still open, :meth:`agree` fails after the timeout.
-
-    Args:
-        timeout: seconds that the other ranks wait for rank 0.
-
-    Attributes:
-        ranks: all ranks; callers use this object for other communication between ranks.
+    0 waits for no rank. The other ranks wait for rank 0, and for the ranks that forward its message
+    in gloo's tree. If rank 0 has died, :meth:`agree` fails at once, or after ``timeout`` seconds if
+    the connection is still open.
     """
 
     def __init__(self, *, timeout: float) -> None:
@@ -89,10 +82,7 @@ class Decisions:
         self._sent: list[tuple[Any, torch.Tensor]] = []
 
     def agree(self, decide: Callable[[], Plan]) -> Plan:
-        """Return rank 0's decision on all ranks.
-
-        Args:
-            decide: called only on rank 0.
+        """Return rank 0's decision on all ranks; ``decide`` is called only on rank 0.
 
         Raises:
             SaveFailedError: on ranks other than 0, if rank 0 could not decide or sent no decision.
@@ -120,13 +110,7 @@ class Decisions:
         return plan
 
     def wait_until_sent(self, timeout: float) -> None:
-        """On rank 0, wait until all decisions are sent.
-
-        If rank 0's process ended before all decisions were sent, the other ranks would fail.
-
-        Args:
-            timeout: seconds to wait for each decision. After this time a warning is logged.
-        """
+        """On rank 0, wait until all decisions are sent; warn if one takes ``timeout`` seconds."""
         for work, _ in self._sent:
             try:
                 work.wait(timedelta(seconds=min(timeout, _LONGEST)))
@@ -135,17 +119,11 @@ class Decisions:
         self._sent = []
 
     def meet(self, name: str, *, timeout: float) -> str | None:
-        """Wait until all ranks have called this method: a barrier with a timeout.
+        """Wait until all ranks have called this method; return None, or the reason of a failure.
 
-        This method uses the store of the process group. The first outcome in the store counts for
-        all ranks, so no rank enters a collective if another rank has stopped waiting.
-
-        Args:
-            name: the name of this barrier; use each name only once.
-            timeout: seconds that this rank waits for the other ranks.
-
-        Returns:
-            None if all ranks have called this method; otherwise the reason of the failure, as text.
+        Each rank waits ``timeout`` seconds. The first outcome in the store of the process group
+        counts for all ranks, so no rank enters a collective if another rank has stopped waiting.
+        Use each ``name`` only once.
         """
         if self._has_lost_its_group():
             return "the process group was destroyed before the call"
@@ -170,7 +148,6 @@ class Decisions:
             log.debug("cannot tell the other ranks that this rank %s: %s", why, error)
 
     def _meet(self, name: str, end: float, timeout: float) -> str:
-        """Record that this rank has arrived, and wait for the outcome of the barrier."""
         store, rank, world_size = self._store(name), self.ranks.rank, self.ranks.world_size
         store.set(f"{rank}", "")
         if store.add("come", 1) == world_size:

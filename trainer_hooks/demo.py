@@ -47,7 +47,6 @@ def main() -> None:
     stalls: list[float] = []
     losses: list[float] = []
     settings = SyncSettings(save_interval=max(1, given.steps // 2))
-    # Each step must be seen, even if steps are fast.
     saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
     with TrainerHook(
         given.job, model, optimizer=optimizer, settings=settings, saving=saving
@@ -64,7 +63,6 @@ def main() -> None:
             model.tokens_seen += tokens.numel() * given.world_size
             metrics = hook.after_step(step)
             stalls.append(metrics["time/stall"])
-            # The rest of a step of reinforcement learning: rewards, advantages, more batches.
             time.sleep(max(0.0, given.step_seconds - (time.monotonic() - begun)))
     truth = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()

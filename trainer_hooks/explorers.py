@@ -32,17 +32,8 @@ class Explorers:
     """Calls rank 0's Synchronizer so that storage errors do not end the training.
 
     Only :meth:`begin_save` raises storage errors, because a save must not be written if its
-    beginning was not announced. The other methods log storage errors, and the next call of a method
-    tries again. A request that cannot be read is ignored.
-
-    Args:
-        synchronizer: a registered synchronizer; its status is set to running.
-
-    Attributes:
-        synchronizer: the synchronizer; its own methods raise storage errors.
-
-    Raises:
-        OSError: the status cannot be written.
+    beginning was not announced. The other methods log storage errors, and the next call tries
+    again. A request that cannot be read is ignored. The constructor sets the status to running.
     """
 
     def __init__(self, synchronizer: TrainerSynchronizer) -> None:
@@ -53,10 +44,7 @@ class Explorers:
     def decide(
         self, settings: SyncSettings, *, step: int, last_sync_step: int | None, waiting: bool
     ) -> TrainerDecision:
-        """Decide whether to sync, by settings and requests.
-
-        Tell explorers if no new weights will come.
-        """
+        """Decide whether to sync; tell explorers if no new weights will come."""
         requested = on_its_way = False
         if settings.style is SyncStyle.EXPLORER_DRIVEN:
             asked = self._tried(self.synchronizer.explorer_requires_sync)
@@ -94,8 +82,6 @@ class Explorers:
     def say_nothing_new(self) -> None:
         """Tell waiting explorers that they already have the newest weights."""
         self._tried(self.synchronizer.notify_no_new_model_state_dict)
-
-    # -- broadcasts ------------------------------------------------------------------------------
 
     def takers(self) -> Takers | None:
         """The explorers that take broadcasts; None if storage fails now."""
@@ -143,8 +129,6 @@ class Explorers:
         """Tell explorers that the weights of a step come as files, not by a broadcast."""
         self._tried(lambda: self.synchronizer.goes_by_files(step))
 
-    # -- back-pressure, and the end ----------------------------------------------------------------
-
     def wait_for_slowest(self) -> None:
         """Wait while the slowest explorer lags by more than the settings allow."""
         self._tried(self.synchronizer.wait_for_explorers)
@@ -155,7 +139,6 @@ class Explorers:
         self.synchronizer.close()
 
     def _tried(self, work: Callable[[], T]) -> T | None:
-        """Return the result of ``work``. If storage fails, log the error and return None."""
         if self._closed:
             return None  # a late save has ended; another trainer may have the name by now
         try:

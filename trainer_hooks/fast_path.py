@@ -1,7 +1,4 @@
-"""The trainer's broadcasts (method ``nccl``): choose which syncs to broadcast, and send them.
-
-A sync that is not broadcast is saved as files.
-"""
+"""The trainer's broadcasts (method ``nccl``). A sync that is not broadcast is saved as files."""
 
 from __future__ import annotations
 
@@ -54,12 +51,8 @@ class Way(Enum):
 class Cadence:
     """Counts syncs, to decide which to broadcast and which to save as files.
 
-    After n failed broadcasts in a row, the next 2**(n-1) - 1 syncs, at most 15, are not broadcast
-    but saved as files.
-
-    Args:
-        checkpoint_every: at least one of this many successive syncs is saved as files, even if all
-            of these syncs were broadcast.
+    After n failed broadcasts in a row, the next 2**(n-1) - 1 syncs, at most 15, are saved as files.
+    Of ``checkpoint_every`` successive syncs, at least one is saved, even if it was broadcast.
     """
 
     def __init__(self, checkpoint_every: int) -> None:
@@ -75,10 +68,7 @@ class Cadence:
         return self._passed is None or self._passed + 1 >= self._checkpoint_every
 
     def may_try(self) -> bool:
-        """Whether to try to broadcast this sync; False during the back-off after a failure.
-
-        Each call that returns False shortens the back-off by one sync.
-        """
+        """Whether to try to broadcast this sync; each False shortens the back-off by one sync."""
         if not self._not_tried:
             return True
         self._not_tried -= 1
@@ -112,16 +102,8 @@ class TrainerBroadcasts:
     logged once with its reason. The step is saved as files. Not promised: that training continues
     if a collective of the trainer's own ranks fails.
 
-    Args:
-        model: the model to send.
-        settings: the settings of the job.
-        explorers: on rank 0, the communication with explorers; None on other ranks.
-        cast: the dtype to which floating tensors are cast; None to keep the model's dtypes.
-
-    Attributes:
-        cadence: rank 0's count of syncs, by which rank 0 chooses what to broadcast.
-        broadcasts: the number of broadcasts that succeeded, as far as this rank knows.
-        failures: the number of broadcasts that failed, as far as this rank knows.
+    Each rank counts the ``broadcasts`` and ``failures`` that it knows of. Only rank 0 has
+    ``explorers``.
     """
 
     def __init__(
@@ -175,9 +157,7 @@ class TrainerBroadcasts:
     def send(self, step: int) -> bool:
         """Send the weights. Collective: call it on all ranks, after :meth:`open` on rank 0.
 
-        Returns:
-            On rank 0, whether the weights have arrived at all explorers that take part. Ignore the
-            value on other ranks.
+        On rank 0, return whether the weights have arrived at all explorers that take part.
 
         Raises:
             OutOfStepError: a gathering failed, perhaps only on this rank. The ranks may be in
@@ -232,8 +212,7 @@ class Sent(NamedTuple):
     """The result of one transfer.
 
     Attributes:
-        nbytes: the bytes of all tensors.
-        buckets: the number of broadcasts.
+        buckets: the number of broadcasts; 0 on ranks other than 0.
         seconds: the time from the first gathering until all receivers have confirmed.
         nonfinite: on rank 0, the tensors that hold NaN or Inf; empty on other ranks.
     """
@@ -247,27 +226,21 @@ class Sent(NamedTuple):
 class WeightSender:
     """Sends a model to the weight group, with the tensors and names of a published version.
 
-    Each tensor is gathered from all ranks while earlier tensors are sent. Large tensors are sent
-    from the gathered memory, or from the model's own memory; small tensors are packed together.
+    Large tensors are sent from the gathered memory, or from the model's own memory; small tensors
+    are packed together. LoRA adapters are not supported: they are saved as files.
 
     Promised:
 
     - The model is sent as it is during :meth:`send`.
     - In addition to its part of the model, rank 0 has at most two buckets and one whole tensor in
-      memory.
+      memory, and with ``cast`` a cast copy of the tensors that are being sent.
     - The other ranks have one whole tensor in memory for a moment, because torch gathers to all
       ranks. With FSDP1 every rank also has a copy of its part of the model.
     - No rank waits in a collective that another rank has left: if the weight group fails, the
       remaining tensors are still gathered.
 
-    Not supported: LoRA adapters, which are saved as files.
-
-    Args:
-        model: the trainer's model, in its wrappers.
-        bucket_bytes: the largest number of bytes in one broadcast.
-        digests: whether receivers check each bucket; by default only if the group is on the CPU.
-        cast: the dtype to which floating tensors are cast; None to keep the model's dtypes.
-            Rank 0 has a cast copy of the tensors that are being sent.
+    By default receivers check the ``digests`` of buckets only if the group is on the CPU. With
+    ``cast`` None the model's dtypes are kept.
     """
 
     def __init__(
@@ -286,22 +259,15 @@ class WeightSender:
 
     @torch.no_grad()
     def send(self, group: WeightGroup | None) -> Sent:
-        """Send the model as it is now. Collective: call it on all ranks of the trainer.
-
-        Args:
-            group: on rank 0 the weight group; None on all other ranks.
-
-        Returns:
-            The measurements; on ranks other than 0, ``buckets`` is 0.
+        """Send the model as it is now. Collective: call it on all ranks; only rank 0 has the group.
 
         Raises:
-            BroadcastError: some receivers may lack the weights. Only rank 0 raises this error.
-                Leave the group, because the group cannot be used again.
-            SaveFailedError: the ranks' tensors differ, or a tensor cannot be sent. All ranks raise
-                this error. Leave the group.
-            Exception: a gathering failed, perhaps only on this rank, for example for lack of
-                memory. The other ranks may still wait in that collective, and would mistake this
-                rank's next collective for the failed collective.
+            BroadcastError: some receivers may lack the weights; raised only on rank 0. Leave the
+                group.
+            SaveFailedError: the ranks' tensors differ, or a tensor cannot be sent; raised on all
+                ranks. Leave the group.
+            Exception: a gathering failed, perhaps only on this rank. The other ranks may still wait
+                in that collective, and would mistake this rank's next collective for it.
         """
         begun = time.monotonic()
         ranks = Ranks()
@@ -368,6 +334,5 @@ def _gather(
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """The device that holds the weights."""
     devices = (parameter.device for parameter in model.parameters())
     return next((one for one in devices if one.type != "meta"), torch.device("cpu"))

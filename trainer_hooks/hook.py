@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A broadcast takes at most this many broadcast_timeouts: until all are ready, to meet, to
-#: transfer.
+#: The broadcast_timeouts in one broadcast: until all are ready, to meet, to transfer.
 _BROADCAST_WAITS: Final = 3
 #: Torch's default limit in seconds of one rank's wait for another; rank 0 may also need that long.
 _TORCH_TIMEOUT: Final = 1800.0
@@ -48,14 +47,12 @@ class TrainerHook:
     - If a save fails, the next call does its own work, and then raises the error of the failed save
       once. The error names the step. If you catch the error, training can continue.
 
-    Not promised:
+    Not promised: that a save is announced when ``after_step`` returns (:meth:`close` and
+    ``block_until_saved`` wait for this), or that it is announced if one of its ranks has died.
 
-    - That a save is announced when ``after_step`` returns. :meth:`close` and ``block_until_saved``
-      wait for the announcement.
-    - That a save is announced if one of its ranks has died.
-
-    Construct the hook on every rank, and call its methods on every rank in the same order. The same
-    order is necessary because rank 0 decides for all ranks, and a gathering needs all ranks.
+    Construct the hook on every rank, and call its methods on every rank in the same order with the
+    same steps. Rank 0 decides for all ranks, and a gathering needs all ranks. The methods return
+    metrics in seconds, bytes and counts; ``docs/trainer.md`` lists them.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
@@ -63,22 +60,19 @@ class TrainerHook:
             are saved without the base model, or merged into the weights (``SaveSettings.lora``).
         optimizer, scheduler: saved in full checkpoints.
         tokenizer: its files and those of ``model.config`` become part of each version.
-        settings: when to sync and when to save; the same on all ranks.
-        saving: how saves are written and kept; the same on all ranks.
+        settings, saving: when to sync and save, and how; the same on all ranks.
         memory_dir: a second job directory for syncs, on a memory filesystem of rank 0's host; only
             with method ``memory``. Full checkpoints stay in ``job_dir``.
         critic, critic_optimizer: another model of this trainer, saved in full checkpoints.
         user_state: called at each full checkpoint on each rank. Returns any other state that
             resuming needs, as tensors, numbers, text and nestings of these.
         name: the name of the trainer; a job has one trainer.
-        storage: set only by tests.
 
     Raises:
         JobUnavailableError: the job directory is missing or not writable on some rank.
         NoRoomError: the disk of the job directory is full.
         NameTakenError: another trainer works in this job. The check may take one lease time.
-        InvalidSettingsError: this hook does not support the method, or settings contradict each
-            other.
+        InvalidSettingsError: the method is not supported, or settings contradict each other.
     """
 
     def __init__(
@@ -157,8 +151,6 @@ class TrainerHook:
         self._closed = False
         self._has_ended = False
 
-    # -- for the training loop --------------------------------------------------------------
-
     @property
     def synchronizer(self) -> TrainerSynchronizer | None:
         """On rank 0, the synchronizer of this hook; None on the other ranks.
@@ -166,20 +158,13 @@ class TrainerHook:
         Use it to store and load states (``save_state``, ``load_state``), to list the participants
         (``modules``, ``get_explorer_status_counts``), and to see if an explorer requests a sync
         (``explorer_requires_sync``). The hook itself announces saves, answers requests, and sets
-        the status. Call the synchronizer's methods only on rank 0. Unlike the hook's methods, the
-        synchronizer's methods raise if storage fails.
+        the status. Unlike the hook's methods, the synchronizer's methods raise if storage fails.
         """
         explorers = self._job.explorers
         return None if explorers is None else explorers.synchronizer
 
     def after_step(self, step: int) -> dict[str, float]:
-        """Sync the step, or make a full checkpoint, or do both or nothing, as the settings say.
-
-        Args:
-            step: the step that the model has just finished; the same on all ranks.
-
-        Returns:
-            Metrics, in seconds, bytes and counts; ``docs/trainer.md`` lists them.
+        """Sync the finished step, make a full checkpoint, or both or nothing, as the settings say.
 
         Raises:
             InvalidSettingsError: the step is not a whole number.
@@ -202,9 +187,6 @@ class TrainerHook:
         Call this method equally often on all ranks, and between the same steps. This method never
         makes a full checkpoint.
 
-        Returns:
-            Metrics, as :meth:`after_step` returns them.
-
         Raises:
             SaveFailedError: an earlier save failed, or the hook is closed.
             OutOfStepError: a collective failed in a broadcast; end this training.
@@ -215,9 +197,6 @@ class TrainerHook:
 
     def save_state_dict(self, step: int) -> dict[str, float]:
         """Sync now, even if no sync is due; do nothing if the step is already synced.
-
-        Returns:
-            Metrics, as :meth:`after_step` returns them.
 
         Raises:
             InvalidSettingsError: the step is not a whole number.
@@ -232,20 +211,12 @@ class TrainerHook:
     def save_checkpoint(
         self, step: int, *, block_until_saved: bool = False, save_as_hf: bool | None = None
     ) -> dict[str, float]:
-        """Make a full checkpoint now; do nothing if this step already has one.
+        """Make the finished step a full checkpoint now; do nothing if it already is one.
 
-        If this step was already synced, the sync's save becomes the full checkpoint, so the
-        weights are not written again.
-
-        Args:
-            step: the step that the model has just finished.
-            block_until_saved: whether to wait until the checkpoint is announced (on rank 0) or
-                written (on other ranks).
-            save_as_hf: whether to add the full weights as a Hugging Face model; None to use
-                ``SaveSettings.save_as_hf``.
-
-        Returns:
-            Metrics, as :meth:`after_step` returns them.
+        If this step was already synced, its weights are not written again. ``block_until_saved``
+        waits until the checkpoint is announced (on rank 0) or written (on other ranks).
+        ``save_as_hf`` adds the full weights as a Hugging Face model; None to use
+        ``SaveSettings.save_as_hf``.
 
         Raises:
             InvalidSettingsError: the step is not a whole number.
@@ -265,18 +236,17 @@ class TrainerHook:
     def close(self) -> None:
         """Save the last step, wait for unfinished saves, and report that this trainer has stopped.
 
-        Collective: call it on all ranks, before the process group is destroyed. If explorers have
-        the last step's weights only by a broadcast, or not at all, the weights are saved as files
-        now (``SaveSettings.final``). If full checkpoints are made (``save_interval``, or
-        ``save_as_hf = last``), the last step becomes a full checkpoint too. The model is saved as
-        it is now, under the number of the last step.
+        Collective: call it on all ranks, before the process group is destroyed. If explorers do not
+        have the last step's weights as files, the weights are saved now (``SaveSettings.final``).
+        If full checkpoints are made (``save_interval``, or ``save_as_hf = last``), the last step
+        becomes one too. The model is saved as it is now, under the number of the last step.
 
         If a rank does not close within the ``save_timeout``, the other ranks log a warning and make
         no last save. After that, each rank waits at most twice the ``save_timeout`` for each
         unfinished save. If ranks write one at a time, this limit is multiplied by the number of
-        ranks. You can call this method twice. In a forked process this method does nothing. Do not
-        call this method in a signal handler, because the signal may interrupt an optimizer step:
-        raise ``SystemExit`` there instead.
+        ranks. A second call, or a call in a forked process, does nothing. Do not call this method
+        in a signal handler, because the signal may interrupt an optimizer step: raise
+        ``SystemExit`` there instead.
 
         Raises:
             SaveFailedError: the last save failed, or was given up because it took too long.
@@ -314,8 +284,6 @@ class TrainerHook:
         for error in self._end():
             log.warning("%s", error)
 
-    # -- internals ------------------------------------------------------------------------------
-
     def _begins_to_close(self) -> bool:
         """Return True on the first call; always False in a forked process."""
         if self._closed or os.getpid() != self._pid:
@@ -324,13 +292,11 @@ class TrainerHook:
         return True
 
     def _begun(self) -> float:
-        """Return the start time of a call; raise if the hook is closed."""
         if self._has_ended:
             raise SaveFailedError("this hook is closed and cannot save. Make a new hook")
         return time.monotonic()
 
     def _carry_out(self, plan: Plan, step: int | None) -> dict[str, float]:
-        """Carry out a plan; returns the seconds that training waited for each action."""
         metrics: dict[str, float] = {}
         if step is None or not plan:
             return metrics
@@ -359,7 +325,6 @@ class TrainerHook:
         return metrics
 
     def _told(self, metrics: dict[str, float], begun: float) -> dict[str, float]:
-        """Complete the metrics of a call, or raise the error of a save that failed meanwhile."""
         self._queue.raise_failure()
         written = self._queue.thread.take_written()
         if written is not None:
@@ -375,7 +340,6 @@ class TrainerHook:
         return metrics
 
     def _end(self) -> list[SaveFailedError]:
-        """Wait for unfinished saves, and report that this trainer has stopped; return errors."""
         self._has_ended = True
         errors = self._queue.close(self._job.stop_waiting)
         if self._fast_path is not None:

@@ -24,8 +24,7 @@ class Begun(NamedTuple):
     Attributes:
         sync: the save for explorers; None if ``full`` is also for explorers, or nothing is synced.
         full: the full checkpoint; None if none is made.
-        hugging_face: the full checkpoint that gets the full weights; None if no checkpoint gets
-            full weights.
+        hugging_face: the full checkpoint that gets the full weights; None if none does.
     """
 
     sync: SaveId | None = None
@@ -43,18 +42,13 @@ class Planner:
     - the trainer limits the lag of explorers,
     - the trainer waits for data, and an explorer may have missed a broadcast.
 
+    Methods that need rank 0's decision raise a SaveFailedError if rank 0 sent none.
+
     Args:
-        decisions: sends rank 0's decisions to the other ranks.
-        settings: when to sync and when to save.
-        saving: how saves are written and kept.
-        run_id: the run id in all save ids.
         one_save: whether a sync and a full checkpoint of the same step are one save; False with a
             memory folder.
         explorers: on rank 0, the communication with explorers; None on other ranks.
         fast_path: the broadcasts, for method ``nccl``; None for other methods.
-        thread: the writing thread; rank 0 checks whether it is busy.
-        progress: the outcome of earlier saves.
-        are_weights_there: called on rank 0; returns True if an announced save has all its weights.
         patience: seconds that rank 0 waits for unfinished saves before it decides whether a full
             checkpoint extends an existing save.
 
@@ -97,20 +91,11 @@ class Planner:
         self._hugging_face: SaveId | None = None
         self._owed = Plan.NOTHING
         self._counter = 0
-        #: The last broadcast, successful or not, whose step is not saved yet: its save gets the
-        #: same id.
+        #: The last broadcast, successful or not, until its step is saved: the save gets its id.
         self._sent: SaveId | None = None
 
     def by_policy(self, step: int | None, *, waiting: bool) -> Plan:
-        """Plan by settings and explorers' requests, after a step or while waiting for data.
-
-        Args:
-            step: the last finished step; None before the first step.
-            waiting: whether the trainer waits for data.
-
-        Raises:
-            SaveFailedError: rank 0 sent no decision.
-        """
+        """Plan by policy after ``step`` (None before the first step), or while waiting for data."""
         driven = self._settings.style is SyncStyle.EXPLORER_DRIVEN
         due = Plan.NOTHING if step is None else self._due(step, waiting=waiting)
         if not (driven or due or (waiting and self._may_leave_some_behind)):
@@ -120,11 +105,8 @@ class Planner:
     def wait_for_explorers(self) -> None:
         """Wait while the slowest explorer lags by more than the settings allow.
 
-        Rank 0 checks the explorers. The other ranks wait for rank 0's message. They do not wait
-        in a collective of the training, whose timeout could end before this wait.
-
-        Raises:
-            SaveFailedError: rank 0 sent no decision.
+        The other ranks wait for rank 0's message, and not in a collective of the training, whose
+        timeout could end before this wait.
         """
 
         def wait() -> Plan:
@@ -145,15 +127,7 @@ class Planner:
     def at_close(self, step: int | None) -> Plan:
         """Plan the last save, so that the last step is not lost. Collective.
 
-        Args:
-            step: the last finished step; None if no step was finished.
-
-        Returns:
-            The plan. If some rank does not call this method within the ``save_timeout``, the plan
-            is ``NOTHING``, and a warning is logged.
-
-        Raises:
-            SaveFailedError: rank 0 sent no decision.
+        If some rank does not call this method within the ``save_timeout``, the plan is ``NOTHING``.
         """
         if step is None or not (self._saving.final or self._ends_with_full):
             return Plan.NOTHING
@@ -202,23 +176,12 @@ class Planner:
         return self._sent
 
     def after_broadcast(self, plan: Plan, sent: SaveId, *, arrived: bool) -> Plan:
-        """Return a plan's remaining actions, after the broadcast has ended.
-
-        Args:
-            plan: the plan.
-            sent: the id of the broadcast.
-            arrived: on rank 0, whether all receivers have the weights; ignored on other ranks.
-
-        Raises:
-            SaveFailedError: rank 0 sent no decision.
-        """
+        """Return a plan's remaining actions after a broadcast; only rank 0's ``arrived`` counts."""
         word = self._decisions.agree(lambda: self._after_broadcast(plan, sent.step, arrived))
         if word & Plan.BROADCAST:
             self.last_sync = sent
             self._owed &= ~Plan.SYNC
         return (plan | word) & ~Plan.BROADCAST
-
-    # -- on all ranks --------------------------------------------------------------------------
 
     def _due(self, step: int, *, waiting: bool) -> Plan:
         """The actions that are due by the settings alone, or were skipped and are still due."""
@@ -234,7 +197,6 @@ class Planner:
 
     @property
     def _ends_with_full(self) -> bool:
-        """Whether to make the last step a full checkpoint."""
         return bool(self._settings.save_interval) or self._saving.save_as_hf is SaveAsHf.LAST
 
     @property
@@ -247,7 +209,6 @@ class Planner:
         return None if self.last_sync is None else self.last_sync.step
 
     def _goes_to_explorers(self, save_id: SaveId) -> SaveId:
-        """Record a save as the newest save that explorers get as files."""
         self.synced = self.last_sync = save_id
         if self._fast_path is not None:
             self._fast_path.cadence.saved(save_id.step)
@@ -269,7 +230,6 @@ class Planner:
     # -- on rank 0 ---------------------------------------------------------------------------------
 
     def _decide(self, step: int | None, due: Plan, *, waiting: bool) -> Plan:
-        """Choose from the actions that are due and the actions that explorers request."""
         if self._explorers_want(step, waiting=waiting):
             due |= Plan.SYNC
         if step is None:
@@ -291,8 +251,7 @@ class Planner:
     def _is_missed(self) -> bool:
         """Whether the last sync was only broadcast, and a stale explorer missed the broadcast.
 
-        This explorer waits for the next sync, while the trainer waits for the explorer's data. So
-        the trainer must sync now.
+        This explorer waits for the next sync, while the trainer waits for its data.
         """
         sent = self.last_sync
         return (
@@ -304,13 +263,7 @@ class Planner:
         )
 
     def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:
-        """Choose a broadcast, files or nothing for a due sync.
-
-        Args:
-            step: the step.
-            is_saved: whether the sync's save is also a full checkpoint, which is written in any
-                case.
-        """
+        """Choose a broadcast, files or nothing; with ``is_saved``, files are written anyway."""
         if self._fast_path is None:
             return self._by_files(is_saved=is_saved)
         if self._fast_path.has_arrived(self.last_sync, step):
@@ -325,7 +278,6 @@ class Planner:
         return self._by_files(is_saved=is_saved or way is Way.FALLBACK)
 
     def _nothing_new(self) -> Plan:
-        """Tell explorers that no new weights come, because explorers have this step already."""
         if self._explorers is not None:
             self._explorers.say_nothing_new()
         return Plan.NOTHING

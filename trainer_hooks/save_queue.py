@@ -41,11 +41,7 @@ class SaveQueue:
     Args:
         patience: the longest wait for one save, in seconds. :meth:`wait` waits for two saves, so
             it may take twice as long.
-        progress: records failures.
         begin_save: called with the step, in the writing thread, before the first byte is written.
-
-    Attributes:
-        thread: the writing thread.
     """
 
     def __init__(
@@ -76,11 +72,9 @@ class SaveQueue:
         """Queue a save to be written. The buffers are free again when the save has ended."""
 
         def work() -> int:
-            """Write the save, in the thread, so that training does not wait for storage."""
             try:
                 try:
-                    # A resumed trainer may write again at a step whose old files the pruner must
-                    # not take.
+                    # A resumed trainer may write a step whose old files the pruner must not take.
                     writer.again(save_id, lambda: self._begin_save(save_id.step))
                 except BaseException:
                     writer.say_failed(save_id)
@@ -132,13 +126,9 @@ class SaveQueue:
             raise error
 
     def close(self, stop_waiting: Callable[[], None]) -> list[SaveFailedError]:
-        """Wait for unfinished saves, and end the thread.
+        """Wait for unfinished saves, and end the thread; return the errors, the oldest first.
 
-        Args:
-            stop_waiting: called if the saves take too long; ends the wait for other ranks.
-
-        Returns:
-            The errors, the oldest first.
+        ``stop_waiting`` is called if the saves take too long; it ends the wait for other ranks.
         """
         left = self.thread.close(timeout=self._patience)
         if left:

@@ -43,12 +43,7 @@ class Trained:
     """The trained objects that a save contains.
 
     Attributes:
-        model: the actor.
-        optimizer, scheduler: the optimizer and the scheduler of the actor.
         critic, critic_optimizer: another model, saved only in full checkpoints.
-        user_state: called at each full checkpoint; returns this rank's other state for resuming.
-        model_files: on rank 0: functions that write config and tokenizer into a folder.
-        lora: the weights that explorers get from a model with PEFT adapters.
         sync_dtype: the dtype that explorers' weights are cast to; None to keep their dtype.
         base_vocabulary: for a model with PEFT adapters, the number of tokens of the base model;
             None if it is unknown.
@@ -72,12 +67,6 @@ class Saver:
     Promised: the state is written as it was during :meth:`begin`, even if training changes it
     later. At most two copies of this rank's part of the model exist. Not promised: that anything
     is written when :meth:`begin` returns.
-
-    Args:
-        trained: the objects to save.
-        rank: this rank.
-        queue: the queue of the writing thread.
-        progress: records whether full weights were added to a checkpoint.
     """
 
     def __init__(
@@ -149,8 +138,6 @@ class Saver:
 
         self._queue.thread.submit(save_id.step, work)
 
-    # -- copying --------------------------------------------------------------------------
-
     def _contents(
         self, place: SaveFolder, step: int, plan: Plan, buffers: HostBuffers | None
     ) -> RankContents:
@@ -217,7 +204,6 @@ class Saver:
     def _name_map(
         self, state: Mapping[str, Any], peft: PeftState | None
     ) -> tuple[Callable[[Path], object], ...]:
-        """A function that writes the file with the names that inference servers know."""
         if peft is None:
             return self._hub_names.writers(state)
         return self._hub_names.writers(peft.merged()[0], peft.base_model)
@@ -245,7 +231,6 @@ class Saver:
     def _full(
         self, state: Mapping[str, Any], peft: PeftState | None, cast: SyncDtype | None = None
     ) -> OneFile:
-        """The full model, with its adapters merged."""
         tied = ties_embeddings(unwrapped(self._trained.model))
         if peft is None:
             return OneFile(state, tied=tied, cast=cast)
@@ -253,7 +238,6 @@ class Saver:
         return OneFile(merged, derived, tied=tied, cast=cast)
 
     def _rest(self) -> dict[str, Any]:
-        """The other state needed to resume, copied to host memory that is freed after the save."""
         trained = self._trained
         rest: dict[str, Any] = {}
         if trained.optimizer is not None:

@@ -58,28 +58,25 @@ class SaveSettings:
         layout: ``sharded``: each rank writes its own file, and nothing is gathered. ``full``: rank
             0 gathers the weights into one safetensors file, tensor by tensor, while training waits.
         when_busy_sync: the treatment of a sync that is due while the previous save is still being
-            written. ``skip``: nothing is copied, and the sync is counted as skipped. The sync stays
-            due until a step at which the writer is free. ``wait``: training waits if two saves are
+            written. ``skip``: nothing is copied, and the sync is counted as skipped. It stays due
+            until a step at which the writer is free. ``wait``: training waits if two saves are
             unfinished.
         when_busy_full: like ``when_busy_sync``, but for full checkpoints.
         save_as_hf: which full checkpoints also have the full weights in ``actor/huggingface/``.
         max_to_keep: how many of the newest full checkpoints to keep; 0 = all.
         keep_every: also keep full checkpoints of steps that are multiples of this number; 0 = none.
         write_concurrency: how many ranks write at a time, for storage that collapses if all ranks
-            write at once. ``per_node``: one rank on each host. ``one_at_a_time``: one rank at a
-            time, in rank order.
+            write at once. ``per_node``: one rank on each host. ``one_at_a_time``: in rank order.
         lora: the weights that explorers get from a model with PEFT adapters. ``adapter``: only the
             active adapter, in ``actor/lora_adapter/``. ``merged``: the full model with the adapter
             merged into it. ``auto``: the adapter if nothing else is trained, otherwise ``merged``.
-            The adapter or the merged model is gathered on rank 0 while training waits; ``layout``
-            is ignored.
+            Rank 0 gathers these weights while training waits; ``layout`` is ignored.
         sync_dtype: the dtype to which floating tensors are cast for explorers; None to keep the
-            model's dtypes. The cast runs on the device during the copy, and gives the same bits as
-            ``Tensor.to``. Integers, bool and fp8 are not cast. Full checkpoints also keep the
-            weights in the model's dtype, and training resumes only from those weights.
+            model's dtypes. The cast gives the same bits as ``Tensor.to``. Integers, bool and fp8
+            are not cast. Full checkpoints also keep the weights in the model's dtype, and training
+            resumes only from those weights.
         final: whether ``close`` saves the last step's weights as files, if they were not saved as
-            files before. Set ``final`` to ``False`` if the model no longer has these weights when
-            ``close`` is called.
+            files before. Set it to False if the model no longer has these weights then.
 
     Raises:
         InvalidSettingsError: a value is out of range, or not one of the choices.
@@ -100,7 +97,6 @@ class SaveSettings:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, StrEnum):
-                # Frozen for all but its own beginning.
                 object.__setattr__(
                     self, field.name, _choice(field.name, type(field.default), value)
                 )

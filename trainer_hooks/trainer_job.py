@@ -31,13 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveFolder:
-    """A folder for saves.
-
-    Attributes:
-        job: the job directory, or the memory folder.
-        writer: writes this rank's files; None if this rank writes nothing into this folder.
-        weights: the layout of the weights in this folder.
-    """
+    """A folder for saves. ``writer`` is None if this rank writes nothing into it."""
 
     job: Job
     writer: RankWriter | None
@@ -48,22 +42,8 @@ class TrainerJob:
     """The resources that a rank opens to save.
 
     Promised: if the constructor fails on one rank, it raises an error on all ranks, and releases
-    the trainer's name.
-
-    Args:
-        job_dir, memory_dir: the folders.
-        name: the trainer's name.
-        ranks: all ranks of the trainer.
-        settings: when to sync and when to save.
-        saving: how saves are written and kept.
-        progress: records announcements.
-        storage: set only by tests.
-
-    Attributes:
-        run_id: the id of this run of the trainer; the same on all ranks.
-        place: the job directory.
-        memory: the memory folder; None if there is none.
-        explorers: on rank 0, the communication with explorers; None on other ranks.
+    the trainer's name. ``run_id`` is the same on all ranks. ``explorers`` is None on ranks other
+    than 0.
 
     Raises:
         JobUnavailableError: a folder is missing or not writable on some rank.
@@ -117,10 +97,8 @@ class TrainerJob:
             self.explorers.close()
 
     def _open(self, root: Path, storage: Storage | None) -> SaveFolder:
-        """The job directory, opened for this rank's writes."""
         job = Job.at(root.absolute(), storage)
         job.open()
-        # Nothing was changed yet in an existing job: it may be mounted read-only.
         job.storage.refresh(job.layout.root)
         gathers = self._settings.method is SyncMethod.MEMORY and not self._in_memory
         writer = RankWriter(
@@ -159,7 +137,6 @@ class TrainerJob:
         run_id: str,
         storage: Storage | None,
     ) -> Explorers:
-        """Register as the job's only trainer, with status running."""
         synchronizer = TrainerSynchronizer(
             job_dir,
             name,
@@ -182,24 +159,17 @@ class TrainerJob:
         return self._ranks.of_first(lambda: base_vocabulary(unwrapped(model)))
 
     def begin_save(self, step: int) -> None:
-        """On rank 0: announce that a save begins, before its first byte is written.
-
-        Raises:
-            OSError: storage failed.
-            NameTakenError: another trainer works in this job.
-        """
+        """On rank 0: announce that a save begins, before its first byte is written."""
         if self.explorers is not None:
             self.explorers.begin_save(step)
 
     def _weights_announced(self, save_id: SaveId) -> None:
-        """Called in rank 0's thread when the pointer that explorers follow names the save."""
         if self.explorers is not None:
             self.explorers.weights_announced(save_id.step)
         # Only now: before, explorers that asked for this save could be told that nothing comes.
         self._progress.announced(save_id)
 
     def _checkpoint_announced(self, save_id: SaveId) -> None:
-        """Retire older checkpoints after a new announcement. Runs in rank 0's writing thread."""
         self._progress.checkpointed(save_id)
         try:
             retire_old(
@@ -231,7 +201,7 @@ class TrainerJob:
 
 
 def _nothing(_: SaveId) -> None:
-    """Do nothing: explorers do not follow this folder."""
+    pass
 
 
 def served(settings: SyncSettings, model: nn.Module, memory_dir: str | Path | None) -> SyncSettings:

@@ -36,13 +36,7 @@ _HASHED: Final = 16 * 1024 * 1024
 
 
 class _Sending(NamedTuple):
-    """A bucket that is being sent.
-
-    Attributes:
-        memory: the memory of the bucket; kept until the bucket is sent.
-        is_buffer: whether later buckets reuse this memory.
-        broadcasting: the handle to wait for.
-    """
+    """A bucket that is being sent. If ``is_buffer``, later buckets reuse its memory."""
 
     memory: Tensor
     is_buffer: bool
@@ -52,16 +46,8 @@ class _Sending(NamedTuple):
 class Outgoing:
     """Rank 0's side of one transfer. An error is kept until :meth:`end` raises it.
 
-    Args:
-        group: the weight group.
-        tensors: the tensors, in the order of the calls of :meth:`put`.
-        buffers: the memory for packed tensors.
-        bucket_bytes: the largest size of a bucket in bytes.
-        has_digests: whether receivers check each bucket by its digest.
-
-    Attributes:
-        image: the division of the tensors into buckets.
-        error: the error that ended the transfer; None if there is none.
+    The tensors are in the order of the calls of :meth:`put`. ``bucket_bytes`` is the largest size
+    of a bucket. With ``has_digests`` receivers check each bucket by its digest.
     """
 
     def __init__(
@@ -94,11 +80,9 @@ class Outgoing:
         self._unless_failed(self._greet)
 
     def put(self, number: int, whole: Tensor) -> None:
-        """Send a tensor. You may drop the tensor, but must not change it before :meth:`end`.
+        """Send the tensor with this number in the plan; call it in the order of the numbers.
 
-        Args:
-            number: the tensor's number in the plan; call this method in the order of the numbers.
-            whole: the whole tensor, on any device.
+        The tensor is on any device. You may drop it, but must not change it before :meth:`end`.
         """
         self._unless_failed(lambda: self._put(number, flat_bytes(whole)))
         if whole.device.type in {"cpu", "cuda"}:  # other devices may lack aminmax for some dtype
@@ -162,7 +146,6 @@ class Outgoing:
             )
 
     def _pack(self, bucket: Bucket, piece: BucketPiece, part: Tensor) -> None:
-        """Copy a piece into a bucket's memory, and send the bucket once it is full."""
         if piece is bucket.pieces[0]:
             self._wait_while(lambda: sum(one.is_buffer for one in self._under_way) == AT_A_TIME)
             self._room = self._buffers.next(bucket.size, self._group.device, part.device)
@@ -218,13 +201,7 @@ class Buffers:
         self._made: deque[_BucketBuffer] = deque()
 
     def next(self, size: int, device: torch.device, source: torch.device) -> Tensor:
-        """Return ``size`` bytes of a buffer. Successive calls alternate between two buffers.
-
-        Args:
-            size: the number of bytes.
-            device: the device of the buffer.
-            source: the device of the data to copy into the buffer.
-        """
+        """Return ``size`` bytes of the next buffer, on ``device``, for data from ``source``."""
         buffer = self._made.popleft() if len(self._made) == AT_A_TIME else None
         if buffer is None or buffer.like != (device, source.type) or buffer.size < size:
             buffer = _BucketBuffer(size, device, source)
@@ -252,7 +229,6 @@ class _BucketBuffer:
 
 
 def _digest(flat: Tensor) -> bytes:
-    """The digest of a tensor's bytes, on any device."""
     hasher = xxhash.xxh3_128()
     for part in torch.split(flat, _HASHED):
         hasher.update(bytes_of(part.cpu()))

@@ -42,29 +42,25 @@ _SUMMED: Final = frozenset(
 class SyncdCallback(TrainerCallback):
     """Lets a Trainer sync its model after the optimizer steps that are due, on every rank.
 
-    The callback wraps a :class:`~trainer_hooks.hook.TrainerHook`, and calls the hook at each
-    optimizer step (``state.global_step``). The callback also publishes the steps that the Trainer
-    saves, and the weights of the last step. The Trainer itself makes checkpoints and resumes from
-    them.
+    The callback calls a :class:`~trainer_hooks.hook.TrainerHook` at each optimizer step
+    (``state.global_step``). The callback also publishes the steps that the Trainer saves, and the
+    weights of the last step. The Trainer itself makes checkpoints and resumes from them.
 
     Promised: explorers get the whole model as it was after the step, with the names of the plain
-    model, even if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only
-    in these cases:
+    model, even if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only if
+    :class:`~trainer_hooks.settings.SaveSettings` ask for a wait, if the Trainer saves a step while
+    two saves are unfinished, and at the end for the last save.
 
-    - if :class:`~trainer_hooks.settings.SaveSettings` ask for a wait,
-    - if the Trainer saves a step while two saves are unfinished,
-    - at the end, for the last save.
-
-    With ``load_best_model_at_end`` nothing is published at the end, because the loaded model is not
-    the model of the last step. With ``SaveSettings(final=False)`` nothing is published at the end
-    either.
+    With ``SaveSettings(final=False)`` nothing is published at the end. With
+    ``load_best_model_at_end`` nothing is published either, because the loaded model is not the
+    model of the last step.
 
     Not promised: that a trainer reports a failed training. Call ``train`` inside ``with callback:``
     to have the failure reported. Otherwise the trainer counts as dead one lease time after its
     process has ended.
 
-    Add the callback with ``trainer.add_callback(callback)``. If the callback's metrics should reach
-    W&B or TensorBoard, use :meth:`add_to` instead.
+    Add the callback with ``trainer.add_callback(callback)``. Use :meth:`add_to` instead if the
+    callback's metrics should reach W&B or TensorBoard.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share;
@@ -72,18 +68,16 @@ class SyncdCallback(TrainerCallback):
         settings: when to sync; the same on all ranks. ``save_interval`` must be 0.
         saving: how saves are written; the same on all ranks. ``save_as_hf`` must be ``never``.
         memory_dir: only with method ``memory``; see :class:`~trainer_hooks.hook.TrainerHook`.
-        publish_first: whether to publish the weights before the first step, for explorers that have
-            no weights yet. These weights are published as step 0, or as the step from which the
-            Trainer resumes.
+        publish_first: whether to publish the weights before the first step, as step 0 or as the
+            step from which the Trainer resumes, for explorers that have no weights yet.
         stop_on_failure: whether a failed save ends the training. If False, the failure is logged
             and counted in ``sync/failed``; the previous version stays published, and the next due
             step is saved as usual.
         name: the name of the trainer; a job has one trainer.
-        storage: set only by tests.
 
     Raises:
-        InvalidSettingsError: the settings ask for full checkpoints, but only the Trainer makes full
-            checkpoints.
+        InvalidSettingsError: the settings ask for full checkpoints, but only the Trainer makes
+            full checkpoints.
     """
 
     def __init__(
@@ -123,8 +117,7 @@ class SyncdCallback(TrainerCallback):
     def add_to(self, trainer: Trainer) -> Self:
         """Add this callback before the callbacks that report to W&B, TensorBoard and so on.
 
-        ``add_callback`` would add this callback after the reporting callbacks. The reporting
-        callbacks would then report each log without the metrics of this callback.
+        ``add_callback`` would add it after them, so their reports would lack its metrics.
         """
         trainer.callback_handler.callbacks.insert(0, self)
         return self
@@ -157,8 +150,7 @@ class SyncdCallback(TrainerCallback):
         self._abandon(RuntimeError)
         self._metrics = {}
         saving = self._saving
-        # By the arguments alone, which are the same on all ranks: each host may see another best
-        # model, because output_dir need not be shared.
+        # By the arguments, which are the same on all ranks; output_dir need not be shared by hosts.
         if args.load_best_model_at_end:
             saving = replace(saving, final=False)
         self._hook = TrainerHook(
@@ -213,8 +205,7 @@ class SyncdCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Add the hook's metrics to ``logs`` and ``log_history`` at each training log."""
-        # Not into an evaluation's log, which evaluate() returns: a hyperparameter search sums it
-        # up.
+        # Not into an evaluation's log: a hyperparameter search sums it up.
         if logs is None or "loss" not in logs:
             return
         logs.update(self._metrics)
@@ -244,8 +235,6 @@ class SyncdCallback(TrainerCallback):
                 raise
             log.error("%s", error)
 
-    # -- helpers ----------------------------------------------------------------------------
-
     def _call(self, method: Callable[[int], dict[str, float]], step: int) -> None:
         try:
             self._add(method(step))
@@ -268,11 +257,7 @@ class SyncdCallback(TrainerCallback):
 
 
 def _trained(model: nn.Module | None) -> nn.Module:
-    """Return the model, after a check that its weights can be saved.
-
-    Raises:
-        InvalidSettingsError: there is no model, or DeepSpeed's ZeRO-3 manages its weights.
-    """
+    """Return the model, after a check that its weights can be saved."""
     if model is None:
         raise InvalidSettingsError("the Trainer has no model to publish")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):

@@ -1,9 +1,10 @@
 """Trinity-RFT's FSDP helpers, with receipts and files. To port a trainer, change the import.
 
 The functions have the names, arguments and meaning of the functions in
-``trinity.trainer.verl.fsdp_engine``. ``docs/trinity.md`` lists the differences. An engine is verl's
-``FSDPEngine``, or any object that has ``module``. The attributes
-``checkpoint_manager.processing_class``, ``get_per_tensor_param`` and ``_strategy`` are optional.
+``trinity.trainer.verl.fsdp_engine``; ``docs/trinity.md`` lists the differences. Call them on all
+ranks. An engine is verl's ``FSDPEngine`` (``engine.actor.engine`` of a worker), or any object that
+has ``module``. The attributes ``checkpoint_manager.processing_class``, ``get_per_tensor_param`` and
+``_strategy`` are optional.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class FSDPEngine(Protocol):
     """The part of verl's engine that is needed here.
 
     Attributes:
-        module: the trained model; it is a plain module, or is under FSDP1 or FSDP2.
+        module: the trained model: a plain module, or one under FSDP1 or FSDP2.
     """
 
     @property
@@ -65,23 +66,16 @@ def fsdp_save_state_dict(
     coordinator: CheckpointCoordinator,
     logger: logging.Logger,
 ) -> None:
-    """Save each rank's shard of the model for explorers. Call it on all ranks.
+    """Save each rank's shard of the engine's model for explorers. Call it on all ranks.
 
-    Trinity's function writes rank 0's shard in the background, and the other ranks' shards while
-    training waits. This function copies each shard to host memory, and writes it in the background
-    on every rank. Rank 0 also saves the config, and the tokenizer of
-    ``engine.checkpoint_manager.processing_class``.
-
-    Args:
-        engine: the FSDPEngine (``engine.actor.engine`` of a worker).
-        local_path: ``JOB/global_step_N/actor``; None to do nothing.
-        global_step: the step, N.
-        coordinator: the coordinator of this rank.
-        logger: gets a message when the save has begun.
+    Each rank copies its shard to host memory, and writes the copy in the background. Rank 0 also
+    saves the config, and the tokenizer of ``engine.checkpoint_manager.processing_class``.
+    ``local_path`` must be ``JOB/global_step_N/actor``, where N is ``global_step``; if it is None,
+    nothing is done. ``coordinator`` belongs to this rank. ``logger`` gets a message when the save
+    has begun.
 
     Raises:
-        InvalidSettingsError: ``local_path`` is a folder in which the daemon would not find the
-            save.
+        InvalidSettingsError: the daemon would not find the save in ``local_path``.
         SaveFailedError: an earlier save failed.
     """
     if local_path is None:
@@ -99,7 +93,7 @@ def fsdp_upload_state_dict(
     global_step: int,
     logger: logging.Logger,
 ) -> None:
-    """Gather the full state dict on rank 0, and give it to the Synchronizer. Call it on all ranks.
+    """Give the engine's full state dict to rank 0's Synchronizer. Call it on all ranks.
 
     Rank 0 holds the whole state dict in host memory, and training waits until the state dict is
     written. The other ranks wait in a collective of the default process group, so the timeout of
@@ -107,17 +101,13 @@ def fsdp_upload_state_dict(
     :class:`~trainer_hooks.hook.TrainerHook` with method ``memory`` needs neither this memory nor
     this wait.
 
-    Args:
-        engine: the FSDPEngine.
-        synchronizer: on rank 0 a ``TrainerSynchronizer`` of syncd with a :class:`StateDictWriter`;
-            None on other ranks. A Ray actor does not work.
-        global_step: the step; step 0 is not uploaded.
-        logger: gets a message when the state dict is written.
+    On rank 0, ``synchronizer`` must be a ``TrainerSynchronizer`` of syncd with a
+    :class:`StateDictWriter`, not a Ray actor; on other ranks it is None. If ``global_step`` is 0,
+    nothing is uploaded. ``logger`` gets a message when the state dict is written.
 
     Raises:
-        InvalidSettingsError: rank 0 has no ``TrainerSynchronizer`` of syncd. All ranks raise this
-            error.
-        SaveFailedError: the state dict was not written. All ranks raise this error.
+        InvalidSettingsError: rank 0 has no ``TrainerSynchronizer`` of syncd; on all ranks.
+        SaveFailedError: the state dict was not written; on all ranks.
     """
     if global_step == 0:
         return
@@ -153,8 +143,8 @@ def fsdp_sync_weight_nccl(engine: FSDPEngine, model_update_group: dist.ProcessGr
     Args:
         engine: the FSDPEngine. If the engine's ``_strategy`` is not ``fsdp`` (FSDP1), and the
             engine has ``get_per_tensor_param()``, the weights are the result of that method.
-        model_update_group: a process group of any backend, with the trainer's rank 0 and the
-            receivers; the trainer must be rank 0 of this group. Ignored on other ranks.
+        model_update_group: a process group of any backend, with the trainer's rank 0 as its rank 0,
+            and the receivers. Ignored on other ranks.
 
     Raises:
         InvalidSettingsError: rank 0 has no group; raised only on rank 0, after all gatherings.
@@ -197,14 +187,11 @@ class StateDictWriter:
     needs a StateDictWriter. No process group is needed.
 
     Args:
-        job_dir: the job directory.
-        model: its config becomes part of each version.
-        tokenizer: its files become part of each version.
+        model, tokenizer: the model's config and the tokenizer's files become part of each version.
         save_timeout: the longest wait of a save for its turn, in seconds.
-        storage: set only by tests.
 
     Raises:
-        JobUnavailableError: the job directory is missing or not writable.
+        JobUnavailableError: ``job_dir`` is missing or not writable.
     """
 
     def __init__(
@@ -228,11 +215,9 @@ class StateDictWriter:
         self._counter = 0
 
     def __call__(self, state_dict: Mapping[str, Any], step: int) -> None:
-        """Write a full state dict of tensors in host memory.
+        """Write the full state dict of a step.
 
-        Args:
-            state_dict: whole tensors on the CPU, by the names of the plain model.
-            step: the step of the weights.
+        ``state_dict`` has whole tensors on the CPU, by the names of the plain model.
 
         Raises:
             SaveFailedError: the state dict could not be written; the previous version stays
@@ -268,7 +253,6 @@ def _weights(engine: FSDPEngine) -> Iterable[tuple[str, Tensor]]:
 
 
 def _processing_class(engine: FSDPEngine) -> Pretrained | None:
-    """The tokenizer or processor of the engine's checkpoints, if it has one."""
     checkpoint_manager = getattr(engine, "checkpoint_manager", None)
     return getattr(checkpoint_manager, "processing_class", None)
 

@@ -1,6 +1,5 @@
 """Resuming: loads a full checkpoint into a model and its optimizer, on any number of ranks.
 
-This package chooses a checkpoint, opens its files, and fills each rank's tensors from them. It
-imports ``trainer_hooks.state``, ``writing`` and ``agreement``. Only ``trainer_hooks/__init__.py``
-imports it. Begin with ``resume.py``, then ``resumable.py``.
+It imports ``trainer_hooks.state``, ``writing`` and ``agreement``. Only
+``trainer_hooks/__init__.py`` imports it. Begin with ``resume.py``, then ``resumable.py``.
 """

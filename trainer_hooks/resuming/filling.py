@@ -1,7 +1,4 @@
-"""Fills a state dict's tensors from files that other ranks, on another mesh, may have written.
-
-Each rank reads only the bytes of its own part, from any of the files.
-"""
+"""Fills a state dict's tensors from files of any mesh; a rank reads only the bytes of its part."""
 
 from __future__ import annotations
 
@@ -27,14 +24,7 @@ _BITE: Final = 64 * 1024 * 1024
 
 
 class Goal(NamedTuple):
-    """A local tensor to fill.
-
-    Attributes:
-        name: the name in the state dict.
-        tensor: the local tensor, on any device; it is changed in place.
-        box: the part of the whole tensor that the local tensor holds.
-        shape: the shape of the whole tensor.
-    """
+    """A local tensor to fill, on any device: the part ``box`` of a whole tensor of ``shape``."""
 
     name: str
     tensor: Tensor
@@ -43,14 +33,11 @@ class Goal(NamedTuple):
 
 
 class BoxRead(NamedTuple):
-    """A read of a part of a file into a goal.
+    """A read of the box ``part`` of a file into a goal.
 
     Attributes:
-        goal: the tensor to fill.
         file: the number of the file, which is the rank that wrote the file.
-        dtype: the dtype in the file.
         held: the box that the file holds, and the position of its bytes in the file.
-        part: the part of the box in ``held`` that is read.
         compares: True to check that the goal already has these values, instead of filling the goal.
     """
 
@@ -100,20 +87,13 @@ def plan(
 ) -> list[BoxRead]:
     """Plan the reads that fill the goals, and open the files that the reads need.
 
-    If the number of ranks is the same as at the save, reads from the rank's own file are planned
-    first. Usually the rank's own file has all the data, and no other file is opened.
-
-    Args:
-        goals: this rank's goals.
-        files: the files of all ranks that saved.
-        own: the number of this rank's own file; None if the number of ranks at the save was
-            different.
-        optional: the names of goals that stay as they are if no file has them.
+    Usually this rank's own file has all the data, and no other file is opened. ``own`` is its
+    number; None if the number of ranks has changed. Goals named in ``optional`` may stay as they
+    are if no file has them.
 
     Raises:
-        CheckpointError: some tensor, or a part of a tensor, is in no file. This error is also
-            raised if a tensor's shape in a file differs from the goal's shape, or if the tensor's
-            dtype cannot be cast to the goal's dtype.
+        CheckpointError: a tensor, or a part of it, is in no file, or has another shape or a dtype
+            that cannot be cast.
         OSError: a file cannot be read now.
     """
     if own is not None:
@@ -140,12 +120,11 @@ def plan(
 def _plan(
     goals: Sequence[Goal], files: SavedFiles, numbers: Iterable[int], optional: Container[str]
 ) -> tuple[list[BoxRead], list[tuple[Goal, list[Box]]]]:
-    """Plan reads from some files. Return the reads, and the parts of goals that no file has."""
     copies: list[BoxRead] = []
     left = {number: [goal.box] if goal.box.size else [] for number, goal in enumerate(goals)}
     seen: set[str] = set()
-    # (goal, box in the file) → the mesh. Two ranks of one mesh have the same values in the same
-    # box; on two meshes the values may differ, e.g. those of two ranks' experts.
+    # (goal, box in the file) → the mesh. On two meshes the same box may have different values,
+    # e.g. those of two ranks' experts.
     meshes: dict[tuple[int, Box], int | None] = {}
     for file in numbers:
         tensors = files[file].tensors
@@ -190,7 +169,6 @@ def _place(goal: Goal) -> tuple[object, ...]:
 
 
 def _checked_dtype(goal: Goal, held: Held, path: Path) -> torch.dtype:
-    """Return the dtype in a file; raise if the file's tensor cannot be loaded into the goal."""
     if held.shape != goal.shape:
         raise CheckpointError(
             f"'{shown(goal.name)}' has shape {held.shape} in {path}, but shape {goal.shape} in "
@@ -223,20 +201,13 @@ def _kind(dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def fill(copies: Sequence[BoxRead], files: SavedFiles, *, checked: Sequence[int]) -> int:
-    """Fill the goals.
+    """Fill the goals by the reads of :func:`plan`; return the number of bytes that were read.
 
-    Args:
-        copies: the result of :func:`plan`.
-        files: the files that were given to :func:`plan`.
-        checked: the numbers of the files whose bytes this rank checks by their CRC-32. If the
-            ranks together check each file, every byte that any rank reads is checked.
-
-    Returns:
-        The number of bytes that were read for the goals.
+    This rank checks the CRC-32 of the files whose numbers are in ``checked``. The ranks together
+    must check each file.
 
     Raises:
-        CheckpointError: a file is damaged, or two ranks have saved different values under the same
-            name.
+        CheckpointError: a file is damaged, or two ranks have saved different values under one name.
         OSError: a file cannot be read now.
     """
     reader, numbers = files.reader(checked)

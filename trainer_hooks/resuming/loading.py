@@ -28,14 +28,9 @@ from trainer_hooks.writing.model_files import adapters_of
 class Loading(ABC):
     """Resumes one object, for example a model.
 
-    Call the methods in the order in which this class defines them.
-
-    ``prepare`` and ``load`` may be collective, so call them on all ranks or on none. The other
-    methods are local.
-
-    Args:
-        files: the files of all ranks that saved.
-        whose: the name of the object to fill, for messages.
+    Call the methods in the order in which this class defines them. ``prepare`` and ``load`` may be
+    collective, so call them on all ranks or on none. The other methods are local. ``whose`` is the
+    name of the object to fill, for messages.
     """
 
     def __init__(self, files: SavedFiles, whose: str) -> None:
@@ -187,10 +182,7 @@ class OptimizerLoading(Loading):
         self._state = {}
 
     def _saved(self, own: int | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-        """The content of the files: values by name (:class:`Held` for tensors), and the options.
-
-        Options are keyed first by the name of the parameter, and then by the name of the option.
-        """
+        """The values in the files, by name, and the options, by parameter and option."""
         wanted = {name for group in self._state[GROUPS] for name in group["params"]}
         names: dict[str, object] = {}
         options: dict[str, dict[str, object]] = {}
@@ -300,7 +292,6 @@ class RawOptimizerLoading(Loading):
 
 
 def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:
-    """The names of all values in a parameter's state, which may be nested."""
     found: set[str] = set()
     for key, value in state.items():
         if isinstance(value, dict):
@@ -318,7 +309,7 @@ def _option(name: str) -> tuple[str, str] | None:
 
 
 def _comparable(options: Mapping[str, object]) -> dict[str, object]:
-    """Options in a comparable form: tensors by their values, not by their memory."""
+    """Options in a comparable form: tensors by dtype and shape, not by their memory."""
     return {
         key: (value.dtype, value.shape) if isinstance(value, Held) else value
         for key, value in options.items()

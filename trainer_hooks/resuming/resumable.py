@@ -13,16 +13,14 @@ in the step's folder::
     remove .saving                            a whole checkpoint that the pointer names
 
 A step is **whole** if it has ``.full_checkpoint``, and full receipts of all ranks for the same
-save. ``.full_checkpoint`` without these receipts is not enough. For example, if a step is saved
-twice, a rank can make the ``.full_checkpoint`` of the first save after another rank has begun the
-second save. A save of another trainer has no receipts. A step without receipts is whole if all
-shards exist, ``.saving`` does not exist, and either ``.full_checkpoint`` or the checkpoint pointer
-says that training can resume from the step.
+save. The receipts are necessary: if a step is saved twice, a rank can make the
+``.full_checkpoint`` of the first save after another rank has begun the second save. A save of
+another trainer has no receipts. A step without receipts is whole if all shards exist, ``.saving``
+does not exist, and ``.full_checkpoint`` exists or the checkpoint pointer names the step.
 
-If the step that the checkpoint pointer names is whole, this step is chosen. If that step is not
-whole (because the step was being saved again, or was deleted), the newest whole step is chosen. A
-whole step that lacks a file is damaged, because a crash does not remove files. Then loading fails,
-and no other step is chosen silently.
+The step that the checkpoint pointer names is chosen if it is whole, otherwise the newest whole
+step. A whole step that lacks a file is damaged, because a crash does not remove files. Then loading
+fails, and no other step is chosen silently.
 """
 
 from __future__ import annotations
@@ -61,12 +59,10 @@ class FullCheckpoint:
     """A whole full checkpoint.
 
     Attributes:
-        step: the step of its folder.
-        world_size: the number of ranks that wrote it.
         save_id: the id of the save; None for a save of another trainer.
         weights: the names, inside ``actor/``, of the files that hold the actor's weights.
-        vouched: for each folder of the step, a dict that maps the name of a file to the file's
-            entry in its receipt. Empty if there are no receipts.
+        vouched: folder of the step → file name → the file's entry in its receipt. Empty if there
+            are no receipts.
     """
 
     step: int
@@ -83,39 +79,27 @@ class FullCheckpoint:
 
     @property
     def optimizers(self) -> tuple[str, ...]:
-        """The names of all ranks' optimizer files. The names are the same in actor and critic."""
+        """The names of all ranks' optimizer files; the same in actor and critic."""
         return tuple(optimizer_name(self.world_size, rank) for rank in range(self.world_size))
 
 
 class FoundSteps(NamedTuple):
-    """The full checkpoints found in a job.
-
-    Attributes:
-        checkpoint: the checkpoint to resume from; None if there is none.
-        reasons: for each candidate that was rejected, the reason.
-    """
+    """The checkpoint to resume from, or None, and the reasons against rejected candidates."""
 
     checkpoint: FullCheckpoint | None
     reasons: tuple[str, ...]
 
 
 def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) -> int | None:
-    """Return the step to resume from. Its full checkpoint is complete, not cut off by a crash.
+    """Return the step to resume from, or None if there is no complete full checkpoint.
 
     If the step that ``latest_checkpointed_iteration.txt`` names is complete, this step is chosen,
-    even if a newer step is complete too. Otherwise the newest complete step is chosen.
+    even if a newer step is complete too. Otherwise the newest complete step is chosen. The log has
+    the reason why a full checkpoint is incomplete. Nothing in ``job_dir`` is changed.
 
     Each rank that calls this function chooses for itself;
     :func:`~trainer_hooks.resuming.resume.load_checkpoint` chooses the same step for all ranks. Not
     promised: that all files of the step exist and are undamaged; loading checks the files.
-
-    Args:
-        job_dir: the job directory; nothing in it is changed.
-        storage: set only by tests.
-
-    Returns:
-        The step, or None if there is no complete full checkpoint. For each incomplete full
-        checkpoint, the log has the reason why it is incomplete.
 
     Raises:
         JobUnavailableError: the job directory does not exist.
@@ -126,12 +110,7 @@ def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) ->
 
 
 def find_checkpoint(job: Job) -> FoundSteps:
-    """Look for the full checkpoint to resume from.
-
-    Raises:
-        JobUnavailableError: the job directory does not exist.
-        OSError: the job directory cannot be read now.
-    """
+    """Look for the full checkpoint to resume from; raises what :func:`latest_checkpoint` raises."""
     if not job.storage.exists(job.layout.root):
         raise no_folder(job.layout.root)
     pointed = pointed_step(job)
@@ -154,13 +133,7 @@ def find_checkpoint(job: Job) -> FoundSteps:
 
 
 def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoint | str:
-    """A step's full checkpoint if it is complete, or else the reason why it is incomplete.
-
-    Args:
-        job: the job.
-        step: the step.
-        is_pointed: whether the checkpoint pointer names the step.
-    """
+    """A step's full checkpoint if it is complete, or else the reason why it is incomplete."""
     folder, actor = job.layout.step(step), job.layout.actor(step)
     names = job.storage.names(folder)
     if not names:
@@ -181,10 +154,7 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
 
 
 def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
-    """The files of the weights: the shards, or the full state dict if there are no shards.
-
-    If a rank has cast its weights for explorers, the rank's file with the model's dtype is used.
-    """
+    """The shards with the model's dtype, or the full state dict if there are no shards."""
     shards = resumed_weights(names, world_size)
     if FULL_STATE_DICT in names and not names.keys() & set(shards):
         return (FULL_STATE_DICT,)
@@ -208,11 +178,7 @@ def _foreign(job: Job, step: int, names: list[str], *, is_marked: bool) -> FullC
 
 
 def _full_receipts(storage: Storage, folder: Path) -> list[Receipt]:
-    """The full receipts of all ranks.
-
-    Raises:
-        RecordError: a receipt is missing or cannot be read, or the receipts are of several saves.
-    """
+    """The full receipts of all ranks; raises a RecordError if they are not all of one save."""
     receipts = [_full_receipt(storage, folder, 0)]
     if receipts[0].world_size > RANK_LIMIT:
         raise RecordError(f"{folder}: rank 0's receipt names more than {RANK_LIMIT} ranks")
@@ -244,11 +210,7 @@ def _identity(receipt: Receipt) -> tuple[int, str]:
 
 
 def _by_folder(receipts: list[Receipt]) -> dict[str, dict[str, ReceiptFile]]:
-    """The receipts' entries by folder and file name.
-
-    In a receipt, a file's name has no folder. Only names of the critic's files begin with
-    ``critic/``.
-    """
+    """The receipts' entries by folder and file name; only names of critic files have a folder."""
     # Also without a critic: its folder may be left from an earlier save of this step.
     folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}, CRITIC: {}}
     for file in (file for receipt in receipts for file in receipt.files):

@@ -66,8 +66,7 @@ class Resumed:
     Attributes:
         step: the saved step; training continues with the next step.
         user_state: the result of the hook's ``user_state`` on this rank; None if the checkpoint has
-            no user state. If the number of ranks has changed, all ranks get the user state of rank
-            0.
+            no user state. If the number of ranks has changed, all ranks get rank 0's.
         save_id: the id of the save; None for a save of another trainer.
         world_size: the number of ranks that saved the checkpoint.
         is_exact: whether the number of ranks is the same as at the save, so that the random number
@@ -96,16 +95,15 @@ def load_checkpoint(
 
     Wrap the models and make the optimizers as for training. Then call this function on every rank
     with the same arguments, before the first step. Each rank reads only the bytes of its own part
-    of each tensor, from any of the files. So the number of ranks and the mesh may differ from those
-    of the save (FSDP1, FSDP2, with or without tensor parallelism, DDP, one process). Floating
-    values are cast to the dtype of the given model, and integers to its integer dtype.
+    of each tensor. So the number of ranks and the mesh may differ from those of the save (FSDP1,
+    FSDP2, with or without tensor parallelism, DDP, one process). Floating values are cast to the
+    dtype of the given model, and integers to its integer dtype.
 
     Promised:
 
     - All loaded data are of the same save, and are the bytes that were written. Every file is
-      checked against its receipt, and one rank checks every byte of the file against the file's
-      CRC-32. ``model.safetensors``, and files of a trainer that switched CRC-32 off, have no
-      CRC-32.
+      checked against its receipt, and one rank checks every byte against the file's CRC-32.
+      ``model.safetensors``, and files of a trainer that switched CRC-32 off, have no CRC-32.
     - Either all ranks return, or all ranks raise.
     - With the same number of ranks and the same mesh, training continues as if it had never
       stopped.
@@ -116,16 +114,15 @@ def load_checkpoint(
       part of it was loaded.
     - That the result of a module's ``get_extra_state`` is restored: the result is ignored.
     - With another number of ranks: that each rank's random number generators, user state and
-      scheduler are restored. In this case the generators stay unchanged, all ranks get the user
-      state and the scheduler of rank 0, and a warning says so.
+      scheduler are restored. The generators stay unchanged, all ranks get the user state and the
+      scheduler of rank 0, and a warning says so.
 
     Args:
         job_dir: the job directory; nothing in it is changed.
         model: gets the actor's weights, in place.
         optimizer: gets the saved state. A ``torch.optim.Optimizer`` of this model, or any other
-            object with ``load_state_dict``. An object that is not a ``torch.optim.Optimizer`` can
-            resume only if the number of ranks is the same as at the save. With None the saved state
-            is ignored.
+            object with ``load_state_dict``, which can resume only on the same number of ranks.
+            With None the saved state is ignored.
         scheduler: the learning rate's scheduler. With None its saved state is ignored.
         critic: another model, which gets the weights in ``critic/``.
         critic_optimizer: the critic's optimizer.
@@ -137,8 +134,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: a file of the step is missing or damaged, or belongs to another model or
-            optimizer. The message names the file. This error is also raised if there are full
-            checkpoints, but none is complete.
+            optimizer; or there are full checkpoints, but none is complete.
         JobUnavailableError: the job directory does not exist.
         OSError: the job directory cannot be read now.
     """

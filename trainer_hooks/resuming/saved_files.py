@@ -41,7 +41,6 @@ class Held:
 
     Attributes:
         dtype: the name of the dtype in safetensors.
-        shape: the shape of the whole tensor.
         parts: the boxes of the tensor that the file holds, and the positions of their bytes.
     """
 
@@ -72,13 +71,7 @@ def _placed(local: Local) -> tuple[Box, Local]:
 
 @dataclass(slots=True)
 class OpenFile:
-    """An open file.
-
-    Attributes:
-        path, fd, has_crc, records: the attributes of the protocol ``Source``.
-        tensors: the tensors in the file, by name.
-        plain: the other values in the file of an optimizer, by name.
-    """
+    """An open ``Source``, with its tensors and an optimizer's other values, by name."""
 
     path: Path
     fd: int
@@ -91,11 +84,10 @@ class OpenFile:
 class SavedFiles:
     """The files of one kind in one folder; opening a file checks it against its receipt.
 
-    A context manager, which closes the opened files.
+    A context manager, which closes the opened files. Its methods raise :class:`CheckpointError` if
+    a file is missing or damaged, and OSError if a file cannot be read now.
 
     Args:
-        storage: the storage of the job.
-        folder: the folder of the files.
         names: the names in the folder, in rank order; or only ``model.safetensors``.
         vouched: file name → the file's entry in a receipt; None if there are no receipts.
         is_optimizer: whether the files are an optimizer's files, which also hold values that are
@@ -134,19 +126,13 @@ class SavedFiles:
         return self._open
 
     def __getitem__(self, number: int) -> OpenFile:
-        """The file that a rank wrote, opened if needed.
-
-        Raises:
-            CheckpointError: the file is missing, differs from its receipt, or has content that
-                cannot be parsed.
-            OSError: the file cannot be read now.
-        """
+        """The file that a rank wrote, opened if needed."""
         if number not in self._open:
             self._open[number] = self._opened(self.paths[number])
         return self._open[number]
 
     def check_there(self, numbers: Sequence[int]) -> None:
-        """Raise a CheckpointError if a file is missing, or does not have its receipt's size."""
+        """Check that the files exist, and have the sizes in their receipts."""
         for number in numbers:
             path = self.paths[number]
             told = self._told(path)
@@ -160,10 +146,6 @@ class SavedFiles:
         """The result of ``torch.load(weights_only=True)`` for a file, after a check of all bytes.
 
         Only for files that hold no tensors of the model.
-
-        Raises:
-            CheckpointError: the file is missing or damaged, or cannot be loaded.
-            OSError: the file cannot be read now.
         """
         path = self.paths[number]
         told = self._told(path)
@@ -190,10 +172,9 @@ class SavedFiles:
     def reader(self, checked: Sequence[int]) -> tuple[SourceReader, dict[int, int]]:
         """A reader of the open files, and for each file its number in the reader.
 
-        Args:
-            checked: the numbers of the files to open and to check from the first byte to the last.
-                A safetensors file, or a file of a trainer that switched CRC-32 off, has no CRC-32.
-                A file without CRC-32 is not checked.
+        The files whose numbers are in ``checked`` are opened, and all their bytes are checked.
+        Files without CRC-32 are not checked: safetensors files, and files of a trainer that
+        switched CRC-32 off.
         """
         for number in checked:
             _ = self[number]

@@ -1,6 +1,5 @@
 """The state that a save copies: the model, its optimizer, and all other state for resuming.
 
-This package contains state dicts with the plain model's names, host buffers, the full state dict in
-one file, and LoRA. It imports ``syncd`` and ``trainer_hooks.settings``; the other modules of
-``trainer_hooks`` import it. Begin with ``state_dict.py``, then ``host_buffers.py``.
+It imports ``syncd`` and ``trainer_hooks.settings``; the other modules of ``trainer_hooks`` import
+it. Begin with ``state_dict.py``, then ``host_buffers.py``.
 """

@@ -22,11 +22,7 @@ _BLOCK: Final = 4 * 1024 * 1024
 
 @torch.no_grad()
 def is_finite(tensor: Tensor) -> bool:
-    """Return True if no element is NaN or Inf; only fp64, fp32, fp16, bf16 and fp8 are checked.
-
-    Args:
-        tensor: strided, of any shape, on the CPU.
-    """
+    """True if a CPU tensor has no NaN or Inf; only fp64, fp32, fp16, bf16 and fp8 are checked."""
     looked = Looked()
     looked.add(None, tensor)
     looked.fetch()
@@ -60,11 +56,7 @@ class Looked:
             scalars += [(key, (block & _NO_SIGN).amax()) for block in blocks]
 
     def fetch(self) -> set[torch.device]:
-        """Copy the results to the host.
-
-        Returns:
-            The devices whose current streams run the copies.
-        """
+        """Copy the results to the host; return the devices whose current streams run the copies."""
         for (device, dtype), found in self._scalars.items():
             keys, scalars = zip(*found, strict=True)
             stacked = torch.stack(scalars)
@@ -88,14 +80,7 @@ class Looked:
 
 
 class LookedAtBytes:
-    """Checks one tensor whose bytes arrive in parts of any size.
-
-    Args:
-        dtype: the dtype of the tensor.
-
-    Attributes:
-        is_finite: True if no element so far is NaN or Inf.
-    """
+    """Checks one tensor, whose bytes arrive in parts of any size, for NaN and Inf."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.is_finite = True

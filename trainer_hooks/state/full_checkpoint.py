@@ -1,7 +1,7 @@
 """A full checkpoint's state other than weights: the optimizer, and the rest needed to resume.
 
-These files are read by ``torch.load(weights_only=True)`` or by the parser of the merge. Neither of
-these readers runs code from a file. So a save refuses values that these readers cannot read.
+``torch.load(weights_only=True)`` or the parser of the merge read these files. Neither runs code
+from a file. So a save refuses values that they cannot read.
 """
 
 from __future__ import annotations
@@ -62,18 +62,14 @@ class Stateful(Protocol):
 def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
     """This rank's part of an optimizer's state. Nothing is copied. Collective for FSDP1.
 
-    Args:
-        model: the model whose parameters the optimizer updates.
-        optimizer: the optimizer, before or after ``zero_grad``. This function changes neither the
-            optimizer's state nor the gradients, even before the first step.
+    Neither the optimizer's state nor the gradients change, even before the first step.
 
     Returns:
-        For a ``torch.optim.Optimizer``, a flat dict. For each parameter, the dict has the state
-        (for example ``state.P.exp_avg``) and the options of the parameter's group (for example
-        ``param_groups.P.lr``). P is the parameter's name in the plain model. Each value is a
-        Tensor, a DTensor, a ShardedTensor, or a value that is_plain() accepts. For any other
-        object, the result is ``{"state_dict": optimizer.state_dict()}``. Only the same number of
-        ranks can resume from this result.
+        For a ``torch.optim.Optimizer``, a flat dict: for each parameter P of the plain model the
+        state (``state.P.exp_avg``) and the options of its group (``param_groups.P.lr``). Each value
+        is a Tensor, a DTensor, a ShardedTensor, or a value that is_plain() accepts. For any other
+        object, ``{"state_dict": optimizer.state_dict()}``, from which only the same number of ranks
+        can resume.
 
     Raises:
         InvalidSettingsError: a saved value could not be loaded again, or the optimizer has
@@ -121,15 +117,7 @@ def torch_optimizer_state(
 def extra_state(
     *, scheduler: Stateful | None, user_state: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The state for resuming except model and optimizer. The trainer's tensors are not copied.
-
-    Args:
-        scheduler: the learning rate's scheduler.
-        user_state: the trainer's own state; it may differ between ranks.
-
-    Returns:
-        ``rng``: the states of the random number generators, as :func:`rng_state` returns them.
-        Also ``lr_scheduler`` and ``user_state``, if given.
+    """The state for resuming except model and optimizer; the trainer's tensors are not copied.
 
     Raises:
         InvalidSettingsError: ``torch.load(weights_only=True)`` would refuse a value in the state.
@@ -181,8 +169,7 @@ def rng_state() -> dict[str, Any]:
 
     Returns:
         ``cpu`` and, if an accelerator is in use, its type (for example ``cuda``): the states of
-        torch's generators, as uint8 tensors. ``random``: the state of Python's generator.
-        ``numpy``: the state of NumPy's global generator.
+        torch's generators, as uint8 tensors. ``random``: Python's. ``numpy``: NumPy's global one.
     """
     version, numbers, gauss = random.getstate()
     _, keys, *rest = np.random.get_state()
@@ -200,8 +187,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(states: Mapping[str, Any]) -> None:
     """Set the random number generators to the states of :func:`rng_state`.
 
-    The accelerator's generator is unchanged if no accelerator was in use at the save, or if no
-    accelerator is in use now.
+    The accelerator's generator changes only if it was in use at the save, and is in use now.
     """
     torch.set_rng_state(states["cpu"])
     version, numbers, gauss = states["random"]
@@ -227,8 +213,8 @@ def _accelerator() -> tuple[str, Any]:
 def _uninitialized(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Prevent torch from creating a missing state by a step with zero gradients.
 
-    Bias corrections would count that step. torch does not take that step if some parameter has a
-    gradient. So the smallest parameter gets a zero gradient for a moment.
+    Bias corrections would count that step. torch takes no such step if some parameter has a
+    gradient, so the smallest parameter gets a zero gradient for a moment.
     """
     parameters = [
         parameter

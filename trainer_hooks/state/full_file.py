@@ -1,7 +1,4 @@
-"""The full state dict in one safetensors file: gathered by all ranks, written by rank 0.
-
-The training thread gathers tensors while another thread writes their bytes, in bounded memory.
-"""
+"""The full state dict in one safetensors file: gathered by all ranks, written by rank 0."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
 
 
 LIMIT: Final = 256 * 1024 * 1024
-#: The number of pieces: some are filled while others are written.
 _PIECES: Final = 8
 _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     told: getattr(torch, name) for name, (told, _) in DTYPES.items()
@@ -44,11 +40,7 @@ _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 
 class OneFile(NamedTuple):
-    """Weights for one file.
-
-    Attributes:
-        state, derived, tied, name, cast: the arguments of :class:`FullStateStream`.
-    """
+    """Weights for one file: the arguments of :class:`FullStateStream`."""
 
     state: Mapping[str, Any]
     derived: Mapping[str, Derived] = MappingProxyType({})
@@ -61,28 +53,23 @@ class FullStateStream:
     """Sends the full state dict of one save, tensor by tensor, from all ranks into rank 0's file.
 
     On every rank the training thread calls :meth:`gather`. On rank 0 a writer thread calls
-    :meth:`write` once, at the same time. The threads share a buffer of at most ``limit`` bytes. In
-    addition, rank 0 has one whole tensor at a time on the device of the collectives. Under FSDP1
-    without a mesh, rank 0 has this tensor twice: as parts, and whole.
+    :meth:`write` once, at the same time. In addition to the buffer, rank 0 has one whole tensor at
+    a time on the device of the collectives. Under FSDP1 without a mesh, rank 0 has it twice.
 
     Promised: the state is written as it was during :meth:`gather`. After one thread has failed, or
-    after :meth:`abort`, no thread waits for the other thread. Not promised: that :meth:`write`
-    works twice; make a new stream for another attempt.
+    after :meth:`abort`, no thread waits for the other thread.
 
     Args:
         state: this rank's result of :func:`~trainer_hooks.state.state_dict.sharded_state_dict`; the
             same names, in the same order, on every rank. Every ``_extra_state``, and values that
             are not tensors, are left out. The state must not change before :meth:`gather` returns.
-        rank: this rank.
         limit: the size of the buffer between the two threads, in bytes of host memory.
-        tied: whether the model's config says that the output embedding is the input embedding (see
-            :func:`ties_embeddings`). If True, the output embedding is left out, as in the merge of
-            shards.
-        derived: name → a tensor to write instead of the tensor in ``state``, with the same dtype
-            and shape.
+        tied: whether to leave out the output embedding, as the merge of shards does, because it is
+            the input embedding by the config (:func:`ties_embeddings`).
+        derived: name → a tensor to write instead, with the same dtype and shape.
         name: the name of the file, as in the receipt.
-        cast: the dtype to which floating tensors are cast; None to keep their dtypes. A tensor is
-            cast before it is gathered; a derived tensor is cast after it is computed.
+        cast: the dtype to which floating tensors are cast before they are gathered; derived tensors
+            are cast after they are computed. None to keep their dtypes.
     """
 
     def __init__(
@@ -108,8 +95,7 @@ class FullStateStream:
     def gather(self) -> None:
         """Gather every tensor, and give it to the writer on rank 0. Collective.
 
-        This method waits for a slower writer. If the writer has failed, this method still gathers
-        the other tensors, and the writer reports the error.
+        If the writer has failed, the other tensors are gathered nevertheless.
 
         Raises:
             SaveFailedError: the ranks' tensors differ, a tensor cannot be written, or a collective
@@ -125,7 +111,7 @@ class FullStateStream:
             )
             self._pipe.announce(plan)
             for name in plan.in_order():
-                # Without a variable, which would keep it in memory while the next one is gathered.
+                # No variable: it would keep the tensor in memory while the next one is gathered.
                 self._hand_over(self._whole(name))
             if self._rank == 0:
                 self._pipe.flush()
@@ -139,7 +125,6 @@ class FullStateStream:
             self._state, self._derived = {}, {}
 
     def _whole(self, name: str) -> Tensor | None:
-        """A tensor in the form in which rank 0 writes it. Collective."""
         derived, held = self._derived.get(name), self._state[name]
         dtype = cast_to(held.dtype, self._cast)
         if derived is None:
@@ -159,9 +144,6 @@ class FullStateStream:
 
         The header holds the digest of the tensors, and the receipt holds the digest of the header.
         So files with equal headers have equal contents.
-
-        Returns:
-            The file's entry for the receipt.
 
         Raises:
             SaveFailedError: the state dict was not gathered.
@@ -214,7 +196,6 @@ class FullStateStream:
         )
 
     def _digest(self, tensor: PlannedTensor, *given_to: Callable[[memoryview], object]) -> bytes:
-        """Return the digest of a tensor's bytes, and pass the bytes to the given functions."""
         hasher = xxhash.xxh3_128()
         for part in self._pipe.take(tensor.length):
             hasher.update(part)
@@ -230,11 +211,7 @@ def ties_embeddings(model: nn.Module) -> bool:
 
 
 class BytePipe:
-    """Passes the tensors' bytes, end to end, from the gathering thread to the writing thread.
-
-    Args:
-        limit: the size of the buffer in bytes.
-    """
+    """Passes the tensors' bytes, end to end, from the gathering thread to the writing thread."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._changed = threading.Condition()
@@ -244,11 +221,11 @@ class BytePipe:
         self._unmade = max(1, limit // self._size)
         self._free: deque[HostMemory] = deque()
         self._ready: deque[tuple[HostMemory, int]] = deque()
-        # Only for the gathering thread: the piece that it fills, and the number of bytes in it.
+        # For the gathering thread: the piece that it fills, and the number of bytes in it.
         self._filling: HostMemory | None = None
         self._filled = 0
         self._sources: set[torch.device] = set()
-        # Only for the writing thread: the piece that it reads, and the rest of it.
+        # For the writing thread: the piece that it reads, and the rest of it.
         self._reading: HostMemory | None = None
         self._rest = memoryview(b"")
 

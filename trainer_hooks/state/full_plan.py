@@ -27,12 +27,7 @@ from trainer_hooks.state.host_buffers import memory_of
 
 @dataclass(frozen=True, slots=True)
 class FullPlan:
-    """The plan for the file of a full state dict.
-
-    Attributes:
-        file: the tensors of the file, each tensor with the tied tensors that must equal this
-            tensor.
-    """
+    """The plan of a full state dict's file, with the tied tensors to compare."""
 
     file: PlannedFile
 
@@ -55,11 +50,7 @@ class FullPlan:
 class _Outline:
     """A summary of a rank's tensors, for comparison with the other ranks.
 
-    Attributes:
-        digest: the digest of the names, kinds, dtypes and shapes, in order.
-        count: the number of tensors.
-        fault: the reason why the tensors cannot be gathered or written; None if there is no reason.
-        memory: for each tensor, the number of the first tensor with the same memory.
+    ``memory`` has, for each tensor, the number of the first tensor with the same memory.
     """
 
     digest: str
@@ -78,21 +69,13 @@ def agree_on_plan(
 ) -> FullPlan:
     """The plan of the file; the same on all ranks. Collective.
 
-    Every rank takes part in every gathering, so a failure is raised on all ranks.
-
-    Args:
-        state: the tensors of this rank's sharded state dict.
-        rank: this rank.
-        tied: whether to leave out the output embedding if it is the input embedding.
-        derived: name → the tensor to write instead. A replaced tensor never counts as tied, even if
-            it shares memory with another tensor. The parts of derived tensors must have the same
-            names, dtypes and shapes on all ranks.
-        cast: the dtype to which floating tensors are cast before they are gathered; None to keep
-            their dtypes.
+    Every rank takes part in every gathering, so a failure is raised on all ranks. ``tied``,
+    ``derived`` and ``cast`` are those of :class:`~trainer_hooks.state.full_file.FullStateStream`. A
+    derived tensor never counts as tied, even if it shares memory with another tensor. The parts of
+    derived tensors must have the same names, dtypes and shapes on all ranks.
 
     Raises:
-        SaveFailedError: the ranks' tensors differ, or a tensor cannot be saved. All ranks raise
-            this error.
+        SaveFailedError: the ranks' tensors differ, or a tensor cannot be saved; on all ranks.
     """
     outline = _outline(state, rank, tied=tied, derived=derived)
     outlines = [outline]
@@ -135,13 +118,11 @@ def _outline(
 
 
 def _like(name: str, value: Tensor) -> object:
-    """The properties that must be the same on all ranks."""
     kind = "DTensor" if isinstance(value, DTensor) else type(value).__name__
     return name, kind, value.dtype, tuple(shape_of(value))
 
 
 def _fault(name: object, value: Tensor, rank: int) -> str | None:
-    """The reason why a tensor cannot be gathered or written; None if there is no reason."""
     fault = name_fault(name)
     if fault is None and _dtype(value) not in DTYPES:
         fault = f"has dtype {value.dtype}, which safetensors files do not have"

@@ -34,9 +34,8 @@ class Derived:
 
     Attributes:
         parts: this rank's parts of the tensors to gather; the keys are names for ``make``.
-        make: called on rank 0 with the whole tensors. ``make`` must not change these tensors,
-            because they may be the model's own tensors. ``make`` returns a tensor of the announced
-            dtype and shape.
+        make: called on rank 0 with the whole tensors, which may be the model's own, so it must not
+            change them. It returns a tensor of the announced dtype and shape.
     """
 
     parts: Mapping[str, Tensor]
@@ -47,17 +46,13 @@ class Derived:
 def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -> Tensor | None:
     """Gather one tensor of a state dict on rank 0. Collective, except for a plain tensor.
 
-    For a DTensor, the other ranks of its mesh also have the whole tensor for a moment, because
-    torch gathers to all ranks.
-
-    Args:
-        value: this rank's part: Tensor, DTensor (without ``Partial``) or ShardedTensor.
-        rank: this rank.
-        dtype: the dtype to which each part is cast before it is sent; None to keep its dtype.
+    ``value`` is this rank's part: Tensor, DTensor (without ``Partial``) or ShardedTensor. Each part
+    is cast to ``dtype`` before it is sent. For a DTensor, the other ranks of its mesh also have the
+    whole tensor for a moment, because torch gathers to all ranks.
 
     Returns:
-        On rank 0 the whole tensor, on the device of the collectives. A plain tensor is returned
-        without a copy, except if it must be cast. None on the other ranks.
+        On rank 0 the whole tensor, on the device of the collectives; a plain tensor is not copied,
+        except by a cast. None on the other ranks.
 
     Raises:
         RuntimeError: a collective of torch failed.

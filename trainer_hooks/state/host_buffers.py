@@ -45,9 +45,8 @@ def host_copy(value: Any) -> Any:
 class HostCopy(dict[str, Any]):
     """A state that was copied to host memory.
 
-    Attributes:
-        finite: name → True if this rank's part has no NaN or Inf; only for tensors that were
-            checked before they were copied.
+    ``finite``: name → True if this rank's part has no NaN or Inf; only for tensors that were
+    checked before they were copied.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -56,13 +55,10 @@ class HostCopy(dict[str, Any]):
 
 
 def nonfinite_names(state: Mapping[str, Any]) -> list[str]:
-    """The names of the weights whose part on this rank holds NaN or Inf.
+    """The names of the weights on the CPU whose part on this rank holds NaN or Inf.
 
-    The function reads each tensor that was not checked yet. A tensor subclass or a sparse tensor
-    cannot be checked, so it counts as finite.
-
-    Args:
-        state: a state dict of Tensors, DTensors and ShardedTensors on the CPU.
+    Tensors that were not checked yet are read. A tensor subclass or a sparse tensor cannot be
+    checked, so it counts as finite.
     """
     known = state.finite if isinstance(state, HostCopy) else {}
     return [
@@ -77,14 +73,11 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 class HostBuffers:
-    """A set of host buffers. States are copied into the same buffers, one after another.
+    """A set of host buffers. Each copied state overwrites the previous one.
 
     The first copy makes the buffers. Later copies of the same names, shapes and dtypes use no new
-    memory. So later copies of CPU tensors are at least as fast as ``clone``. For tensors of an
-    accelerator the buffers are pinned. The copies run on the current stream of each device, and the
-    host waits once for all copies.
-
-    Each copy overwrites the previous one.
+    memory. For tensors of an accelerator the buffers are pinned. The copies run on the current
+    stream of each device, and the host waits once for all copies.
     """
 
     def __init__(self) -> None:
@@ -94,17 +87,13 @@ class HostBuffers:
     def copy(self, state: Mapping[str, Any], cast: Cast | None = None) -> HostCopy:
         """Copy each tensor of a state to contiguous host memory; return when all copies are done.
 
-        Tensors on a GPU are cast and checked for NaN and Inf on the GPU, before they are copied.
-        Only one tensor at a time has a cast copy on the GPU. Tensors on the CPU are cast during the
-        copy.
+        Tensors on a GPU are cast and checked for NaN and Inf on the GPU, one by one, before they
+        are copied. DTensors and ShardedTensors keep their type and layout; this rank's parts are
+        copied. Tensors with the same memory (tied weights) share one copy. Other values are not
+        copied.
 
-        DTensors and ShardedTensors keep their type and layout; this rank's parts are copied.
-        Tensors with the same memory (tied weights) share one copy. Other values are not copied.
-
-        Args:
-            state: nested dicts, lists and tuples of tensors and any picklable values.
-            cast: the dtype to which weights are cast, with the same bits as ``Tensor.to``; None for
-                no cast. Integers, bool, fp8, tensor subclasses and ``_extra_state`` are not cast.
+        ``cast`` is the dtype to which weights are cast, with the same bits as ``Tensor.to``.
+        Integers, bool, fp8, tensor subclasses and ``_extra_state`` are not cast.
         """
         before, self._kept = self._kept, {}
         shared: dict[object, _Buffer] = {}
@@ -158,13 +147,7 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The copy of a value.
-
-    Attributes:
-        buffers: the buffers of the value's parts.
-        layout: the layout of a sharded tensor, for comparison.
-        value: the copy itself, whose memory is in the buffers.
-    """
+    """The copy of a value, in the memory of its buffers, and the layout of a sharded tensor."""
 
     buffers: Sequence[_Buffer]
     layout: object
@@ -188,7 +171,6 @@ def _kept(
     shared: dict[object, _Buffer],
     looked: Looked,
 ) -> _Kept:
-    """Copy one value, into the buffers of its previous copy if possible."""
     parts = _parts(tensor)
     if not all(_is_ordinary(part) for part in parts):
         return _Kept((), None, _with_parts(tensor, [_moved(part) for part in parts], tensor.dtype))
@@ -216,7 +198,6 @@ def _kept(
 
 
 def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place) -> Any:
-    """Copy nested dicts, lists and tuples; replace each tensor by the result of ``copied``."""
     match value:
         case Tensor():
             return copied(place, value)
@@ -230,15 +211,12 @@ def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place)
             return value
 
 
-# -- sharded tensors ---------------------------------------------------------------------------
-
-
 def _parts(tensor: Tensor) -> list[Tensor]:
     """A rank's parts of a tensor of any kind; no gradients are recorded."""
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     if isinstance(tensor, DTensor):
-        # For a parameter to_local makes another parameter, and takes longer than the copy.
+        # to_local would make another parameter, which takes longer than the copy.
         return [tensor._local_tensor]  # noqa: SLF001 - the result of to_local without gradients
     return [tensor]
 
@@ -260,7 +238,6 @@ def _is_ordinary(part: Tensor) -> bool:
 
 
 def _moved(part: Tensor) -> Tensor:
-    """A copy of any tensor in new host memory."""
     if _is_ordinary(part):
         return part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return part.detach().to("cpu", copy=True)
@@ -316,10 +293,7 @@ def _retyped(told: Any, dtype: torch.dtype) -> Any:
 def _sharded_tensor(
     tensor: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype
 ) -> ShardedTensor:
-    """A ShardedTensor of the same layout over other parts, on the CPU; no communication.
-
-    ``ShardedTensor.cpu`` would allocate new parts.
-    """
+    """Like ``ShardedTensor.cpu``, over the given parts; no communication."""
     metadata = tensor.metadata()
     of_parts = ShardedTensorMetadata(
         shards_metadata=[_on_cpu(one) for one in metadata.shards_metadata],
@@ -340,7 +314,6 @@ def _sharded_tensor(
 
 
 def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
-    """A shard's metadata, for a copy of the shard in the same rank's host memory."""
     rank = shard.placement.rank() if shard.placement is not None else None
     placement = "cpu" if rank is None else f"rank:{rank}/cpu"
     return ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), placement)

@@ -42,9 +42,6 @@ class HubNames:
 
     Promised: a save never fails because of the map. If transformers cannot convert the names, the
     map contains the reason.
-
-    Attributes:
-        model: the model, in any wrappers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,10 +53,8 @@ class HubNames:
     ) -> tuple[Callable[[Path], object], ...]:
         """A tuple of one function, which writes ``name_map.json``; empty if no map is needed.
 
-        Args:
-            state: the state of the model that is saved: name → Tensor, DTensor or ShardedTensor.
-            base: the base model, without wrappers, if ``state`` is the merged state of a PEFT
-                model.
+        ``base`` is the base model, without wrappers, if ``state`` is the merged state of a PEFT
+        model.
         """
         tensors = tensors_of(state)
         key = tuple((name, tuple(shape_of(value))) for name, value in tensors.items())
@@ -92,16 +87,13 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
     hub. If the model was not loaded, or came from a checkpoint with the model's own names, the
     model is saved under the names that transformers has for this type of model.
 
-    Args:
-        model: the model of transformers, without wrappers, on any device.
-        tensors: the tensors of the model's state dict, by default all of them; only names, dtypes
-            and shapes are used.
+    The model is without wrappers, on any device. Of ``tensors`` (by default the state dict) only
+    names, dtypes and shapes are used.
 
     Returns:
-        The map. The map is ``refused`` if transformers cannot convert the names, or if a tensor of
-        the hub is not made of whole rows of the model's tensors. The result is None if the model is
-        not a model of transformers. The result is also None if transformers is older than version
-        5, because older versions cannot convert names.
+        The map; ``refused`` if transformers cannot convert the names, or if a tensor of the hub is
+        not made of whole rows of the model's tensors. None if the model is not a model of
+        transformers, or if transformers is older than version 5, which cannot convert names.
     """
     if not _is_pretrained(model):
         return None
@@ -129,7 +121,6 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """The model inside its wrappers."""
     while (inner := within(model)) is not None:
         model = inner
     return model
@@ -155,8 +146,7 @@ class _NotRowsError(Exception):
 class _Views(TorchFunctionMode):
     """A mode in which ``clone`` and ``contiguous`` do not copy, and ``torch.cat`` is recorded.
 
-    Attributes:
-        joined: the memory of a tensor that ``torch.cat`` made → the dimension and the parts.
+    ``joined``: the memory of a tensor that ``torch.cat`` made → the dimension and the parts.
     """
 
     def __init__(self) -> None:
@@ -194,12 +184,7 @@ class _Place:
 
 
 class _Trace:
-    """Finds the trainer's tensors of which the hub's tensors are made.
-
-    Args:
-        sources: the trainer's tensors.
-        views: the mode under which the sources were converted.
-    """
+    """Finds the trainer's tensors of which the hub's tensors are made."""
 
     def __init__(self, sources: Mapping[str, Tensor], views: _Views) -> None:
         self._sources = sources
@@ -207,11 +192,7 @@ class _Trace:
         self._source_of = {_memory(value): name for name, value in sources.items()}
 
     def tensors(self, found: Mapping[str, Tensor]) -> dict[str, MappedTensor]:
-        """The entries of the map. Tensors that are the same on the hub have no entry.
-
-        Raises:
-            _NotRowsError: the map cannot describe a tensor.
-        """
+        """The entries of the map. Tensors that are the same on the hub have no entry."""
         places: defaultdict[str, list[_Place]] = defaultdict(list)
         for hub_name, value in found.items():
             for part, at in self._parts(hub_name, value):
@@ -293,11 +274,7 @@ def _rows(
 
 
 def _pieces(places: Sequence[_Place], shape: Shape) -> tuple[HubPiece, ...]:
-    """Merge places into few pieces. Places that differ only in an index become one piece.
-
-    Raises:
-        _NotRowsError: the names of the tensors of a piece do not have consecutive numbers.
-    """
+    """Merge places into few pieces. Places that differ only in an index become one piece."""
     groups: defaultdict[object, list[_Place]] = defaultdict(list)
     for place in places:
         same = place.index is not None, place.rows, place.transposed, place.at

@@ -37,8 +37,6 @@ class PeftState:
     Nothing is copied, gathered or changed; the result is the same on all ranks.
 
     Args:
-        model: the model, in any wrappers.
-        state: the result of :func:`~trainer_hooks.state.state_dict.sharded_state_dict`.
         base_vocabulary: the number of the base model's tokens (:func:`base_vocabulary`); None if
             unknown. If the model has another number of tokens now, the adapter also holds the
             embeddings.
@@ -77,8 +75,7 @@ class PeftState:
         """The weights that explorers get: ``adapter`` or ``merged``.
 
         Raises:
-            InvalidSettingsError: ``adapter`` is set, but an adapter would not hold everything that
-                is trained.
+            InvalidSettingsError: ``adapter`` is set, but would not hold everything that is trained.
         """
         why = None if chosen is SaveLora.MERGED else self.not_an_adapter
         if chosen is SaveLora.ADAPTER and why is not None:
@@ -123,10 +120,7 @@ class PeftState:
     # -- for explorers ---------------------------------------------------------------------
 
     def adapter(self) -> dict[str, Tensor]:
-        """The active adapter's tensors, as ``PeftModel.save_pretrained`` names them.
-
-        Returns:
-            name in the file → this rank's part.
+        """This rank's part of the active adapter, by the names of ``PeftModel.save_pretrained``.
 
         Raises:
             InvalidSettingsError: PEFT would compute a tensor that the model does not hold.
@@ -137,9 +131,8 @@ class PeftState:
     def merged(self) -> tuple[dict[str, Tensor], dict[str, Derived]]:
         """The full model that ``merge_and_unload()`` would make; the model stays as it is.
 
-        Returns:
-            Two dicts, keyed by the names in the base model. The first has this rank's part of each
-            unmerged weight. The second has the way to compute each weight that adapters change.
+        Two dicts, keyed by the names in the base model: this rank's part of each unmerged weight,
+        and the way to compute each weight that adapters change.
 
         Raises:
             InvalidSettingsError: PEFT cannot merge the adapters, or the result would not be a plain
@@ -155,11 +148,7 @@ class PeftState:
         return base
 
     def config_writer(self) -> Callable[[Path], object]:
-        """A function that writes ``adapter_config.json`` as ``PeftModel.save_pretrained`` does.
-
-        The config is copied now, so the returned function does not write later changes of the
-        config.
-        """
+        """A function that writes ``adapter_config.json`` as it is now, like ``save_pretrained``."""
         config: Any = copy.deepcopy(self._configs[self.active[0]])
         told = {}
         if self._is_peft_model:
@@ -179,8 +168,8 @@ class PeftState:
     def frozen_base(self) -> frozenset[str]:
         """The names of the base model's parameters that training leaves unchanged.
 
-        The result is empty if the base model differs from the model that its name refers to, or if
-        PEFT cannot tell which tensors belong to an adapter.
+        Empty if the base model differs from the model that its name refers to, or if PEFT cannot
+        tell which tensors belong to an adapter.
         """
         if self._changed_base is not None:
             return frozenset()
@@ -197,8 +186,6 @@ class PeftState:
         """This rank's state without the frozen base: adapters, trained weights, buffers."""
         left_out = self.frozen_base
         return {name: value for name, value in self._state.items() if name not in left_out}
-
-    # -- asking PEFT ------------------------------------------------------------------------
 
     @property
     def _is_peft_model(self) -> bool:
@@ -242,10 +229,7 @@ class PeftState:
 
 
 def check_methods(configs: Mapping[str, Any]) -> None:
-    """Raise if the method of an adapter saves tensors that are not in the state dict.
-
-    Args:
-        configs: the configs of the adapters, by name.
+    """Check that no adapter's method saves tensors that are not in the state dict.
 
     Raises:
         InvalidSettingsError: a method is prompt tuning, prefix tuning or the like, for which the
@@ -264,10 +248,7 @@ def base_vocabulary(model: nn.Module) -> int | None:
     """The number of tokens of the adapters' base model, by its config; None if it is unknown.
 
     The config is read if ``base_model_name_or_path`` is a folder, or a model in the cache of
-    huggingface_hub. The network is never used.
-
-    Args:
-        model: a model with PEFT adapters, without wrappers that hide its attributes.
+    huggingface_hub. ``model`` has no wrappers that hide its attributes.
     """
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - only PEFT's users have it
 
@@ -291,11 +272,7 @@ def base_vocabulary(model: nn.Module) -> int | None:
 
 
 def base_name(model: nn.Module) -> str | None:
-    """The name that the adapters' base model was loaded from; None if it is unknown.
-
-    Args:
-        model: a model with PEFT adapters, without wrappers that hide its attributes.
-    """
+    """The name that the adapters' base model was loaded from; None if it is unknown."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     return getattr(base, "name_or_path", None) or None
 

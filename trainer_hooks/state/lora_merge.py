@@ -1,9 +1,8 @@
 """A PEFT model's adapters merged into the weights of its base, one weight at a time.
 
-The arithmetic is PEFT's own, so the result has the same bits as the result of
-``merge_and_unload()``. PEFT's ``merge`` is called on a copy of one layer, with the whole tensors of
-this layer only. The model itself is never merged, because unmerging an adapter leaves rounding
-errors.
+PEFT's own ``merge`` is called on a copy of one layer, with the whole tensors of this layer only.
+So the result has the same bits as the result of ``merge_and_unload()``. The model itself is never
+merged, because unmerging an adapter leaves rounding errors.
 """
 
 from __future__ import annotations
@@ -43,19 +42,14 @@ _FLOATING: Final = frozenset({torch.float64, torch.float32, torch.float16, torch
 def merged_parts(
     plain: nn.Module, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], dict[str, Derived]]:
-    """The parts of the full model with its active adapters merged.
-
-    Args:
-        plain: the model without wrappers, over tensors without content.
-        state: this rank's sharded state dict.
+    """The parts of the full model with its active adapters merged; ``plain`` is on ``meta``.
 
     Returns:
-        Two dicts, keyed by the names in the base model. The first has each unmerged tensor's name
-        in the state dict. The second has the way to compute each tensor that adapters change.
+        Two dicts, keyed by the names in the base model: each unmerged tensor's name in the state
+        dict, and the way to compute each tensor that adapters change.
 
     Raises:
-        InvalidSettingsError: PEFT cannot merge some layer, or the result is not a weight of the
-            same dtype.
+        InvalidSettingsError: PEFT cannot merge some layer, or would change the dtype of a weight.
     """
     found = _Base(state)
     root: Any = plain
@@ -82,8 +76,6 @@ class _Layer(NamedTuple):
     """A layer of PEFT, and the tensors that its adapters change.
 
     Attributes:
-        path: the path of the module.
-        module: the layer, with tensors without content.
         parts: the names of all tensors that ``merge`` reads or changes.
         targets: the attribute and the name of each tensor of the base layer that ``merge`` changes.
     """
@@ -137,10 +129,7 @@ class _Layer(NamedTuple):
 class _Base:
     """The base model inside a PEFT model.
 
-    Attributes:
-        state: the sharded state dict.
-        published: name in the state dict → name in the base model.
-        layers: the layers of PEFT in the model.
+    ``published``: name in the state dict → name in the base model.
     """
 
     state: Mapping[str, Tensor]
@@ -148,13 +137,7 @@ class _Base:
     layers: list[_Layer] = field(default_factory=list)
 
     def look_into(self, module: nn.Module, path: str, out: str) -> None:
-        """Note the tensors of a module, and the tensors of all modules inside it.
-
-        Args:
-            module: the module.
-            path: the path of the module in the PEFT model.
-            out: the path of the module in the base model.
-        """
+        """Note a module's tensors; ``path`` is in the PEFT model, ``out`` in the base model."""
         from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - slow; with such a model it is imported already
         from peft.utils import AuxiliaryTrainingWrapper  # noqa: PLC0415 - likewise
 
@@ -177,7 +160,6 @@ class _Base:
                     self.look_into(child, joined(path, name), joined(out, name))
 
     def _layer(self, module: Any, path: str) -> _Layer | None:
-        """A layer of PEFT; None if no adapter of the layer is active."""
         kind = next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
         if (kind.__module__, kind.__qualname__) not in _MERGED:
             raise InvalidSettingsError(

@@ -1,8 +1,7 @@
 """Copies a model's modules without wrappers, with other tensors: for PEFT, not for training.
 
-PEFT's functions use a model's modules, for example to find adapters and names, or to merge a layer.
-Inside wrappers (FSDP, DDP, ``torch.compile``, activation checkpointing) modules have other names,
-and hold only parts of their tensors. So PEFT gets a copy of the modules without wrappers.
+PEFT's functions use a model's modules. Inside wrappers (FSDP, DDP, ``torch.compile``, activation
+checkpointing) modules have other names, and hold only parts of their tensors.
 """
 
 from __future__ import annotations
@@ -27,14 +26,10 @@ def plain_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 
     Modules keep their classes and attributes. Dicts, lists and sets in attributes are copied at the
     first level, so that calling methods leaves the model unchanged. Hooks are kept, so do not call
-    ``forward``. The copy shares the given tensors. If you will change tensors of the copy in place,
-    do not pass the model's own tensors.
+    ``forward``. If you will change tensors of the copy in place, do not pass the model's own.
 
-    Args:
-        model: the model, in any wrappers.
-        tensors: name in the plain model → tensor. A tensor with the name of a buffer becomes a
-            buffer; any other tensor becomes a parameter that is not trained. Buffers that are in no
-            state dict are the model's own.
+    A tensor with the name of a buffer becomes a buffer; any other tensor becomes a parameter that
+    is not trained. Buffers that are in no state dict are the model's own.
     """
     owned: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, value in tensors.items():

@@ -25,24 +25,21 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The rank's own part of a model's state dict, by the names of the plain model.
 
+    The model is plain, or under FSDP1, FSDP2, tensor parallelism or DDP, also inside wrappers of
+    activation checkpointing and ``torch.compile``. With FSDP1 this function is collective, because
+    FSDP1 gathers each unit and shards it again. The model is unchanged afterwards.
+
     The names and values are the same as those of
-    ``torch.distributed.checkpoint.state_dict.get_model_state_dict``. That function looks up every
-    name twice, so it is slower. That function also fails on names that a module's hook has added.
-
-    With FSDP1 this function is collective, because FSDP1 gathers each unit and shards it again. The
-    model is unchanged afterwards.
-
-    Args:
-        model: a plain module, or one under FSDP1, FSDP2, tensor parallelism or DDP, also inside
-            wrappers of activation checkpointing and ``torch.compile``.
+    ``torch.distributed.checkpoint.state_dict.get_model_state_dict``, which is slower, and fails on
+    names that a module's hook has added.
 
     Returns:
         name → Tensor, DTensor or ShardedTensor, on the model's device. The tensors are the model's
-        own parameters (with their gradients) and buffers. With FSDP1 the tensors are copies. The
-        value of an ``_extra_state`` has any type.
+        own parameters (with their gradients) and buffers; with FSDP1 they are copies. The value of
+        an ``_extra_state`` has any type.
     """
     with _sharded_by_fsdp1(model) as is_fsdp1:
-        # Detaching a DTensor takes longer than everything else here, but FSDP1 needs it.
+        # Slow for DTensors, but FSDP1 needs it.
         state = model.state_dict(keep_vars=not is_fsdp1)
     name_of = _plain_names(model)
     return {name_of(name): value for name, value in state.items()}
@@ -92,12 +89,9 @@ def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
 def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[frozenset[str]]:
     """The names of each trained parameter in the plain model; tied parameters have several names.
 
-    The result is the same on all ranks. Under FSDP1 without ``use_orig_params``, only the first
-    name of a tied parameter is returned.
-
-    Args:
-        model: the model, in any wrappers.
-        updated: parameters that count as trained even if they are frozen now.
+    The result is the same on all ranks. Parameters in ``updated`` count as trained even if they are
+    frozen now. Under FSDP1 without ``use_orig_params``, only the first name of a tied parameter is
+    returned.
     """
     also = {id(one) for one in updated}
     plain = {path: told for path, (_, told) in _paths(model).items()}
@@ -126,11 +120,7 @@ def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[fr
 
 @contextmanager
 def _sharded_by_fsdp1(model: nn.Module) -> Iterator[bool]:
-    """Make FSDP1's units return each rank's part, regardless of the trainer's FSDP settings.
-
-    Yields:
-        True if the model has FSDP1 units.
-    """
+    """Make FSDP1 return each rank's part, despite the trainer's settings; yield True for FSDP1."""
     if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         yield False
         return
@@ -145,7 +135,6 @@ def _sharded_by_fsdp1(model: nn.Module) -> Iterator[bool]:
 
 
 def _plain_names(model: nn.Module) -> Callable[[str], str]:
-    """A function that converts a name of the state dict to the name in the plain model."""
     if not any(_renames(module) for module in model.modules()):
         return str
     renamed = {given: plain for given, plain in _paths(model).values() if given != plain}

@@ -1,6 +1,5 @@
 """Writes a save to storage: each rank's files, in the order of the protocol.
 
-This package contains the order itself, atomic files, receipts, turns, and the cleanup after a
-failed save. It imports ``trainer_hooks.state`` and ``settings``; the other modules of
-``trainer_hooks`` import it. Begin with ``writer.py``, then ``rank_files.py``.
+It imports ``trainer_hooks.state`` and ``settings``; the other modules of ``trainer_hooks`` import
+it. Begin with ``writer.py``, then ``rank_files.py``.
 """

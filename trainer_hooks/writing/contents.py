@@ -17,24 +17,18 @@ class RankContents:
 
     Attributes:
         model: the rank's part of the state dict; None if the rank writes no shard.
-        optimizer, extra: the optimizer's state and the extra state, for a full checkpoint; None for
-            any other save.
+        optimizer, extra, critic, critic_optimizer: only for a full checkpoint.
         model_files: functions that write config and tokenizer into a given folder; rank 0 only.
         fsdp_version: the FSDP version for ``fsdp_config.json``; None without FSDP.
-        is_full: whether this is a full checkpoint.
-        full_model: the weights in one file instead of shards; rank 0 only. The file has the full
-            state dict, or an adapter.
+        full_model: the full state dict or an adapter in one file, instead of shards; rank 0 only.
         adapter_files: functions that write an adapter's config into a given folder; rank 0 only.
         trained: this rank's part of the model to resume from. Only for full checkpoints that
             publish other weights (an adapter, a merged model, or cast weights).
         trained_name: a function of world size and rank that returns the file name of ``trained``.
-        critic, critic_optimizer: another model and its optimizer; full checkpoints only.
         hugging_face: the full state dict, for ``huggingface/``; rank 0 only.
-        links_hugging_face: True if the file of ``full_model`` is linked into ``huggingface/``; rank
-            0 only.
+        links_hugging_face: whether to link the file of ``full_model`` into ``huggingface/``.
         written_by: a function that writes the rank's shard into ``actor/`` itself; given instead of
-            ``model``. If storage fails for a moment, the function is called again and must start
-            over.
+            ``model``. If storage fails for a moment, it is called again and must start over.
         sync_dtype: the dtype to which the published weights were cast; None if the cast changed
             none of this rank's tensors.
         release: called when the save has ended, to free its memory for the next save.

@@ -14,11 +14,9 @@ from syncd.storage.job import Job
 
 
 class Notes:
-    """The receipts and failures of one step.
+    """The receipts and failures in the ``actor/`` or ``critic/`` folder of a step.
 
-    Args:
-        job: the job.
-        part: the ``actor/`` folder, or the ``critic/`` folder, of the step.
+    All methods raise an OSError if storage fails.
     """
 
     def __init__(self, job: Job, part: Path) -> None:
@@ -27,28 +25,16 @@ class Notes:
         self.folder = part / RECEIPTS
 
     def receipt(self, name: str) -> Receipt | None:
-        """A receipt; None if the file is missing or not a receipt.
-
-        Raises:
-            OSError: storage failed.
-        """
+        """A receipt; None if the file is missing or not a receipt."""
         return self._job.read(Receipt, self.folder / name)
 
     def written(self, name: str) -> SaveId | None:
-        """The save that a receipt belongs to; None if there is no receipt.
-
-        Raises:
-            OSError: storage failed.
-        """
+        """The save that a receipt belongs to; None if there is no receipt."""
         receipt = self.receipt(name)
         return None if receipt is None else SaveId.parse(receipt.save_id)
 
     def failed(self, rank: int) -> SaveId | None:
-        """The save that a rank failed to write, or that rank 0 gave up; None if no record exists.
-
-        Raises:
-            OSError: storage failed.
-        """
+        """The save that a rank failed to write, or that rank 0 gave up; None if there is none."""
         try:
             content = self._job.storage.read(self.folder / failure_name(rank))
         except OSError as error:
@@ -62,10 +48,6 @@ class Notes:
         self._job.storage.replace(self.folder / name, encode(receipt))
 
     def say_failed(self, rank: int, save_id: SaveId) -> None:
-        """Record that this rank failed, so that no other rank waits for it.
-
-        Raises:
-            OSError: storage failed.
-        """
+        """Record that this rank failed, so that no other rank waits for it."""
         self._job.storage.make_folder(self.folder, below=self._part.parent)
         self._job.storage.replace(self.folder / failure_name(rank), f"{save_id}\n".encode())

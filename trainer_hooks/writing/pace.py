@@ -29,16 +29,8 @@ class Pace:
 
     Promised: with ``per_node``, only one rank of this job and user writes at a time on each host.
     With ``one_at_a_time``, the ranks write one by one in rank order, if each rank takes less than
-    the timeout. Not promised: an order under ``per_node``. Hosts that share a temporary folder
-    count as one host.
-
-    Args:
-        concurrency: how many ranks may write at a time.
-        job: the job.
-        rank, world_size: this rank, and the number of ranks.
-        timeout: seconds that a rank may take for its part.
-        stopped: the event that ends a wait.
-        hosts_folder: the folder of this host's locks; the system's temporary folder by default.
+    ``timeout`` seconds. Not promised: an order under ``per_node``. Hosts that share a temporary
+    folder (``hosts_folder``) count as one host. The event ``stopped`` ends a wait.
     """
 
     def __init__(
@@ -69,9 +61,7 @@ class Pace:
     def turn(self, save_id: SaveId, receipt_of: Callable[[int], str]) -> Iterator[None]:
         """Wait until this rank may write; its turn lasts until the block ends.
 
-        Args:
-            save_id: the save.
-            receipt_of: returns, for a rank, the name of the receipt that ends the rank's turn.
+        ``receipt_of`` returns, for a rank, the name of the receipt that ends the rank's turn.
 
         Raises:
             SaveFailedError: the turn did not begin in time, or the save failed before the turn.

@@ -1,7 +1,7 @@
 """Writes the files of a save; each file is complete and durable before it gets its name.
 
-``torch.save`` writes CRC-32s and aligns large tensors to pages. The CRC-32s and the alignment make
-the merge faster.
+``torch.save`` writes CRC-32s and aligns large tensors to pages, which makes the merge faster.
+Functions raise an OSError that names the file if storage fails.
 """
 
 from __future__ import annotations
@@ -36,14 +36,7 @@ _LARGE: Final = 256 * 1024
 
 
 def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> ReceiptFile:
-    """Write a state dict with ``torch.save``.
-
-    Returns:
-        The file's entry for the receipt.
-
-    Raises:
-        OSError: storage failed; the error names the file.
-    """
+    """Write a state dict with ``torch.save``; return the file's entry for the receipt."""
     with saying_which(storage, path, lambda: tensor_bytes(state)):
         with Draft(storage, path) as draft:
             save_state_dict(state, draft)
@@ -56,13 +49,9 @@ def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> Rec
 def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) -> ReceiptFile:
     """Call a function that writes a shard with ``torch.save``, and make the shard durable.
 
-    Returns:
-        The file's entry for the receipt.
-
     Raises:
         SaveFailedError: ``write`` did not write the file.
         ShardFormatError: the file was not written by ``torch.save``.
-        OSError: storage failed.
     """
     # A process that has the previous file open goes on reading that one.
     storage.unlink_if_there(path)
@@ -80,11 +69,7 @@ def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) 
 
 
 def write_small(storage: Storage, path: Path, content: bytes) -> None:
-    """Replace a file of a few bytes.
-
-    Raises:
-        OSError: storage failed; the error names the file.
-    """
+    """Replace a file of a few bytes."""
     with saying_which(storage, path, lambda: len(content)):
         storage.replace(path, content)
 
@@ -92,16 +77,7 @@ def write_small(storage: Storage, path: Path, content: bytes) -> None:
 def write_model_files(
     storage: Storage, folder: Path, writers: Iterable[Callable[[Path], object]]
 ) -> list[ReceiptFile]:
-    """Write config and tokenizer, first into a scratch folder, because libraries write in place.
-
-    Args:
-        storage: the shared storage.
-        folder: the ``huggingface/`` or ``lora_adapter/`` folder, inside ``actor/``.
-        writers: functions that each write their files into a given folder.
-
-    Raises:
-        OSError: storage failed; the error names the file.
-    """
+    """Write config and tokenizer, first into a scratch folder, because libraries write in place."""
     files: list[ReceiptFile] = []
     with tempfile.TemporaryDirectory(prefix="syncd-") as scratch:
         for write in writers:
@@ -131,11 +107,7 @@ def make_mark(storage: Storage, path: Path) -> None:
 
 
 def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
-    """Hard-link a file that never changes; copy it if storage refuses hard links.
-
-    Raises:
-        OSError: storage failed; the error names the file.
-    """
+    """Hard-link a file that never changes; copy it if storage refuses hard links."""
     storage.unlink_if_there(target)
     if storage.link_if_possible(source, target):
         storage.sync_folder(target.parent)
@@ -158,16 +130,8 @@ def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
 def saying_which(storage: Storage, path: Path, needed: Callable[[], int]) -> Iterator[None]:
     """Make an ``OSError`` name its file and, on a full disk, the needed and the free bytes.
 
-    The operating system's error for a write has no file name, because a write gets a descriptor.
-
-    Args:
-        storage: the shared storage.
-        path: the file.
-        needed: returns the file's size in bytes; called only on a full disk.
-
-    Raises:
-        OSError: the original error, with the name of the file and, on a full disk, with the bytes
-            needed and free.
+    A write gets a descriptor, so the operating system's error has no file name. ``needed`` returns
+    the file's size in bytes; it is called only on a full disk.
     """
     try:
         yield
@@ -197,9 +161,6 @@ def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
     The receipt's digest covers the CRC-32s of the records. On filesystems that share blocks between
     files (XFS, btrfs, NFS 4.2) the merge shares records that begin at a page, and does not copy
     them.
-
-    Raises:
-        OSError: the storage refused a write.
     """
     sink = _Sink(draft)
     try:

@@ -1,7 +1,4 @@
-"""Writes one rank's files of a save: one method for each action of the protocol.
-
-The order of the actions is in :mod:`~trainer_hooks.writing.writer`.
-"""
+"""Writes one rank's files of a save, in the order of :mod:`~trainer_hooks.writing.writer`."""
 
 from __future__ import annotations
 
@@ -51,12 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class RankFiles:
-    """Writes one rank's files; a method that failed can be called again.
-
-    Args:
-        job: the job.
-        rank, world_size: this rank, and the number of ranks.
-    """
+    """Writes one rank's files. A method that raised an OSError of storage can be called again."""
 
     def __init__(self, job: Job, rank: int, world_size: int) -> None:
         self._job = job
@@ -67,8 +59,7 @@ class RankFiles:
         """Create the step's folders, and ``.saving``, so that the pruner leaves the step alone."""
         folder, actor, notes = self._places(save_id)
         make_step_folder(self._job, save_id.step, mark=SAVING)
-        # One by one: a client that caches folder handles could go on writing into a folder that
-        # the pruner has renamed.
+        # One by one: a client that caches folder handles could write into a renamed folder.
         for made in (actor, notes.folder):
             self._job.storage.make_folder(made, below=folder)
         make_mark(self._job.storage, folder / SAVING)
@@ -76,8 +67,8 @@ class RankFiles:
     def remove_full_mark(self, save_id: SaveId) -> None:
         """Delete ``.full_checkpoint``, so that no trainer resumes from files that will be replaced.
 
-        If there are no full receipts, another trainer made the mark. In this case the mark is kept,
-        because Trinity deletes a step without a mark.
+        If there are no full receipts, another trainer made the mark. It is kept then, because
+        Trinity deletes a step without a mark.
         """
         folder, actor, notes = self._places(save_id)
         if any(map(is_full_receipt_name, self._job.storage.names(notes.folder))):
@@ -102,19 +93,7 @@ class RankFiles:
     def write_weights(
         self, save_id: SaveId, contents: RankContents, nonfinite: NonFinite
     ) -> list[ReceiptFile]:
-        """Write this rank's part of the weights. Each file gets its name after its fsync.
-
-        Args:
-            save_id: the save.
-            contents: the contents that this rank writes.
-            nonfinite: the tensors of this rank's shard that hold NaN or Inf.
-
-        Returns:
-            The files' entries for the receipt.
-
-        Raises:
-            OSError: storage failed; the error names the file.
-        """
+        """Write this rank's part of the weights; a file gets its name after its fsync."""
         _, actor, _ = self._places(save_id)
         shard = actor / shard_name(self._world_size, self._rank)
         files: list[ReceiptFile] = []
@@ -151,11 +130,7 @@ class RankFiles:
     def vouch(
         self, save_id: SaveId, name: str, files: list[ReceiptFile], sync_dtype: str | None
     ) -> None:
-        """Write a receipt: these files are complete and durable.
-
-        Raises:
-            OSError: storage failed, but other ranks may see the receipt nevertheless.
-        """
+        """Write a receipt. After an OSError, other ranks may see the receipt nevertheless."""
         _, _, notes = self._places(save_id)
         receipt = Receipt(
             save_id=str(save_id),
@@ -176,10 +151,7 @@ class RankFiles:
             return True
 
     def begin_rest(self, save_id: SaveId) -> list[ReceiptFile]:
-        """Protect an announced save from the pruner, before it becomes a full checkpoint.
-
-        Returns:
-            The entries for this rank's weights, from this rank's receipt of the save.
+        """Protect an announced save from the pruner; return this rank's receipt entries for it.
 
         Raises:
             SaveFailedError: the weights were deleted or replaced.
@@ -199,14 +171,7 @@ class RankFiles:
         return list(receipt.files)
 
     def write_rest(self, save_id: SaveId, contents: RankContents) -> list[ReceiptFile]:
-        """Write the other files needed to resume, in the same way as :meth:`write_weights`.
-
-        Returns:
-            The receipt entries of the written files, except the weights in ``huggingface/``.
-
-        Raises:
-            OSError: storage failed; the error names the file.
-        """
+        """Write the other files for resuming; return their entries, without ``huggingface/``."""
         rank, world_size = self._rank, self._world_size
         _, actor, _ = self._places(save_id)
         rest: list[ReceiptFile] = []
@@ -257,18 +222,13 @@ class RankFiles:
     def _drop_hugging_face(self, folder: Path) -> None:
         """Delete the full weights of the replaced checkpoint, and then the file that lists them.
 
-        Without this deletion, the old weights would look like weights of the new checkpoint, even
-        if the new checkpoint has no full weights.
+        Otherwise they would look like the weights of the new checkpoint.
         """
         weights = filter(is_weights_name, self._job.storage.names(folder))
         self._unlink_all(folder, *weights, MANIFEST)
 
     def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
-        """Add the full weights to a complete full checkpoint.
-
-        Raises:
-            OSError: storage failed.
-        """
+        """Add the full weights to a complete full checkpoint."""
         folder, actor, _ = self._places(save_id)
         make_mark(self._job.storage, folder / SAVING)
         self._job.storage.sync_folder(folder)
@@ -277,11 +237,7 @@ class RankFiles:
         self._job.storage.unlink_if_there(folder / SAVING)
 
     def are_weights_there(self, save_id: SaveId) -> bool:
-        """True if an announced save still has the weights of all ranks; checks only file names.
-
-        Raises:
-            OSError: storage failed.
-        """
+        """True if an announced save still has the weights of all ranks; checks only file names."""
         _, actor, notes = self._places(save_id)
         receipt = notes.receipt(receipt_name(0))
         if receipt is None or receipt.save_id != str(save_id):
@@ -297,8 +253,6 @@ class RankFiles:
         else:
             weights_are = shards <= names or FULL_STATE_DICT in names
         return weights_are and {receipt_name(rank) for rank in ranks} <= receipts
-
-    # -- small things ----------------------------------------------------------------------------
 
     def _places(self, save_id: SaveId) -> tuple[Path, Path, Notes]:
         """The step's folder, its ``actor/``, and the receipts in ``actor/``."""

@@ -33,8 +33,7 @@ class Attempt:
     Attributes:
         weights_stay: True if the weights must not be deleted, because they are perhaps announced.
         rest_stays: True if the other files for resuming are perhaps announced, or do not exist.
-        trained: the name of the file with this rank's part of the trained model; None if the save
-            has no such file.
+        trained: the name of the file with this rank's part of the trained model, if there is one.
     """
 
     save_id: SaveId
@@ -44,12 +43,7 @@ class Attempt:
 
 
 class Remains:
-    """Deletes one rank's files of a save that was given up. Errors are logged, never raised.
-
-    Args:
-        job: the job.
-        rank, world_size: this rank, and the number of ranks.
-    """
+    """Deletes one rank's files of a save that was given up. Errors are logged, never raised."""
 
     def __init__(self, job: Job, rank: int, world_size: int) -> None:
         self._job = job
@@ -60,10 +54,10 @@ class Remains:
         """Delete this rank's unannounced files, beginning with the receipts.
 
         This rank's shard is kept if the save has only weights, and this rank's optimizer file is in
-        the same folder. In this case the shard and the optimizer file belong to another trainer's
-        full checkpoint of the same step (e.g. verl's), which is perhaps the only checkpoint to
-        resume from. The daemon does not publish the shard. From a folder that once had receipts,
-        the daemon publishes only saves with receipts.
+        the same folder. Both then belong to another trainer's full checkpoint of the same step
+        (e.g. verl's), which is perhaps the only checkpoint to resume from. The daemon does not
+        publish the shard: from a folder that once had receipts, it publishes only saves with
+        receipts.
         """
         step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
         actor, critic = self._job.layout.actor(step), self._job.layout.step(step) / CRITIC
@@ -96,11 +90,7 @@ class Remains:
         self._remove(self._job.layout.step(step) / SAVING)
 
     def remove_temporaries(self, *folders: Path) -> None:
-        """Delete temporary files that this rank left when it was killed during a save.
-
-        Raises:
-            OSError: storage failed.
-        """
+        """Delete temporary files that this rank left when it was killed during a save."""
         ours = tuple(
             f"{TEMPORARY}{name_of(self._world_size, self._rank)}-"
             for name_of in (shard_name, master_name, optimizer_name, extra_state_name)

@@ -21,16 +21,9 @@ def kept_steps(
 ) -> frozenset[int]:
     """The steps of the full checkpoints to keep; reads no storage.
 
-    Steps above ``newest`` are kept too, and do not count toward ``max_to_keep``. These steps are
-    from an abandoned run: the trainer has resumed at a lower step, and will write these steps
-    again.
-
-    Args:
-        steps: the steps of all full checkpoints.
-        newest: the step that the pointer names. This step is kept, and counts toward
-            ``max_to_keep``, even if ``steps`` does not contain it.
-        max_to_keep: how many of the newest checkpoints to keep, including ``newest``; 0 keeps all.
-        keep_every: also keep the steps that are multiples of this number; 0 for no such rule.
+    ``newest`` is always kept, and counts toward ``max_to_keep`` (0 keeps all). Multiples of
+    ``keep_every`` are kept, too. Steps above ``newest`` are kept, and do not count: they are of an
+    abandoned run, and the trainer, which has resumed at a lower step, will write them again.
     """
     older = sorted(step for step in steps if step < newest)
     among = older[max(0, len(older) - max_to_keep + 1) :] if max_to_keep else older
@@ -40,26 +33,11 @@ def kept_steps(
 
 
 def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> list[int]:
-    """Rename ``.full_checkpoint`` to ``.retired`` in the steps that the rules do not keep.
+    """Rename ``.full_checkpoint`` to ``.retired`` in the steps that :func:`kept_steps` omits.
 
-    The steps are read from disk, so a restarted trainer also finds the steps of earlier runs.
     Rank 0 calls this function after all ranks have written ``newest``, and the checkpoint pointer
     names that step. If the pointer names another step, nothing is retired. Each rename commits by
-    itself: if the process is killed between two renames, the next call does the remaining renames.
-
-    This function deletes nothing: the daemon or ``syncd prune`` deletes retired checkpoints later.
-
-    Args:
-        job: the job.
-        newest: the step that was just saved.
-        max_to_keep: a rule of :func:`kept_steps`.
-        keep_every: a rule of :func:`kept_steps`.
-
-    Returns:
-        The steps that were retired now, lowest first.
-
-    Raises:
-        OSError: storage failed. The steps that were retired before the error stay retired.
+    itself: after an error or a kill, the next call does the remaining renames.
     """
     if max_to_keep == 0:
         return []
@@ -76,8 +54,8 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
     for step in sorted(set(steps) - kept):
         folder = job.layout.step(step)
         try:
-            # All ranks have finished a newer checkpoint, so this step is not being saved: a trainer
-            # that was killed just before the end left the mark, which would keep it for ever.
+            # The step is not being saved, because a newer checkpoint is complete. A killed trainer
+            # left the mark, which would keep the step for ever.
             job.storage.unlink_if_there(folder / SAVING)
             job.storage.rename(folder / FULL, folder / RETIRED)
             job.storage.sync_folder(folder)

@@ -27,13 +27,8 @@ class Spool:
     save. If this process is killed, the daemon deletes the temporary file.
 
     Promised: the file gets its name only once it is complete and durable. Not promised: a second
-    attempt, because the gathered tensors are freed as they are written.
-
-    Args:
-        job: the job.
-        path: the path of the file.
-        stream: the source of the file's content.
-        size: the approximate size of the file in bytes, for the message on a full disk.
+    attempt, because the gathered tensors are freed as they are written. ``size`` (bytes) is
+    approximate, for the message on a full disk.
     """
 
     def __init__(self, job: Job, path: Path, stream: FullStateStream, *, size: int) -> None:
@@ -65,9 +60,7 @@ class Spool:
             self._stream.abort(error)
 
     def commit(self) -> ReceiptFile:
-        """Wait until the file is complete, and rename the file.
-
-        After an OSError, you can call this method again.
+        """Wait until the file is complete, and rename the file. After an OSError, call it again.
 
         Raises:
             OSError: storage failed; the error names the file.

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 def _nothing(_: SaveId) -> None:
-    """The default callback: does nothing."""
+    pass
 
 
 class RankWriter:
@@ -61,15 +61,10 @@ class RankWriter:
       because they learn of the failure only then.
 
     Args:
-        job: the job.
-        rank: this rank.
-        world_size: the number of ranks.
         save_timeout: seconds that rank 0 waits for the other ranks' receipts.
-        concurrency: how many ranks write at a time.
         weights_announced: on rank 0, called once the state pointer has moved.
         checkpoint_announced: on rank 0, called once the checkpoint pointer has moved.
         pauses: seconds before each retry of an operation that storage refused for a moment.
-        stopped: the event that :meth:`stop_waiting` sets; given only by tests.
     """
 
     def __init__(
@@ -102,10 +97,7 @@ class RankWriter:
         self._last: Attempt | None = None
 
     def save(self, save_id: SaveId, contents: RankContents) -> int:
-        """Write this rank's files; on rank 0 also wait for the other ranks and move the pointers.
-
-        Returns:
-            The number of bytes that this rank wrote.
+        """Write this rank's files, and return their size; rank 0 also waits and moves the pointers.
 
         Raises:
             SaveFailedError: the save failed. If the state pointer has moved, the weights are
@@ -139,8 +131,7 @@ class RankWriter:
         """Add the full weights to a complete full checkpoint, beside its config; on rank 0.
 
         Raises:
-            SaveFailedError: the full weights could not be written; the checkpoint is still
-                complete.
+            SaveFailedError: the weights could not be written; the checkpoint is still complete.
         """
         try:
             self.again(save_id, lambda: self._files.add_hugging_face(save_id, weights))
@@ -161,8 +152,8 @@ class RankWriter:
         notes = Notes(self._job, self._job.layout.actor(save_id.step))
 
         def record() -> None:
-            # There may be no folder yet. A new folder is empty, so a rank that begins at this
-            # moment replaces it, and what this rank makes in it fails: then record() runs again.
+            # There may be no folder yet. If another rank replaces the new, empty folder at this
+            # moment, writing the record fails, and record() runs again.
             make_step_folder(self._job, save_id.step)
             notes.say_failed(self._rank, save_id)
 
@@ -174,11 +165,7 @@ class RankWriter:
             self._remains.unprotect(save_id.step)
 
     def are_weights_there(self, save_id: SaveId) -> bool:
-        """True if an announced save still has the weights of all ranks; checks only file names.
-
-        Raises:
-            OSError: storage failed.
-        """
+        """True if an announced save still has the weights of all ranks; checks only file names."""
         return self._files.are_weights_there(save_id)
 
     def stop_waiting(self) -> None:
@@ -188,9 +175,9 @@ class RankWriter:
     def again(self, save_id: SaveId, work: Callable[[], T]) -> T:
         """Call ``work``, and call it again a few times if storage fails for a moment.
 
-        A new call also recreates a folder that the pruner has deleted. If an fsync failed, a new
-        call writes the file again under a new temporary name, because a second fsync of the same
-        file would wrongly report success.
+        A new call also recreates a folder that the pruner has deleted. After a failed fsync, the
+        file is written again under a new temporary name, because a second fsync of the same file
+        would wrongly report success.
         """
         for pause in self._pauses:
             try:
@@ -200,8 +187,6 @@ class RankWriter:
                     raise
                 log.warning("step %d: storage failed, trying again: %s", save_id.step, error)
         return work()
-
-    # -- the order of a save ---------------------------------------------------------------------
 
     def _save(self, attempt: Attempt, contents: RankContents) -> int:
         """Write a save in the order of the protocol: files are durable before their receipt exists.
@@ -220,7 +205,6 @@ class RankWriter:
             # Reads all tensors; so do it before the turn, while no other rank waits for this one.
             nonfinite = NonFinite.of(nonfinite_names(contents.model or {}))
             with self._pace.turn(save_id, receipt_name):
-                # Each file: a temporary name, fsync, rename.
                 written = files.write_weights(save_id, contents, nonfinite)
                 if rank == 0:
                     written += files.write_configs(save_id, contents)
@@ -283,11 +267,9 @@ class RankWriter:
     ) -> None:
         """Write the receipt: these files are complete and durable.
 
-        Raises:
-            OSError: storage failed, and no other rank has seen the receipt.
-            SaveFailedError: other ranks can see the receipt, but storage refused to make it
-                durable. Rank 0 may have announced the files, so they must not be deleted or
-                rewritten.
+        An OSError means that no other rank has seen the receipt. A SaveFailedError means that other
+        ranks can see the receipt, although it may not be durable. Then rank 0 may have announced
+        the files, so they must not be deleted or rewritten.
         """
         save_id = attempt.save_id
         name = full_receipt_name(self._rank) if is_full else receipt_name(self._rank)
@@ -311,15 +293,7 @@ class RankWriter:
                 ) from None
 
     def _wait_for_all(self, save_id: SaveId, name_of: Callable[[int], str]) -> bool:
-        """Wait for the receipts of all ranks.
-
-        Returns:
-            True if all receipts exist; False if a rank has written a newer save of this step.
-
-        Raises:
-            SaveFailedError: a rank failed, or took too long.
-            OSError: storage failed.
-        """
+        """Wait for all ranks' receipts; False if a rank has written a newer save of this step."""
         notes = Notes(self._job, self._job.layout.actor(save_id.step))
         until = time.monotonic() + self._timeout
         for rank in range(self._world_size):
@@ -356,8 +330,6 @@ class RankWriter:
             # The save is complete and announced: an error would make the caller write it again.
             log.warning("cannot remove %s, so the step is not pruned: %s", saving, error)
 
-    # -- what fails ------------------------------------------------------------------------------
-
     def _after_failure(self, attempt: Attempt) -> None:
         if self._rank == 0 and attempt.weights_stay and attempt.rest_stays:
             # All files are complete, and pointers may name them; only a later operation failed.
@@ -366,7 +338,6 @@ class RankWriter:
             self._give_up(attempt)
 
     def _give_up(self, attempt: Attempt) -> None:
-        """Delete this rank's unannounced files, and record that this rank failed."""
         self._remains.discard(attempt)
         self.say_failed(attempt.save_id)
 
