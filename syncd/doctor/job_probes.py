@@ -29,7 +29,7 @@ _FEW: Final = 4
 
 
 def format_of(job: Job) -> tuple[Finding, float]:
-    """A finding about the format, and the lease time in seconds: the default if it is unreadable."""
+    """A finding about the format, and the lease time in seconds: the default if unreadable."""
     default = Format().lease_time
     try:
         if not job.storage.exists(job.layout.format):
