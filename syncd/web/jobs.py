@@ -169,8 +169,8 @@ def _history(folder: Path, limit: int) -> dict[str, Any]:
 class LastRead(Generic[T]):
     """The data of the last read; times are in seconds since the epoch.
 
-    ``found`` and ``read``, the time when the last completed read began, are None before its end.
-    ``silent_since`` is when the current read began, if this read counts as unanswered.
+    ``read`` is when the last completed read began. Before the first read has ended, ``found`` and
+    ``read`` are None. ``silent_since`` is when the current read began, if it counts as unanswered.
     """
 
     found: T | None
