@@ -1,17 +1,14 @@
 """Another checkout's benchmark beside this one's, in turns: how much slower or faster this tree is.
 
-Repeat with, for example, the release before in a checkout of its own::
+Repeat with the other release in its own checkout::
 
     git worktree add ../before 361c29a
     python -m benchmarks.beside ../before -- merge --gigabytes 1 --rounds 1 --rss --no-torch
 
-A pair is the same benchmark once in each tree, whole processes, the tree as working directory and
-as ``PYTHONPATH``: its benchmark, and all that this starts, import that tree alone. Which tree comes
-first changes from pair to pair. Every figure in the tables that both print is compared; a ratio is
-this tree's figure over the other's, and the median is over the pairs. Figures of rates are among
-them: for GB/s a larger ratio is better.
-
-If a run fails, the pairs before it are printed.
+A pair is the same benchmark once in each tree. Each is a whole process that imports only its own
+tree. The order of the trees alternates from pair to pair. A ratio is this tree's figure over the
+other tree's; medians are over the pairs. For rates such as GB/s a larger ratio is better. If a run
+fails, the pairs before it are printed.
 """
 
 from __future__ import annotations
@@ -36,10 +33,7 @@ Figure = tuple[str, str, int]
 
 
 def figures(printed: str) -> dict[Figure, float]:
-    """The numbers in the tables that a benchmark has printed.
-
-    A cell with a unit counts as its number. Cells that are no number or 0 are left out.
-    """
+    """The numbers in the tables that a benchmark printed, without units; 0 is left out."""
     found: dict[Figure, float] = {}
     seen: Counter[tuple[str, str]] = Counter()
     columns: list[tuple[slice, str]] = []

@@ -1,22 +1,17 @@
 """Weights from one trainer to one and to three explorers: by broadcast over gloo, and by the files.
 
 Repeat with ``python -m benchmarks.broadcast`` from the project's root (some minutes; 14 GB of
-memory for three explorers). Trainer and explorers are processes of this host, of a plain model in
-host memory each; the transfers go over its loopback.
-
-Each way is timed on the trainer, until the last explorer has said that it has the new weights:
+memory for three explorers). Trainer and explorers are processes of this host, with models in host
+memory. Each way is timed on the trainer, until the last explorer reports the new weights:
 
 - ``one flat buffer``: one broadcast of as many bytes as the model has, into memory that was used
-  before; nothing is packed, nothing is loaded. The others are compared with it.
-- ``tensor by tensor``: one broadcast a tensor, which is waited for and then copied into the model.
-- ``syncd``: the method ``nccl``: packed into buckets, staged, agreed, loaded; ``unchecked``
-  without the digests of the buckets.
-- ``files``: the method ``checkpoint``, end to end: saved, published by a daemon, verified,
-  loaded. The files are on the filesystem of ``--dir``.
+  before. The others are compared with it.
+- ``tensor by tensor``: one broadcast for each tensor, which is then copied into the model.
+- ``syncd``: the method ``nccl``; ``unchecked``: without the digests of the buckets.
+- ``files``: the method ``checkpoint``, with a daemon, on the filesystem of ``--dir``.
 
-The ways take turns, and which one comes first rotates from round to round; one round before those
-that count warms all of them up. Each run is said on stderr, and if one fails, the whole rounds
-before it are printed.
+The ways take turns in a rotating order, after one round that warms all of them up. If a run fails,
+the whole rounds before it are printed.
 """
 
 from __future__ import annotations
@@ -94,7 +89,6 @@ class _Model(nn.Module):
             one.fill_(step % 100)
 
     def check(self, step: int) -> None:
-        """See that it has the weights of a step, as far as a look at both ends of each tells."""
         for name, one in self.named_parameters():
             flat = one.view(-1)
             if not flat[0] == flat[-1] == step % 100:
@@ -140,14 +134,7 @@ def _explore(told: list[str]) -> None:
 
 
 class _Trainer:
-    """The trainer's process: it sends, and takes the time.
-
-    Args:
-        stack: ends all that is begun.
-        work: an empty folder.
-        explorers: how many.
-        gigabytes: of the model.
-    """
+    """The trainer's process: it sends, and measures the time."""
 
     def __init__(self, stack: ExitStack, work: Path, explorers: int, gigabytes: float) -> None:
         job = work / "job"
@@ -220,7 +207,6 @@ class _Trainer:
 def _measure(
     work: Path, explorers: int, gigabytes: float, rounds: int, told: dict[str, list[float]]
 ) -> None:
-    """Add the seconds of each round, by way."""
     with ExitStack() as stack:
         trainer = _Trainer(stack, work, explorers, gigabytes)
         for at in range(-1, rounds):

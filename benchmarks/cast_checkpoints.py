@@ -26,15 +26,7 @@ _TIMEOUT: Final = 600.0
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Makes full checkpoints with AdamW in turns, and on rank 0 a version of each, as a daemon.
-
-    Attributes:
-        work: holds the jobs.
-        rank: of this process.
-        model: in fp32.
-        sync_dtype: the dtype for explorers.
-        wait_for_all: a barrier.
-    """
+    """Makes full checkpoints with AdamW in turns, and on rank 0 a version of each, as a daemon."""
 
     work: Path
     rank: int
@@ -152,7 +144,6 @@ def wait_for_pointer(layout: JobLayout, step: int, *, whole: bool = True) -> Non
 
 
 def size_of(folder: Path) -> int:
-    """The bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

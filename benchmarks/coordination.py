@@ -2,14 +2,12 @@
 
 Repeat with ``python -m benchmarks.coordination`` from the project's root (some minutes).
 
-Explorers are simulated, many to a process: each has a heartbeat, a claimed name and a report, and
-waits in ``wait_new_model_state_dict`` in a thread of its own. A version is published by a daemon's
-loop in this process; an explorer that wakes up leases the version, reports it, and waits again.
+Explorers are simulated, many to a process. Each has a heartbeat, a claimed name and a report, and
+waits in its own thread. A daemon's loop in this process publishes; each explorer that wakes up
+leases the version, reports it, and waits again.
 
-Wake-up latency is from the beginning of the daemon's round that publishes to the moment at which
-the wait has returned, by the one monotonic clock of this host. A tick is a round of the daemon with
-nothing to publish; a roster's slice is the work that its thread does 16 times a lease. All in
-milliseconds.
+Wake-up latency is from the beginning of the round that publishes until the wait has returned. A
+tick is a round with nothing to publish. A roster's thread does a slice of work 16 times a lease.
 """
 
 from __future__ import annotations
@@ -108,8 +106,6 @@ def _simulate(job: Path, first: int, count: int) -> None:
 
 
 class _Crowd:
-    """The processes of simulated explorers, and the times when each woke up."""
-
     def __init__(self, job: Path, count: int) -> None:
         self.woken: dict[int, list[float]] = {}
         self._ready = 0
@@ -181,7 +177,6 @@ def _milliseconds(call: Callable[[], object], times: int) -> list[float]:
 def _milliseconds_and_cpu(
     call: Callable[[], object], times: int
 ) -> tuple[list[float], list[float]]:
-    """How long each call took, and for how long this thread had a processor meanwhile."""
     found, cpu = [], []
     for _ in range(times):
         begun, used = time.perf_counter(), time.thread_time()
@@ -205,7 +200,6 @@ def _slices(root: Path, layout: JobLayout) -> list[float]:
 
 
 def measure(root: Path, count: int) -> Row:
-    """The cost of a number of explorers of a new job in ``root``."""
     root.mkdir()
     layout = JobLayout(root)
     Job.at(root).open()

@@ -1,14 +1,12 @@
 """Ways to move a merge's bytes, side by side: the reasons for the choices in docs/performance.md.
 
-Repeat with ``python -m benchmarks.copying`` from the project's root, as root (loop mounts of ext4
-and XFS are made and taken down again; ``--dir`` measures one folder as it is, without root).
+Repeat with ``python -m benchmarks.copying`` from the project's root, as root, because it mounts
+ext4 and XFS from files. ``--dir`` measures one folder as it is, without root.
 
 The input is four shards, whose pieces of 2 KB to 9 MB alternate in the output as FSDP's do. Each
-way copies all of it into new files, in this process; ``cat`` of the shards into one file is what it
-is compared with, in the same round. The inputs are in the page cache, nothing is dirty, and free
-memory was touched, before each run. Ways take turns in an order that rotates from round to round; a
-ratio is the median of the ratios inside each round, and so are those with an fsync of all files at
-the end, which follow ``cat`` and ``sync FILE``.
+way copies all of it into new files, in this process. It is compared with ``cat`` of the shards into
+one file, in the same round. Before each run :func:`settle` prepares the machine. The order rotates
+from round to round. A ratio is the median of the ratios inside each round.
 """
 
 from __future__ import annotations
@@ -70,8 +68,6 @@ class Way:
 
 
 def _buffered(size: int, *, digest: bool) -> Copy:
-    """``preadv``, xxh3 if asked, and ``pwrite``, through one buffer."""
-
     def copy(shards: Sequence[int], out: int, pieces: Sequence[Piece]) -> None:
         view = memoryview(bytearray(size))
         hasher = xxhash.xxh3_128()
@@ -187,7 +183,6 @@ _WAYS: Final = (
 
 
 def _write_shards(folder: Path, size: int, *, aligned: bool) -> tuple[list[Path], list[Piece]]:
-    """Four shards of random bytes, and their pieces in the order of one output."""
     block = os.urandom(max(_SIZES))
     pieces: list[Piece] = []
     paths = [folder / f"{'aligned' if aligned else 'plain'}-{rank}" for rank in range(_SHARDS)]
@@ -298,7 +293,6 @@ def _measure(
 def _print_measured(
     report: Report, folder: Path, where: str, size: int, rounds: int, *, durable: bool
 ) -> None:
-    """Measure on one filesystem, and print the results, even if it fails in the middle."""
     seconds: dict[str, list[float]] = {}
     try:
         _measure(folder, size, rounds, seconds, durable=durable)
@@ -318,7 +312,6 @@ def _print_measured(
 
 @contextmanager
 def _mounted(work: Path, kind: str) -> Iterator[Path]:
-    """A filesystem of its own in a file below ``work``."""
     target = work / kind
     target.mkdir()
     if kind == "tmpfs":

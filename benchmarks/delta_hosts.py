@@ -1,16 +1,14 @@
 """Hosts that stage versions from shared storage of a limited speed, with deltas and without.
 
 Run by ``python -m benchmarks.deltas``. Two jobs get the same versions in turn, one with ``syncd run
---deltas on``, the other with ``--deltas off``. Each has its own hosts. A host is a process with an
-``ExplorerHook`` and a ``Staging`` of its own, in a folder on another filesystem than the job's. It
-is forked, because 16 imports of torch would take longer than all else.
+--deltas on``, the other with ``--deltas off``. Each has its own hosts: processes with an
+``ExplorerHook``, and a ``Staging`` on another filesystem than the job's. They are forked, because
+16 imports of torch would take longer than all else.
 
-The throttle is a token bucket in the hosts' ``Storage``: each read of the job directory waits until
-its bytes have passed. All hosts share the bucket, also those of the other job, which are idle
-meanwhile. The daemon is not throttled: it has just read and written both versions of a delta, so
-they are in the page cache of its host.
+A token bucket in the hosts' ``Storage`` limits the reads of the job directory by all hosts. The
+daemon is not throttled: both versions of a delta are in the page cache of its host.
 
-Bytes are counted in the same place, records and manifests included. Those that the daemon reads are
+Bytes are counted in the same place, records and manifests included. The daemon's bytes are
 ``rchar`` of its process and its ended children, in ``/proc``.
 """
 
@@ -60,15 +58,10 @@ _TIMEOUT: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One measurement.
+    """One measurement, after two versions that warm up.
 
-    Attributes:
-        title: of its table.
-        hosts: how many hosts each job has.
-        versions: how many versions are measured; two before them warm up.
-        rate: bytes a second that the hosts read from shared storage, in all.
-        loads: whether hosts load versions into a torch module; else into an engine that reads all
-            bytes of its copy.
+    ``rate`` is the bytes a second that all hosts read together. If ``loads`` is False, the engine
+    only reads the bytes of its copy.
     """
 
     title: str
@@ -93,7 +86,6 @@ class _Live:
 
 
 def _module(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Nothing but the parameters, by their names."""
     top = nn.Module()
     for name, shape in shapes.items():
         *path, own = name.split(".")
@@ -133,8 +125,6 @@ def _host(
 
 
 class _Job:
-    """A job with a trainer, a daemon and hosts."""
-
     def __init__(
         self,
         root: Path,
@@ -165,7 +155,6 @@ class _Job:
             self._stack = stack.pop_all()
 
     def close(self) -> None:
-        """End all processes."""
         self._stack.close()
 
     def publish(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[float, list[_Live]]:
@@ -199,7 +188,6 @@ class _Job:
 
     @property
     def daemon_read(self) -> int:
-        """The bytes that the daemon and its ended children have read."""
         for line in Path(f"/proc/{self._daemon.pid}/io").read_text().splitlines():
             key, _, value = line.partition(": ")
             if key == "rchar":
@@ -233,10 +221,7 @@ def _write_config(folder: Path) -> None:
 class Steps:
     """Versions of a model: fp32 masters, an update of the same size each step, and their bf16.
 
-    Args:
-        weights: the masters, tensors x elements.
-        size: of an update: the factor of normal numbers that are added.
-        copies: how often the model has each tensor, by other names.
+    ``size`` is the factor of the normal numbers that are added to the masters.
     """
 
     def __init__(self, weights: Tensor, size: float, copies: int) -> None:
@@ -265,18 +250,7 @@ class Steps:
 
 
 def print_hosts(report: Report, job_dir: Path, stage_dir: Path, steps: Steps, setup: Setup) -> None:
-    """Measure one setup and print its table.
-
-    Args:
-        report: the report of the whole benchmark.
-        job_dir: an empty folder on the filesystem of the jobs.
-        stage_dir: an empty folder on another filesystem, for the stages.
-        steps: the versions.
-        setup: the measurement.
-
-    Raises:
-        SystemExit: both folders are on the same filesystem.
-    """
+    """Measure one setup, and print its table. The folders must be on different filesystems."""
     if os.stat(job_dir).st_dev == os.stat(stage_dir).st_dev:
         raise SystemExit(f"{job_dir} and {stage_dir} are on one filesystem: no stage would copy")
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)

@@ -2,19 +2,17 @@
 
 Repeat with ``python -m benchmarks.deltas`` from the project's root (some minutes).
 
-An update is a model's bf16 elements before and after a step. At 1, 3.3, 8 and 20 % of changed
-elements: normal fp32 weights (sigma 0.02), changed by a normal update of the size that leads there.
-Besides, a small language model that AdamW (lr 1e-6, fp32 masters) has trained for some steps here:
-snapshots before and after the last one.
+An update is a model's bf16 elements before and after a step. For 1, 3.3, 8 and 20 % of changed
+elements, normal fp32 weights (sigma 0.02) get a normal update. The last update is a step of a small
+language model that AdamW (lr 1e-6, fp32 masters) trains here.
 
 slime's encoding is written from its description: the exclusive or of both tensors, one zstd frame
-of level 1 a tensor. Both encode and decode in memory, in this one thread, in turns that alternate
-from round to round. CPU seconds of this process; a ratio is the median of those inside each round.
+of level 1 for each tensor. Both encode and decode in memory, in one thread, in alternating turns.
+Times are CPU seconds. A ratio is the median of the ratios inside each round.
 
-A copy is made of files in the page cache, into new files in ``--dir``, by one thread, with the
-digest of every tensor: by ``copy_version`` (links and shared blocks are refused, as between two
-filesystems), and by ``apply_chain`` from a copy of the version before and a delta. The child that
-makes the delta is measured as a whole: its start, reading, digests of both versions, encoding.
+Copies are made of files in the page cache, into new files in ``--dir``, by one thread, with the
+digest of every tensor. They share no blocks with the source, as between two filesystems. The child
+that makes the delta is measured as a whole, from its start.
 """
 
 from __future__ import annotations
@@ -121,13 +119,11 @@ class _Model(torch.nn.Module):
                 torch.nn.init.normal_(parameter, std=_SIGMA)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of the next tokens, tokens as batch x length."""
         mask = torch.nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         return self.head(self.layers(self.embedding(tokens), mask=mask, is_causal=True))
 
 
 def _adamw_run(steps: int) -> Update:
-    """The last of some steps of a real optimizer on a real loss."""
     torch.manual_seed(1)
     model = _Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
@@ -153,8 +149,6 @@ _Encoded = dict[str, Any]
 
 
 class _Slime:
-    """One zstd frame of level 1 a tensor, of the exclusive or."""
-
     def __init__(self) -> None:
         self._pack = zstandard.ZstdCompressor(level=1)
         self._unpack = zstandard.ZstdDecompressor()
@@ -212,7 +206,6 @@ def _cpu(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _measure(update: Update, rounds: int) -> dict[str, Any]:
-    """The bytes, and the CPU seconds of each round, of both."""
     codecs: dict[str, _Slime | _Syncd] = {"syncd": _Syncd(), "slime": _Slime()}
     found: dict[str, Any] = {name: {"encode": [], "decode": [], "bytes": 0} for name in codecs}
     for number in range(rounds + 1):

@@ -3,20 +3,16 @@
 Repeat with ``python -m benchmarks.engines`` from the project's root (some minutes), after
 ``export SYNCD_VLLM_PYTHON=$(python -m tests.engines.environment)``.
 
-Tokens: the saves of all rounds lie ready; a round moves the trainer's pointer, and asks the server
-for one token, again and again, until the token is one of the new weights. A daemon (``syncd run``)
-publishes on the way; the hook follows in a thread. It loads by syncd's weight transfer, with a
-stage in ``/dev/shm`` and without, and by ``reload_weights``, in turns of five rounds. One of a
-hundred elements changes from save to save. ``--unpacked`` leaves weights unpacked, as they are on a
-GPU; the hook then loads by the transfer of only the changed elements, too, and the daemon makes
-deltas. "Sparse" counts the rounds in which that was so.
-The pause is the hook's own figure: from before ``/pause`` to after ``/resume`` and the token that
-proves that it serves; it has no requests in flight.
+Tokens: a round moves the trainer's pointer to a save that is ready. It asks the server for one
+token again and again, until the token comes from the new weights. A daemon publishes, and the hook
+follows in a thread. The ways to load take turns of five rounds. One of a hundred elements changes
+from save to save. ``--unpacked`` leaves weights unpacked, as on a GPU; then the hook can also load
+only the changed elements, and "sparse" counts the rounds in which it did. The pause is from before
+``/pause`` until the first token after ``/resume``, without requests in flight.
 
 Lost: tokens that clients of a steady load miss for each reload, against as many seconds without
-any. ``by hand`` is the server's own ``reload_weights`` of a folder that is there, and
-``/reset_prefix_cache``, without pause, without looking at the files, and without a daemon. Which of
-the three comes first rotates from round to round.
+reloads. ``by hand`` is the server's own ``reload_weights`` and ``/reset_prefix_cache``, without
+pause, verification or daemon. The order of the three rotates from round to round.
 """
 
 from __future__ import annotations
@@ -92,24 +88,15 @@ class _Trainer:
 
 
 def _nudged(value: Tensor, part: float) -> Tensor:
-    """The tensor with such a part of its elements changed."""
     return torch.where(torch.rand(value.shape) < part, value + 0.01, value)
 
 
 class _Way(NamedTuple):
-    """How a hook loads.
-
-    Attributes:
-        kind: its engine's class.
-        stage: its stage folder, if any.
-    """
-
     kind: Callable[[str], VLLMServer]
     stage: Path | None
 
 
 def _wait_for_tokens(server: VLLMProcess, beginning: str) -> float:
-    """The moment when the first token of the new weights is there."""
     deadline = time.monotonic() + _TIMEOUT
     while time.monotonic() < deadline:
         (label,) = server.generate(_PROMPT, 1).labels
@@ -125,7 +112,6 @@ def _tokens(
     rounds: int,
     told: dict[str, list[float]],
 ) -> None:
-    """Add seconds of each round."""
     trainer.prepare(rounds + 1)
     os.sync()  # so that no round pays for writing the inputs
     staging = Staging(way.stage) if way.stage is not None else None
@@ -192,7 +178,6 @@ def _lost(
     seconds: float,
     told: dict[str, list[float]],
 ) -> None:
-    """Add tokens of each round, by how weights are reloaded."""
     trainer.prepare(2 * rounds + 1)
     with ExplorerHook(trainer.job.layout.root, "bench", VLLMServer(server.url)) as hook:
 

@@ -54,7 +54,6 @@ def write(actor: Path, layers: int) -> None:
 
 
 def merged(actor: Path, save: SavedWeights, out: Path, names: Names) -> float:
-    """Seconds of a merge into a new folder."""
     out.mkdir()
     begun = time.monotonic()
     options = MergeOptions(max_file_size=10**9, names=names, threads=4)
@@ -65,7 +64,6 @@ def merged(actor: Path, save: SavedWeights, out: Path, names: Names) -> float:
 
 
 def main() -> None:
-    """Print the rounds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--layers", type=int, default=5, help="of 201 MB each")

@@ -3,20 +3,18 @@
 Repeat with ``python -m benchmarks.explorer`` from the project's root (some minutes; eight times the
 model's size in free memory, six times on the disk of ``--dir``).
 
-Live: four FSDP shards in bf16, with the shapes of Qwen2.5-1.5B at another width, lie ready in a
-step's folder. A round moves the trainer's pointer; the time is until the explorer, a process of its
-own, has all of it in its model, by the one monotonic clock of this host. A daemon (``syncd run``)
-merges, verifies and publishes on the way. ``naive`` is the usual script without syncd:
-look at the pointer each second, ``torch.load`` all shards, ``torch.cat``, ``load_state_dict``.
-Pause and load are the engine's times: from ``pause`` to ``resume``, and the call of ``load``.
-The explorers take turns, each with its own daemon; all input is in the page cache.
+Live: four FSDP shards in bf16, with the shapes of Qwen2.5-1.5B at another width, are ready in a
+step's folder. A round moves the trainer's pointer, and ends when the explorer, another process, has
+the weights in its model. A daemon (``syncd run``) publishes. ``naive`` is the usual script without
+syncd: look at the pointer each second, ``torch.load``, ``torch.cat``, ``load_state_dict``. The
+explorers take turns, each with its own daemon; all input is in the page cache.
 
 In place: one version, loaded again and again into a module on the CPU, beside ``memmove`` and
-``Tensor.copy_`` of as many bytes between two blocks of memory that are there already. A round is
-one of each, in an order that rotates; a ratio is the median of the ratios inside each round.
+``Tensor.copy_`` of as many bytes. The order rotates from round to round. A ratio is the median of
+the ratios inside each round.
 
-Storage: bytes that explorers on one host read of the job directory for one version, by the calls of
-``Storage``, in sizes of the version's files. Without a stage each reads all twice: verify, load.
+Storage: bytes that explorers on one host read of the job directory for one version, in sizes of the
+version's files. Without a stage each explorer reads all files twice: verify, load.
 """
 
 from __future__ import annotations
@@ -73,7 +71,6 @@ class _Explorer:
         )  # fmt: skip
 
     def hear(self) -> dict[str, Any]:
-        """The next thing that it says."""
         assert self._process.stdout is not None  # noqa: S101 - for the type checker
         line = self._process.stdout.readline()
         if not line:
@@ -82,7 +79,6 @@ class _Explorer:
         return found
 
     def close(self) -> None:
-        """End it."""
         assert self._process.stdin is not None  # noqa: S101 - for the type checker
         self._process.stdin.close()
         try:
@@ -127,7 +123,6 @@ class _Trainer:
         return self._step
 
     def announce(self) -> float:
-        """Move the pointer; returns when."""
         begun = time.monotonic()
         self._point(self._step)
         return begun

@@ -52,7 +52,6 @@ class _Timed:
 
 
 def _module(gigabytes: float) -> nn.Module:
-    """Nothing but the parameters, by their names."""
     import torch  # noqa: PLC0415 - the process that starts all others stays small
     from torch import nn  # noqa: PLC0415
 
@@ -101,7 +100,6 @@ def _engine(kind: str, gigabytes: float) -> Any:
 
 
 def _options(stage: Path | None) -> dict[str, Any]:
-    """The stage settings of a hook."""
     if stage is None:
         return {}
     from explorer_hooks.staging import Staging  # noqa: PLC0415
@@ -141,7 +139,6 @@ def _follow(given: argparse.Namespace) -> None:
 
 
 def _naive(given: argparse.Namespace) -> None:
-    """The usual script without a daemon."""
     import logging  # noqa: PLC0415
 
     import torch  # noqa: PLC0415
@@ -169,7 +166,6 @@ def _naive(given: argparse.Namespace) -> None:
 
 
 def _copying(given: argparse.Namespace) -> None:
-    """A process of its own: loads in place, beside copies of as many bytes."""
     import ctypes  # noqa: PLC0415
 
     import torch  # noqa: PLC0415

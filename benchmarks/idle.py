@@ -2,12 +2,10 @@
 
 Repeat with ``python -m benchmarks.idle`` from the project's root (a minute and a half).
 
-Each job has old full checkpoints (``global_step_N/.full_checkpoint`` and an ``actor/`` with tiny
-files), and a newest step with a receipt, which its daemon publishes. Then nothing happens any more,
-or the pointer is torn, or empty. All daemons are real processes with their defaults, and idle
-through the same seconds, side by side. Their processor time is user and system time of
-``/proc/PID/stat``, which counts in ticks of 10 ms; a wake-up is a voluntary context switch of any
-thread. "On record" is a job whose daemon has published every one of its steps.
+Each job has old full checkpoints with tiny files, and a newest step, which its daemon publishes.
+Then nothing happens any more, or the pointer is torn, or empty. All daemons are real processes with
+their defaults, and idle side by side. Processor time is user and system time, in ticks of 10 ms; a
+wake-up is a voluntary context switch of any thread.
 """
 
 from __future__ import annotations
@@ -117,7 +115,6 @@ def make_job(root: Path, scenario: Scenario) -> JobLayout:
 
 
 def spent(pid: int) -> Spent:
-    """Read the CPU seconds and wake-ups of a process."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     wakeups = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -130,7 +127,6 @@ def spent(pid: int) -> Spent:
 
 
 def status(path: Path, key: str) -> int:
-    """A number of /proc/PID/status, by its name."""
     for line in path.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == key:

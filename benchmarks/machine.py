@@ -39,13 +39,9 @@ for at in range(0, size, mmap.PAGESIZE):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The resources that one whole process took.
+    """The resources that one whole process took: wall and CPU seconds, and peak RSS in MB (1e6).
 
-    Attributes:
-        seconds: wall time.
-        cpu: processor seconds, user and system.
-        peak_mb: its peak RSS in MB (1e6).
-        inside: wall seconds that the process itself counted for its work, if it tells.
+    ``inside`` is the wall seconds that the process itself counted for its work, if it tells.
     """
 
     seconds: float
@@ -70,13 +66,6 @@ def run_measured(argv: Sequence[str], stdout: Path | None = None) -> Usage:
 
     The kernel counts the peak RSS of a child from its fork, when it is still a copy of this
     process: nothing below this process's own size can be seen. So keep this process small.
-
-    Args:
-        argv: the command.
-        stdout: a new file for its output; thrown away by default.
-
-    Raises:
-        RuntimeError: it failed.
     """
     with (stdout or Path(os.devnull)).open("wb") as out:
         begun = time.perf_counter()
@@ -98,11 +87,8 @@ def settle(inputs: Iterable[Path], memory: int) -> None:
 
     The inputs are in the page cache, and nothing is dirty that would be written later. Free memory
     was touched: the host of a virtual machine takes free memory back (free page reporting), and to
-    get it again costs several times as much as copying into it.
-
-    Args:
-        inputs: the files to read.
-        memory: bytes that the next run will need at most, page cache included.
+    get it again costs several times as much as copying into it. ``memory`` is the most bytes that
+    the next run will need, page cache included.
     """
     view = memoryview(bytearray(_BUFFER))
     for path in inputs:
@@ -124,7 +110,6 @@ def whole_rounds(found: Mapping[str, Sequence[T]]) -> dict[str, list[T]]:
 
 
 def median_ratio(these: Iterable[float], those: Iterable[float]) -> float:
-    """The median of the ratios inside each round."""
     return statistics.median(this / that for this, that in zip(these, those, strict=True))
 
 
@@ -158,14 +143,8 @@ def describe_machine(folder: Path) -> dict[str, str]:
 class Report:
     """Prints a benchmark's rows, each at once, because a later part may fail or be interrupted.
 
-    As JSON: the rows go to stderr, and ``told`` to stdout in the end, also after an error.
-
-    Attributes:
-        told: the content of the JSON object, including the machine.
-
-    Args:
-        folder: the benchmark works on this filesystem.
-        as_json: as the caller of the benchmark wants it.
+    With ``as_json`` the rows go to stderr. ``told``, which includes the machine, goes to stdout at
+    the end, also after an error.
     """
 
     def __init__(self, folder: Path, *, as_json: bool = False) -> None:
@@ -191,13 +170,7 @@ class Report:
         print(line, file=self._to, flush=True)
 
     def table(self, title: str, heads: Sequence[str], like: Iterable[Sequence[str]] = ()) -> Table:
-        """Begin a table, under a line of text.
-
-        Args:
-            title: that line.
-            heads: of the columns.
-            like: rows to come, or their first cells alone; the columns are as wide as these are.
-        """
+        """Begin a table under a title; :class:`Table` explains the other arguments."""
         self.say(f"\n{title}\n")
         return Table(heads, like, self._to)
 
@@ -211,10 +184,7 @@ class Report:
 class Table:
     """A table, printed row by row: the first column to the left, numbers to the right.
 
-    Args:
-        heads: of the columns.
-        like: rows to come, or their first cells alone; the columns are as wide as these are.
-        to: the stream to print to.
+    The columns are as wide as in ``like``: rows to come, or their first cells alone.
     """
 
     def __init__(self, heads: Sequence[str], like: Iterable[Sequence[str]], to: TextIO) -> None:
@@ -240,7 +210,6 @@ def _cpu() -> str:
 
 
 def _filesystem(folder: Path) -> str:
-    """The type of the longest mount point above ``folder``."""
     best, kind = "", "unknown"
     for line in Path("/proc/mounts").read_text().splitlines():
         _, mount, found = line.split()[:3]

@@ -5,18 +5,14 @@ rounds; five times the model's size in free memory, and twice the largest size o
 ``--dir``. ``--verl DIR`` adds verl, installed into DIR the first time.
 
 Every contender is a whole process, start-up included, measured from its fork until it is reaped.
-Each of ``--modes`` has rounds and a table of its own. ``warm``: the inputs are in the page cache,
-and nobody calls fsync. ``cold``: their pages are dropped (fsync, then posix_fadvise DONTNEED; below
-a virtual machine's disk the host may have them still); programs and libraries stay. ``fsync``:
-everybody's files would survive a power loss; ``cat`` and ``cp`` are followed by ``sync FILE...``.
+Each of ``--modes`` has its own rounds and table. ``warm``: the inputs are in the page cache, and
+nobody calls fsync. ``cold``: their pages are dropped, but the host of a virtual machine may still
+have them. ``fsync``: all files would survive a power loss.
 
-Before each run, outside the timing: the last output is removed, dirty pages are written, and free
-memory is touched. Contenders take turns, in an order that rotates from round to round; a ratio is
-the median of the ratios inside each round. "Without start-up" is the time that the manifest says
-the merge took: the daemon's part, which has started long before. Before the rounds each contender
-runs once, and its output is compared with the truth bit by bit.
-
-A table is printed once its rounds are over, or of the whole rounds that there are if one fails.
+Before each run :func:`settle` prepares the machine. The order of contenders rotates from round to
+round. A ratio is the median of the ratios inside each round. "Without start-up" is the merge's time
+in the manifest, as in a daemon that runs already. Before the rounds each contender runs once, and
+its output is compared with the truth. If a round fails, the rounds before it are printed.
 """
 
 from __future__ import annotations
@@ -86,7 +82,6 @@ def _shards(*argv: str) -> None:
 
 
 def _write(place: Place, model: Model) -> int:
-    """Write the shards; returns their bytes."""
     for folder in (place.work / "job", place.out, place.merged):
         shutil.rmtree(folder, ignore_errors=True)
     _shards("write", str(place.work / "job"), *model.arguments)
@@ -117,7 +112,6 @@ def _evict(paths: Iterable[Path]) -> None:
 
 
 def _run(contender: Contender, place: Place, *, cold: bool = False) -> Usage:
-    """One run in an empty ``out`` folder."""
     _clear(place)
     if contender.memory:
         inputs = [*place.shards, *place.merged.glob("*.safetensors")]
@@ -136,10 +130,7 @@ def _run(contender: Contender, place: Place, *, cold: bool = False) -> Usage:
 
 
 def _try(place: Place, field: tuple[Contender, ...], model: Model) -> int:
-    """Run everyone once: Python compiles its imports, and the output is verified.
-
-    The first merge is kept for ``cp``; returns how many files it is.
-    """
+    """Run each contender once, and verify its output; return the number of files of a merge."""
     _clear(place)
     run_measured(merges(model)[0].argv(place))
     (place.out / "merged").rename(place.merged)
@@ -158,7 +149,6 @@ def _rounds(
     rounds: int,
     found: dict[str, list[Usage]],
 ) -> None:
-    """Add the runs of each contender to ``found``, and say each on stderr."""
     place = replace(place, durable=mode.durable)
     for number in range(rounds):
         first = number % len(field)
@@ -172,11 +162,7 @@ def _rounds(
 
 
 def _peaks(contender: Contender, place: Place, model: Model) -> tuple[float, float]:
-    """One run, verified: the peak RSS in MB of its largest process, and of the first process alone.
-
-    The kernel tells the first number at the end. The second is the mark that it keeps while the
-    process lives, read every few milliseconds.
-    """
+    """The peak RSS in MB of the largest process of one run, and of the first process alone."""
     print(f"peak RSS of {model.gigabytes} GB: {contender.name}", file=sys.stderr)
     _clear(place)
     process = subprocess.Popen(contender.argv(place), stdout=subprocess.DEVNULL)

@@ -40,11 +40,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The folder that all contenders work in.
-
-    Attributes:
-        durable: whether they must wait until their output would survive a power loss.
-    """
+    """The folder of all contenders; if ``durable``, their output must survive a power loss."""
 
     work: Path
     durable: bool = False
@@ -71,13 +67,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One row.
-
-    Attributes:
-        merges: whether tensors come out.
-        stdout: True if it prints its output; only if that need not be durable.
-        memory: the most that it needs, page cache included, in sizes of the input.
-    """
+    """One row; ``memory`` is the most that it needs, page cache included, in sizes of the input."""
 
     name: str
     argv: Callable[[Place], Sequence[str]]
@@ -87,7 +77,6 @@ class Contender:
 
 
 def merges(model: Model) -> tuple[Contender, ...]:
-    """``syncd merge``, in all the ways that are measured."""
     cast = ("--dtype", "bf16") if model.casts else ()
     name = "syncd merge"
     several = (
@@ -105,13 +94,7 @@ def merges(model: Model) -> tuple[Contender, ...]:
 
 
 def contenders(model: Model, *, torch: bool, verl: Path | None) -> tuple[Contender, ...]:
-    """All rows; the slow ones only if asked for, and if they can merge this layout.
-
-    Args:
-        model: the input.
-        torch: whether torch takes part, in two ways.
-        verl: the Python of verl's environment.
-    """
+    """All rows; the slow ones only if asked for, and if they can merge this layout."""
     slow: list[Contender] = []
     starts = [
         _start("syncd merge --help", *_SYNCD, "merge", "--help"),

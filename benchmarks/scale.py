@@ -1,20 +1,16 @@
 """The cost of N, 2N and 4N of everything: jobs on one daemon, explorers, old steps, versions.
 
 Repeat with ``python -m benchmarks.scale`` from the project's root (some ten minutes), or a part of
-it with ``--parts``.
+it with ``--parts``. Saves are full state dicts, which are linked, so no bytes are copied.
 
-Saves are full state dicts with a receipt, which are linked: it measures syncd, and no
-copying of bytes.
-
-- **jobs**: ``syncd run --root`` on so many jobs, a real process with its defaults. Idle processor
-  time is user and system time; a job's tick is one second. Wake-up is from the rename of a pointer
-  to the moment at which LATEST names its step, one job at a time; the burst is of all jobs at once.
-- **explorers**: a daemon's loop in this process, metrics on, and explorers that are files: a
-  heartbeat that is touched three times a lease, a lease, a report. Time is injected.
+- **jobs**: a real ``syncd run --root`` with its defaults. A job's tick is one second. Wake-up is
+  from the rename of a pointer until LATEST names its step, one job at a time; the burst is of all
+  jobs at once.
+- **explorers**: a daemon's loop in this process, with metrics and injected time. Explorers are
+  files: a heartbeat that is touched three times a lease, a lease, a report.
 - **wakeups**: explorers that really wait, as threads, 50 to a process (benchmarks/coordination.py).
-- **steps**: a job with so many old full checkpoints, five injected minutes of rounds.
-- **versions**: so many saves that are published within one injected day, each leased by an explorer
-  that then lets the one before go; each is pruned in its turn.
+- **steps**: a job with many old full checkpoints, five injected minutes of rounds.
+- **versions**: saves that are published within one injected day, each leased by an explorer.
 
 A call is one method of the Storage seam: each is a request to a network filesystem.
 """
@@ -109,8 +105,6 @@ HEADS: Final = {
 
 @dataclass(slots=True)
 class _Counted:
-    """The times of a loop's rounds in this process."""
-
     calls: list[int]
     cpu: list[float]
 
@@ -316,7 +310,6 @@ def _wakeups(work: Path, count: int) -> Row:
 
 
 def _each(row: Callable[[Path, int], Row]) -> Part:
-    """One row after the other."""
     return lambda work, counts: (row(work, count) for count in counts)
 
 

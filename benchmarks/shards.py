@@ -1,18 +1,15 @@
 """The input of the merge benchmark, and the check of its output; runs in a child process.
 
 ``python -m benchmarks.shards write JOB 3.087 fsdp`` writes global_step_1 of a job with the writer
-that ``TrainerHook`` uses: real ``torch.save`` of bf16 DTensors of four ranks, each with its real
-coordinate, with receipts. They are cut by rows (``fsdp``), or as FSDP2 on top of tensor parallelism
-leaves them on a 2 x 2 mesh (``fsdp+tp``: colwise, rowwise, and FSDP alone). The ranks
-take turns in one process, over torch's fake process group; nothing is communicated. global_step_2
-has hard links to the same shards and no receipts, as another trainer would leave them.
+that ``TrainerHook`` uses: bf16 DTensors of four ranks, with receipts. They are cut by rows
+(``fsdp``), or as FSDP2 on top of tensor parallelism leaves them on a 2 x 2 mesh (``fsdp+tp``). The
+ranks take turns in one process, over torch's fake process group. global_step_2 has hard links to
+the same shards and no receipts, as another trainer would leave them.
 
-The size is that of the model in bf16. 3.087 GB is Qwen2.5-1.5B, shape by shape; other sizes have
-its 28 layers, its vocabulary and its proportions, and another width. ``fp32`` is ``fsdp`` in
-float32, to be cast to bf16. ``small`` is ``fsdp`` with tensors of 4 KB and nothing else.
+The size is that of the model in bf16. 3.087 GB is Qwen2.5-1.5B; other sizes have another width.
+``fp32`` is ``fsdp`` in float32, to be cast to bf16. ``small`` is ``fsdp`` with tensors of 4 KB.
 
-``python -m benchmarks.shards verify FOLDER 3.087 fsdp`` compares merged tensors with the truth,
-every bit.
+``python -m benchmarks.shards verify FOLDER 3.087 fsdp`` compares every bit with the truth.
 """
 
 from __future__ import annotations
@@ -126,7 +123,6 @@ def _dtensor(name: str, whole: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def write(root: Path, gigabytes: float, layout_name: str) -> None:
-    """Write both steps."""
     layout = JobLayout(root)
     storage = Storage(durable=False)
     for folder in (layout.root, layout.drafts):
@@ -178,7 +174,6 @@ def verify(folder: Path, gigabytes: float, layout: str) -> str:
 def main(
     what: Literal["write", "verify"], folder: str, gigabytes: str, layout: str = "fsdp"
 ) -> None:
-    """The command line."""
     if what == "write":
         write(Path(folder), float(gigabytes), layout)
     elif wrong := verify(Path(folder), float(gigabytes), layout):

@@ -13,11 +13,7 @@ _CREDIT: Final = 0.02
 
 
 class Counting(Storage):
-    """Counts the bytes that were read.
-
-    Attributes:
-        bytes_read: the bytes so far.
-    """
+    """Counts the bytes that were read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,12 +54,7 @@ class Counting(Storage):
 
 
 class Bucket:
-    """A token bucket that processes share: it lets so many bytes pass in a second, in all.
-
-    Args:
-        context: the processes' context; they get the bucket as an argument.
-        rate: bytes a second.
-    """
+    """A token bucket that processes share: it lets ``rate`` bytes pass in a second, in all."""
 
     def __init__(self, context: ForkContext, rate: float) -> None:
         self._rate = rate

@@ -20,7 +20,6 @@ from torch import Tensor
 
 
 def save(merged: dict[str, Tensor], out: str, modes: Sequence[str]) -> None:
-    """Save all tensors into one file."""
     save_file(merged, out, metadata={"format": "pt"})
     if "fsync" in modes:
         with Path(out).open("rb") as file:
@@ -28,7 +27,6 @@ def save(merged: dict[str, Tensor], out: str, modes: Sequence[str]) -> None:
 
 
 def main(actor: str, out: str, *modes: str) -> None:
-    """Load all shards, concatenate, save."""
     # Four lines about torch.compile, which is not used here.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     paths = sorted(Path(actor).glob("model_world_size_*_rank_*.pt"))  # fewer than ten ranks

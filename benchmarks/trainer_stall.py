@@ -3,30 +3,27 @@
 Repeat with ``python -m benchmarks.trainer_stall`` from the project's root (some minutes; six times
 the model's size in free memory, three times on the disk of ``--dir``).
 
-The ranks are real processes, FSDP2 (``fully_shard``) over gloo on the CPU, over NCCL where there
-are GPUs: as many as those, then. Each has one thread, as torchrun starts them. The model has the
-shapes of Qwen2.5-1.5B at another width, in bf16. A round: for each contender the ranks meet, change
-their parameters in place, and save; the time of the slowest rank's call counts.
-A contender's background work ends before the next one begins. Contenders take turns, in
-an order that rotates; a ratio is the median of the ratios inside each round. One round before them,
-apart: buffers are made then.
+The ranks are real processes with one thread each: FSDP2 over gloo on the CPU, or over NCCL with one
+rank for each GPU. The model has the shapes of Qwen2.5-1.5B at another width, in bf16. In a round,
+for each contender the ranks meet, change their parameters in place, and save. The time of the
+slowest rank's call counts. A contender's background work ends before the next one begins. The order
+rotates. A ratio is the median of the ratios inside each round. The first round, in which buffers
+are made, is kept apart.
 
-``bare clone`` is of the local shards alone, into new memory, as ``clone`` makes it; ``bare copy``
-is into memory that is there already, pinned on a GPU: the least that a save can take. torch.save
-writes each rank's own shard, without fsync. ``async_save`` is that of torch.distributed.checkpoint,
-as it comes, and on a GPU also with its staging memory kept, which it does not do without one.
+``bare clone`` copies the local shards into new memory. ``bare copy`` copies them into memory that
+is there already, pinned on a GPU: the least that a save can take. torch.save writes each rank's own
+shard, without fsync. ``async_save`` is that of torch.distributed.checkpoint; on a GPU it also runs
+with its staging memory kept.
 
-Looking for NaN and Inf: on a CPU the thread that writes does it. The benchmark
-times it on a rank's copied shard against writing that shard with fsync, in turns.
+The search for NaN and Inf is timed against writing the same shard with fsync.
 
 Memory: for each rank the peak RSS of a run that saves ``--saves`` times, one right after the other,
 less that of the same run without saving, in local shards. Those saves wait for each other, so that
 there are as many copies as there can be.
 
 With ``--sync-dtype bf16`` the model is in fp32, and the hook that casts it for explorers stands
-beside the hook that does not: the stall, the bytes of a save, the memory. Then full checkpoints
-with AdamW, made in turns: the trainer's cast weights of its own, merged, beside a checkpoint that
-the daemon casts as it merges. Both merges are a daemon's, with digests, in rank 0's process.
+beside the hook that does not. Then full checkpoints with AdamW, in turns: with cast weights of the
+trainer's own, and without, so that the merge casts.
 """
 
 from __future__ import annotations
@@ -123,7 +120,6 @@ class _Rank:
         self._dist.barrier()
 
     def train(self) -> None:
-        """Change the parameters, as an optimizer does."""
         with self._torch.no_grad():
             for local in self._locals:
                 local.mul_(1.001)
@@ -172,7 +168,6 @@ class _Rank:
         return save
 
     def _remove_when(self, ended: Callable[[], object], folder: Path) -> None:
-        """Wait for the background, of all ranks, and make room for the next one."""
         ended()
         self.wait_for_all()
         if self._rank == 0:
@@ -237,7 +232,6 @@ class _Rank:
         return found
 
     def look(self, rounds: int) -> dict[str, list[float]]:
-        """Seconds for looking at a copied shard, and for writing it."""
         from syncd.storage.fsio import Storage  # noqa: PLC0415
         from trainer_hooks.state.host_buffers import HostBuffers, nonfinite_names  # noqa: PLC0415
         from trainer_hooks.writing.parts import write_tensors  # noqa: PLC0415
@@ -259,7 +253,6 @@ class _Rank:
         return found
 
     def peak(self, saves: int, *, saving: bool, casts: bool) -> int:
-        """The peak RSS of this process, in bytes, after so many steps."""
         with ExitStack() as stack:
             # A skipped save copies nothing: only one copy would be seen, not two.
             save = stack.enter_context(self.hook("wait", casts=casts)) if saving else None
@@ -297,7 +290,6 @@ def _be_rank(given: argparse.Namespace) -> None:
 
 
 def _run(what: str, world_size: int, given: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
-    """Run a job of its own; returns the output of each rank."""
     folder = work / f"{what}-{world_size}"
     for job in ("job", "cast"):
         (folder / job).mkdir(parents=True)

@@ -1,10 +1,8 @@
 """verl's own merger: a contender of merge.py, in the environment of its own.
 
 ``python -m benchmarks.verl_merge ACTOR OUT.safetensors [fsync]``. It runs verl's
-``FSDPModelMerger(config).merge_and_save()`` unchanged, except for one overridden method: instead of
-making transformers' model and calling its ``save_pretrained``, it gives the merged tensors to
-safetensors' ``save_file``. That flatters verl, and asks for no model class that has just these
-tensors.
+``FSDPModelMerger(config).merge_and_save()`` with one overridden method, which calls safetensors'
+``save_file`` instead of a model's ``save_pretrained``. That flatters verl.
 
 verl loads pickles with ``weights_only=False``: give it no shards but your own.
 """

@@ -16,9 +16,6 @@ _MODULES: Final = ("torch", "numpy")
 def require_torch(user: str) -> None:
     """Check that torch and NumPy can be imported, without importing them.
 
-    Args:
-        user: the module, command or option that needs torch and NumPy, for the message.
-
     Raises:
         TorchMissingError: torch or NumPy is not installed.
     """

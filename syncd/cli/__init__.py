@@ -101,11 +101,6 @@ def _added() -> dict[str, EntryPoint]:
 
 
 def _loaded(point: EntryPoint) -> Any:
-    """Load a command of another package.
-
-    Raises:
-        InvalidSettingsError: the package is broken.
-    """
     try:
         return point.load()
     except (ImportError, AttributeError) as error:
@@ -116,7 +111,6 @@ def _loaded(point: EntryPoint) -> Any:
 
 
 def _described(point: EntryPoint) -> tuple[str, str]:
-    """The name and help of another package's command; if loading fails, the error is the help."""
     try:
         return point.name, _loaded(point).get_short_help_str(limit=100)
     except InvalidSettingsError as error:

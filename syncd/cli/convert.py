@@ -35,7 +35,6 @@ from syncd.protocol.records import Manifest, Names
 from syncd.storage.job import Job
 from syncd.torch_extra import require_torch
 
-#: Merges one step, and reports progress.
 _Convert = Callable[[FoundCheckpoint, Progress], Manifest | None]
 
 
@@ -114,7 +113,6 @@ def command(
         return convert_step(source, found, merging, progress=progress)
 
     def complete(found: FoundCheckpoint) -> str:
-        """Copy the files that the trainer did not save; return text that names these files."""
         actor = source.layout.actor(found.step)
         if base is None or not lacks_config(source.storage, actor):
             return ""

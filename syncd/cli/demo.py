@@ -47,7 +47,6 @@ _LEASE_TIME: Final = 6.0
 #: Seconds after which the same line is printed again, on no terminal.
 _SILENCE: Final = 10.0
 _STARTING: Final = "importing torch in 4 processes"
-#: What an explorer does, by its status.
 _DOES: Final = {
     "starting": "starts",
     "running": "rollouts",
@@ -95,7 +94,6 @@ def command(steps: int, *, keep: bool, no_tty: bool, as_json: bool) -> None:
 
 @contextmanager
 def _room(console: Console, *, keep: bool) -> Iterator[Path]:
-    """Make a folder for the job and the logs; remove it at the end, unless ``keep`` is set."""
     room = Path(tempfile.mkdtemp(prefix="syncd-demo-"))
     try:
         yield room
@@ -161,11 +159,7 @@ class _Run:
                     program.wait()
 
     def going(self) -> bool:
-        """True if a trainer or an explorer is still running.
-
-        Raises:
-            JobUnavailableError: one of the processes failed.
-        """
+        """True if a trainer or an explorer still runs. Raises if any process has failed."""
         for name, program in self.programs.items():
             if program.poll() not in {None, 0}:
                 tail = self._log(name).read_text(errors="replace").strip().splitlines()[-12:]
@@ -191,11 +185,6 @@ class _Run:
         return told
 
     def compare(self) -> None:
-        """Compare the explorers' weights with the trainer's, bit by bit.
-
-        Raises:
-            VerificationError: the weights differ.
-        """
         for name in _EXPLORERS:
             different = _differences(self.room / "truth.safetensors", self._held(name))
             if different:
@@ -252,7 +241,6 @@ class _Screen:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this display was made."""
         return time.monotonic() - self._begun
 
     def __enter__(self) -> Self:
@@ -281,7 +269,6 @@ class _Screen:
 
 
 def _introduce(run: _Run, console: Console, *, keep: bool) -> None:
-    """Print an introduction, and the commands to watch the demo from another terminal."""
     job = shlex.quote(str(run.job.layout.root))
     stays = "" if keep else "  (--keep leaves it there)"
     for line in (
@@ -296,7 +283,6 @@ def _introduce(run: _Run, console: Console, *, keep: bool) -> None:
 
 
 def _watch(run: _Run, screen: _Screen) -> None:
-    """Show the progress until the trainer and the explorers have ended."""
     deadline = time.monotonic() + _DEADLINE
     while True:
         going = run.going()
@@ -402,7 +388,6 @@ def _summary(run: _Run, console: Console, seconds: float, *, keep: bool) -> None
 
 
 def _differences(truth: Path, held: Path) -> list[str]:
-    """The names of tensors that differ in bytes, dtype or shape."""
     left, right = _tensors(truth), _tensors(held)
     return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
 

@@ -94,11 +94,7 @@ def _as_json(root: Path, findings: list[Finding]) -> dict[str, object]:
 
 
 class _Shown(Watching):
-    """Prints each finding as soon as it is known; on a terminal it also shows the current test.
-
-    Args:
-        quiet: True to print no findings, because the caller prints them.
-    """
+    """Prints each finding as soon as it is known; on a terminal it also shows the current test."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._out = Console()

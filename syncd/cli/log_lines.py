@@ -35,9 +35,8 @@ def _job_of(record: logging.LogRecord) -> str:
 class HumanLines(logging.Formatter):
     """A line for people, e.g. ``2026-01-31 12:00:00,123 INFO published step 7 as version 3``.
 
-    If a process serves many jobs, the message begins with the job's name in brackets. A message is
-    one line. The message is escaped by :func:`.printable`, because it may contain names and errors
-    from other programs. The lines of a traceback are also escaped, and indented.
+    If a process serves many jobs, the message begins with the job's name in brackets. All text is
+    escaped by :func:`.printable`, because it may contain names and errors from other programs.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -55,10 +54,9 @@ class HumanLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object: time, level, event, message, logger, and the event's fields.
+    """One JSON object: time (UTC), level, event, message, logger, and the event's fields.
 
-    Times are UTC, with milliseconds. A value becomes text if JSON has no such type. Bytes of a name
-    that are not UTF-8 are escaped by a backslash, as in :class:`HumanLines`.
+    A value becomes text if JSON has no such type. Bytes of a name that are not UTF-8 are escaped.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -88,10 +86,7 @@ class JsonLines(logging.Formatter):
 
 
 class Flood(logging.Filter):
-    """Holds back a line that occurs more than ten times in a minute, for longer and longer times.
-
-    Each shown line says how many times the line was held back before.
-    """
+    """Holds back a line that occurs more than ten times a minute, for longer and longer times."""
 
     def __init__(self, repeats: Repeats | None = None) -> None:
         super().__init__()
@@ -111,12 +106,7 @@ class _Lines(logging.StreamHandler):  # type: ignore[type-arg] # generic in its 
 
 
 def set_up(form: str = "human", level: str = "info") -> None:
-    """Log to standard error.
-
-    Args:
-        form: ``human`` or ``json``.
-        level: the lowest level to log: ``debug``, ``info``, ``warning`` or ``error``.
-    """
+    """Log to standard error, in the form ``human`` or ``json``; ``level`` is the lowest level."""
     root = logging.getLogger()
     handler = next((one for one in root.handlers if isinstance(one, _Lines)), None)
     if handler is None:

@@ -126,11 +126,6 @@ def command(
 
 
 def _look(storage: Storage, actor: Path) -> SavedWeights:
-    """The complete save in a folder.
-
-    Raises:
-        SaveNotReadyError: the folder holds no complete save.
-    """
     save = look_at_save(storage, actor, parse_step_folder(actor.parent.name) or 0)
     if not isinstance(save, Unfinished):
         return save

@@ -174,13 +174,7 @@ def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_opt
 
 
 def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
-    """Load the configuration, and check that this host supports the settings.
-
-    Raises:
-        InvalidSettingsError: the configuration cannot be used, or asks for deltas that this host
-            cannot make.
-        TorchMissingError: the configuration sets ``cast``, and torch is not installed.
-    """
+    """Load the configuration, and check that this host supports the settings."""
     configuration = load(file, os.environ, said)
     if configuration.config.cast is not None:
         require_torch(f"cast, set by {printable(configuration.sources['cast'])},")

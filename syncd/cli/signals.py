@@ -12,10 +12,7 @@ from types import FrameType
 def stopped_by_signals(
     stop: Callable[[], None], *, reload: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """During the block, SIGTERM and SIGINT call ``stop``, and SIGHUP calls ``reload``.
-
-    If ``reload`` is None, SIGHUP ends the process as usual.
-    """
+    """During the block, SIGTERM and SIGINT call ``stop``, and SIGHUP calls ``reload`` if given."""
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP and reload is not None:

@@ -68,12 +68,7 @@ def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bo
 
 
 def _found(given: Sequence[Path]) -> tuple[list[Path], bool]:
-    """The jobs to show; and True if the command got exactly one folder, which is a job directory.
-
-    Raises:
-        JobUnavailableError: a given folder is not a job, and contains no job.
-        InvalidSettingsError: neither the command line nor a configuration names a job.
-    """
+    """The jobs to show; and True if the command got a single folder that is a job directory."""
     if not given:
         named = [job for folder in options.configured_folders() for job in _jobs_or_itself(folder)]
         return list(dict.fromkeys(named)), False

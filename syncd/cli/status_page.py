@@ -17,8 +17,7 @@ from syncd.protocol.names import printable
 #: How many explorers, and events, are shown; JSON has more.
 _EXPLORERS: Final = 20
 _EVENTS: Final = 8
-#: The least number of explorers to show, even in few lines; the most reasons of faulty ones; and
-#: the most queued rollbacks.
+#: The fewest explorers shown in few lines; the most reasons of faults; the most queued rollbacks.
 _LEAST: Final = 4
 _FAULTS: Final = 4
 _ROLLBACKS: Final = 3
@@ -32,13 +31,8 @@ _LABEL: Final = 9
 def page(seen: dict[str, Any], now: float, width: int, height: int | None = None) -> RenderableType:
     """The page of one job, and of the job in its memory directory if there is one.
 
-    Faults and events come before the explorers. On a low terminal fewer explorers are shown.
-
-    Args:
-        seen: the result of :func:`syncd.operate.job_state.look_anyway`.
-        now: seconds since the epoch, by this host's clock.
-        width: the width of the terminal, in columns.
-        height: the height of the terminal, in lines; None if the output is not a terminal.
+    ``seen`` is the result of :func:`syncd.operate.job_state.look_anyway`, and ``now`` is in seconds
+    since the epoch. ``height`` is None if the output is not a terminal.
     """
     parts = _job(seen, now, width, height)
     memory = seen.get("memory")
@@ -153,7 +147,6 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
 
 
 def _deltas(seen: dict[str, Any]) -> str:
-    """The deltas on disk, the newest in detail, and the state of the delta to LATEST's version."""
     *older, newest = seen["deltas"] or [None]
     told = []
     if newest is not None:
@@ -174,10 +167,7 @@ def _deltas(seen: dict[str, Any]) -> str:
 
 
 def _names(seen: dict[str, Any]) -> str:
-    """The names that tensors have, and the explorers that do not accept the hub's names.
-
-    Empty if the daemon reports no names.
-    """
+    """The kind of the tensors' names; empty if the daemon does not report it."""
     names = (seen["daemon"] or {}).get("names")
     if names is None:
         return ""
@@ -275,7 +265,6 @@ def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[Ren
 
 
 def _pause(reload: dict[str, Any] | None) -> str:
-    """An engine's pause at its last reload; the text says if a staged copy or a delta was used."""
     if reload is None:
         return "-"
     staged = {None: "", True: ", staged", False: ", not staged"}[reload["staged"]]

@@ -28,13 +28,7 @@ _LONGEST: Final = 0.05
 
 
 class Channel:
-    """The messages between this process and another process.
-
-    Args:
-        storage: the shared storage.
-        room: the common folder of the two processes, with ``talk/`` in it.
-        me, other: the numbers of this process and of the other process.
-    """
+    """The messages between the processes ``me`` and ``other``, in ``talk/`` in their room."""
 
     def __init__(self, storage: Storage, room: Path, me: int, other: int) -> None:
         self._storage = storage
@@ -52,11 +46,6 @@ class Channel:
 
     def hear(self, model: type[R], limit: float, given_up: Callable[[], bool] = lambda: False) -> R:
         """Wait for the next message of the other process.
-
-        Args:
-            model: the class of the message.
-            limit: the longest wait, in seconds.
-            given_up: returns True if this process must stop waiting.
 
         Raises:
             JobUnavailableError: no message came within ``limit`` seconds, or ``given_up`` returned
@@ -98,10 +87,7 @@ def _silent(path: Path, limit: float, *, ended: bool) -> str:
 class There(Party):
     """Another process, which runs :func:`serve`.
 
-    Args:
-        channel: the channel to that process.
-        patience: seconds to wait for an answer, in addition to the call's own time.
-        has_ended: returns True if that process is known to have ended.
+    ``patience`` is the number of seconds to wait for an answer, in addition to the call's own time.
     """
 
     def __init__(
@@ -155,17 +141,10 @@ def serve(
     given_up: Callable[[], bool] = lambda: False,
     begins: Callable[[float], object] = lambda _: None,
 ) -> tuple[Finding, ...]:
-    """Carry out the calls of another process until that process ends the run.
+    """Carry out the calls of another process until it ends the run; return the run's findings.
 
-    Args:
-        channel: the channel to that process.
-        here: carries out the calls.
-        idle: seconds without a call after which that process counts as gone.
-        given_up: returns True if this function must end at once.
-        begins: called at each call, with the most seconds that the call may take.
-
-    Returns:
-        The findings of the run.
+    A process counts as gone after ``idle`` seconds without a call. ``begins`` is called at each
+    call, with the most seconds that the call may take.
 
     Raises:
         JobUnavailableError: that process is gone, or ``given_up`` returned True.

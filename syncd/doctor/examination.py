@@ -62,11 +62,7 @@ Company = Callable[[ProbeRoom], AbstractContextManager[Sequence[Party]]]
 
 
 class _HungError(Exception):
-    """Raised when storage does not answer, so that further probes are useless.
-
-    Attributes:
-        probe: the name of the probe that hangs.
-    """
+    """Raised when storage does not answer, so that further probes are useless."""
 
     def __init__(self, probe: str) -> None:
         super().__init__(f"storage does not answer: {probe}")
@@ -79,11 +75,6 @@ class Examination:
     Promised: a run changes none of the job's own files, and each probe ends within
     ``limits.probe``. A run removes its files at its end, except if storage refuses the removal or
     the process is killed.
-
-    Args:
-        job: the job.
-        watching: receives the progress.
-        limits: the limits of waits.
     """
 
     def __init__(self, job: Job, watching: Watching, limits: Deadlines) -> None:
@@ -93,11 +84,7 @@ class Examination:
         self._findings: list[Finding] = []
 
     def alone(self) -> list[Finding]:
-        """Measure with other processes of this host.
-
-        Raises:
-            JobUnavailableError: the job directory is missing.
-        """
+        """Measure with other processes of this host; raises the errors of :meth:`run`."""
         return self.run(
             lambda room: helpers(self._job.storage, room, self._limits.answer), two_hosts=False
         )
@@ -106,7 +93,7 @@ class Examination:
         """Measure with the other host, which calls :func:`join`.
 
         Raises:
-            JobUnavailableError: the job directory is missing, or the other host did not join.
+            JobUnavailableError: as :meth:`run`, or the other host did not join.
         """
         return self.run(self._received, two_hosts=True)
 
@@ -118,11 +105,7 @@ class Examination:
         peer.dismiss(tuple(self._findings))
 
     def run(self, company: Company, *, two_hosts: bool) -> list[Finding]:
-        """Measure with other processes.
-
-        Args:
-            company: starts these processes, and ends them.
-            two_hosts: True if these processes should be on another host.
+        """Measure with other processes, which ``company`` starts and ends.
 
         Raises:
             JobUnavailableError: the job directory is missing, or the other processes have ended.
@@ -154,12 +137,7 @@ class Examination:
 
     @contextmanager
     def _in_room(self, name: str, facts: Facts) -> Iterator[ProbeRoom | None]:
-        """Make a room for the block, and remove it at the end.
-
-        Yields:
-            The room. If this user cannot make a room, the value is None, and a finding has the
-            reason.
-        """
+        """Make a room for the block, and remove it at the end; None if this user cannot make it."""
         storage = self._job.storage
         if job_verdicts.is_read_only(facts):  # the probe of the mount has found this already
             yield None
@@ -207,7 +185,6 @@ class Examination:
         *,
         two_hosts: bool,
     ) -> None:
-        """Run all probes that write, in a room."""
         storage, limit, path = self._job.storage, self._limits.look, room.path
 
         def here(name: str) -> Here:
@@ -250,7 +227,6 @@ class Examination:
         return found
 
     def _leave(self, room: ProbeRoom) -> None:
-        """Remove the room; if the removal fails, add a finding."""
         try:
             self._bounded("cleanup", room.remove)
         except OSError as error:
@@ -271,25 +247,14 @@ class Examination:
         self._watching.found(finding)
 
     def _bounded(self, name: str, work: Callable[[], T]) -> T:
-        """Call ``work`` in a thread, because a call that hangs in storage cannot be ended.
-
-        Raises:
-            _HungError: the call took longer than a probe may take.
-        """
         until = time.monotonic() + self._limits.probe
         return _bounded(name, work, lambda: until)
 
 
 def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
-    """Call ``work`` in a thread, and wait for it until a deadline.
+    """Call ``work`` in a thread, because a call that hangs in storage cannot be ended.
 
-    Args:
-        name: the name of the work, for the error.
-        work: the work.
-        until: returns the deadline, which can change while the work runs.
-
-    Raises:
-        _HungError: the deadline passed.
+    ``until`` returns the deadline, which can change while the work runs.
     """
     done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
@@ -314,12 +279,10 @@ def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
 def join(job: Job, watching: Watching, limits: Deadlines) -> list[Finding]:
     """Carry out the calls of a run on another host, and return the findings of that run.
 
-    If storage does not answer this host, the result is a single finding, which reports this
-    failure.
+    If storage does not answer this host, the only finding reports this failure.
 
     Raises:
-        JobUnavailableError: no process on another host examines this job, or that process ended
-            before the run was finished.
+        JobUnavailableError: no process on another host examines this job, or it ended early.
     """
     watching.begins("the other host: waiting until it joins")
     until = time.monotonic() + limits.meeting + limits.probe

@@ -52,7 +52,6 @@ def mount_of(path: Path) -> Mount:
         kind, source, more = after.split(" ", 2)
         above = _unescaped(point)
         if where.is_relative_to(above) and len(above) >= best:
-            # The options of the mount and of its filesystem, without duplicates.
             both = dict.fromkeys([*options.split(","), *more.split(",")])
             best, found = len(above), Mount(kind, _unescaped(source), ",".join(both))
     return found

@@ -21,14 +21,9 @@ class Severity(Enum):
 
 
 class Finding(BaseModel):
-    """The result of one probe.
+    """The result of one probe; its name is explained in ``docs/doctor.md``.
 
-    Attributes:
-        name: the name of the finding, as in ``docs/doctor.md``.
-        verdict: the severity.
-        words: the observation, for people.
-        advice: the remedy; empty if no remedy is needed.
-        measured: the measured values: times in seconds, sizes in bytes.
+    ``advice`` is empty if no remedy is needed. ``measured`` has times in seconds, sizes in bytes.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -29,11 +29,7 @@ _FEW: Final = 4
 
 
 def format_of(job: Job) -> tuple[Finding, float]:
-    """A finding about the format, and the lease time in seconds.
-
-    If no daemon has served the job, or if the job's format cannot be read, the lease time is the
-    default.
-    """
+    """A finding about the format, and the lease time in seconds: the default if unreadable."""
     default = Format().lease_time
     try:
         if not job.storage.exists(job.layout.format):
@@ -45,11 +41,7 @@ def format_of(job: Job) -> tuple[Finding, float]:
 
 
 class DaemonProbe:
-    """Watches the daemon's heartbeat, from the first probe to the last.
-
-    Args:
-        job: the job.
-    """
+    """Watches the daemon's heartbeat, from the first probe to the last."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -64,9 +56,7 @@ class DaemonProbe:
     def find(self, lease_time: float, longest: float) -> Finding:
         """Judge whether the heartbeat moves; watch it for at most a lease time in all.
 
-        Args:
-            lease_time: the lease time of the job, in seconds.
-            longest: the longest duration of the watch, in seconds.
+        ``longest`` also limits the watch, in seconds.
 
         Raises:
             OSError: the heartbeat cannot be read, now or when the watch began.
@@ -90,8 +80,7 @@ class DaemonProbe:
 
     def _moved(self) -> bool:
         found = self._look()
-        # The file may be missing for a moment while it is renewed. If it stays missing, no daemon
-        # runs.
+        # The file may be missing for a moment while it is renewed.
         return found is not None and found != self._first
 
     def _look(self) -> object:
@@ -127,10 +116,7 @@ def _newest(job: Job) -> int | None:
 def rights(job: Job, facts: Facts, refused: str | None) -> Finding:
     """Judge whether this user may write to the job, and delete the trainers' folders.
 
-    Args:
-        job: the job.
-        facts: the facts about this process.
-        refused: the error when this process tried to make its room; None if there was no error.
+    ``refused`` is the error when this process tried to make its room; None if there was no error.
     """
     if refused is None:
         folder = unwritable(job)
@@ -162,11 +148,7 @@ def others(job: Job) -> Finding:
 
 
 class ClockProbe:
-    """Compares the wall clock with the monotonic clock.
-
-    Args:
-        wall, monotonic: the two clocks, in seconds.
-    """
+    """Compares the wall clock with the monotonic clock."""
 
     def __init__(
         self,
@@ -179,11 +161,7 @@ class ClockProbe:
     def find(self, storage: Storage, room: Path) -> Finding:
         """Judge the drift since the start, and the difference from the storage's clock.
 
-        The time of a new folder shows the storage's clock.
-
-        Args:
-            storage: the shared storage.
-            room: the parent of the new folder.
+        The time of a new folder in ``room`` shows the storage's clock.
         """
         before = self._wall()
         storage.mkdir(room / "now")

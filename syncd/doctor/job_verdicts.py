@@ -69,11 +69,9 @@ def exported_read_only(why: str) -> Finding:
 
 
 def format_of(lease_time: float | None, wrong: str | None) -> Finding:
-    """Judge whether the job's format can be read.
+    """Judge whether the job's format can be read; ``wrong`` is the reason if it cannot.
 
-    Args:
-        lease_time: the lease time in seconds; None if no daemon ever served the job.
-        wrong: the reason why the format cannot be read; None if the format can be read.
+    ``lease_time`` is in seconds; None if no daemon ever served the job.
     """
     if wrong is not None:
         return fail(
@@ -89,12 +87,8 @@ def format_of(lease_time: float | None, wrong: str | None) -> Finding:
 def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job: str) -> Finding:
     """Judge whether a daemon serves the job.
 
-    Args:
-        beats: True if the daemon's heartbeat moved; None if there is no ``daemon.lock``.
-        said: the content of ``daemon.json``, for people; empty if there is no such file.
-        watched: seconds for which the heartbeat was watched.
-        lease_time: the seconds within which the heartbeat should move.
-        job: the job directory.
+    ``beats`` is True if the daemon's heartbeat moved within ``watched`` seconds; None if there is
+    no ``daemon.lock``. ``said`` is the content of ``daemon.json``; empty if there is no such file.
     """
     if beats:
         return ok("daemon", f"a daemon serves this job: {said or 'it has reported nothing yet'}")
@@ -119,10 +113,8 @@ def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job
 def room(free: int | None, inodes: int | None, version: int | None) -> Finding:
     """Judge whether there is enough free space, and enough inodes.
 
-    Args:
-        free: free bytes for this user; None if the filesystem does not report them.
-        inodes: free inodes; None if the filesystem does not report them.
-        version: the size in bytes of the newest version; None if there is no version.
+    ``free`` (bytes) and ``inodes`` are None if the filesystem does not report them. ``version`` is
+    the size in bytes of the newest version; None if there is no version.
     """
     words = ", ".join(
         said
@@ -146,14 +138,9 @@ def room(free: int | None, inodes: int | None, version: int | None) -> Finding:
 def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
     """Judge whether the wall clock runs evenly, and agrees with the storage's clock.
 
-    syncd decides nothing by these clocks. Only people read their times, in logs.
-
-    Args:
-        jumped: the elapsed time by the wall clock minus the elapsed time by the monotonic clock, in
-            seconds.
-        watched: the seconds for which the clocks were compared.
-        ahead: the seconds by which the storage's clock is ahead of this host's clock; None if
-            unknown.
+    syncd decides nothing by these clocks. Only people read their times, in logs. ``jumped`` is the
+    time by the wall clock minus the time by the monotonic clock. ``ahead`` is the lead of the
+    storage's clock over this host's clock; None if unknown. All times are in seconds.
     """
     measured: dict[str, Measured] = {"jumped": jumped, "ahead": ahead}
     advice = "synchronize all hosts' clocks by NTP or chrony; syncd itself does not compare clocks"
@@ -197,12 +184,9 @@ def software(facts: Facts) -> Finding:
 def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) -> Finding:
     """Judge whether this user has the rights that a daemon needs.
 
-    Args:
-        refused: the reason why this user may not write to the job; None if this user may write.
-        kept: the reason why this user could not delete steps; empty if this user could delete
-            steps; None if there are no steps.
-        to_delete: the remedy, if this user could not delete steps.
-        facts: the facts about this process.
+    ``refused`` is the reason why this user may not write to the job; None if this user may write.
+    ``kept`` is the reason why this user could not delete steps; empty if this user could, None if
+    there are no steps. ``to_delete`` is the remedy for that.
     """
     us = f"user {facts.user}, groups {_listed(facts.groups or (facts.group,))}, umask {facts.umask}"
     if refused is not None:
@@ -218,11 +202,7 @@ def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) 
 
 
 def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
-    """Judge which other users may write to the job.
-
-    Args:
-        writers: path, mode, owner and group of each folder that was read.
-    """
+    """Judge which other users may write; ``writers`` has path, mode, owner and group of folders."""
     if not writers:
         return warn(
             "others",
@@ -248,13 +228,7 @@ def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
 
 
 def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
-    """Judge whether two hosts fit together.
-
-    Args:
-        ours: the facts about this process.
-        theirs: the facts about the process on the other host.
-        answer: the median time in seconds until that process answered.
-    """
+    """Judge whether two hosts fit together; ``answer`` is the median seconds until an answer."""
     words = f"{ours.host} and {theirs.host}; an answer takes {1000 * answer:.0f} ms"
     if ours.client == theirs.client:
         return warn(

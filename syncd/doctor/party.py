@@ -27,8 +27,7 @@ _BLOCKS: Final = 1024
 class Party(ABC):
     """One of the processes that measure together.
 
-    Most methods carry out a whole action. :meth:`begin` and :meth:`end` are the two halves of an
-    action, so that several processes can act at the same time.
+    :meth:`begin` and :meth:`end` are separate, so that several processes can act at the same time.
     """
 
     @abstractmethod
@@ -54,11 +53,7 @@ class Party(ABC):
         return self._ask(call).text
 
     def must(self, change: Change, name: str, other: str | None = None, text: str = "") -> None:
-        """Make a change that a probe needs.
-
-        Raises:
-            OSError: the storage refused the change.
-        """
+        """Make a change that a probe needs; raises OSError if the storage refuses the change."""
         said = self.attempt(change, name, other, text)
         if said != DONE:
             code = getattr(errno, said, errno.EIO)
@@ -71,9 +66,7 @@ class Party(ABC):
     def until_changed(self, looks: list[Look], limit: float) -> tuple[float | None, ...]:
         """Repeat the looks until each look's observation has changed, or ``limit`` seconds passed.
 
-        Returns:
-            For each look, the seconds until its observation changed; None if the observation did
-            not change.
+        Returns the seconds until each look's observation changed; None if it did not change.
         """
         return self._ask(PartyCall(do="until", looks=tuple(looks), seconds=limit)).after
 
@@ -82,11 +75,7 @@ class Party(ABC):
         self._ask(PartyCall(do="listen", name=folder, text=name))
 
     def heard(self, limit: float) -> float | None:
-        """Wait for the event of :meth:`listen`.
-
-        Returns:
-            The seconds from this call to the event; None if no event came within ``limit`` seconds.
-        """
+        """The seconds until the event of :meth:`listen`; None if it did not come in ``limit``."""
         return self._ask(PartyCall(do="heard", seconds=limit)).after[0]
 
     def tell(self) -> Facts:
@@ -98,13 +87,7 @@ class Party(ABC):
 
 
 class Here(Party):
-    """This process, as one of the processes that measure together.
-
-    Args:
-        storage: the shared storage.
-        room: the common folder of all processes.
-        tell: returns the facts about this process.
-    """
+    """This process, as one of the processes that measure together in the folder ``room``."""
 
     def __init__(self, storage: Storage, room: Path, tell: Callable[[], Facts]) -> None:
         self._storage = storage
@@ -278,7 +261,6 @@ def put(storage: Storage, path: Path, data: bytes) -> None:
 
 
 def _replace(storage: Storage, path: Path, data: bytes) -> None:
-    """Replace a file by a rename without fsync."""
     draft = path.with_name(f"{TEMPORARY}{path.name}-{time.monotonic_ns()}")
     put(storage, draft, data)
     storage.rename(draft, path)

@@ -31,13 +31,7 @@ class Look(BaseModel):
 
 
 class PartyCall(Record):
-    """A call: one process asks another process to act in their common room.
-
-    Attributes:
-        name, other: paths in the room.
-        count: the number of repetitions.
-        seconds: the most seconds that the call may take.
-    """
+    """A call: one process asks another to act in their room, for at most ``seconds``."""
 
     do: Literal["attempt", "see", "until", "race", "rewrite", "reread", "listen", "heard", "tell"]
     change: Change | None = None
@@ -66,11 +60,8 @@ class PartyRequest(Record):
 class Facts(Record):
     """A process's facts about itself and its host.
 
-    Attributes:
-        boot: the id of the host's boot.
-        umask: the umask, as octal text.
-        filesystem, options: the filesystem and options of the job's mount; empty if unknown.
-        torch: the installed version of torch; None if torch is not installed.
+    ``boot`` is the id of the host's boot, and ``umask`` is octal text. The facts about the job's
+    mount are empty if unknown. ``torch`` is the installed version, or None.
     """
 
     host: str
@@ -89,10 +80,7 @@ class Facts(Record):
 
     @property
     def client(self) -> tuple[str, str, str]:
-        """The identity of the client whose cache this process uses.
-
-        Two mounts on one host may have two caches.
-        """
+        """The client whose cache this process uses. Two mounts on one host may have two caches."""
         return self.boot, self.source, self.options
 
 
@@ -100,10 +88,8 @@ class PartyAnswer(Record):
     """The result of a call.
 
     Attributes:
-        text: for an attempt, ``done`` or the name of an error; for a look, the observation, or
-            ``!`` and the name of an error.
-        after: for each look, the seconds until the observation changed; None if the observation did
-            not change.
+        text: the result of :meth:`.Party.attempt` or :meth:`.Party.see`.
+        after: for each look, the seconds until the observation changed; None if it did not change.
         won: the rounds of a race that this process won.
         counts: the name of an event → the number of its occurrences.
         failed: the error of the storage, if the call could not be carried out.

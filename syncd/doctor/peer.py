@@ -27,7 +27,6 @@ _PEER: Final = "peer-"
 _HELLO: Final = "hello"
 _WELCOME: Final = "welcome"
 _PAUSE: Final = 0.2
-#: The number of helpers beside this process.
 _HELPERS: Final = 2
 _ENDING: Final = 10.0
 
@@ -71,11 +70,7 @@ def _helper(room: ProbeRoom, number: int) -> Iterator[Callable[[], bool]]:
 def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) -> There:
     """Wait in a room for processes of other hosts, and accept the first process that joins.
 
-    Args:
-        storage: the shared storage.
-        room: the room, named by :func:`new_name`.
-        limit: the longest wait, in seconds.
-        patience: seconds to wait for each answer of that process, in addition to the call's time.
+    The room's name comes from :func:`new_name`. ``patience`` is that of :class:`.There`.
 
     Raises:
         JobUnavailableError: no host came within ``limit`` seconds.
@@ -98,12 +93,9 @@ def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) ->
 
 
 def visit(job: Job, limit: float) -> tuple[Path, Channel]:
-    """Find a room that waits for a host, and join this room.
+    """Join a room that waits for a host; return the room, and the channel to its process.
 
     Killed runs can leave rooms in which no process answers.
-
-    Returns:
-        The room, and the channel to its process.
 
     Raises:
         JobUnavailableError: no room answered within ``limit`` seconds.
@@ -134,7 +126,6 @@ def visit(job: Job, limit: float) -> tuple[Path, Channel]:
 
 
 def _waiting(job: Job) -> list[Path]:
-    """The rooms that wait for another host."""
     try:
         job.storage.refresh(job.layout.state)
         job.storage.refresh(job.layout.doctor)

@@ -71,7 +71,6 @@ def replaced(parties: Sequence[Party], room: str) -> Finding:
     parties[0].end()
     counts = []
     for writer in parties:
-        # Ask this process last, because it acts only when its answer is read, which is done first.
         for party in parties[::-1]:
             do, seconds = ("rewrite", _CHURN + 0.2) if party is writer else ("reread", _CHURN)
             party.begin(PartyCall(do=do, name=f"{room}/file", seconds=seconds))
@@ -127,10 +126,7 @@ def remembered(pair: tuple[Party, Party], room: str, limit: float) -> Finding:
 
 
 def asked(pair: tuple[Party, Party], room: str) -> Finding:
-    """Check that a client asks the server again after its own change in a folder.
-
-    syncd relies on this behaviour (:meth:`Storage.refresh`).
-    """
+    """Check that a client asks the server again after its own change, as Storage.refresh needs."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"

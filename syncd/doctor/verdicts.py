@@ -37,13 +37,7 @@ def compare(name: str, promise: str, wrong: Sequence[str], advice: str = _ELSEWH
 
 
 def expected(what: str, said: str, wanted: str | frozenset[str]) -> list[str]:
-    """The wrong results of an attempt: one sentence, or nothing if the result is wanted.
-
-    Args:
-        what: the attempt, as the subject of the sentence.
-        said: the result of the attempt.
-        wanted: the right result, or a set of right results.
-    """
+    """The wrong results of an attempt: one sentence, or nothing if the result is ``wanted``."""
     if said in ({wanted} if isinstance(wanted, str) else wanted):
         return []
     shown = "was done" if said == DONE else f"gave {said!r}"
@@ -61,12 +55,7 @@ def gone(what: str, said: str) -> list[str]:
 
 
 def links(said: str, *, are_same: bool) -> Finding:
-    """Judge whether a file can have two names.
-
-    Args:
-        said: the result of the link.
-        are_same: True if both names lead to the same content.
-    """
+    """Judge whether a file can have two names."""
     if said != DONE:
         return fail(
             "links",
@@ -82,10 +71,7 @@ def links(said: str, *, are_same: bool) -> Finding:
 def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> Finding:
     """Judge whether files and folders can be made durable, and how long that takes.
 
-    Args:
-        file: the median seconds of an fsync of a file; None if the fsync failed.
-        folder: the median seconds of an fsync of a folder; None if the fsync failed.
-        said: the errors of failed fsyncs: ``file`` or ``folder`` → its error.
+    ``file`` and ``folder`` are the median seconds of an fsync; None if the fsync failed.
     """
     if file is None or folder is None:
         told = ", ".join(f"fsync of a {what}: {error}" for what, error in said.items())
@@ -107,9 +93,7 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
 def copying(copies: str, shares: str) -> Finding:
     """Report the fast ways to copy a merge's bytes; syncd works even without them.
 
-    Args:
-        copies: ``done``, or the error of a copy inside the kernel.
-        shares: ``done``, or the error of sharing blocks.
+    ``copies`` (inside the kernel) and ``shares`` (of blocks) are ``done`` or an error.
     """
     kernel = "by the kernel" if copies == DONE else f"through this process ({copies})"
     blocks = "whole blocks can be shared" if shares == DONE else f"blocks are copied ({shares})"
@@ -119,12 +103,8 @@ def copying(copies: str, shares: str) -> Finding:
 def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) -> Finding:
     """Judge whether the status of a heartbeat changes at a touch, and only at a touch.
 
-    Args:
-        still: True if an untouched file looks the same twice.
-        touched: True if a touched file looks different.
-        step: the shortest tested time, in seconds, after which a second touch is visible; None if a
-            second touch is never visible.
-        lease_time: the lease time of the job, in seconds.
+    ``step`` is the shortest tested time, in seconds, after which a second touch is visible; None if
+    a second touch is never visible.
     """
     if not still:
         return fail(
@@ -150,11 +130,9 @@ def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) 
 
 
 def owner(made: tuple[int, int], us: tuple[int, int]) -> Finding:
-    """Judge whether new files belong to this user.
+    """Judge whether new files belong to this user, with the requested permissions.
 
-    Args:
-        made: the owner of a new folder, and the owner's permissions.
-        us: this user, and the requested permissions.
+    ``made`` and ``us`` are pairs of a user and the user's permissions.
     """
     if made[0] != us[0]:
         return warn(
@@ -179,10 +157,7 @@ def race(
 ) -> Finding:
     """Judge whether exactly one of several racing processes creates a name.
 
-    Args:
-        change: the way to create the name → for each process, the rounds that it won.
-        rounds: the number of rounds for each way.
-        errors: unexpected error → the number of its occurrences.
+    ``change`` maps the way to create a name to the rounds that each process won.
     """
     wrong = []
     for how, winners in change.items():
@@ -211,11 +186,8 @@ def race(
 def replaced(counts: Sequence[Mapping[str, int]]) -> Finding:
     """Judge whether a reader always finds a file whole while the file is being replaced.
 
-    Args:
-        counts: for each reader, the number of its reads (``read``), and the number of reads with
-            these results: ``missing`` (the name did not exist), ``torn``, ``stale`` (harmless: the
-            file must be opened again), ``different`` (the content had changed since the previous
-            read).
+    ``counts`` has the numbers of each reader's reads, by their result. ``stale`` is harmless: the
+    file must be opened again. ``different`` means changed since the previous read.
     """
     kinds = ("read", "missing", "torn", "stale", "different")
     total = {kind: sum(one.get(kind, 0) for one in counts) for kind in kinds}
@@ -243,13 +215,8 @@ def seen(
 ) -> list[Finding]:
     """Judge the delay until a process sees a file that another process has replaced or touched.
 
-    Args:
-        changed: in each direction, the seconds until an open by name returned the new file; None if
-            this took longer than ``limit``.
-        touched: in each direction, the seconds until an open and its fstat showed that a file was
-            touched; None if this took longer than ``limit``.
-        limit: the longest wait, in seconds.
-        lease_time: the lease time of the job, in seconds.
+    ``changed`` and ``touched`` have the seconds in each direction: until an open by name returned
+    the new file, and until its fstat showed the touch. None means longer than ``limit``.
     """
     return [_opened(changed, limit), _lease(touched, limit, lease_time)]
 
@@ -299,10 +266,7 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
 def remembered(late: Mapping[str, Sequence[float | None]], limit: float) -> Finding:
     """Report the delay of a client's caches. This delay does not affect syncd's decisions.
 
-    Args:
-        late: the kind of look → the delay in seconds in each direction; None if the delay was
-            longer than ``limit``.
-        limit: the longest wait, in seconds.
+    ``late`` has the seconds in each direction for a kind of look; None means longer than ``limit``.
     """
     longest = {what: _longest(seconds) for what, seconds in late.items()}
     told = ", ".join(
@@ -315,9 +279,7 @@ def remembered(late: Mapping[str, Sequence[float | None]], limit: float) -> Find
 def events(heard: Sequence[float | None], *, two_hosts: bool) -> Finding:
     """Judge whether events of another process's changes arrive. Events only shorten a wait.
 
-    Args:
-        heard: in each direction, the seconds until an event arrived; None if no event arrived.
-        two_hosts: True if the two processes are on two hosts.
+    ``heard`` has the seconds in each direction until an event arrived; None if no event arrived.
     """
     late = _longest(heard)
     if late is not None:

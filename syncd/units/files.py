@@ -18,7 +18,6 @@ from typing import Final
 
 from syncd.protocol.errors import InvalidSettingsError
 
-#: The unit of a daemon, and that of an explorer.
 DAEMON: Final = "syncd@.service"
 FOLLOWER: Final = "syncd-follow@.service"
 #: The placeholder in the daemon's template for the path of the installed command.
@@ -36,17 +35,13 @@ class Instance:
 
     Attributes:
         name: the instance's name, after the ``@``.
-        user: the user that the unit runs as, by name or number.
-        group: the group that the unit runs as.
+        user, group: names or numbers.
         needs: folders that must be mounted before the unit starts.
         writes: the only folders that the unit may write to.
         reads: files and folders that the unit must be able to read.
         groups: supplementary groups.
-        command: syncd's arguments, which replace the arguments in the template. If ``command`` is
-            empty, the arguments in the template stay.
-        check: the arguments of the syncd command that checks the configuration before a reload;
-            empty if no command should run.
-        template: the file name of the unit's template.
+        command: syncd's arguments; empty to keep the arguments in the template.
+        check: the arguments of the check of the configuration before a reload; empty for none.
         hang_time: after how many seconds without progress the daemon ends itself; None to keep the
             template's timeout.
     """

@@ -37,13 +37,7 @@ class Jobs:
 
     Nothing is read before a visitor asks. Each job is read in its own threads. If the storage of a
     job does not answer, the answer for that job has ``silent_since``. The other jobs are shown as
-    usual.
-
-    Args:
-        folders: job directories, or folders that contain job directories.
-        limit: the most versions in a history; only the newest versions are shown.
-        every: seconds between two reads of the same job.
-        patience: seconds after which a read counts as unanswered.
+    usual. ``limit`` is the most versions in a history.
     """
 
     def __init__(
@@ -64,12 +58,10 @@ class Jobs:
         self._numbers = count()
 
     def overview(self) -> dict[str, Any]:
-        """The status of all jobs.
+        """The status of all jobs: ``now``, in seconds since the epoch, and the list ``jobs``.
 
-        Returns:
-            ``now``, in seconds since the epoch, and the list ``jobs``. Each job has ``id``, ``job``
-            (the folder), and ``status``: the output of ``syncd status --json``, or null before the
-            first answer. The keys ``read`` and ``silent_since`` are those of :class:`LastRead`.
+        ``status`` is the output of ``syncd status --json``, or null before the first answer. The
+        keys ``read`` and ``silent_since`` are those of :class:`LastRead`.
         """
         jobs = self._current()
         for job in jobs:
@@ -90,17 +82,10 @@ class Jobs:
         }
 
     def history(self, number: int, had: float | None = None) -> dict[str, Any] | None:
-        """The history of one job, in the form of ``syncd history --json``.
+        """The history of one job, in the form of ``syncd history --json``; None for unknown ids.
 
-        Args:
-            number: the job's id.
-            had: the ``read`` time of the history that the visitor already has. If there is no newer
-                history, ``history`` in the result is null, because a history can be several
-                megabytes long.
-
-        Returns:
-            A mapping with ``now``, ``history``, and the keys ``read`` and ``silent_since`` of
-            :meth:`overview`. None if no job has this id.
+        ``had`` is the ``read`` time of the history that the visitor already has. If there is no
+        newer history, ``history`` is null, because a history can be several megabytes long.
         """
         with self._changing:
             job = self._numbered.get(number)
@@ -128,7 +113,6 @@ class Jobs:
             return [self._job(path) for path in dict.fromkeys(found)]
 
     def _forget_all_but(self, found: Sequence[Path]) -> None:
-        """Forget jobs that no longer exist, and their data."""
         gone = [job for path, job in self._known.items() if path not in found]
         for job in gone:
             if not (job.status.is_reading or job.history.is_reading):
@@ -185,10 +169,8 @@ def _history(folder: Path, limit: int) -> dict[str, Any]:
 class LastRead(Generic[T]):
     """The data of the last read; times are in seconds since the epoch.
 
-    Attributes:
-        found: the data; None before the first read has ended.
-        read: when the last completed read began; None before the first read has ended.
-        silent_since: when the current read began, if this read counts as unanswered; else None.
+    ``read`` is when the last completed read began. Before the first read has ended, ``found`` and
+    ``read`` are None. ``silent_since`` is when the current read began, if it counts as unanswered.
     """
 
     found: T | None
@@ -205,15 +187,12 @@ class _Reading:
 class SharedLook(Generic[T]):
     """Reads data in its own thread, when a visitor asks and the last read is old enough.
 
-    Promised: there are never two reads at a time, even if many visitors ask or a read hangs for
-    long. Not promised: the end of a read that hangs. The thread of such a read stays until storage
-    answers, or until the process ends.
+    Promised: there are never two reads at a time, even if a read hangs. Not promised: the end of a
+    read that hangs. Its thread stays until storage answers, or until the process ends. If ``look``
+    raises an error, the old data stay.
 
-    Args:
-        look: reads the data. If this call raises an error, the thread ends, and the old data stay.
-        every: seconds between two reads.
-        patience: seconds after which a read counts as unanswered.
-        clock: seconds, monotonic.
+    There are ``every`` seconds between two reads. After ``patience`` seconds a read counts as
+    unanswered.
     """
 
     def __init__(
@@ -252,11 +231,7 @@ class SharedLook(Generic[T]):
             return self._reading is not None
 
     def answer(self) -> LastRead[T]:
-        """The last data.
-
-        If a read is running, this method waits until the read ends, or until ``patience`` seconds
-        after the start of the read.
-        """
+        """The last data; waits for a running read until ``patience`` seconds after its start."""
         with self._changed:
             reading = self._reading
             if reading is None:

@@ -56,11 +56,7 @@ _HEADERS: Final = {
 
 
 class Server(LoopbackServer):
-    """Serves the page that shows some jobs.
-
-    Args:
-        jobs: the jobs to show.
-        port: the port on 127.0.0.1; 0 for any free port.
+    """Serves the page that shows some jobs, on this port of 127.0.0.1; 0 for any free port.
 
     Raises:
         InvalidSettingsError: the port cannot be used.
@@ -97,7 +93,6 @@ class _Request(LoopbackRequest):
     _methods: ClassVar = {"GET", "HEAD"}
 
     def parse_request(self) -> bool:
-        """Read the request; refuse methods other than GET and HEAD, and foreign host names."""
         if not super().parse_request():
             return False
         if self.command not in self._methods:
