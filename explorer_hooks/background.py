@@ -23,8 +23,7 @@ from syncd.protocol.policy import Version
 
 log = logging.getLogger(__name__)
 
-#: The longest time in seconds between two tries while storage or the engine fails. A server that
-#: was restarted meanwhile serves the weights that it was started with, so this must be short.
+#: The most seconds between two tries. Short, because a restarted server serves its first weights.
 _LONGEST_PAUSE: Final = 4.0
 #: Seconds between two checks whether an engine that did not answer is back.
 _AWAY: Final = 1.5
@@ -40,20 +39,16 @@ def follow(
     """Pull again and again, until cancelled.
 
     If a version is refused, the next pull waits for a newer version. After an error of storage or
-    of ``on_remote``, the function waits and pulls again. The function also waits and pulls again if
-    the job is unavailable or the engine is broken.
+    of ``on_remote``, the function waits and pulls again. It does the same if the job is unavailable
+    or the engine is broken. Other errors are raised.
 
     Args:
         pull: waits for a newer version, and loads it.
         pause: waits for the given number of seconds; returns whether the wait was cancelled.
-        poll: seconds to wait after the first failure. The wait doubles with each further failure,
-            up to 4 seconds.
-        is_away: called after a failure; returns True if the engine does not answer at all. While
-            the engine does not answer, the function does not pull, because a pull could read a
-            whole version that the engine cannot load.
-
-    Raises:
-        Exception: ``pull`` raised an error after which the function does not pull again.
+        poll: seconds to wait after the first failure. Each further failure doubles the wait, up to
+            4 s.
+        is_away: called after a failure; True if the engine does not answer at all. Then the
+            function waits, because a pull could read a whole version in vain.
     """
     poll = min(poll, _LONGEST_PAUSE)
     seconds = poll
@@ -74,7 +69,6 @@ def follow(
 
 
 def _await(is_away: Callable[[], bool], pause: Callable[[float], bool]) -> bool:
-    """Wait until the engine answers; return whether the wait was cancelled."""
     if is_away():
         log.warning("the engine does not answer; waiting until it does")
         while not pause(_AWAY):
@@ -85,14 +79,7 @@ def _await(is_away: Callable[[], bool], pause: Callable[[float], bool]) -> bool:
 
 
 class Follower:
-    """Runs at most one thread that follows the job, and reports the death of that thread once.
-
-    Args:
-        name: the explorer's name.
-        serving: the pipeline that the thread's pulls use. The pipeline is notified when a thread
-            starts or dies.
-        poll, is_away: see :func:`follow`.
-    """
+    """Runs at most one thread that follows the job, and reports the death of that thread once."""
 
     def __init__(
         self, name: str, serving: Pipeline, poll: float, is_away: Callable[[], bool]
@@ -113,9 +100,7 @@ class Follower:
     def start(self, pull: Callable[[Cancellation], object]) -> None:
         """Start a thread that follows the job; do nothing if a thread already follows it.
 
-        Args:
-            pull: the ``pull`` of :func:`follow`. ``pull`` gets a Cancellation as its argument, and
-                ends when this Cancellation is cancelled.
+        ``pull`` must end when the Cancellation that it gets is cancelled.
         """
         if self._thread is not None and self._thread.is_alive():
             return
@@ -148,11 +133,7 @@ class Follower:
         self._error = None
 
     def check(self) -> None:
-        """Check that the background thread has not died.
-
-        Raises:
-            NotFollowingError: the thread has died. This error is raised once for each death.
-        """
+        """Raise NotFollowingError if the background thread has died, once for each death."""
         error = self._error
         if error is None:
             return
@@ -164,15 +145,7 @@ class Follower:
         ) from error
 
     def check_off(self) -> None:
-        """Check that no background thread follows the job.
-
-        A pull by the caller would have to wait for the thread, because the thread pulls all the
-        time.
-
-        Raises:
-            NotFollowingError: the background thread has died.
-            InvalidSettingsError: a background thread follows the job.
-        """
+        """Check that no thread follows the job, because a pull by the caller would wait for it."""
         self.check()
         if self.is_on:
             raise InvalidSettingsError(
@@ -184,20 +157,7 @@ class Follower:
     def wait_until_served(
         self, timeout: float | None, newer_than: Version | None, cancel: Cancellation
     ) -> Version:
-        """Wait until the engine serves a version.
-
-        Args:
-            timeout: seconds; None to wait without a limit.
-            newer_than: wait for a version newer than this version; None to wait for any version.
-            cancel: ends the wait.
-
-        Raises:
-            InvalidSettingsError: the engine does not serve the awaited version, and no thread
-                follows the job.
-            WaitTimeoutError: the engine did not serve the awaited version in time.
-            NotFollowingError: the background thread has died.
-            CancelledError: the wait was cancelled.
-        """
+        """See :meth:`~explorer_hooks.hook.ExplorerHook.wait_until_served`."""
         found = self._serving.wait(
             lambda served: _is_other(served, newer_than) or not self._follows or cancel.is_done,
             timeout,

@@ -1,8 +1,7 @@
 """Evaluate saved weights: the newest version, one step, or every full checkpoint in order.
 
-These functions resemble the bench and serve modes of Trinity-RFT's explorer. A trainer and other
-explorers can run at the same time, because only the explorer that asks for a step loads that step.
-A daemon must run, because the daemon builds the steps that are not published.
+A trainer and other explorers can run meanwhile, because only the explorer that asks for a step
+loads it. A daemon must run, because it builds the steps that are not published.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ __all__ = ["every_full_checkpoint", "full_checkpoints", "latest", "serve", "step
 
 
 def latest(hook: ExplorerHook, timeout: float | None = None) -> Version:
-    """Load the newest version; wait only if no version is published yet.
+    """Load the newest version into ``hook``; wait only if no version is published yet.
 
-    Args:
-        hook: the hook of the job.
-        timeout: seconds to wait for the first version; None to wait without a limit.
+    ``timeout`` is in seconds; None waits without a limit.
 
     Raises:
         WaitTimeoutError: no version was published in time.
@@ -38,15 +35,9 @@ def latest(hook: ExplorerHook, timeout: float | None = None) -> Version:
 
 
 def step(hook: ExplorerHook, number: int, timeout: float | None = None) -> Version:
-    """Load one step from disk into this explorer only.
+    """Load the step ``number`` into the engine of ``hook`` only.
 
-    Args:
-        hook: the hook of the job.
-        number: the step.
-        timeout: seconds until the step must be built; ``sync_timeout`` by default.
-
-    Raises:
-        Exception: for the errors see :meth:`ExplorerHook.load_step`.
+    ``timeout`` and the errors are those of :meth:`ExplorerHook.load_step`.
     """
     return hook.load_step(number, timeout)
 
@@ -54,9 +45,8 @@ def step(hook: ExplorerHook, number: int, timeout: float | None = None) -> Versi
 def full_checkpoints(job_dir: str | Path) -> list[int]:
     """List the steps of all full checkpoints that are fully saved, in ascending order.
 
-    A step is a full checkpoint if its folder has ``.full_checkpoint``. Some trainers do not write
-    ``.full_checkpoint``. A step of such a trainer is a full checkpoint if the step's folder has the
-    state of an optimizer.
+    A step is a full checkpoint if its folder has ``.full_checkpoint``, or the state of an
+    optimizer. Some trainers do not write ``.full_checkpoint``.
     """
     job = Job.at(Path(job_dir).absolute())
     return [step for step in step_folders(job) if _is_full(job, step)]
@@ -65,20 +55,13 @@ def full_checkpoints(job_dir: str | Path) -> list[int]:
 def every_full_checkpoint(
     hook: ExplorerHook, job_dir: str | Path, *, after: int = -1, timeout: float | None = None
 ) -> Iterator[Version]:
-    """Load the full checkpoints one by one, in the order of their steps.
+    """Load the full checkpoints of the hook's job one by one, in the order of their steps.
 
-    Each load happens when you ask for the next item. The steps are listed once, at the beginning.
-    At the end the engine still serves the last checkpoint. Use :func:`latest` to load the newest
-    version again.
+    Each load happens when you ask for the next item. The steps are listed once, at the beginning:
+    those above ``after`` in ``job_dir``, the job of ``hook``. At the end the engine still serves
+    the last checkpoint. Use :func:`latest` to load the newest version again.
 
-    Args:
-        hook: the hook of the job.
-        job_dir: the directory of the hook's job.
-        after: load only steps above this number, for example to continue an earlier evaluation.
-        timeout: seconds until a step must be built; ``sync_timeout`` by default.
-
-    Raises:
-        Exception: for the errors see :meth:`ExplorerHook.load_step`.
+    ``timeout`` and the errors are those of :meth:`ExplorerHook.load_step`.
     """
     for number in full_checkpoints(job_dir):
         if number > after:
@@ -88,12 +71,10 @@ def every_full_checkpoint(
 def serve(
     hook: ExplorerHook, served: Callable[[Version], object], *, interval: float = 10.0
 ) -> None:
-    """Follow the job, and report each served version, until the hook is cancelled or closed.
+    """Follow the job of ``hook`` until the hook is cancelled or closed.
 
-    Args:
-        hook: the hook of the job.
-        served: called with each version.
-        interval: seconds between two checks that the hook's background thread is alive.
+    ``served`` is called with each served version. Every ``interval`` seconds, the background thread
+    is checked.
 
     Raises:
         NotFollowingError: the background thread has died.

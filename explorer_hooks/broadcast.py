@@ -41,15 +41,8 @@ def greet(
 ) -> Arriving[T]:
     """Do the handshake of a transfer. Return once all members are prepared for it.
 
-    Args:
-        group: the weight group in which a transfer begins.
-        known: the meta of an earlier transfer. If the meta has not changed, the trainer does not
-            send the meta again.
-        prepare: prepares for the announced tensors. If ``prepare`` raises an error, no tensor is
-            sent.
-
-    Raises:
-        BroadcastError: a member cannot receive the transfer, or the group has failed.
+    ``known`` is the meta of an earlier transfer; the trainer sends the meta only if it has changed.
+    If ``prepare`` raises an error, no tensor is sent.
     """
     header = Header.decode(_told(group, HEADER))
     meta = known if known is not None and known.digest == header.digest else None
@@ -66,8 +59,6 @@ def greet(
 
 
 class _Receiving(NamedTuple):
-    """A bucket that is being received, and its memory."""
-
     bucket: Bucket
     memory: Tensor
     broadcasting: Broadcasting
@@ -76,13 +67,9 @@ class _Receiving(NamedTuple):
 class Arriving(Generic[T]):
     """A transfer whose handshake is complete.
 
-    Args:
-        group: the weight group of the transfer.
-        header, meta, image: the transfer's announcement, its tensors, and their layout in memory.
-        prepared: the result of the receiver's ``prepare``.
-
     Attributes:
-        fault: the reason to refuse the transfer once it has arrived; None to accept the transfer.
+        prepared: the result of the receiver's ``prepare``.
+        fault: the reason to refuse the transfer once it has arrived; None to accept it.
     """
 
     def __init__(
@@ -129,11 +116,7 @@ class Arriving(Generic[T]):
                 yield spec.name, as_tensor(none, spec)
 
     def end(self) -> None:
-        """Confirm that the last byte has arrived, and wait for the confirmations of all members.
-
-        Raises:
-            BroadcastError: a member did not receive the last byte, or refused the transfer.
-        """
+        """Confirm that the last byte has arrived, and wait until all members have confirmed it."""
         if self.header.has_digests:
             told = _told(self._group, DIGEST * len(self._digests))
             if told != b"".join(self._digests):
@@ -143,12 +126,7 @@ class Arriving(Generic[T]):
         _go_on_if_all(self._group)
 
     def _buckets(self, into: Tensor | None = None) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield each bucket once it has arrived.
-
-        Args:
-            into: memory for the whole image, on the group's device. Without ``into``, a bucket's
-                memory is valid only until the next bucket is yielded.
-        """
+        """Yield each arrived bucket. Without ``into``, its memory is valid until the next one."""
         buckets = self.image.buckets
         most = max((bucket.size for bucket in buckets), default=0)
         ahead = AHEAD if into is not None else AT_A_TIME
@@ -195,19 +173,12 @@ def _go_on_if_all(group: WeightGroup) -> None:
 
 
 def _told(group: WeightGroup, size: int) -> bytes:
-    """Receive ``size`` bytes from rank 0."""
     content = torch.empty(size, dtype=torch.uint8, device=group.device)
     group.broadcast(content).wait()
     return bytes(bytes_of(content.cpu()))
 
 
 def _decoded(told: bytes | None, header: Header) -> WeightMeta:
-    """Decode the meta that a header announced.
-
-    Raises:
-        BroadcastError: the meta is damaged, or was not sent.
-        EngineMismatchError: the meta names a dtype that the installed torch lacks.
-    """
     if told is None:
         raise BroadcastError("the trainer did not send the tensor list of the transfer")
     meta = WeightMeta.decode(told)
@@ -228,19 +199,12 @@ def as_tensor(flat: Tensor, spec: WeightSpec) -> Tensor:
 class WeightReceiver:
     """Receives one transfer with each call. All members of the group take part in each transfer.
 
-    Promised: before the first byte of a tensor is sent, every receiver has accepted the names,
-    dtypes and shapes. A transfer is complete only if every member has confirmed the last byte.
-    After an error, leave the group, because the group cannot be used any more.
-
-    Not promised: thread safety.
-
-    Args:
-        group: the weight group, which this process has already joined.
-        known: the meta of an earlier transfer. If the meta has not changed, the trainer does not
-            send the meta again.
+    Before the first byte of a tensor is sent, every receiver has accepted the names, dtypes and
+    shapes. A transfer is complete only if every member has confirmed the last byte. After an error,
+    leave the group, because it cannot be used any more. Not thread-safe.
 
     Attributes:
-        meta: the meta of the most recently begun transfer; ``known`` before the first transfer.
+        meta: the meta of the last transfer that began; ``known`` before the first transfer.
     """
 
     def __init__(self, group: WeightGroup, *, known: WeightMeta | None = None) -> None:
@@ -250,21 +214,13 @@ class WeightReceiver:
     def receive(self, fits: Callable[[WeightMeta], object]) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, in host memory, once every receiver has confirmed the last byte.
 
-        The first ``next()`` takes as long as the transfer. A later ``next()`` cannot fail. The
-        tensors share one block of host memory, as large as the model. The block is freed when the
-        iterator and all its tensors are gone.
-
-        Args:
-            fits: called with the names, dtypes and shapes, before the first byte of a tensor is
-                sent. ``fits`` raises an error if tensors with these properties cannot be loaded.
-
-        Yields:
-            The name and the whole tensor. The tensor is contiguous, on the CPU, and a view of the
-            block.
+        ``fits`` is called before the first byte is sent, and raises an error to refuse the tensors.
+        The first ``next()`` takes as long as the transfer; a later ``next()`` cannot fail. The
+        tensors are contiguous views of one block, which is as large as the model. The block is
+        freed when the iterator and all its tensors are gone.
 
         Raises:
-            BroadcastError: a receiver did not get the transfer, or refused the transfer. No tensor
-                was yielded.
+            BroadcastError: a receiver did not get, or refused, the transfer. No tensor was yielded.
         """
 
         def prepare(meta: WeightMeta, image: Image) -> HostMemory:
@@ -279,22 +235,15 @@ class WeightReceiver:
             yield spec.name, as_tensor(memory.content[offset:][: spec.nbytes], spec)
 
     def receive_into(self, stage: HostStage, fit: Callable[[WeightMeta], Fit]) -> list[Target]:
-        """Receive the new content of the engine's targets into a stage. The targets do not change.
+        """Receive new content for the engine's targets into a stage; return the targets, unchanged.
 
-        This method returns once every receiver has confirmed the last byte. If a target is only a
-        part of a tensor, the stage keeps only that part.
-
-        Args:
-            stage: host memory, which gets a new layout. After an error the stage is closed, because
-                bytes can still arrive in the stage's memory.
-            fit: returns the targets of the announced tensors, or raises an error.
-
-        Returns:
-            The targets, for ``stage.copy``.
+        ``fit`` returns the targets of the announced tensors, or raises an error to refuse them. If
+        a target is only a part of a tensor, the stage keeps only that part. After an error the
+        stage is closed, because bytes can still arrive in its memory.
 
         Raises:
-            BroadcastError: see :meth:`receive`. The error is also raised if two tensors that share
-                one target have different contents.
+            BroadcastError: see :meth:`receive`. Or two tensors of one target have different
+                contents.
         """
 
         def prepare(meta: WeightMeta, _: Image) -> tuple[Fit, Tensor]:
@@ -319,12 +268,8 @@ class WeightReceiver:
     ) -> None:
         """Fill the engine's targets in place, with each tensor as it arrives.
 
-        When this method returns, the copies to all devices are complete.
-
-        Args:
-            fit: see :meth:`receive_into`.
-            changing: a context manager, entered before the first target changes, and exited after
-                the last change.
+        On return, the copies to all devices are complete. ``changing`` is entered before the first
+        target changes, and exited after the last change.
 
         Raises:
             BroadcastError: see :meth:`receive`. No target was changed.
@@ -350,13 +295,7 @@ class WeightReceiver:
 
 @torch.no_grad()
 def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -> None:
-    """Fill each target with its part of the tensors, and wait until all devices have the parts.
-
-    Args:
-        arriving: the transfer.
-        found: the targets of each tensor.
-        views: the memory to fill for each target, in the target's shape.
-    """
+    """Fill each target's view with its part of the tensors, and wait until all devices have it."""
     parts: dict[str, list[tuple[Target, Tensor]]] = {}
     for target, view in zip(found.targets, views, strict=True):
         parts.setdefault(target.name, []).append((target, view))
@@ -379,5 +318,4 @@ def _is_image(targets: Sequence[Target], arriving: Arriving[T]) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes; copy it only if it is not contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

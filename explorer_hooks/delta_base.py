@@ -38,13 +38,7 @@ _SILENCE: Final = 10 * DELTA_SIGN
 
 @dataclass(frozen=True, slots=True)
 class DeltaBase:
-    """A held copy on this host, and the deltas that make a newer version from this copy.
-
-    Attributes:
-        copy: the hold on the copy.
-        version: the copy's folder and manifest.
-        chain: the deltas in order, each with its folder.
-    """
+    """A held ``copy`` on this host, and the deltas, in order, that make a newer version from it."""
 
     copy: StagedCopy
     version: WholeVersion
@@ -63,7 +57,6 @@ class DeltaBase:
         Raises:
             NoDeltaError: the deltas do not make this version from this copy.
             VerificationError: the target's own folder does not match its manifest.
-            OSError: the storage of the job or of the copies failed.
         """
         # NumPy is imported once there is a delta to apply.
         from syncd.deltas.applying import Link, apply_chain  # noqa: PLC0415
@@ -80,12 +73,7 @@ class DeltaBase:
 
 
 class DeltaBases:
-    """Finds a base for deltas among the copies in one folder of this host.
-
-    Args:
-        storage: the storage of the copies.
-        room: the folder of the copies.
-    """
+    """Finds a base for deltas among the copies in the folder ``room`` of this host."""
 
     def __init__(self, storage: Storage, room: Path) -> None:
         self._storage = storage
@@ -103,23 +91,12 @@ class DeltaBases:
     ) -> DeltaBase:
         """Hold the copy that needs the fewest bytes of deltas to become the version.
 
-        If the daemon is still making a delta from a copy on this host, this method waits for that
-        delta.
-
-        Args:
-            target: the held version, of kind ``full``.
-            names: the names of the copies.
-            patience: seconds to wait for a delta.
-            why_no_room: returns the reason why the version does not fit on the disk beside the
-                named copy, or None if the version fits. If the version does not fit, this method
-                does not wait for a delta.
-            cancel: called often; raises an error to stop.
+        If the daemon is still making a delta from a copy on this host, wait for it, at most
+        ``patience`` seconds. Do not wait if ``why_no_room`` returns a reason why the version does
+        not fit beside the named copy. ``cancel`` is called often, and raises an error to stop.
 
         Raises:
-            NoDeltaError: the version cannot be made from a copy and deltas. The message has the
-                reason.
-            RecordError: a record of the job cannot be used.
-            OSError: the storage of the job or of the copies failed.
+            NoDeltaError: the version cannot be made from a copy and deltas.
         """
         why = why_not_here()
         content = content_of(target.manifest)
@@ -189,10 +166,9 @@ def _wait(
     why_no_room: Callable[[str], str | None],
     cancel: Callable[[], None],
 ) -> str:
-    """If the daemon is making a delta from a copy on this host, wait for that delta.
+    """If the daemon makes a delta from a copy on this host, wait for it.
 
-    Returns:
-        The reason to report if no delta exists after the wait.
+    Returns the reason to report if no delta exists after the wait.
     """
     which = f"the delta to version {sequence}"
     latest = job.read(Latest, job.layout.latest, OF_OTHERS)
@@ -282,12 +258,7 @@ def _refreshed(job: Job, folder: Path) -> bool:
 def delta_folders(target: LeasedVersion, base: str) -> list[Path]:
     """List the folders of the deltas from a base to a version, in order; empty if there are none.
 
-    Args:
-        target: the held version, of kind ``full``.
-        base: the digest of all tensors of the base (:func:`~syncd.deltas.ends.content_of`).
-
-    Raises:
-        OSError: storage failed.
+    ``base`` is the digest of all tensors of the base (:func:`~syncd.deltas.ends.content_of`).
     """
     content = content_of(target.manifest)
     folders = {delta: folder for folder, delta in _deltas(_job_of(target))}

@@ -18,12 +18,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Weights that are about to arrive.
+    """Weights of the save ``save_id`` that are about to arrive.
 
-    Attributes:
-        save_id: the save that the weights belong to.
-        take: lets the engine receive either all weights or no weights. For the errors see
-            :meth:`~explorer_hooks.engines.base.WeightTaker.receive`.
+    ``take`` lets the engine receive all of them or none. For its errors see
+    :meth:`~explorer_hooks.engines.base.WeightTaker.receive`.
     """
 
     save_id: SaveId
@@ -33,15 +31,10 @@ class Transfer:
 class ExplorerBroadcasts:
     """Lets one engine take part in transfers.
 
-    Args:
-        sync: this explorer.
-        engine: takes the weights.
-
     Attributes:
-        fits: whether the engine takes part in transfers. After a transfer whose tensors did not fit
-            the engine, ``fits`` is False until the engine has loaded a version.
-        group: the weight group that all workers of the engine are in; None if the workers have
-            joined no group.
+        fits: False after a transfer whose tensors did not fit, until the engine has loaded a
+            version.
+        group: the weight group that all workers of the engine are in, if any.
     """
 
     def __init__(self, sync: ExplorerSynchronizer, engine: WeightTaker) -> None:
@@ -57,13 +50,7 @@ class ExplorerBroadcasts:
         return self._engine.workers
 
     def meet(self, cancel: Cancellation) -> Transfer:
-        """Get the address of the weight group for the most recently agreed offer.
-
-        Raises:
-            BroadcastError: the trainer did not name the address within the ``broadcast_timeout``.
-            CancelledError: the wait was cancelled.
-            OSError: storage failed.
-        """
+        """Get the weight group of the last agreed offer, within the ``broadcast_timeout``."""
         rendezvous, rank_offset = self._sync.rendezvous(cancel=cancel)
         save_id = SaveId.parse(rendezvous.save_id)
         if save_id is None:

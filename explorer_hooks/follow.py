@@ -1,7 +1,6 @@
 """``syncd follow``: an explorer beside a server, in a separate process that never imports torch.
 
-The explorer passes versions to an inference server, to a command, or to the readers of a link. The
-package ``syncd`` does not import this package. ``syncd`` finds the command by an entry point.
+The package ``syncd`` does not import this package. It finds the command by an entry point.
 """
 
 from __future__ import annotations
@@ -280,7 +279,6 @@ def command(
 def _engine(
     run: str | None, link: Path | None, timeout: float, fits: Fits | None, staging: Staging | None
 ) -> Engine:
-    """Make the engine for --command or --link."""
     if run is not None:
         return CommandEngine(run, timeout=timeout, fits=fits)
     if link is None:
@@ -296,15 +294,13 @@ def _engine(
 class _Ended:
     """A context in which SIGTERM and SIGINT end the process with status 0.
 
-    A signal also ends a wait for the explorer's name, or for a server that does not answer. Once
-    there is a hook, a signal only ends the hook's waits.
+    Once there is a hook, a signal only ends the hook's waits.
     """
 
     def __init__(self) -> None:
         self._cancel: Callable[[], None] | None = None
 
     def by(self, cancel: Callable[[], None]) -> None:
-        """From now on, let a signal only call ``cancel``."""
         self._cancel = cancel
 
     def __enter__(self) -> Self:
@@ -336,13 +332,9 @@ class CommandEngine(InProcessEngine):
     """Runs a command for each version. Exit status 0 means that the command accepted the version.
 
     A shell runs the command. Its environment has ``SYNCD_FOLDER``, ``SYNCD_STEP``,
-    ``SYNCD_SEQUENCE``, ``SYNCD_KIND`` and, for kind ``remote``, ``SYNCD_REMOTE_PATH``.
-
-    Args:
-        command: the shell command.
-        timeout: seconds until the command and all processes that it started are killed.
-        fits: the model to compare versions with; None to compare each version with the last version
-            that the command accepted.
+    ``SYNCD_SEQUENCE``, ``SYNCD_KIND`` and, for kind ``remote``, ``SYNCD_REMOTE_PATH``. After
+    ``timeout`` seconds, the command and all processes that it started are killed. ``fits`` is the
+    model to compare versions with; None for the last version that the command accepted.
     """
 
     kinds: frozenset[str] = frozenset({"full", "adapter", "remote"})
@@ -403,9 +395,7 @@ class CommandEngine(InProcessEngine):
 class LinkEngine(InProcessEngine):
     """Points a symbolic link to each version's folder, by one rename.
 
-    Args:
-        path: the link. An existing link is replaced; any other file is refused.
-        fits: the model to compare versions with; None to compare nothing.
+    An existing link is replaced; any other file is refused. Without ``fits``, nothing is compared.
 
     Raises:
         InvalidSettingsError: ``path`` exists and is not a link, or its parent folder is missing.
@@ -439,11 +429,7 @@ class LinkEngine(InProcessEngine):
             self._fits.check(version)
 
     def load(self, version: LeasedVersion) -> None:
-        """Point the link to the version's folder.
-
-        Raises:
-            OSError: storage failed; the link is unchanged.
-        """
+        """Point the link to the version's folder. If storage fails, the link is unchanged."""
         draft = self._path.with_name(f"{TEMPORARY}{self._path.name}-{secrets.token_hex(6)}")
         self._storage.symlink(version.folder, draft)
         try:

@@ -31,15 +31,12 @@ Opens = Callable[[Callable[[], None]], ExplorerHook]
 class Followers:
     """Explorers that follow one job, each with its own thread and server.
 
-    If an explorer fails, the other explorers go on. The error is logged. After ``again`` seconds,
-    the explorer's hook is opened again, except if :meth:`end` was called. All explorers end if no
+    If an explorer fails, the other explorers go on. The error is logged, and after ``again``
+    seconds the explorer's hook is opened again, except after :meth:`end`. All explorers end if no
     explorer can be opened because settings or names are wrong, or because the job is unavailable.
 
-    Args:
-        opens: maps each explorer's name to the function that opens the explorer's hook.
-        served: called in the thread of an explorer, with the explorer's name and each version that
-            the explorer's server serves. If ``served`` raises an error, all explorers end.
-        again: seconds between two attempts to open an explorer.
+    ``served`` is called in the thread of an explorer, with the explorer's name and each version
+    that its server serves. If ``served`` raises an error, all explorers end.
     """
 
     def __init__(
@@ -67,8 +64,8 @@ class Followers:
         """Follow until :meth:`end` is called.
 
         Raises:
-            JobUnavailableError, InvalidSettingsError: no explorer could be opened, because
-                :class:`ExplorerHook` raised one of these errors for each explorer.
+            JobUnavailableError, InvalidSettingsError: each explorer's hook raised one of these
+                errors.
             Exception: ``served`` raised this error.
         """
         threads = [

@@ -1,9 +1,7 @@
 """Map between a version's tensors under the trainer's names and under the hub's names.
 
-The trainer's module and the hub can name tensors differently, and can split or join tensors
-differently. A version's :class:`~syncd.checkpoint.name_map.NameMap` maps the trainer's names to the
-hub's names. This module applies the map to parts of tensors and to views. The module reads and
-copies no data.
+The trainer's module and the hub can name, split or join tensors differently. This module applies a
+version's :class:`~syncd.checkpoint.name_map.NameMap` to parts and views, and copies no data.
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ class NamedPiece(NamedTuple):
     """A part of a version's tensor, and the same part under the tensor's other name.
 
     Attributes:
-        own: the name of the version's tensor.
-        own_box: the part of that tensor.
-        other: the other name of the tensor. If the version has the hub's names, ``other`` is the
-            trainer's name. Otherwise ``other`` is the hub's name.
+        own, own_box: the name of the version's tensor, and the part of that tensor.
+        other: the other name of the tensor: the trainer's or the hub's.
         other_box: the same part in ``other``. If ``other`` is a trainer's stack of tensors, the box
             has one more dimension, of size 1.
         swaps: whether the last two dimensions are swapped.
@@ -63,7 +59,6 @@ class NamedPiece(NamedTuple):
 
     @property
     def _more(self) -> int:
-        """The number of dimensions of ``own`` minus the number of dimensions of ``other``."""
         return len(self.own_box.shape) - len(self.other_box.shape)
 
 
@@ -82,13 +77,8 @@ class NamedShape(Protocol):
 class GivenNames:
     """The names of a version's tensors in the trainer's module and on the hub.
 
-    Args:
-        name_map: maps the trainer's names to the hub's names.
-        given: ``trainer`` if the version's tensors have the trainer's names, or ``hub`` if they
-            have the hub's names.
-
     Attributes:
-        given: the argument ``given``.
+        given: ``trainer`` or ``hub``: the names that the version's tensors have.
         unknown: the reason why the hub's names are unknown; None if they are known.
     """
 
@@ -155,22 +145,15 @@ SAME_NAMES: Final = GivenNames(NameMap(NameMapRecord()), "trainer")
 
 
 def names_of(version: LeasedVersion) -> GivenNames:
-    """Read the names of a version's tensors, with the version's name map.
-
-    Raises:
-        VerificationError: the version's name map is damaged.
-        OSError: the name map cannot be read.
-    """
+    """Read the names of a version's tensors; VerificationError if the name map is damaged."""
     return GivenNames(version.name_map(), version.manifest.names)
 
 
 def _piece(name: str, shape: Shape, part: HubPart) -> NamedPiece:
-    """Make a piece of a trainer's tensor, for a version with the trainer's names."""
     return NamedPiece(name, _in_trainer(shape, part), part.name, _in_hub(part), part.transposed)
 
 
 def _place(hub: str, place: TrainerPart) -> NamedPiece:
-    """Make a piece of a hub's tensor, for a version with the hub's names."""
     assert place.shape is not None  # noqa: S101 # the caller's
     box = _in_trainer(place.shape, place)
     shape = box.shape if place.index is None else box.shape[1:]

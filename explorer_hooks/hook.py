@@ -48,31 +48,26 @@ class ExplorerHook:
 
     - The engine loads only versions that were verified and that fit the engine.
     - The engine's version never goes back, except by :meth:`load_step`.
-    - The version that the engine serves stays on disk until the next version is loaded. So the
-      engine can be restarted from the version's folder.
+    - The version that the engine serves stays on disk until the next version is loaded.
     - A version that cannot be used is refused and reported.
-    - No other live explorer has the same name.
 
     Not promised: that every version is served. The hook always loads the newest version.
 
     Args:
-        job_dir: the job directory.
-        name: this explorer's name, unique in the job.
+        job_dir, name: the job directory, and this explorer's name, which is unique in the job.
         engine: the engine to load versions into.
         settings: decide when to sync. With method ``nccl``, an engine that supports broadcasts
-            receives broadcasts. If broadcasts fail, the engine loads versions from files. Any other
-            engine always loads versions from files.
+            receives broadcasts. If broadcasts fail, or the engine does not support them, the engine
+            loads versions from files.
         staging: copies each version to this host before the load, while the engine still serves.
         memory_dir: the second job directory, which holds the versions (method ``memory``).
-        before_load: called with each version before the version is loaded, so that you can finish
-            running requests. The weights of a broadcast have no version yet, so before a broadcast
-            ``before_load`` gets the newest version that this explorer has leased.
+        before_load: called with each version before the load, to finish running requests. A
+            broadcast has no version yet, so ``before_load`` gets the newest version that this
+            explorer has leased.
         on_remote: called with the path of each version of kind ``remote``, and with the version.
-            Without ``on_remote``, a version of this kind is refused if the engine does not support
-            the kind. If ``on_remote`` raises EngineMismatchError, the version is refused. After any
-            other error the hook tries the version again.
-        poll: the most seconds between two checks for a newer version, if the filesystem sends no
-            events.
+            None refuses these versions if the engine does not support the kind. EngineMismatchError
+            refuses the version. After any other error the hook tries the version again.
+        poll: the most seconds between two checks, if the filesystem sends no events.
         storage: replaces the filesystem calls in tests.
 
     Raises:
@@ -80,7 +75,7 @@ class ExplorerHook:
         JobUnavailableError: the job directory is missing or cannot be written.
         NoRoomError: the disk of the job directory is full.
         InvalidSettingsError: the name cannot be part of a file name, or an argument has a wrong
-            type, for example a model without an engine around it.
+            type.
     """
 
     def __init__(
@@ -144,8 +139,7 @@ class ExplorerHook:
             self._sync.close()
             raise
 
-    # -- the served version
-    # --------------------------------------------------------------------------
+    # -- the served version ------------------------------------------------------------------------
 
     @property
     def version(self) -> Version | None:
@@ -156,10 +150,8 @@ class ExplorerHook:
     def folder(self) -> Path | None:
         """The folder that the engine's version was read from; None before the first pull.
 
-        The folder stays until the next version is loaded. With a stage folder, this property is the
-        folder of the copy. After a broadcast, the folder is still the folder of the version that
-        was leased before the broadcast. The folder changes once a version with the broadcast's
-        weights is published and leased.
+        With a stage folder, this is the folder of the copy. After a broadcast, the folder changes
+        once a version with the broadcast's weights is published and leased.
         """
         held = self._pipeline.held
         return held.folder if held else None
@@ -178,11 +170,8 @@ class ExplorerHook:
     def synchronizer(self) -> ExplorerSynchronizer:
         """The synchronizer that registers this explorer as a participant of the job.
 
-        Use the synchronizer to save and load states (``save_state``, ``load_state``). The
-        synchronizer also shows which participants are registered, and which participants wait
-        (``modules``, ``get_trainer_status``, ``trainer_requires_weight_sync``,
-        ``get_explorer_status_counts``). The hook itself waits for weights, writes the reports, and
-        sets the status.
+        Use it to save and load states, and to see the registered and the waiting participants. The
+        hook itself waits for weights, writes the reports, and sets the status.
         """
         return self._sync
 
@@ -197,7 +186,7 @@ class ExplorerHook:
         return self.fault is None and self._sync.may_produce()
 
     def get_weight(self, name: str) -> Tensor:
-        """Read one tensor of the served version from the version's folder into host memory.
+        """Read one tensor of the served version from its folder into host memory.
 
         Raises:
             InvalidSettingsError: no version is served yet, or the version has no such tensor.
@@ -212,8 +201,7 @@ class ExplorerHook:
     def state_dict_iterator(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and content of each tensor of the served version, in host memory.
 
-        The version stays leased from the first tensor to the last, even if the engine loads another
-        version meanwhile.
+        The version stays leased until the last tensor, even if the engine loads another version.
 
         Raises:
             InvalidSettingsError: no version is served yet.
@@ -229,26 +217,18 @@ class ExplorerHook:
     def pull(self, timeout: float | None = None) -> Version:
         """Wait for a version that is newer than the engine's version, and load the newer version.
 
-        While the hook waits, it requests a sync. The hook repeats the request each time the trainer
-        reports that there are no newer weights.
-
-        Args:
-            timeout: seconds to wait; None to wait without a limit. With 0, the hook requests no
-                sync, and loads a newer version only if that version is published already.
-
-        Returns:
-            The version that the engine serves now.
+        While the hook waits, it requests a sync, and again each time the trainer has no newer
+        weights. ``timeout`` is in seconds; None waits without a limit. With 0, the hook requests no
+        sync, and loads only a version that is published already.
 
         Raises:
-            WaitTimeoutError: no newer version was published in time, or another thread was pulling
-                all the time. The engine is unchanged.
+            WaitTimeoutError: no newer version was published in time, or another thread was pulling.
             VerificationError, EngineMismatchError, or an error of the engine: the version was
                 refused. The engine is unchanged, and the next pull waits for a later version.
-            OSError, or an error of ``on_remote``: storage or the callback failed. The engine is
-                unchanged, and the next pull tries the version again.
+            OSError, or an error of ``on_remote``: the engine is unchanged, and the next pull tries
+                the version again.
             EngineBrokenError: the weights that the engine serves are unknown. The next pull loads a
-                newer version. If there is no newer version, the next pull tries to load the
-                previous version again.
+                newer version, or else the previous version again.
             CancelledError: the hook was cancelled or closed.
             NotFollowingError: the background thread has died.
             InvalidSettingsError: a background thread follows the job (:meth:`start`).
@@ -262,46 +242,29 @@ class ExplorerHook:
     def pull_step(self, step: int, timeout: float | None = None) -> Version:
         """Let the daemon publish a saved step as the newest version, and load that version.
 
-        Every explorer of the job would load the step too, so call this method only while no trainer
-        and no other explorer runs. Use :meth:`load_step` to change only this explorer.
-
-        Args:
-            step: the step of the save.
-            timeout: seconds until the step must be published; the settings' ``sync_timeout`` by
-                default.
+        Every explorer would load the step too, so call this only while no trainer and no other
+        explorer runs. ``timeout`` is in seconds; None means the settings' ``sync_timeout``.
 
         Raises:
             SaveNotReadyError: the step has no folder. The message lists the steps that have a
                 folder.
             SaveFailedError: the daemon has refused the save.
-            InvalidSettingsError: a trainer or another explorer runs, or a background thread follows
-                the job.
+            InvalidSettingsError: a trainer, another explorer or a background thread runs.
             WaitTimeoutError: the step was not published in time.
             Exception: for the other errors see :meth:`pull`.
         """
         return self._step(self._puller.step, step, timeout)
 
     def load_step(self, step: int, timeout: float | None = None) -> Version:
-        """Load a saved step into this engine only, to evaluate it.
+        """Load a saved step into this engine only, to evaluate it, even while a trainer runs.
 
-        LATEST and the other explorers do not change, and a trainer can run at the same time. If the
-        step is published already, the hook leases the published version. Otherwise the daemon
-        builds the step for this explorer. The daemon deletes the build once the next step or
-        version is loaded, or the hook is closed. The next :meth:`pull` loads the newest version
-        again, except if the engine already serves the newest version.
-
-        Args:
-            step: the step of the save.
-            timeout: seconds until the step must be built; the settings' ``sync_timeout`` by
-                default.
-
-        Returns:
-            The version that the engine serves now. Its sequence is 0 if the step is not a published
-            version.
+        LATEST and the other explorers do not change. If the step is not published, the daemon
+        builds it, and the version has sequence 0. The daemon deletes the build once the next step
+        or version is loaded, or the hook is closed. The next :meth:`pull` loads the newest version
+        again. ``timeout`` is in seconds; None means the settings' ``sync_timeout``.
 
         Raises:
-            SaveNotReadyError: the step is not on disk. The message lists the steps that are on
-                disk.
+            SaveNotReadyError: the step is not on disk. The message lists the steps on disk.
             SaveFailedError: the daemon cannot build the step. The message has the reason.
             JobUnavailableError: the daemon's release of syncd cannot build steps.
             InvalidSettingsError: a background thread follows the job.
@@ -315,29 +278,22 @@ class ExplorerHook:
         return explorer_sync_is_due(self._settings, step)
 
     def after_step(self, step: int) -> Version | None:
-        """Sync after a step of rollouts, if a sync is due by the settings.
+        """Sync after a step of rollouts, if a sync is due. Return the version that is served then.
 
-        The hook waits until newer weights are available, the trainer reports that there are no
-        newer weights, or the trainer stops. If the trainer stops while a daemon runs, the hook
-        waits until the last save is published or refused. An explorer without weights first waits
-        until there is a version or a trainer.
+        ``step`` is the number of the last step that was begun; the first step is 1. The hook waits
+        until newer weights are available, the trainer reports that there are none, or the trainer
+        stops. If the trainer stops while a daemon runs, the hook waits until the last save is
+        published or refused. An explorer without weights first waits for a version or a trainer.
 
         If a version is refused or cannot be read, the hook logs and reports the error, and the
-        engine keeps its weights. If the engine has lost its weights, for example because its server
-        was restarted, the hook first loads the weights again. With style ``fully_async``, the
-        thread of :meth:`start` does all of this work.
-
-        Args:
-            step: the number of the last step that was begun; the first step is 1.
-
-        Returns:
-            The version that the engine serves now; None if the engine serves no version yet.
+        engine keeps its weights. If the engine has lost its weights, the hook first loads them
+        again. With style ``fully_async``, the thread of :meth:`start` does all of this work.
 
         Raises:
             WaitTimeoutError: no event that ends the wait happened within ``sync_timeout``.
             EngineBrokenError, CancelledError, NotFollowingError: see :meth:`pull`.
-            InvalidSettingsError: the style is ``fully_async`` and :meth:`start` was not called, or
-                ``step`` is not a whole number.
+            InvalidSettingsError: ``step`` is not a whole number, or :meth:`start` was not called
+                with style ``fully_async``.
         """
         check_step(step)
         self._follower.check()
@@ -365,11 +321,11 @@ class ExplorerHook:
     def start(self) -> None:
         """Start a background thread, which loads the newest version after each publication.
 
-        The thread requests syncs only with style ``explorer_driven``. See
-        :func:`~explorer_hooks.background.follow` for the errors that the thread survives. If the
-        thread dies, the next call of :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or
-        :meth:`wait_until_served` raises NotFollowingError, once. If a thread follows the job
-        already, this method does nothing.
+        The thread requests syncs only with style ``explorer_driven``.
+        :func:`~explorer_hooks.background.follow` lists the errors that the thread survives. If the
+        thread dies, the next :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or
+        :meth:`wait_until_served` raises NotFollowingError, once. While the thread runs, a second
+        call does nothing.
         """
         self._cancel.check()
         asks = self._settings.style is SyncStyle.EXPLORER_DRIVEN
@@ -384,13 +340,11 @@ class ExplorerHook:
     ) -> Version:
         """Wait until the engine serves a version, while the background thread follows the job.
 
-        Args:
-            timeout: seconds; None to wait without a limit.
-            newer_than: wait for a version newer than this version; None to wait for any version.
+        ``timeout`` is in seconds; None waits without a limit. ``newer_than`` is a version that the
+        awaited version must exceed; None waits for any version.
 
         Raises:
-            InvalidSettingsError: the engine does not serve the awaited version, and :meth:`start`
-                was not called.
+            InvalidSettingsError: :meth:`start` was not called, and the version is not served yet.
             WaitTimeoutError: the engine did not serve the awaited version in time.
             NotFollowingError: the background thread has died.
             CancelledError: the hook was cancelled or closed.
@@ -407,8 +361,8 @@ class ExplorerHook:
     def close(self) -> None:
         """End pulls in other threads, release the version, and report that this explorer stopped.
 
-        Before you call this method, stop every reader of the version's folder. You can call this
-        method twice. In a forked process this method does nothing.
+        Before the call, stop every reader of the version's folder. You can call this method twice.
+        In a forked process it does nothing.
 
         Raises:
             Exception: the engine could not be closed. Everything else is closed nevertheless.
@@ -461,11 +415,7 @@ class ExplorerHook:
 
 
 def _check_arguments(engine: object, staging: object) -> None:
-    """Check the arguments before the name is claimed.
-
-    Raises:
-        InvalidSettingsError: an argument is wrong. The message says what to give instead.
-    """
+    """Check the arguments before the name is claimed."""
     missing = [name for name in vars(Engine) if name[0] != "_" and not hasattr(engine, name)]
     is_class = isinstance(engine, type)
     if is_class or missing:

@@ -1,7 +1,4 @@
-"""``Pipeline``: knows the version that an engine serves, and loads the next version.
-
-The steps to the next version are: lease, verify, stage, apply, report.
-"""
+"""``Pipeline``: leases, verifies, stages, applies and reports the next version of an engine."""
 
 from __future__ import annotations
 
@@ -39,21 +36,11 @@ class Pipeline:
     """Knows the version that an engine serves, and loads the next version.
 
     Any thread may read the served version. Only one thread at a time may load the next version.
-
-    Args:
-        sync: this explorer's synchronizer, already registered, which leases versions and writes
-            reports.
-        engine: the engine to load into.
-        staging: copies each version to this host first; not used if the engine also reads versions
-            on other hosts.
-        before_load: called with each version before the version is loaded.
-        on_remote: called with each version of kind ``remote``, instead of a load by the engine.
-        fast_path: the engine's part in broadcasts; None if the engine takes no broadcasts.
+    ``staging`` is not used if the engine also reads versions on other hosts.
 
     Attributes:
-        held: the leased version that the engine serves; None before the first load. If a broadcast
-            has given the engine newer weights, ``held`` is the newest version that is not newer
-            than these weights.
+        held: the leased version that the engine serves; None before the first load. After a
+            broadcast of newer weights, the newest version that is not newer than these weights.
         last: the measurements of the last load or broadcast.
     """
 
@@ -125,8 +112,8 @@ class Pipeline:
     def joins(self) -> bool:
         """Whether the engine takes part in broadcasts now.
 
-        The engine takes no part before its first version, because after a failed broadcast it needs
-        a version to fall back to. The engine also takes no part while a step is evaluated.
+        It takes no part before its first version, because a failed broadcast needs a fallback. It
+        also takes no part while a step is evaluated.
         """
         fast_path = self._fast_path
         if fast_path is None or not fast_path.fits or self._benches:
@@ -135,11 +122,7 @@ class Pipeline:
 
     @contextmanager
     def hold_again(self) -> Iterator[LeasedVersion]:
-        """Yield a second lease on the served version. Later loads do not release the second lease.
-
-        Raises:
-            InvalidSettingsError: no version is served yet.
-        """
+        """Yield a second lease on the served version. Later loads do not release this lease."""
         with self._changed:  # so that it is not released meanwhile
             held = self.held
             if held is None:
@@ -161,7 +144,7 @@ class Pipeline:
         """Wait until ``until`` returns True or the time is up. Return the version now served.
 
         ``until`` is called ten times a second, because a signal handler can change its result. The
-        handler must not take a lock, so the handler cannot notify this wait.
+        handler must not take a lock, so it cannot notify this wait.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -217,10 +200,8 @@ class Pipeline:
     def receive(self, transfer: Transfer) -> None:
         """Let the engine receive the weights of a broadcast, and report the new weights.
 
-        Raises:
-            BroadcastError: the broadcast failed. The engine is unchanged.
-            EngineBrokenError: the weights that the engine serves are unknown.
-            Exception: ``before_load`` raised this error.
+        For the errors see :meth:`~explorer_hooks.reload.Reloader.receive`. An error of
+        ``before_load`` is raised, too.
         """
         held = self.held
         assert held is not None  # noqa: S101 - else it would not have joined
@@ -258,14 +239,9 @@ class Pipeline:
     def take(self, version: Version, cancel: Cancellation, *, exactly: bool = False) -> bool:
         """Lease, verify, stage, apply and report a version.
 
-        Args:
-            version: the version.
-            cancel: ends the work if the engine has not begun to load yet.
-            exactly: whether to load the version even if the engine has later weights.
-
-        Returns:
-            False if a broadcast has already given the engine these weights, or later weights of the
-            same run. In this case the version is leased and reported, and nothing is loaded.
+        ``cancel`` has no effect once the engine loads. If a broadcast has given the engine these
+        weights, or later weights of the same run, the version is leased and reported, but not
+        loaded. Then the result is False. With ``exactly``, the version is always loaded.
 
         Raises:
             VersionGoneError: the version was retired, or is not visible yet.
@@ -289,19 +265,14 @@ class Pipeline:
         return True
 
     def take_step(self, leased: LeasedVersion, cancel: Cancellation) -> None:
-        """Verify, stage, apply and report a leased step, to evaluate it.
-
-        Raises:
-            RefusedError, EngineBrokenError, Exception: see :meth:`take`. The step was released.
-        """
+        """Like :meth:`take`, for a leased step to evaluate. After an error the step is released."""
         self._take(leased, cancel, benches=True)
 
     def _take(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
         """Load a leased version into the engine; release the version if the load fails.
 
-        Before this method is called, the pull has done three things in this order. It has read
-        LATEST, created the lease ``leases/VERSION/EXPLORER.SESSION`` (an empty file), and read
-        ``manifest.json``.
+        Before, the pull has read LATEST, created the lease ``leases/VERSION/EXPLORER.SESSION`` (an
+        empty file), and read ``manifest.json``, in this order.
         """
         using = [leased]  # to release if the load fails
         blames = True
@@ -309,8 +280,7 @@ class Pipeline:
             self._reloader.check_kind(leased)
             begun = time.monotonic()
             ready, staged, why = leased, None, None
-            # Each byte is read once, and compared with the manifest: with a stage, while it is
-            # copied into a draft there, which is renamed at the end.
+            # Each byte is read once, also with a stage: the copy is verified while it is made.
             if self._staging is not None and leased.kind != "remote":
                 try:
                     ready, staged = self._staging.stage(leased, cancel=cancel.check), True
@@ -361,8 +331,7 @@ class Pipeline:
             self._fast_path.fits = True
         if self._staging is not None:
             self._staging.serves(ready.folder)
-        # Release the leases only now, by unlink: the one on the version before, and the one on
-        # this version if the engine has a copy on this host.
+        # Release the leases only now, by unlink: on the old version, and on a copied version.
         _release(leased if ready is not leased else None, before)
         if self._staging is not None:
             self._staging.tidy()
@@ -377,11 +346,7 @@ class Pipeline:
         )
 
     def restore(self) -> None:
-        """If the engine is broken, load its version again.
-
-        Raises:
-            EngineBrokenError: the engine is still broken.
-        """
+        """If the engine is broken, load its version again; EngineBrokenError if it stays broken."""
         held = self.held
         if self._broken is None or held is None:
             return
@@ -400,12 +365,7 @@ class Pipeline:
         self.report()
 
     def look(self) -> None:
-        """Check whether the engine still has its version, but at most once every few seconds.
-
-        Raises:
-            EngineBrokenError: the engine has lost its version; :meth:`restore` loads the version
-                again.
-        """
+        """Raise EngineBrokenError if the engine has lost its version. Checks at most every 2 s."""
         now = time.monotonic()
         held = self.held
         if held is None or now < self._looked + _STILL:
@@ -446,7 +406,7 @@ class Pipeline:
         """Whether a broadcast has given the engine a version's weights, or later weights.
 
         Weights of the current trainer run count as later than weights of an earlier run. A version
-        that a user rolled back to is never skipped, because the engine must load it.
+        that a user rolled back to is never skipped.
         """
         saved = SaveId.parse(version.manifest.save_id)
         received = self._received

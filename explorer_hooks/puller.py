@@ -30,18 +30,12 @@ class Puller:
     """Waits for newer weights, and lets the pipeline load them.
 
     If a version cannot be leased, because it is retired or not visible yet, the wait starts again.
-    If the engine is broken, the methods first load the engine's previous version again. The
-    exception is :meth:`newest`: it first tries to load a newer version, and loads the previous
-    version only if there is no newer version, or if the newer version did not repair the engine.
-    Each method can also raise CancelledError, and the errors of
-    :meth:`~explorer_hooks.pipeline.Pipeline.take`.
+    If the engine is broken, the methods first load its previous version again. But :meth:`newest`
+    first looks for a newer version. It loads the previous version only if no newer version repairs
+    the engine.
 
-    Args:
-        sync: this explorer.
-        pipeline: loads versions.
-        fast_path: takes part in broadcasts; None if the engine takes no broadcasts.
-        cancel: ends all present and future waits.
-        poll: seconds between two checks.
+    Each method can raise WaitTimeoutError, CancelledError, and the errors of
+    :meth:`~explorer_hooks.pipeline.Pipeline.take`. ``cancel`` ends all present and future waits.
     """
 
     def __init__(
@@ -57,20 +51,13 @@ class Puller:
         self._fast_path = fast_path
         self._cancel = cancel
         self._poll = poll
-        #: Held while pulling. Re-entrant, because a signal handler on the same thread may call
-        #: close().
+        #: Re-entrant, because a signal handler on the same thread may call close().
         self.lock = threading.RLock()
 
     def newest(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version:
         """Wait for a newer version, regardless of the trainer's state, and load it.
 
-        Args:
-            timeout: seconds; None to wait without a limit.
-            asks: whether to request a sync during the wait.
-            cancel: ends the wait.
-
-        Raises:
-            WaitTimeoutError: nothing newer was published in time.
+        With ``asks``, a sync is requested during the wait. ``timeout`` is in seconds, or None.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._turn(deadline, cancel):
@@ -90,11 +77,7 @@ class Puller:
                     raise
 
     def sync(self, timeout: float) -> None:
-        """Load newer weights; load nothing if the trainer has no newer weights, or has stopped.
-
-        Raises:
-            WaitTimeoutError: no event that ends the wait happened in time.
-        """
+        """Load newer weights; load nothing if the trainer has no newer weights, or has stopped."""
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):
             self._restore()
@@ -109,22 +92,13 @@ class Puller:
                     self._look_again(error, deadline, self._cancel)
 
     def what_is_there(self) -> None:
-        """Load newer weights if they are published already.
-
-        Raises:
-            WaitTimeoutError: nothing newer is published.
-        """
+        """Load newer weights if they are published already; otherwise raise WaitTimeoutError."""
         with self._turn(time.monotonic(), self._cancel):
             self._restore()
             self.newest(0, asks=False, cancel=self._cancel)
 
     def step(self, step: int, timeout: float) -> Version:
-        """Let the daemon publish a step, and load the new version.
-
-        Raises:
-            WaitTimeoutError: the step was not published in time.
-            SyncdError: for the other errors see ``set_model_state_dict_with_step_num``.
-        """
+        """Let the daemon publish a step (``set_model_state_dict_with_step_num``), and load it."""
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):
             self._restore()
@@ -142,12 +116,7 @@ class Puller:
                     self._look_again(error, deadline, self._cancel)
 
     def step_alone(self, step: int, timeout: float) -> Version:
-        """Lease a step and load it, without changing the other explorers.
-
-        Raises:
-            WaitTimeoutError: the step could not be leased in time.
-            SyncdError: for the other errors see ``hold_step``.
-        """
+        """Lease a step (``hold_step``) and load it, without changing the other explorers."""
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):
             self._restore()
@@ -161,7 +130,6 @@ class Puller:
     # -- waiting ----------------------------------------------------------------------
 
     def _wait(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version | Offer:
-        """Wait for a newer version or a broadcast, regardless of the trainer's state."""
         floor = self._pipeline.floor
         if self._fast_path is None or timeout == 0:
             return self._sync.wait_for_newer(
@@ -216,11 +184,6 @@ class Puller:
 
     @contextmanager
     def _turn(self, deadline: float, cancel: Cancellation) -> Iterator[None]:
-        """A context in which no other thread pulls.
-
-        Raises:
-            WaitTimeoutError: another thread pulled all the time.
-        """
         while not self.lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), self._poll))):
             self._check(cancel)
             if time.monotonic() >= deadline:
@@ -236,11 +199,8 @@ class Puller:
     def _restore(self) -> None:
         """Load the previous version of a broken engine again.
 
-        An engine that lost its weights, for example a restarted server, counts as broken. If the
-        engine is still broken but a newer version is published, the caller can load that version.
-
-        Raises:
-            EngineBrokenError: the engine is still broken, and no newer version is published.
+        An engine that lost its weights counts as broken, for example a restarted server. If it
+        stays broken but a newer version is published, the caller can load that version.
         """
         if not self._pipeline.is_broken:
             try:

@@ -31,18 +31,16 @@ log = logging.getLogger(__name__)
 
 
 class Reader:
-    """Lets one explorer read the versions of a job.
+    """Lets one explorer read the versions of a job: always the newest version, not every version.
 
-    Promised: a version returned by :meth:`next_version` is complete, and newer than the given
-    version. The version stays on disk until you release it. A reader does not get every version,
-    only the newest.
+    Promised: a version from :meth:`next_version` is complete, and newer than the given version. It
+    stays on disk until you release it.
 
     Args:
         job_dir: the job directory.
         name: this explorer's name, unique in the job: 1 to 64 letters, digits, ``_`` or ``-``.
         poll: seconds between two reads of LATEST if the filesystem sends no events.
-        storage: replaces the filesystem calls in tests.
-        clock: returns monotonic seconds.
+        storage, clock: replace the filesystem calls and the clock in tests.
 
     Raises:
         JobUnavailableError: the job directory is missing or cannot be written.
@@ -76,7 +74,7 @@ class Reader:
 
     @property
     def session_id(self) -> str:
-        """The id of this process's session in the job. The names of the leases contain this id."""
+        """The id of this process's session in the job, which is part of the names of its leases."""
         return self._session.id
 
     def latest(self) -> Latest | None:
@@ -89,15 +87,13 @@ class Reader:
         return read_latest(self._job)
 
     def wait(self, newer_than: int, timeout: float | None = None) -> Latest:
-        """Wait until LATEST names a version above ``newer_than``.
+        """Wait until LATEST names a version above ``newer_than``; 0 for any version.
 
-        Args:
-            newer_than: a sequence; 0 for any version.
-            timeout: seconds; None to wait without a limit.
+        ``timeout`` is in seconds; None waits without a limit.
 
         Raises:
             WaitTimeoutError: nothing newer was published in time.
-            CancelledError: the reader was cancelled or closed during the wait.
+            CancelledError: the reader was cancelled or closed.
         """
         deadline = None if timeout is None else self._clock() + timeout
         while True:
@@ -119,8 +115,7 @@ class Reader:
         """Lease a version.
 
         Raises:
-            VersionGoneError: the version was retired before it could be leased, or is not visible
-                on this host yet.
+            VersionGoneError: the version was retired, or is not visible on this host yet.
             VerificationError: the version's manifest is damaged. The version was released.
             InvalidSettingsError: this process was forked from the process that made the reader.
         """
@@ -129,14 +124,11 @@ class Reader:
     def next_version(self, newer_than: int, timeout: float | None = None) -> LeasedVersion:
         """Wait for a newer version and lease it; skip a version that is retired meanwhile.
 
-        Args:
-            newer_than: a sequence; 0 for any version.
-            timeout: seconds; None to wait without a limit.
+        See :meth:`wait` for ``newer_than`` and ``timeout``.
 
         Raises:
-            WaitTimeoutError: nothing newer could be leased in time.
+            WaitTimeoutError, CancelledError: see :meth:`wait`.
             VerificationError: the newest version's manifest is damaged.
-            CancelledError: the reader was cancelled or closed during the wait.
         """
         deadline = None if timeout is None else self._clock() + timeout
         while True:
@@ -162,15 +154,11 @@ class Reader:
     ) -> None:
         """Write this explorer's state to ``explorers/NAME.json``.
 
-        Args:
-            status: the explorer's present status.
-            sequence: the sequence of the version that the explorer serves; None if the explorer
-                serves no version.
-            step: the step of the served version.
-            nothing_new: the number of waits that have ended without a newer version.
-            refused: the newer version that the explorer refuses, and the reason.
-            hub_names: whether the explorer takes versions whose tensors have the hub's names. In a
-                new job, versions get the hub's names only if all explorers take the hub's names.
+        ``sequence`` and ``step`` are those of the served version; None if there is none. ``status``
+        is the explorer's status. ``nothing_new`` counts the waits that ended without a newer
+        version. ``refused`` is the newer version that the explorer refuses, and the reason. With
+        ``hub_names``, the explorer takes tensors with the hub's names. In a new job, versions get
+        the hub's names only if all explorers take them.
         """
         now = time.time()
         if self._loads is None:
@@ -195,11 +183,7 @@ class Reader:
         self._job.storage.replace(self._job.layout.explorer(self.name), encode(record))
 
     def check_open(self) -> None:
-        """Check that the reader is open. Call this often during long work.
-
-        Raises:
-            CancelledError: the reader was cancelled or closed.
-        """
+        """Raise CancelledError if the reader was cancelled or closed. Call it during long work."""
         if self._closed:
             raise CancelledError(f"{self.name} was closed")
 

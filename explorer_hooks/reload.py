@@ -25,11 +25,7 @@ OnRemote = Callable[[str, LeasedVersion], object]
 
 
 class RefusedError(Exception):
-    """Raised when a version was refused. The engine still serves its previous version.
-
-    Attributes:
-        error: the reason.
-    """
+    """Raised when ``error`` refused a version. The engine still serves its previous version."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -37,11 +33,7 @@ class RefusedError(Exception):
 
 
 class OnRemoteError(Exception):
-    """Raised when ``on_remote`` failed. The next pull tries the version again.
-
-    Attributes:
-        error: the error that the callback raised.
-    """
+    """Raised when ``on_remote`` raised ``error``. The next pull tries the version again."""
 
     def __init__(self, path: str, error: Exception) -> None:
         super().__init__(f"on_remote raised an error for {path!r}: {error!r}")
@@ -51,9 +43,8 @@ class OnRemoteError(Exception):
 def refuses(error: BaseException) -> bool:
     """Whether the version caused an error. A version that caused an error is not tried again.
 
-    Some errors do not count as caused by the version: a cancellation, an OSError (of storage or of
-    a connection), an error of ``on_remote``, and an unavailable job. After such an error, the next
-    try can succeed.
+    After a cancellation, an OSError (of storage or of a connection), an error of ``on_remote``, or
+    an unavailable job, the next try can succeed.
     """
     if isinstance(error, EngineBrokenError):
         return error.refuses
@@ -64,13 +55,9 @@ def refuses(error: BaseException) -> bool:
 class Reloader:
     """Loads versions into one engine.
 
-    Promised: a paused engine is always resumed. If the engine does not take the new version, the
-    previous version is loaded again. If the previous version cannot be loaded either,
-    EngineBrokenError is raised.
-
-    Args:
-        engine: the engine to load into.
-        on_remote: called with each version of kind ``remote``, instead of a load by the engine.
+    Versions of kind ``remote`` go to ``on_remote``, if there is one. A paused engine is always
+    resumed. If the engine does not take the new version, the previous version is loaded again. If
+    that fails too, EngineBrokenError is raised.
     """
 
     def __init__(self, engine: Engine, on_remote: OnRemote | None = None) -> None:
@@ -78,20 +65,12 @@ class Reloader:
         self._on_remote = on_remote
 
     def check_kind(self, version: LeasedVersion) -> None:
-        """Check that the engine or ``on_remote`` takes versions of this kind.
-
-        Raises:
-            EngineMismatchError: neither the engine nor ``on_remote`` takes this kind.
-        """
+        """Check that the engine or ``on_remote`` takes versions of this kind."""
         if not self._is_elsewhere(version):
             check_kind(version, self._engine.kinds)
 
     def check(self, version: LeasedVersion) -> None:
-        """Let the engine compare a version's names, shapes and dtypes with those of its model.
-
-        Raises:
-            EngineMismatchError: the version does not fit the engine.
-        """
+        """Let the engine compare a version's names, shapes and dtypes with those of its model."""
         if not self._is_elsewhere(version):
             self._engine.check(version)
 
@@ -101,21 +80,14 @@ class Reloader:
             self._engine.prepare(version)
 
     def reload(self, version: LeasedVersion, before: LeasedVersion | None, told: Reload) -> Reload:
-        """Let the engine serve a version that it has accepted.
+        """Let the engine serve a version that it has accepted, instead of ``before``.
 
-        Args:
-            version: the new version.
-            before: the version that the engine serves; None if the engine serves no version yet.
-            told: the measurements of this pull so far.
-
-        Returns:
-            ``told``, with the seconds of the pause and of the load.
+        Returns ``told`` with the seconds of the pause and of the load.
 
         Raises:
-            EngineBrokenError: the engine has neither the new version nor the previous version, or
-                does not serve.
-            Exception: the engine raised an error, and serves the previous version again. If there
-                was no previous version, the engine may have a part of the new version.
+            EngineBrokenError: the engine has neither version, or does not serve.
+            Exception: the engine raised an error, and serves ``before`` again. If ``before`` is
+                None, the engine may have a part of the new version.
         """
         begun = time.monotonic()
         # A pause that failed may have stopped the engine nevertheless.
@@ -135,13 +107,7 @@ class Reloader:
     def receive(self, take: Callable[[], None], told: Reload) -> Reload:
         """Let the engine receive the weights of a broadcast.
 
-        Args:
-            take: receives the weights into the engine. If ``take`` raises BroadcastError, all
-                weights of the engine are unchanged.
-            told: the measurements of this pull so far.
-
-        Returns:
-            ``told``, with the seconds of the pause and of the transfer.
+        Returns ``told`` with the seconds of the pause and of the transfer.
 
         Raises:
             BroadcastError: the broadcast failed. The engine is unchanged.
@@ -177,11 +143,7 @@ class Reloader:
         return self._is_elsewhere(version) or self._engine.still_serves(version)
 
     def restore(self, version: LeasedVersion) -> None:
-        """Load a broken engine's version again.
-
-        Raises:
-            EngineBrokenError: the engine is still broken.
-        """
+        """Load a broken engine's version again; EngineBrokenError if the engine stays broken."""
         try:
             with _Resumed(self._engine):
                 self._engine.pause()
@@ -201,14 +163,12 @@ class Reloader:
         try:
             self._on_remote(version.remote_path, version)
         except Exception as error:
-            # Other errors may pass. Only EngineMismatchError says for certain that the version is
-            # at fault.
+            # Only EngineMismatchError says for certain that the version is at fault.
             if isinstance(error, EngineMismatchError) or not refuses(error):
                 raise
             raise OnRemoteError(version.remote_path, error) from error
 
     def _go_back(self, before: LeasedVersion | None, error: Exception) -> None:
-        """Load the previous version again, after the engine failed to load a new version."""
         if before is None:
             return
         log.warning("loading the previous version %d again: %s", before.sequence, error)

@@ -1,9 +1,4 @@
-"""Compare a version with the model that a server serves, because the server cannot compare.
-
-An in-process engine compares a version with its torch module. For a server, the comparison uses the
-model folder that the server was started with, or the manifest of a version that the server has
-loaded.
-"""
+"""Compare a version with the model that a server serves, because the server cannot compare."""
 
 from __future__ import annotations
 
@@ -37,12 +32,7 @@ _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def check_names(version: LeasedVersion, whose: str) -> None:
-    """Refuse a version that lacks the hub's names, because the server looks for the hub's names.
-
-    Raises:
-        EngineMismatchError: the tensors have the trainer's names, and the hub's names differ from
-            the trainer's names or are unknown.
-    """
+    """Refuse a version that lacks the hub's names, because the server looks for the hub's names."""
     names = names_of(version)
     if names.given == "hub":
         return
@@ -62,13 +52,12 @@ def check_names(version: LeasedVersion, whose: str) -> None:
 
 
 class Fits:
-    """Compares versions with the model of a server, and changes nothing.
+    """Compares versions with the model of a server. EngineMismatchError lists the differences.
 
     Args:
         of: the manifest of a version that the server serves, or the model folder that the server
             was started with. The headers of the folder's files are read once, at construction.
-        casts: whether the server casts the tensors that it loads, as vLLM does. If True, floating
-            dtypes may differ.
+        casts: whether floating dtypes may differ, because the server casts them, as vLLM does.
         whose: the name of the server, for messages.
 
     Raises:
@@ -89,11 +78,7 @@ class Fits:
             self._wanted = self._alike(model_tensors(folder))
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare every name, dtype and shape of a full model; accept other kinds unchecked.
-
-        Raises:
-            EngineMismatchError: some tensors differ; the message lists them.
-        """
+        """Compare every name, dtype and shape of a full model; accept other kinds unchecked."""
         if version.kind == "full":
             given = tensor_specs(version.manifest)
             self.check_tensors(given, named(version), names_of(version))
@@ -101,16 +86,7 @@ class Fits:
     def check_tensors(
         self, given: Mapping[str, TensorSpec], what: str, names: GivenNames = SAME_NAMES
     ) -> None:
-        """Compare every name, dtype and shape of tensors from any source.
-
-        Args:
-            given: all tensors of the source.
-            what: a name for the source, for messages.
-            names: maps between the trainer's names and the hub's names.
-
-        Raises:
-            EngineMismatchError: some tensors differ; the message lists them.
-        """
+        """Compare every name, dtype and shape of tensors from any source."""
         alike, wanted = names.by_hub(self._alike(given)), names.by_hub(self._wanted)
         refuse(what, self._whose, differences(alike, wanted, self._whose, names.shown))
 
@@ -130,14 +106,9 @@ class Fits:
 
 
 def fits_if_here(named: str, whose: str) -> Fits | None:
-    """Make a :class:`Fits` of the model path that a server reports.
+    """Make a :class:`Fits` of the model path that a server reports; None if it cannot be read here.
 
-    A relative path is relative to the server's working directory, or is a name on the hub. So this
-    function does not read a relative path.
-
-    Returns:
-        The :class:`Fits`, or None if the path is not a folder on this host or the folder holds no
-        weights.
+    A relative path is not read: it is a name on the hub, or relative to the server's own folder.
     """
     if not (Path(named).is_absolute() and Path(named).is_dir()):
         return None
@@ -151,11 +122,8 @@ def fits_if_here(named: str, whose: str) -> Fits | None:
 def model_tensors(folder: Path) -> dict[str, TensorSpec]:
     """List the tensors of a Hugging Face model folder, from the headers of its safetensors files.
 
-    If the folder has an index, only the files that the index lists are read. Links are followed,
-    because the hub's cache consists of links.
-
-    Raises:
-        InvalidSettingsError: a file is missing or unreadable.
+    If the folder has an index, only the listed files are read. Links are followed, because the
+    hub's cache consists of links.
     """
     storage = Storage()
     try:

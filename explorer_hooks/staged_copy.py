@@ -16,11 +16,8 @@ from syncd.storage.fsio import Storage
 class StagedCopy:
     """One process's hold on a whole copy.
 
-    Promised: the copy stays until :meth:`release` is called, or until this process and all its
-    forks have ended. A fork has no hold of its own, and cannot end the hold of its parent.
-
-    Attributes:
-        folder: the copy's folder.
+    The copy stays until :meth:`release` is called, or until this process and all its forks have
+    ended. A fork has no hold of its own, and cannot end the hold of its parent.
     """
 
     def __init__(self, storage: Storage, folder: Path, fd: int) -> None:
@@ -41,10 +38,7 @@ class StagedCopy:
     @staticmethod
     @contextmanager
     def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
-        """Yield True if no process holds a copy.
-
-        If the result is True, no process can get a hold on the copy until the context ends.
-        """
+        """Yield True if no process holds a copy. None can get a hold until the context ends."""
         try:
             fd = storage.open_read(folder / MANIFEST)
         except OSError as error:

@@ -68,8 +68,7 @@ class Fetched:
     Attributes:
         full_bytes: the bytes read from the version's own files.
         delta_bytes: the bytes read from deltas; None if no delta was used.
-        no_delta: the reason why no delta was used. None if a delta was used, or if syncd did not
-            look for a delta.
+        no_delta: the reason why no delta was used; None also if syncd did not look for one.
     """
 
     full_bytes: int = 0
@@ -85,20 +84,19 @@ class Staging:
     no process on this host holds are removed. Not promised: that there is enough space.
 
     Args:
-        folder: a folder that only this host uses; made if it is missing. Several explorers, users
-            and jobs may share the folder.
-        budget_bytes: the most bytes that all copies of this user in the folder may have. Files that
-            are hard links count too. None to limit the copies only by the free space.
+        folder: a folder that only this host uses; made if missing. Several users and jobs may share
+            it.
+        budget_bytes: the most bytes of all copies of this user in the folder; hard links count too.
+            None limits the copies only by the free space.
         patience: seconds to wait for a copy that another process makes.
         keep_last: whether to keep the last served copy after its release, for a server that reads
-            the copy after this process has ended. Once this process has ended, other explorers that
-            use the folder remove the copy nevertheless.
+            the copy after this process has ended. Other explorers can then remove it.
         storage, clock: replace the filesystem calls and the clock in tests.
 
     Attributes:
         folder: the stage folder.
-        fetched: the bytes that this process read in the last call of :meth:`stage`; zero if
-            another process had made the copy.
+        fetched: the bytes that this process read in the last :meth:`stage`; zero if another process
+            had made the copy.
 
     Raises:
         InvalidSettingsError: the folder cannot be used, or a number is out of its range.
@@ -140,17 +138,13 @@ class Staging:
     ) -> LeasedVersion:
         """Copy and verify a version in one pass, or wait for another process that makes the copy.
 
-        Args:
-            version: a leased version that is not verified yet. The caller releases this version.
-            cancel: called often; raises an error to stop.
-
-        Returns:
-            The version, which is now read from the copy. The copy is held until the returned
-            version is released.
+        ``version`` is leased but not verified yet; the caller releases it. ``cancel`` is called
+        often, and raises an error to stop. The returned version is read from the copy, and holds
+        the copy until it is released.
 
         Raises:
-            NotStagedError: there is no copy, because there is not enough space, a file differs from
-                the manifest, or storage failed. The caller must still verify the version.
+            NotStagedError: there is not enough space, a file differs from the manifest, or storage
+                failed. The caller must still verify the version.
         """
         try:
             return self._stage(version, cancel)
@@ -163,8 +157,7 @@ class Staging:
     def base(self) -> int | None:
         """The sequence of the last staged version, if deltas can be applied to its copy.
 
-        The result is None if the copy was removed, or if the job is on the same filesystem as the
-        copy.
+        It is None if the copy was removed, or if the job is on the same filesystem as the copy.
         """
         copy = self._base
         try:
@@ -206,10 +199,7 @@ class Staging:
             log.warning("cannot clean up %s: %s", self._room, error)
 
     def _copier(self) -> FileLock:
-        """Make a new lock object.
-
-        Threads that share a lock object would all count as its holder.
-        """
+        """Make a new lock object, because threads that share one would all count as its holder."""
         return FileLock(self._room / _COPIER)
 
     def _open(self) -> None:
@@ -258,11 +248,7 @@ class Staging:
 
     @contextmanager
     def _elected(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """A context in which only this process of this host changes the folder.
-
-        Raises:
-            TimeoutError: another process was copying all the time.
-        """
+        """A context in which only this process of this host changes the folder."""
         deadline = time.monotonic() + self._patience
         while True:
             cancel()
@@ -281,7 +267,6 @@ class Staging:
             yield
 
     def _make(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        """Make a copy from an older copy and deltas, or else from the version's files."""
         why = None
         if version.kind == "full" and self._is_elsewhere(version):
             why = self._make_by_deltas(version, name, cancel)
@@ -294,13 +279,9 @@ class Staging:
     def _make_by_deltas(
         self, version: LeasedVersion, name: str, cancel: Callable[[], None]
     ) -> str | None:
-        """Make a copy from an older copy on this host and deltas.
+        """Make a copy from an older copy and deltas; return the reason if that failed, else None.
 
-        No error of this method causes a refusal of the version. Only an error in the version's own
-        files can cause a refusal.
-
-        Returns:
-            None if the copy was made, or else the reason why the copy was not made.
+        No error here refuses the version. Only an error in the version's own files can do that.
         """
         try:
             base = self._bases.find(
@@ -330,10 +311,7 @@ class Staging:
         return None
 
     def _is_elsewhere(self, version: LeasedVersion) -> bool:
-        """Whether the version and the stage folder are on different filesystems.
-
-        On the same filesystem, the version's files are linked, not copied.
-        """
+        """Whether the stage folder is on another filesystem; on the same, files are linked."""
         try:
             there = version.storage.status(version.folder)
             here = self._storage.status(self._room)
@@ -349,7 +327,6 @@ class Staging:
     def _make_of(
         self, base: DeltaBase, version: LeasedVersion, name: str, cancel: Callable[[], None]
     ) -> None:
-        """Make a copy from a held base and deltas."""
         self._sweep()  # does not remove the base, because it is held
         with self._draft(version, name) as draft:
             base.make(version, self._storage, draft, cancel)
@@ -366,11 +343,7 @@ class Staging:
 
     @contextmanager
     def _draft(self, version: LeasedVersion, name: str) -> Iterator[Path]:
-        """Yield a temporary folder for a version's files. The folder becomes the copy at the end.
-
-        Raises:
-            NotStagedError: there is not enough space.
-        """
+        """Yield a temporary folder for a version's files, which becomes the copy at the end."""
         self._check_room(sum(file.size for file in version.manifest.files))
         draft = self._room / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
         self._storage.mkdir(draft)
@@ -398,11 +371,7 @@ class Staging:
         return None
 
     def _check_room(self, size: int, leaving: Collection[str] = ()) -> None:
-        """Check that a copy of ``size`` bytes fits once the copies in ``leaving`` are removed.
-
-        Raises:
-            NotStagedError: the copy does not fit.
-        """
+        """Check that a copy of ``size`` bytes fits once the copies in ``leaving`` are removed."""
         sizes = {name: self._size(self._room / name) for name in self._copies()}
         leaves = sum(sizes.get(name, 0) for name in leaving)
         used = sum(sizes.values()) - leaves
@@ -476,5 +445,4 @@ class Staging:
 
 
 def _boot() -> str:
-    """An id of the host's current boot."""
     return xxhash.xxh3_64_hexdigest(_BOOT.read_bytes())

@@ -23,39 +23,24 @@ __all__ = ["Box", "WeightsReader"]
 
 
 class Span(NamedTuple):
-    """A range of bytes in a file, and the memory to read the bytes into.
-
-    Attributes:
-        file: the file; open until the WeightsReader is closed.
-        offset: the offset of the range in the file.
-        into: memory of the size of the range.
-    """
+    """Bytes at an offset in a file, and memory of their size. The WeightsReader closes the file."""
 
     file: SafetensorsFile
     offset: int
     into: memoryview
 
     def read(self) -> None:
-        """Read the bytes.
-
-        Raises:
-            VerificationError: the file has become shorter.
-            OSError: storage failed.
-        """
+        """Read the bytes. If the file has become shorter, raise VerificationError."""
         fill(self.file, self.into, self.offset)
 
 
 class _OtherNames(NamedTuple):
-    """The other names of a version's tensors.
-
-    These are the hub's names if the version has the trainer's names, or else the trainer's names.
+    """The other names of a version's tensors: the hub's or the trainer's.
 
     Attributes:
-        pieces: maps each other name to the parts of the version's tensors that make up the tensor
-            with this other name.
-        of: maps the name of each tensor of the version to the other names of the tensor's parts. If
-            several tensors of the version are joined under one other name, this name is listed only
-            for the first of these tensors.
+        pieces: maps each other name to the parts of the version's tensors that make up its tensor.
+        of: maps the name of each tensor of the version to the other names of its parts. If several
+            tensors are joined under one other name, only the first of them lists this name.
     """
 
     pieces: Mapping[str, Sequence[NamedPiece]]
@@ -63,12 +48,6 @@ class _OtherNames(NamedTuple):
 
     @classmethod
     def of_version(cls, version: LeasedVersion) -> _OtherNames:
-        """Find the other names of a version's tensors by the version's name map.
-
-        Raises:
-            VerificationError: the name map is damaged.
-            OSError: the name map cannot be read.
-        """
         names = names_of(version)
         pieces: dict[str, list[NamedPiece]] = {}
         of: dict[str, list[str]] = {}
@@ -87,21 +66,21 @@ _NO_OTHERS: Final = _OtherNames({}, {})
 class WeightsReader:
     """Reads the tensors of a leased version. A ``with`` block closes the files at its end.
 
-    Promised: each file is opened once, when its first tensor is requested. At that time the file's
-    header is compared with the manifest. Only the requested bytes are read. Tensors are on the CPU,
+    Promised: each file is opened once, when its first tensor is requested. Its header is then
+    compared with the manifest. Only the requested bytes are read. Tensors are on the CPU,
     contiguous, and stay valid after the reader is closed. You can request a tensor by the trainer's
-    name or by the hub's name. If necessary, the reader joins or cuts the version's tensors.
+    or by the hub's name. If necessary, the reader joins or cuts the version's tensors.
 
-    Not promised: thread safety. Also not promised: that the bytes match the manifest's digests.
-    Only ``version.verify()`` checks the digests.
+    Not promised: thread safety, or that the bytes match the manifest's digests. Only
+    ``version.verify()`` checks the digests.
 
     Args:
         version: a version of kind ``full`` or ``adapter``, leased until the reader is closed.
-        mmap: whether to map the files into memory and copy nothing. The bytes of a tensor are read
-            at the first access. Writing into a tensor changes no file. Use ``mmap`` only for local
-            filesystems. If a file server loses a mapped file, or if someone truncates a mapped
-            file, the kernel kills the process (SIGBUS). The version must stay leased while any of
-            its tensors is in use. By default each tensor is read by pread into its own memory.
+        mmap: whether to map the files and copy nothing; by default each tensor is read by pread
+            into its own memory. A tensor's bytes are read at the first access, so the version must
+            stay leased while a tensor is in use. Writing into a tensor changes no file. Use
+            ``mmap`` only for local filesystems: if a mapped file is lost or truncated, the kernel
+            kills the process (SIGBUS).
     """
 
     def __init__(self, version: LeasedVersion, *, mmap: bool = False) -> None:
@@ -126,8 +105,7 @@ class WeightsReader:
         """Open the files that contain these tensors, and compare the files with the manifest.
 
         Raises:
-            InvalidSettingsError, VerificationError, ShardFormatError, OSError: see
-                :meth:`get_weight`.
+            Exception: see :meth:`get_weight`.
         """
         for name in names:
             self._find(name)
@@ -137,10 +115,7 @@ class WeightsReader:
         return tuple(self._told)
 
     def get_weight(self, name: str) -> Tensor:
-        """Read one tensor by its name in the version.
-
-        If no tensor of the version has this name, the name is looked up among the other names: the
-        trainer's or the hub's.
+        """Read one tensor by its name in the version, or else by its other name.
 
         Raises:
             InvalidSettingsError: the version has no tensor of that name.
@@ -153,7 +128,6 @@ class WeightsReader:
         return self._whole(name)
 
     def _whole(self, name: str) -> Tensor:
-        """Read a whole tensor by its name in the version."""
         opened, entry = self._find(name)
         if opened.memory is not None and entry.end > entry.begin:
             dtype = torch_dtype(entry.dtype)
@@ -165,17 +139,12 @@ class WeightsReader:
     def get_slice(self, name: str, box: Box) -> Tensor:
         """Read a part of a tensor. Only the bytes of that part are read.
 
-        Args:
-            name: the name of the tensor in the version.
-            box: the first index and the size of the part along each dimension.
-
-        Returns:
-            A tensor of the box's shape.
+        ``name`` is the tensor's name in the version. ``box`` has the first index and the size of
+        the part along each dimension. The result has the shape of the box.
 
         Raises:
             InvalidSettingsError: the version has no such tensor, or the tensor has no such part.
-            VerificationError, ShardFormatError, EngineMismatchError, OSError: see
-                :meth:`get_weight`.
+            Exception: for the other errors see :meth:`get_weight`.
         """
         opened, entry = self._find(name)
         if not holds(entry.shape, box):
@@ -191,15 +160,11 @@ class WeightsReader:
     def state_dict_iterator(self, names: Names | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and content of each tensor, in the order of the files.
 
-        Each tensor is read only when the iterator reaches the tensor. The reader keeps no tensor.
-
-        Args:
-            names: ``trainer`` for the names of the trainer's module, or ``hub`` for the hub's
-                names. By default the tensors keep the version's names.
+        Each tensor is read only when the iterator reaches it, and is not kept. ``names`` is
+        ``trainer`` or ``hub``; None keeps the version's names.
 
         Raises:
-            VerificationError, ShardFormatError, EngineMismatchError, OSError: see
-                :meth:`get_weight`.
+            Exception: see :meth:`get_weight`.
         """
         given = self._version.manifest.names
         others = _NO_OTHERS if names in {None, given} else self._other_names
@@ -214,10 +179,7 @@ class WeightsReader:
     def spans(self, name: str, box: Box, into: memoryview) -> Iterator[Span]:
         """List the reads that fill memory with a part of a tensor, in C order. Nothing is read yet.
 
-        Args:
-            name: the name of the tensor in the version.
-            box: a part of the tensor.
-            into: memory of the size of the part.
+        ``name`` is the tensor's name in the version. ``into`` is memory of the size of ``box``.
         """
         opened, entry = self._find(name)
         size, at = ITEMSIZE[entry.dtype], 0
@@ -239,7 +201,6 @@ class WeightsReader:
         return self._others
 
     def _join(self, pieces: Sequence[NamedPiece]) -> Tensor:
-        """Join pieces into one tensor, in new memory."""
         ends = zip(*(piece.other_box.ends for piece in pieces), strict=True)
         dtype = torch_dtype(self._told[pieces[0].own].dtype)
         joined = torch.empty(tuple(map(max, ends)), dtype=dtype)
@@ -284,11 +245,7 @@ class WeightsReader:
 
 
 class _OpenFile(NamedTuple):
-    """An open file of the version.
-
-    Attributes:
-        memory: the mapped file, which tensors keep alive; None if files are not mapped.
-    """
+    """An open file. ``memory`` is None if files are not mapped; tensors keep it alive."""
 
     file: SafetensorsFile
     entries: dict[str, HeaderEntry]

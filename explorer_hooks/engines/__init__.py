@@ -1,6 +1,5 @@
 """Engines: a small protocol for loading weights, and its implementations.
 
-There are engines for torch modules, vLLM and SGLang, a fake engine, and checks for your own engine.
 This package imports ``reader``, ``weights``, ``broadcast`` and ``server_fit`` of
 ``explorer_hooks``. The other modules of ``explorer_hooks`` import this package. Read ``base.py``
 first, and then ``conformance.py``.

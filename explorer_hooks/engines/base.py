@@ -45,20 +45,17 @@ class Engine(Protocol):
         """
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare the version's names, shapes and dtypes with those of the served model.
-
-        The check must not change the served model.
+        """Compare the version's tensors with the served model, without changing the model.
 
         Raises:
-            EngineMismatchError: the version does not fit the served model, or the engine cannot
-                load this kind of version.
+            EngineMismatchError: the names, dtypes, shapes or the kind of the version do not fit.
         """
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Prepare the load while the engine still serves, for example read ahead.
+        """Prepare the load while the engine still serves. The served weights must not change.
 
-        The served weights must not change. The hook may call ``load`` with a version that was not
-        prepared, even after another version was prepared.
+        The hook may call ``load`` with a version that was not prepared, even after another version
+        was prepared.
 
         Raises:
             OSError: storage failed.
@@ -71,9 +68,8 @@ class Engine(Protocol):
     def load(self, version: LeasedVersion) -> None:
         """Load the weights of the version.
 
-        If ``load`` raises an error, all weights must be unchanged. If an engine cannot promise
-        this, its documentation must say so. After a failed load, such an engine has unknown weights
-        until a version is loaded again.
+        After an error all weights must be unchanged, or else the engine's documentation must say
+        so. Such an engine has unknown weights until a version is loaded again.
         """
 
     def reset_cache(self) -> None:
@@ -83,11 +79,10 @@ class Engine(Protocol):
         """Serve again. The hook may call this when the engine is not paused."""
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether the engine still has the version that it loaded last.
+        """Whether the engine still has the version that it loaded last; a restart loses it.
 
-        A restarted server, for example, has lost that version. The hook calls this method every few
-        seconds while there is no newer version. The method must be quick, and must not raise an
-        error.
+        The hook calls this every few seconds while there is no newer version. The method must be
+        quick, and must not raise an error.
         """
 
     def close(self) -> None:
@@ -109,8 +104,8 @@ class WeightTaker(Protocol):
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Join the weight group with all workers, and take the weights of one transfer.
 
-        An engine that is already in this generation of the group stays in the group. An engine that
-        is in an earlier generation leaves the earlier group.
+        An engine in this generation of the group stays in the group. An engine in an earlier
+        generation leaves the earlier group.
 
         Args:
             rendezvous: the record with the group's address.
@@ -118,9 +113,8 @@ class WeightTaker(Protocol):
             deadline: seconds to join the group. The transfer gets the same number of seconds.
 
         Raises:
-            BroadcastError: the transfer failed. The engine has its old weights, and has left this
-                generation of the group. If the weights do not fit the engine, the error's
-                ``__cause__`` is an EngineMismatchError.
+            BroadcastError: the engine has its old weights, and has left this generation of the
+                group. If the weights do not fit, ``__cause__`` is an EngineMismatchError.
             EngineBrokenError: the engine's weights are unknown.
         """
 
@@ -151,9 +145,8 @@ class MayStartLater(Protocol):
 class TakesHubNames(Protocol):
     """An :class:`Engine` that also finds tensors by the hub's names.
 
-    In a new job, versions get the hub's names if all explorers take the hub's names (``syncd run
-    --names``). An engine without this property counts as an engine that takes only the trainer's
-    names.
+    In a new job, versions get the hub's names if all explorers take them (``syncd run --names``).
+    An engine without this property takes only the trainer's names.
     """
 
     @property

@@ -1,8 +1,7 @@
 """Find the elements in which two versions differ, and write only these elements into tensors.
 
-Both versions are on this host, whole and verified, so they are compared element by element. The
-positions in a delta are not used, because nothing would check these positions: no digest of the
-module is computed. If a delta left an element out, that element would stay wrong in the module.
+The positions in a delta are not used. If a delta left an element out, that element would stay
+wrong, because no digest of the module is computed.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class Change(NamedTuple):
 
     Attributes:
         positions: int64, ascending: the index of each changed element in the flattened target.
-        values: the new value of each changed element. The values have the target's dtype, and are
-            stored as integers with the same bits.
+        values: the new values in the target's dtype, as integers with the same bits.
     """
 
     positions: Tensor
@@ -60,13 +58,7 @@ class Change(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The changed elements of all targets.
-
-    Attributes:
-        each: one Change for each target.
-        changed: the number of changed elements.
-        elements: the number of all elements of the targets.
-    """
+    """The changes of each target, and the numbers of changed elements and of all elements."""
 
     each: list[Change]
     changed: int
@@ -78,15 +70,11 @@ def find_changes(
 ) -> Changes:
     """Compare the parts of two versions that fill the targets. The targets are not read.
 
-    Args:
-        base: the version that the targets hold. A lease on ``base`` is not needed.
-        version: the verified version to fill the targets with.
-        targets: the targets of ``version``.
-        threads: the most threads that compare at a time.
+    ``base`` is the version that the targets hold; it need not be leased. ``version`` is verified.
 
     Raises:
-        CannotCompareError: ``base`` was deleted or replaced. Or the two versions differ in the
-            names, shapes or dtypes of tensors, or in too many elements. The message has the reason.
+        CannotCompareError: ``base`` is gone, or its tensors do not match, or too many elements
+            differ.
         VerificationError, ShardFormatError, OSError: ``version`` cannot be read.
     """
     told = {entry.name: entry for entry in version.manifest.tensors}
@@ -127,10 +115,7 @@ def find_changes(
 def write_changes(targets: Sequence[Target], changes: Changes) -> None:
     """Write changes into the targets, and wait until every device has the changes.
 
-    Args:
-        targets: the targets that :func:`find_changes` got. These targets must still hold the
-            ``base`` of :func:`find_changes`.
-        changes: the result of :func:`find_changes`.
+    ``targets`` are those of :func:`find_changes`, and must still hold its ``base``.
     """
     devices = {target.tensor.device for target in targets} - {_CPU}
     synchronize(devices)
@@ -208,7 +193,6 @@ def _ahead(box: Box, part: Box) -> int:
 
 
 def _joined(target: Target, parts: Sequence[Change]) -> Change:
-    """Join all changes of a target, in pinned memory if the target is on a GPU."""
     bits = _BITS[target.tensor.dtype.itemsize][1]
     positions = torch.cat([torch.empty(0, dtype=torch.int64), *(part.positions for part in parts)])
     values = torch.cat([torch.empty(0, dtype=bits), *(part.values for part in parts)])

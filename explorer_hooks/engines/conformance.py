@@ -63,15 +63,13 @@ class Subject:
 
     Attributes:
         make: makes a new engine with its own model.
-        served: returns the content that an engine serves. The content is a map from each tensor's
-            name to the tensor's bytes, or a value in the form that ``expected`` returns.
+        served: returns the content that an engine serves: a map from each tensor's name to its
+            bytes, or a value in the form that ``expected`` returns.
         tensors: the tensors that a version must have, by name. List tied tensors under one name.
-        expected: returns the content that the engine must serve after the engine has loaded a
-            version.
+        expected: returns the content that the engine must serve after it has loaded a version.
         kind: the kind of the versions.
         files: additional files in each version, by name.
-        names: whether the tensors have the trainer's or the hub's names. This matters only if
-            ``files`` has a ``name_map.json``.
+        names: the tensors' names. This matters only if ``files`` has a ``name_map.json``.
         all_or_nothing: whether a failed ``load`` changes nothing. If False, the engine only
             promises that the previous version can be loaded again.
     """
@@ -95,11 +93,8 @@ class Subject:
     ) -> LeasedVersion:
         """Make a version of random weights, different for each sequence.
 
-        Args:
-            folder: the parent of the version's folder.
-            sequence: the sequence of the version.
-            tensors: weights to use instead of random weights, by name.
-            storage: writes the version, and later reads the version.
+        Its folder is made in ``folder``. ``tensors`` replaces the random weights. ``storage``
+        writes, and later reads, the version.
         """
         return make_version(
             folder / f"v{sequence:06d}",
@@ -259,7 +254,6 @@ def name_of(check: Check) -> str:
 
 
 def _places(version: LeasedVersion) -> Iterator[FileSpan]:
-    """The byte range of each tensor that is not empty."""
     for file in version.open_weights():
         for entry in file.entries:
             if entry.end > entry.begin:
@@ -327,11 +321,7 @@ class FileSpan:
 
 
 class FailingStorage(Storage):
-    """Storage in which one range of bytes cannot be read (``EIO``).
-
-    Attributes:
-        place: the range; None if all bytes can be read.
-    """
+    """Storage that cannot read the bytes of ``place`` (``EIO``), if ``place`` is not None."""
 
     def __init__(self) -> None:
         super().__init__(durable=False)
@@ -366,13 +356,7 @@ class FailingStorage(Storage):
 
 
 class TensorBytes(NamedTuple):
-    """A tensor, as bytes.
-
-    Attributes:
-        dtype: the dtype's name in safetensors.
-        shape: the tensor's shape.
-        content: the tensor's bytes, C-contiguous.
-    """
+    """A tensor: the dtype's name in safetensors, the shape, and the bytes, C-contiguous."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -416,23 +400,8 @@ def make_version(
 ) -> LeasedVersion:
     """Write a version's folder as the daemon would publish it, and lease the version.
 
-    Args:
-        folder: a path that does not exist yet, in an existing folder.
-        tensors: the tensors by name. A full version with two or more tensors has two files.
-        sequence: the sequence of the version.
-        step: the step of the version; by default the sequence.
-        kind: ``full``, ``adapter`` or ``remote``.
-        files: additional files in the folder, by name.
-        remote: the path, for kind ``remote``.
-        base_model: the base model's name, for an adapter.
-        names: whether the tensors have the trainer's or the hub's names.
-        storage: writes the version, and later reads it.
-
-    Returns:
-        The version. Its ``release`` does nothing.
-
-    Raises:
-        OSError: the folder cannot be written.
+    ``folder`` must not exist, but its parent must. A full version with two or more tensors has two
+    files. ``step`` is by default the sequence. ``release`` of the result does nothing.
     """
     storage = storage or Storage(durable=False)
     storage.mkdir(folder)
@@ -464,7 +433,6 @@ def make_version(
 
 
 def _grouped(names: Sequence[str], kind: Kind) -> dict[str, Sequence[str]]:
-    """The tensor names of each file."""
     if not names:
         return {}
     if kind == "adapter":
@@ -479,7 +447,6 @@ def _grouped(names: Sequence[str], kind: Kind) -> dict[str, Sequence[str]]:
 
 
 def _weights(tensors: Mapping[str, TensorBytes], file: str) -> tuple[bytes, list[TensorEntry], str]:
-    """Make a safetensors file; return its bytes, its manifest entries and its digest."""
     fields, told, at = [], [], 0
     for name, (dtype, shape, content) in tensors.items():
         fields.append(HeaderEntry(name, dtype, shape, at, at + len(content)))

@@ -1,7 +1,4 @@
-"""An engine without a model. It reads versions, records all calls, and fails on demand.
-
-This engine is for tests of programs that drive an engine. It needs neither torch nor a server.
-"""
+"""An engine without a model, for tests. It reads versions, records calls, and fails on demand."""
 
 from __future__ import annotations
 
@@ -26,12 +23,7 @@ _BUFFER: Final = 1024 * 1024
 
 
 class Call(NamedTuple):
-    """One call of the engine.
-
-    Attributes:
-        what: the method's name.
-        sequence: the sequence of the given version; None if the method takes no version.
-    """
+    """A call of the method ``what``; ``sequence`` is None if the method takes no version."""
 
     what: str
     sequence: int | None = None
@@ -42,8 +34,7 @@ class Served(NamedTuple):
 
     Attributes:
         sequence, step: the version's sequence and step.
-        folder: the folder that the version was read from: a copy in a stage folder, or the
-            published folder.
+        folder: the folder that the version was read from, perhaps a copy in a stage folder.
         digest: xxh3-128 of all bytes of the version's weight files, in the manifest's order.
     """
 
@@ -75,13 +66,11 @@ class Hang:
 
 
 class FakeEngine:
-    """Serves a digest of the version's weights instead of a model.
+    """Serves a digest of the version's weights instead of a model. Needs no torch and no server.
 
     Args:
-        kinds: the kinds of versions that the engine can load.
-        is_local: the value of the engine's ``is_local``.
-        tensors: names, dtypes and shapes of the tensors that the engine takes; by default the
-            tensors of the first loaded version.
+        kinds, is_local: the values of the engine's properties.
+        tensors: the tensors that the engine takes; by default those of the first loaded version.
 
     Attributes:
         calls: all calls in order, including calls that failed.
@@ -117,14 +106,10 @@ class FakeEngine:
         sequence: int | None = None,
         torn: bool = False,
     ) -> None:
-        """Let the next calls of a method raise an error.
+        """Let the next ``times`` calls of the method ``what`` raise ``error``.
 
-        Args:
-            what: the method's name.
-            error: the error to raise.
-            times: the number of calls that raise the error.
-            sequence: fail only calls with this version; None to fail calls with any version.
-            torn: whether a failing ``load`` loses the served weights, as in a half-filled module.
+        With ``sequence``, only calls with this version fail. With ``torn``, a failing ``load``
+        loses the served weights, as in a half-filled module.
         """
         _known(what)
         self._faults.append(_Fault(what, error, times, sequence, torn))
@@ -234,8 +219,6 @@ class FakeEngine:
 
 
 class _Fault:
-    """An error for the next calls of a method."""
-
     def __init__(
         self, what: str, error: BaseException, times: int, sequence: int | None, torn: bool
     ) -> None:
@@ -250,16 +233,7 @@ class _Fault:
 
 
 def content_of(version: LeasedVersion, look: Callable[[], None] = lambda: None) -> str:
-    """Compute the digest of all bytes of a version's weight files.
-
-    Args:
-        version: a version of kind ``full`` or ``adapter``.
-        look: called before each read; raises an error to stop.
-
-    Raises:
-        VerificationError: a file has become shorter.
-        OSError: storage failed.
-    """
+    """Compute the digest of a version's weight files. ``look`` is called before each read."""
     hasher = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_BUFFER))
     for file in version.open_weights():

@@ -16,12 +16,7 @@ _MOST_NAMED: Final = 5
 
 
 class TensorSpec(NamedTuple):
-    """The properties in which an engine's tensor and a version's tensor must match.
-
-    Attributes:
-        dtype: the dtype's name in safetensors.
-        shape: the shape of the whole tensor.
-    """
+    """The dtype, by its name in safetensors, and the shape of a whole tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,9 +30,8 @@ def tensor_specs(manifest: Manifest) -> dict[str, TensorSpec]:
 def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
     """Check that an engine can load versions of this kind.
 
-    Args:
-        version: the version to load.
-        kinds: the kinds that the engine can load: some of ``full``, ``adapter``, ``remote``.
+    ``kinds`` are those that the engine can load: some of ``full``, ``adapter``, ``remote``. The
+    message names ``version``.
 
     Raises:
         EngineMismatchError: the engine cannot load this kind. The message names a suitable engine.
@@ -68,13 +62,9 @@ def compare_tensors(
     wanted: Mapping[str, TensorSpec],
     whose: str,
 ) -> None:
-    """Compare all names, dtypes and shapes.
+    """Compare all names, dtypes and shapes: ``given`` in the version, ``wanted`` by the engine.
 
-    Args:
-        version: the version that the message names.
-        given: the tensors of the version.
-        wanted: the tensors of the engine, under the same names as in ``given``.
-        whose: the engine's name in the message.
+    The message names ``version``, and the engine as ``whose``.
 
     Raises:
         EngineMismatchError: some tensors differ; the message lists them.
@@ -88,14 +78,7 @@ def differences(
     whose: str,
     say: Callable[[str], str] = shown,
 ) -> list[str]:
-    """List the differences between two sets of tensors, one line for each difference.
-
-    Args:
-        given: the version's tensors.
-        wanted: the engine's tensors.
-        whose: the engine's name.
-        say: formats a tensor's name for people.
-    """
+    """List the differences between a version's tensors and an engine's, one line for each."""
     return [
         *(f"{say(name)} is not in {whose}" for name in given.keys() - wanted.keys()),
         *(f"{say(name)} is not in the version" for name in wanted.keys() - given.keys()),
@@ -116,17 +99,9 @@ def named(version: LeasedVersion) -> str:
 
 
 def refuse(what: str, whose: str, wrong: Iterable[str], *, remedy: str = "") -> None:
-    """Raise an error that lists the differences; do nothing if there are no differences.
+    """Raise EngineMismatchError with the first differences; do nothing if there are none.
 
-    Args:
-        what: the name of the refused version.
-        whose: the engine's name.
-        wrong: the differences; each is a clause of the message.
-        remedy: a sentence for the end of the message.
-
-    Raises:
-        EngineMismatchError: there is a difference. The message lists the first five differences
-            and counts the others.
+    ``remedy`` is a sentence for the end of the message.
     """
     ordered = sorted(wrong)
     if not ordered:

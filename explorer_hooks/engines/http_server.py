@@ -37,8 +37,7 @@ _WRONG_KEY: Final = (
     ": the server refuses the API key. Set SYNCD_API_KEY to the key that the server was started "
     "with. For an SGLang server, also set SYNCD_ADMIN_API_KEY to the value of --admin-api-key"
 )
-#: The longest time in seconds to connect. A host that is down may not even refuse a connection; a
-#: new attempt gets through soon after it is up again.
+#: The most seconds to connect. Short, because a host that is down may not even refuse.
 _CONNECT: Final = 3.0
 
 
@@ -52,13 +51,8 @@ class HttpServer:
         url: the server's address, for example ``http://127.0.0.1:8000``.
         api_key: the key that the server was started with, sent as a bearer token.
         other_keys: maps a route to the key that is sent to this route instead of ``api_key``.
-        cacert: a file of PEM certificates to trust instead of the host's certificates, for
-            ``https``.
+        cacert: a file of PEM certificates to trust instead of the host's, for ``https``.
         timeout: seconds for a request, if the call gives no other limit.
-        transport: replaces the HTTP transport in tests.
-
-    Raises:
-        InvalidSettingsError: ``url`` is not an address, or ``cacert`` holds no certificate.
     """
 
     def __init__(
@@ -88,23 +82,14 @@ class HttpServer:
         self._routes: frozenset[str] | None = None
 
     def has(self, route: str) -> bool:
-        """Whether the server has a route. The list of routes is cached.
-
-        Raises:
-            ServerError: the server does not list its routes.
-        """
+        """Whether the server has a route. The list of routes is cached."""
         if self._routes is None:
             self.read_routes()
         assert self._routes is not None  # noqa: S101 # read just now
         return route in self._routes
 
     def require(self, route: str, advice: str) -> None:
-        """Check that the server has a route.
-
-        Raises:
-            InvalidSettingsError: the server lacks the route. The message ends with ``advice``.
-            ServerError: the server does not list its routes.
-        """
+        """Raise InvalidSettingsError, with ``advice``, if the server lacks a route."""
         if not self.has(route):
             raise InvalidSettingsError(f"{self.url} has no route {route}: {advice}")
 
@@ -120,21 +105,14 @@ class HttpServer:
         params: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Send a request, and wait for the answer.
+        """Send a request with ``body`` as JSON, and return the JSON of the answer, or None.
 
-        Args:
-            route: ``METHOD /path``.
-            body: sent as JSON; None for no body.
-            params: the query parameters.
-            timeout: limit in seconds for each part of the request; by default the ``timeout`` of
-                the constructor. The limit for the connection is at most 3 s.
-
-        Returns:
-            The JSON of the answer; None if the answer is not JSON.
+        ``timeout`` limits each part of the request, in seconds. The limit for the connection is at
+        most 3 s.
 
         Raises:
             ServerUnreachableError: there is no server, or no answer in time. The server may have
-                carried out the request, or may carry out the request later.
+                carried out the request, or may carry it out later.
             ServerRefusedError: the answer is an error.
         """
         method, _, path = route.partition(" ")
@@ -171,17 +149,10 @@ class HttpServer:
         told: Callable[[str], object],
         cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until the server lists its routes. A server needs some time to start.
+        """Wait until the server lists its routes, at most ``timeout`` seconds.
 
-        Args:
-            timeout: the limit of the wait in seconds.
-            told: called with the reason for the wait: after the first failed attempt, then every
-                30 s.
-            cancel: called after each failed attempt; raises an error to stop.
-
-        Raises:
-            ServerUnreachableError: the server did not come up in time.
-            ServerRefusedError: the server does not list its routes.
+        ``told`` is called with the reason after the first failed attempt, then every 30 s.
+        ``cancel`` is called after each failed attempt, and raises an error to stop.
         """
         begun = next_word = time.monotonic()
         while True:
@@ -211,12 +182,7 @@ class HttpServer:
         self._client.close()
 
     def read_routes(self, timeout: float | None = None) -> None:
-        """Read the server's routes.
-
-        Raises:
-            ServerUnreachableError: the server does not answer within ``timeout`` seconds.
-            ServerRefusedError: the server does not list its routes.
-        """
+        """Read the server's routes. If the server does not list them, raise ServerRefusedError."""
         try:
             told = self.ask("GET /openapi.json", timeout=timeout)
         except ServerRefusedError as error:
@@ -238,14 +204,10 @@ class HttpServer:
 
 
 def place(url: str) -> tuple[str, int, str]:
-    """Split a server's address into host, port and path.
+    """Split a server's address into host, port and path, equal for all spellings of one address.
 
-    The result is equal for all spellings of one address. All names of this host's loopback
-    interface count as one host. The scheme is used only if the address has no port: then the scheme
-    decides the port.
-
-    Raises:
-        InvalidSettingsError: ``url`` is not an address.
+    All names of this host's loopback interface count as one host. The scheme decides only the
+    default port.
     """
     address = _address(url)
     host = address.host.rstrip(".")

@@ -27,13 +27,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class HostStage:
-    """Host memory from which new content is copied into the targets.
-
-    The first use allocates the memory. Later uses allocate memory only if they need more bytes. The
-    memory is pinned if the targets are not on the CPU.
-
-    Args:
-        threads: the most threads that read at a time.
+    """Host memory for new content, kept between uses, and pinned if the targets are not on the CPU.
 
     Attributes:
         views: the memory for each target's new content, in the layout of :meth:`lay_out`.
@@ -48,9 +42,7 @@ class HostStage:
     def lay_out(self, targets: Sequence[Target]) -> Tensor:
         """Allocate memory for the new content of the targets, without changing the targets.
 
-        Returns:
-            The memory of all ``views``, uint8. The views follow one another, and each begins at a
-            multiple of 64 bytes.
+        Returns the memory of all ``views``, uint8. Each view begins at a multiple of 64 bytes.
         """
         content = self._room(targets)
         self.views, at = [], 0
@@ -61,12 +53,7 @@ class HostStage:
         return content[:at]
 
     def read(self, reader: WeightsReader, targets: Sequence[Target]) -> None:
-        """Read the new content of the targets, without changing the targets.
-
-        Raises:
-            VerificationError, ShardFormatError: a file differs from the manifest.
-            OSError: storage failed.
-        """
+        """Read the new content of the targets, without changing the targets."""
         self.lay_out(targets)
         parts = [
             _Part(target.name, target.box, bytes_of(view))
@@ -78,11 +65,8 @@ class HostStage:
     def copy(self, targets: Sequence[Target]) -> None:
         """Copy the new content into the targets, and wait until every device has the content.
 
-        Before the copy, this method waits for earlier work on the devices, for example a forward
-        that still reads the old values.
-
-        Args:
-            targets: as many targets as in :meth:`lay_out`, with the same dtypes and shapes.
+        Before the copy, wait for earlier work on the devices, such as a forward. The targets must
+        have the dtypes and shapes of those in :meth:`lay_out`.
         """
         devices = {target.tensor.device for target in targets} - {_CPU}
         synchronize(devices)
@@ -101,7 +85,6 @@ class HostStage:
         self._memory = None
 
     def _room(self, targets: Sequence[Target]) -> Tensor:
-        """Memory for all targets: the present block if it is suitable, or else a new block."""
         size = _size(targets)
         devices = {target.tensor.device for target in targets} - {_CPU}
         device = min(devices, key=str, default=_CPU)
@@ -118,13 +101,9 @@ def fill_directly(
 ) -> None:
     """Read directly into the targets. An error can leave the targets partly filled.
 
-    Targets that are contiguous, on the CPU and of the version's dtype are filled without a copy.
-    The other targets are read batch by batch through the stage. The stage then has at most 256 MiB
-    of host memory. If a target is larger than 256 MiB, the stage is as large as the largest target.
-
-    Raises:
-        VerificationError, ShardFormatError: a file differs from the manifest.
-        OSError: storage failed.
+    Contiguous targets on the CPU with the version's dtype are filled without a copy. The others are
+    read batch by batch through the stage. The stage then has at most 256 MiB of host memory, or as
+    much as the largest target.
     """
     parts: list[_Part] = []
     others: list[Target] = []
@@ -141,15 +120,12 @@ def fill_directly(
 
 
 class _Part(NamedTuple):
-    """A part of a version's tensor, and the memory to read the part into."""
-
     name: str
     box: Box
     into: memoryview
 
 
 def _read_parts(reader: WeightsReader, parts: Sequence[_Part], threads: int) -> None:
-    """Read all parts, in up to ``threads`` threads, and stop at the first error."""
     reader.open(part.name for part in parts)  # not in the threads, which share it
     tasks = [partial(_read, reader, batch) for batch in _batches(parts)]
     run_side_by_side(tasks, threads=threads_here(threads), look=lambda: None)
@@ -165,8 +141,7 @@ def _read(reader: WeightsReader, batch: Sequence[_Part], check: Check) -> None:
 def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     """Group parts into batches of about equal size. A large part is cut along its first dimension.
 
-    The result does not list the single reads, because a tensor that is cut along another dimension
-    needs one read for each row.
+    Single reads are not listed: a tensor cut along another dimension needs one for each row.
     """
     batch: list[_Part] = []
     size = 0
@@ -202,8 +177,6 @@ def cut_box(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 class _Move(NamedTuple):
-    """Bytes to copy, and the memory to copy them to."""
-
     source: memoryview
     target: memoryview
 
@@ -211,9 +184,8 @@ class _Move(NamedTuple):
 def _move(moves: Sequence[_Move], threads: int) -> None:
     """Copy memory, in up to ``threads`` batches at a time.
 
-    ``Tensor.copy_`` is not used, because its threads must all wait for one another at the end of
-    each tensor. On processors that are busy with other work, these waits make the copy many times
-    slower.
+    ``Tensor.copy_`` is not used, because its threads wait for one another after each tensor. On
+    busy processors, this makes the copy many times slower.
     """
     tasks = []
     batch: list[_Move] = []

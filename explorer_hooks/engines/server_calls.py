@@ -20,18 +20,11 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _find_kinds(self) -> frozenset[str]:
-        """Find out from the server's routes which kinds of versions the server can load.
-
-        Raises:
-            InvalidSettingsError: the server lacks routes that are needed.
-        """
+        """Find out from the server's routes which kinds of versions the server can load."""
 
     @abstractmethod
     def _named_folder(self) -> str | None:
-        """The model folder that the server reports.
-
-        The tensors in this folder have the names and shapes of the served model's tensors.
-        """
+        """The model folder that the server reports, with the served tensors' names and shapes."""
 
     @abstractmethod
     def _serves_what_it_names(self, said: str | None) -> bool:
@@ -73,30 +66,12 @@ class ServerCalls(ABC):
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
         """Load an adapter or a full model. The load of a full model unloads the adapters.
 
-        Args:
-            kind: ``full`` or ``adapter``.
-            folder: the path of the folder on the server.
-            name: the label, for servers that set the label together with the weights.
-
-        Raises:
-            ServerRefusedError: the server reports that the load failed.
+        ``name`` is the label, for servers that set the label together with the weights.
         """
 
     def _loaded_well(self, version: LeasedVersion) -> None:  # noqa: B027 # not every server can check
-        """Check the loaded weights while the server is still paused.
-
-        Raises:
-            ServerRefusedError: the loaded weights are wrong.
-        """
+        """Check the loaded weights while the server is still paused."""
 
     @abstractmethod
     def _prove(self, kind: str, name: str) -> None:
-        """Generate one token.
-
-        Args:
-            kind: ``full`` to generate with the model, ``adapter`` to generate with the adapter.
-            name: the label of the weights that the server must generate with.
-
-        Raises:
-            ServerRefusedError: the server generates nothing, or generates with other weights.
-        """
+        """Generate one token with the model or the adapter, whose label must be ``name``."""

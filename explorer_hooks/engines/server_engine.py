@@ -29,8 +29,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The label of a server while weights are loaded into it. If a server keeps it, a hook was killed
-#: during a load, and the server's weights are unknown.
+#: The label during a load. If a server keeps it, a hook was killed, and the weights are unknown.
 LOADING: Final = "syncd-loading"
 #: The beginning of all other labels that syncd sets.
 _STEP: Final = "step-"
@@ -39,31 +38,30 @@ _STEP: Final = "step-"
 class ServerEngine(ServerCalls):
     """Loads versions into a server, from folders that the server can read.
 
-    Promised: a version that does not fit is never loaded. After each load the server must generate
-    one token. Only then does the version count as served. If the server generates no token, an
-    error is raised. If the server's weights are unknown, or its caches hold results of other
-    weights, an error is raised and the server stays paused. If a load fails, the previous version
-    is loaded again.
+    Promised: a version that does not fit is never loaded. A version counts as served only after the
+    server has generated one token; otherwise an error is raised. If the server's weights are
+    unknown, or its caches hold results of other weights, an error is raised and the server stays
+    paused. If a load fails, the previous version is loaded again.
 
     Not promised: that the server serves while no hook runs, or that nothing else changes its
-    weights. syncd notices a second hook on the server only while the second hook loads a version,
-    or after that load.
+    weights. syncd notices a second hook only while or after the second hook loads a version.
 
-    The server shows the :func:`label` of the loaded version beside generated text.
+    The server shows the :func:`label` of the loaded version beside generated text. If the server
+    does not answer during a load, ServerUnreachableError is raised. After such an error in
+    :meth:`load`, the server's weights are unknown.
 
     Args:
         url: the address of one server, not of a load balancer.
         mode: how to treat running requests; the first of :attr:`modes` by default.
-        base: the model folder that the server was started with. The default is the folder that the
-            server names. If that folder is not on this host, the first version is loaded unchecked.
-        is_local: whether the server reads files on this host only. False switches staging off. The
-            default is True if the address is an address of this host. Give False for a server on
-            several hosts.
+        base: the model folder that the server was started with; by default the folder that the
+            server names. If it is not on this host, the first version is loaded unchecked.
+        is_local: whether the server reads files on this host only; by default True if ``url`` is an
+            address of this host. For a server on several hosts, give False, which switches staging
+            off.
         api_key: the key that the server was started with.
-        admin_api_key: the ``--admin-api-key`` that an SGLang server was started with, if any. A
-            server with this key accepts only this key for its weight routes.
-        cacert: a file of PEM certificates to trust instead of the host's certificates, for
-            ``https``.
+        admin_api_key: the ``--admin-api-key`` of an SGLang server, if any. A server with this key
+            accepts only this key for its weight routes.
+        cacert: a file of PEM certificates to trust instead of the host's, for ``https``.
         lora_name: the model name under which the server serves adapters.
         timeout: seconds for a short request.
         load_timeout: seconds for each pause, each load, and each token after a load.
@@ -75,8 +73,7 @@ class ServerEngine(ServerCalls):
         modes: the possible ways to treat running requests.
 
     Raises:
-        InvalidSettingsError: ``url`` is not an address, ``mode`` is unknown, or ``base`` is not a
-            model folder.
+        InvalidSettingsError: ``url``, ``mode`` or ``base`` is wrong.
     """
 
     modes: ClassVar[tuple[str, ...]]
@@ -133,8 +130,7 @@ class ServerEngine(ServerCalls):
         self._proof: Callable[[], None] | None = None
         self._told_waiting: Callable[[str], object] = lambda _: None
 
-    # -- the engine's protocol
-    # ----------------------------------------------------------------------------
+    # -- the engine's protocol ---------------------------------------------------------------------
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -195,8 +191,7 @@ class ServerEngine(ServerCalls):
         """Compare a full model with the base model, or else with the first full model loaded.
 
         Raises:
-            EngineMismatchError: the model does not fit, or the server does not support the
-                version's kind or its tensors' names.
+            EngineMismatchError: the model, its kind or its tensors' names do not fit the server.
         """
         check_kind(version, self._kinds)
         if not self._takes_names_of(version):
@@ -208,7 +203,6 @@ class ServerEngine(ServerCalls):
         """Check the server before the pause, because another server may have replaced it.
 
         Raises:
-            ServerUnreachableError: the server does not answer.
             EngineBrokenError: another hook is loading into the server.
         """
         self._server.forget_routes()
@@ -225,7 +219,6 @@ class ServerEngine(ServerCalls):
         """Hold, finish or abort running requests, by the configured mode.
 
         Raises:
-            ServerUnreachableError: the server does not answer.
             ServerBusyError: the server cannot be paused with empty caches now. Try again.
             EngineBrokenError: the server refuses to pause.
         """
@@ -237,9 +230,7 @@ class ServerEngine(ServerCalls):
         The load counts as finished only after :meth:`reset_cache`.
 
         Raises:
-            ServerRefusedError: the server did not load the version, and has its previous version
-                again.
-            ServerUnreachableError: the server does not answer. Its weights are unknown.
+            ServerRefusedError: the load failed, and the server has its previous version again.
             EngineBrokenError: the server failed, and the version is not the cause.
         """
         torn, before = self._torn, self._must(self._said_label)
@@ -284,7 +275,6 @@ class ServerEngine(ServerCalls):
         """Empty the server's prefix cache. Running requests are computed again from their tokens.
 
         Raises:
-            ServerUnreachableError: the server does not answer.
             EngineBrokenError: the server refuses to empty its cache.
         """
         self._must(self._reset_cache)
@@ -297,9 +287,8 @@ class ServerEngine(ServerCalls):
         """Serve again. After a load, also generate a token.
 
         Raises:
-            ServerUnreachableError: the server does not answer.
-            EngineBrokenError: the server does not generate, or the server's weights are unknown. If
-                the weights are unknown, the server stays paused.
+            EngineBrokenError: the server generates no token, or its weights are unknown. If they
+                are unknown, the server stays paused.
         """
         if self._torn is not None:
             raise EngineBrokenError(f"{self._whose} stays paused: {self._torn}")
@@ -316,8 +305,7 @@ class ServerEngine(ServerCalls):
     def still_serves(self, version: LeasedVersion) -> bool:
         """Whether the server reports this version, or weights of a later broadcast.
 
-        A restarted server reports neither the version nor such weights. For a server that cannot
-        report its weights, the result is True if the server answers.
+        For a server that cannot report its weights, the result is True if the server answers.
         """
         if self._torn is not None or self._uncached is not None:
             return False
@@ -338,7 +326,7 @@ class ServerEngine(ServerCalls):
         return said is None or said == given
 
     def is_away(self) -> bool:
-        """Whether the server does not answer, for example because it is being restarted."""
+        """Whether the server does not answer."""
         try:
             self._server.read_routes()
         except ServerUnreachableError:
@@ -356,11 +344,7 @@ class ServerEngine(ServerCalls):
         log.warning("%s", why)
 
     def _check_left(self, said: str) -> None:
-        """Check that another hook's load is over. A load takes at most the ``load_timeout``.
-
-        Raises:
-            EngineBrokenError: the load may still be running.
-        """
+        """Check that another hook's load is over. A load takes at most the ``load_timeout``."""
         now = time.monotonic()
         if self._others is None or self._others[0] != said:
             self._others = said, now
@@ -382,12 +366,11 @@ class ServerEngine(ServerCalls):
     def _take_received(self, name: str, load: Callable[[], None]) -> None:
         """Let the server load a full model that its workers have received, under a label.
 
-        If the load fails, the server's weights are unknown, and the server stays paused until a
-        version is loaded. The old weights are not loaded again, because a folder with the old
-        weights may not exist any more.
+        If the load fails, the server stays paused until a version is loaded. The old weights are
+        not loaded again, because their folder may not exist any more.
 
         Raises:
-            EngineBrokenError: the server did not load the model.
+            EngineBrokenError: the server did not load the model. Its weights are unknown.
         """
         self._torn = f"it has not loaded {name}"
         self._model_is_torn = True

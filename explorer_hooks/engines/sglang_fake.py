@@ -1,7 +1,7 @@
 """A fake of SGLang's HTTP interface without a model, for tests of programs that drive a server.
 
-The fake follows the sources of SGLang 0.5.23, but was not compared with a real server. The fake
-copies SGLang's unexpected behaviour:
+The fake follows the sources of SGLang 0.5.23, but was not compared with a real server. It copies
+SGLang's unexpected behaviour:
 
 - A flush is refused while a request runs, or while a paused server has a grammar to compile.
 - An update can be reported as failed although the weights have changed.
@@ -37,24 +37,17 @@ class FakeSGLang:
         model_path: the model folder that the server was started with.
         without: routes that this release of the server lacks.
         api_key, admin_api_key: the keys that the server was started with.
-        knows: the names of the tensors that the server loads; None to load all tensors. Other
-            tensors are dropped without an error, as qwen3_moe drops stacked experts.
+        knows: the names of the tensors that the server loads; None to load all. Other tensors are
+            dropped without an error, as qwen3_moe drops stacked experts.
 
     Attributes:
-        transport: connects a client to the server.
         asked: the paths of all requests that change something, in order.
         model_path, weight_version: the folder and the label of the served model.
-        served_model_name: the model's name in OpenAI's routes.
-        adapters: maps each adapter's name to the adapter's path.
+        adapters: maps each adapter's name to its path.
         loaded: the folders that were loaded, in order.
-        serves: maps each tensor's name to the folder that the tensor was last loaded from; only
-            with ``knows``.
-        is_paused: whether requests wait.
-        running: the number of running requests.
-        compiling: the number of requests that wait for a grammar. A paused server compiles no
-            grammar.
+        serves: maps each tensor's name to the last folder that it was loaded from, with ``knows``.
+        compiling: the number of requests that wait for a grammar. A paused server compiles none.
         aborted: the number of requests that were returned unfinished.
-        is_up: whether the server answers.
         faults: maps a request's path to the message of an answer that reports a failure.
         refuses: the folders that the server refuses to load.
         is_dead: whether the server fails to generate.

@@ -1,7 +1,7 @@
-"""The engine for an SGLang server, over HTTP.
+"""The engine for an SGLang server, over HTTP, after the sources of SGLang 0.5.23.
 
-The engine follows the sources of SGLang 0.5.23. The engine is tested only against
-:mod:`explorer_hooks.engines.sglang_fake`, because there is no build of SGLang for CPUs.
+It is tested only against :mod:`explorer_hooks.engines.sglang_fake`, because there is no build of
+SGLang for CPUs.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ class SGLangServer(ServerEngine):
     """Loads versions into an SGLang server.
 
     New requests wait during a load. The mode decides what happens to running requests. With
-    ``retract`` these requests go back to the queue, and continue with the new weights after their
-    prefixes are computed again. With ``abort`` these requests are returned unfinished. If the
-    server has an adapter or will get an adapter, ``retract`` works like ``abort``. SGLang's mode
-    ``in_place`` is not supported, because it would keep prefixes of the old weights.
+    ``retract`` they go back to the queue, and continue with the new weights after their prefixes
+    are computed again. With ``abort`` they are returned unfinished. If the server has an adapter or
+    will get one, ``retract`` works like ``abort``. SGLang's mode ``in_place`` is not supported,
+    because it would keep prefixes of the old weights.
 
     A paused server compiles no grammars, and refuses to flush its caches while a request waits for
-    a grammar. So the caches are flushed before the load, too. If the server refuses that flush, the
-    server is resumed with its old weights for a moment, and then paused again.
+    a grammar. So the caches are flushed before the load, too. If the server refuses that flush, it
+    is resumed with its old weights for a moment, and then paused again.
 
     See :class:`~explorer_hooks.engines.server_engine.ServerEngine` for the arguments and the
     promises.
 
     Raises:
-        InvalidSettingsError: ``url`` is not an address, ``mode`` is unknown, or ``base`` is not a
-            model folder.
+        InvalidSettingsError: ``url``, ``mode`` or ``base`` is wrong.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("retract", "abort")
@@ -97,8 +96,7 @@ class SGLangServer(ServerEngine):
         return "adapter" in self._loaded
 
     def _pause(self) -> None:
-        # SGLang waits without end for running requests before it unloads an adapter, so none may
-        # be held.
+        # Before SGLang unloads an adapter, it waits without end for held requests.
         mode = "abort" if self._has_adapters else self._mode
         self._is_flushed = False
         if self._torn is None and self._uncached is None:
@@ -124,11 +122,7 @@ class SGLangServer(ServerEngine):
             self._pause_flushed(mode)
 
     def _pause_flushed(self, mode: str) -> None:
-        """Pause with empty caches. Serve between two attempts, so that blocking requests can end.
-
-        Raises:
-            ServerBusyError: no attempt could flush the caches. The server is paused.
-        """
+        """Pause with empty caches. Serve between attempts, so that blocking requests can end."""
         for seconds in (*_BETWEEN_FLUSHES, None):
             self._ask_to_pause(mode)
             try:

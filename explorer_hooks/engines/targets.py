@@ -40,17 +40,15 @@ class DescribedTensor(Described, Protocol):
 
     @property
     def digest(self) -> str | None:
-        """The digest of the tensor's bytes; None if the digest is unknown."""
+        """The digest of the tensor's bytes; None if it is unknown."""
 
 
 class Target(NamedTuple):
     """A tensor to fill.
 
     Attributes:
-        name: the name in the version.
-        dtype: the dtype in the version.
-        tensor: a view of this rank's own part of the module's tensor, on any device. A write into
-            the view changes the module.
+        name, dtype: the name and the dtype in the version.
+        tensor: a view of this rank's own part of the module's tensor, on any device.
         box: the position of that part in the whole tensor.
     """
 
@@ -74,8 +72,7 @@ class Target(NamedTuple):
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """A module's own parameters and buffers, without copies, by their names in its state dict.
 
-    Raises:
-        EngineMismatchError: the module's state dict holds copies.
+    If the state dict holds copies, EngineMismatchError is raised.
     """
     if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
         raise EngineMismatchError(
@@ -107,8 +104,7 @@ def gathers(module: nn.Module) -> bool:
 def cut_again(module: nn.Module) -> None:
     """Make FSDP2 free the whole parameters that a forward has gathered and not freed.
 
-    Otherwise the next forward would compute with the old whole parameters, and not with the new
-    parts. This function needs no communication between ranks.
+    Otherwise the next forward would compute with the old parameters. This needs no communication.
     """
     if gathers(module):
         module.state_dict(keep_vars=True)  # this state dict always holds the parts
@@ -119,9 +115,8 @@ class Fit(NamedTuple):
 
     Attributes:
         targets: the parts of the module to fill, in the order of the version's tensors.
-        unknown: pairs of the version's tensors, by name, that share one tensor in the module. The
-            tensors of these pairs have no digests, so it is not known yet whether their values are
-            equal. In each pair, the earlier tensor comes first.
+        unknown: pairs of the version's tensors, by name, that share one tensor in the module. They
+            have no digests, so they may differ. In each pair, the earlier tensor comes first.
     """
 
     targets: list[Target]
@@ -129,12 +124,7 @@ class Fit(NamedTuple):
 
 
 class _Filling(NamedTuple):
-    """A tensor of the version that fills a tensor of the module, or a part of it.
-
-    Attributes:
-        entry: the version's tensor.
-        piece: the parts of the two tensors that correspond; None if the whole tensors correspond.
-    """
+    """A tensor of the version that fills a tensor of the module, or only ``piece`` of it."""
 
     entry: DescribedTensor
     piece: NamedPiece | None = None
@@ -155,25 +145,12 @@ def find_targets(
     what: str,
     whose: str,
 ) -> Fit:
-    """Find the target of each tensor of a version.
+    """Find the target of each tensor of a version, without reading its content.
 
     Each tensor of the module must be in the version; for tied tensors, one name is enough. If the
-    version's names differ from the module's names, ``names`` maps between them. In this case a
-    tensor of the module can consist of parts of several tensors of the version, and one tensor of
-    the version can fill several tensors of the module.
-
-    Args:
-        entries: the tensors of the version; their content is not read.
-        tensors: the module's tensors by name, as :func:`tensors_of` returns them.
-        rename: returns the module's name of a tensor. The argument of ``rename`` is one of the
-            version's two names of the tensor: the trainer's name or the hub's name.
-        names: maps between the trainer's names and the hub's names.
-        cast: whether floating dtypes may differ. An fp8 dtype must always be equal.
-        what: the version, for messages.
-        whose: the module, for messages.
-
-    Raises:
-        EngineMismatchError: the version does not fit. The message lists the differences.
+    version's names differ from the module's, ``names`` maps between them. Then tensors can
+    correspond in parts. ``rename`` gets the trainer's or the hub's name of a tensor, and returns
+    the module's name. With ``cast``, floating dtypes may differ, except fp8.
     """
     given: dict[str, dict[Box | None, _Filling]] = {}
     wrong: list[str] = []
@@ -239,13 +216,7 @@ def _fillings(
 
 
 def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], whose: str) -> None:
-    """Read pairs of tensors that share one tensor in the module, and check that they are equal.
-
-    Raises:
-        EngineMismatchError: the tensors of a pair differ.
-        VerificationError, ShardFormatError: a file differs from the manifest.
-        OSError: storage failed.
-    """
+    """Read pairs of tensors that share one tensor in the module, and refuse pairs that differ."""
     wrong = []
     with WeightsReader(version) as reader:
         for one, other in unknown:
@@ -272,7 +243,6 @@ def _memory(tensor: Tensor) -> object:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether the tensor's elements are in memory that can be written."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_meta

@@ -49,62 +49,54 @@ _THREADS: Final = 4
 
 
 class TorchModule(InProcessEngine):
-    """Copies versions into a live ``nn.Module``, in place.
-
-    This engine also takes broadcasts of method ``nccl``.
+    """Copies versions into a live ``nn.Module``, in place. It also takes broadcasts (``nccl``).
 
     Promised: parameters and buffers stay the same objects with the same data pointers. So CUDA
-    graphs, compiled code and optimizers that hold these objects stay valid. Every tensor is filled
-    with the bits of the version. A DTensor gets this rank's own part, and only that part is read.
-    Each mesh dimension may have the placement ``Shard``, ``_StridedShard`` or ``Replicate``. On
-    return the copies are complete on every device. Work launched later sees the new weights, and
-    work launched earlier has seen only the old weights.
+    graphs, compiled code and optimizers stay valid. Every tensor is filled with the bits of the
+    version. A DTensor gets this rank's own part, and only that part is read. Each mesh dimension
+    may be ``Shard``, ``_StridedShard`` or ``Replicate``. On return the copies are complete on every
+    device. Work launched later sees the new weights, and earlier work has seen only the old
+    weights.
 
-    Not promised: that a forward in another thread sees only one version. To make sure that a
-    forward sees only one version, let its thread hold the ``lock``. Also not promised: a change at
-    the same moment on all ranks of one model. So let all ranks pull between two batches.
+    Not promised: that a forward in another thread sees only one version, unless its thread holds
+    the ``lock``. Also not promised: a change at the same moment on all ranks of one model. So let
+    all ranks pull between two batches.
 
     ``in_place`` selects how the bytes are copied:
 
     - ``staged``: all bytes are first read into host memory, and then copied into the module. If
-      storage fails, the module is unchanged. The memory is kept from one load to the next. The
-      memory is as large as this rank's part of the module, and pinned if the module is on a GPU. A
-      hook reads ahead while the module still serves, so a pause is as long as one copy of the
-      bytes.
-    - ``direct``: bytes are read directly into the parameters if the parameters are on the CPU, or
-      else through 256 MiB of host memory. Each byte is copied half as often as with ``staged``, and
-      no second copy of the model in memory is needed. If storage fails half-way, the module is
-      torn: it has parts of two versions. The hook then loads the previous version again. If the
-      hook cannot load the previous version, the module stays torn.
+      storage fails, the module is unchanged. The memory is as large as this rank's part of the
+      module, is kept between loads, and is pinned for a GPU. A hook reads ahead, so a pause is as
+      long as one copy of the bytes.
+    - ``direct``: bytes are read directly into parameters on the CPU, or else through 256 MiB of
+      host memory. This needs no second copy of the model in memory. If storage fails half-way, the
+      module is torn: it has parts of two versions. The hook then loads the previous version again.
+      If that fails too, the module stays torn.
 
     With ``sparse``, only the elements that differ from the previous version are written. The two
-    versions are compared while the module serves. On a GPU this makes the pause shorter, because
-    fewer bytes are copied to the GPU. On a CPU ``sparse`` gains little, and costs memory bandwidth.
-    The previous version is read once more, so let the hook stage versions on this host.
+    versions are compared while the module serves. On a GPU this makes the pause shorter. On a CPU
+    it gains little, and costs memory bandwidth. The previous version is read once more, so let the
+    hook stage versions on this host.
 
     Even with ``sparse``, the whole version is loaded if more than about a tenth of the elements
-    differ, if the version has other tensors, or if anything but a load has changed the module.
-    Examples of such a change are a broadcast, an error, and an in-place operation of torch. A write
-    that torch does not count is not noticed, for example a write to ``.data`` or by a kernel of
-    your own.
+    differ, if the version has other tensors, or if anything but a load has changed the module. A
+    write that torch does not count is not noticed, for example to ``.data`` or by your own kernel.
 
     Args:
-        module: the module. The names, shapes and dtypes in its ``state_dict()`` must be exactly
-            those of the versions. The names may also be the other names that a version lists (the
-            hub's or the trainer's). In this case the module's tensors are filled part by part, and
-            are not copied.
+        module: the module. Its ``state_dict()`` must have exactly the names, shapes and dtypes of
+            the versions. The names may also be the other names that a version lists (the hub's or
+            the trainer's). Then the tensors are filled part by part.
         rename: a mapping or a function from the version's name of each tensor to the module's name.
             A name that is not in the mapping does not change. The function returns None for a
-            tensor that the module does not take. The function is also called with the version's
-            other names.
+            tensor that the module does not take. It is also called with the version's other names.
         prefix: only tensors whose names in the version begin with the prefix belong to the module.
             The prefix is removed before ``rename`` is applied.
-        cast: whether to cast floating values if the module has another floating dtype. Values are
-            never cast from or to fp8. By default a version with other dtypes is refused.
+        cast: whether to cast values between floating dtypes, except fp8. By default a version with
+            other dtypes is refused.
         in_place: ``staged`` or ``direct``, see above.
-        lock: the engine holds this lock while the module changes. For example, pass a
-            ``threading.Lock`` that the computing thread holds while it computes. With FSDP2 the
-            lock is also held briefly while a version is compared with the module.
+        lock: held while the module changes, for example a ``threading.Lock`` that the computing
+            thread holds while it computes. With FSDP2 the lock is also held briefly while a version
+            is compared with the module.
         threads: the most threads that read at a time; never more than there are processors.
         sparse: whether to write only changed elements, see above.
 
@@ -156,10 +148,10 @@ class TorchModule(InProcessEngine):
         """Compare every name, shape and dtype.
 
         Raises:
-            EngineMismatchError: some tensors differ, or the module cannot take versions of this
-                kind. The message lists the tensors that differ.
-            VerificationError, ShardFormatError, OSError: tied weights cannot be read. Tied weights
-                are read and compared only if the manifest has no digests.
+            EngineMismatchError: the version's kind or some tensors do not fit; the message lists
+                them.
+            VerificationError, ShardFormatError, OSError: tied weights cannot be read. They are read
+                only if the manifest has no digests.
         """
         compare_tied(version, self._fit(version).unknown, self._whose)
 
@@ -175,8 +167,7 @@ class TorchModule(InProcessEngine):
         Raises:
             EngineMismatchError: the version does not fit. The module is unchanged.
             VerificationError, ShardFormatError, OSError: the version cannot be read. With
-                ``staged``, the module is unchanged. With ``direct``, the module may have parts of
-                two versions, and a note on the error says so.
+                ``direct``, the module may be torn, and a note on the error says so.
         """
         targets = self._targets(version)
         if self._prepared != _reading(version, targets) or not self._holds_base(targets):
@@ -227,15 +218,10 @@ class TorchModule(InProcessEngine):
         With ``staged``, the module is unchanged until every member has confirmed the last byte.
         With ``direct``, the module is filled as bytes arrive, and the lock is held all that time.
 
-        Args:
-            rendezvous: the record with the group's address.
-            rank_offset: the rank of this process in the group.
-            deadline: seconds to join the group. The transfer gets the same number of seconds.
-
         Raises:
             BroadcastError: the transfer failed, or its tensors do not fit. The module is unchanged.
-            EngineBrokenError: with ``direct``, the transfer failed half-way. The module may have
-                parts of two versions.
+            EngineBrokenError: with ``direct``, the transfer failed half-way. The module may be
+                torn.
         """
         self._forget()
         device = self._receives_on(rendezvous.backend)
@@ -258,7 +244,6 @@ class TorchModule(InProcessEngine):
         self._group.close()
 
     def _receives_on(self, backend: str) -> torch.device:
-        """The device to receive on: with NCCL the module's GPU, with other backends the CPU."""
         devices = (value.device for value in self._module.parameters())
         cuda = (device for device in devices if device.type == "cuda")
         return next(cuda, torch.device("cpu")) if backend == "nccl" else torch.device("cpu")
@@ -270,8 +255,7 @@ class TorchModule(InProcessEngine):
             )
         with self._lock_to_look():
             tensors = tensors_of(self._module)
-        # Trainers broadcast their own tensors; the map of the last version has the hub's names for
-        # them.
+        # Trainers broadcast their own names; the map of the last version has the hub's names.
         names = self._names.of_trainer
         return self._compared(meta.tensors, tensors, names, "the broadcast")
 
@@ -321,12 +305,10 @@ class TorchModule(InProcessEngine):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """A context in which the module may change, because no forward runs."""
         with self._lock:
             cut_again(self._module)
             yield
-            # Drop casts of the old weights before a forward uses the new ones: inside autocast all
-            # threads keep them.
+            # Inside autocast all threads keep casts of the old weights.
             torch.clear_autocast_cache()
             self._loaded()
 
@@ -377,8 +359,6 @@ class TorchModule(InProcessEngine):
 
 
 class _Filled(NamedTuple):
-    """The version that the module was filled with, and the state of the module's tensors then."""
-
     version: LeasedVersion
     state: list[object]
 

@@ -38,21 +38,20 @@ class TransformersModel(TorchModule):
     A ``PreTrainedModel`` takes full versions, and a PEFT model takes adapters. For the promises see
     :class:`~explorer_hooks.engines.torch_module.TorchModule`.
 
-    A full version must have the names of the model's own ``state_dict()``. The versions of a
-    trainer that uses the same class have these names. For some models, above all mixtures of
-    experts, ``save_pretrained`` writes other names and shapes, which ``from_pretrained`` converts
-    back. A version with such names is loaded if the version has a name map (``syncd run --names
-    hub``). Without a name map, such a version is refused.
+    A full version must have the names of the model's own ``state_dict()``, as from a trainer that
+    uses the same class. For some models, above all mixtures of experts, ``save_pretrained`` writes
+    other names and shapes. A version with such names is loaded only if it has a name map (``syncd
+    run --names hub``).
 
-    If the version has a ``generation_config.json``, this file is applied together with the weights,
-    so that ``generate`` samples with the trainer's settings. Tied weights stay tied. Buffers that
-    are not saved with the weights, for example of rotary embeddings, do not change.
+    If the version has a ``generation_config.json``, it is applied together with the weights, so
+    that ``generate`` samples with the trainer's settings. Tied weights stay tied. Buffers that are
+    not saved with the weights do not change.
 
-    A version of kind ``adapter`` replaces the values of one adapter of the PEFT model, whether that
-    adapter is active or not. The version must have the same ranks and scaling on the same modules,
-    and the model's adapter must not be merged. If the version names another base model than the
-    model's own, the version is refused. That comparison needs two names on a hub. If one of the two
-    names is a folder, the check is skipped, and a warning is logged once.
+    A version of kind ``adapter`` replaces the values of one adapter of the PEFT model, active or
+    not. The version must have the same ranks and scaling on the same modules, and the model's
+    adapter must not be merged. If the version names another base model than the model's own, it is
+    refused. If one of the two names is a folder, this check is skipped, and a warning is logged
+    once.
 
     Args:
         model: a model from ``from_pretrained``, on any device; or a ``PeftModel``; or a model to
@@ -61,11 +60,8 @@ class TransformersModel(TorchModule):
         takes_generation_config: whether to apply the version's generation config.
         base_model: the name that adapters must give as their base model; by default the name that
             the model was loaded from.
-        cast: see :class:`TorchModule`.
-        in_place: see :class:`TorchModule`.
-        lock: see :class:`TorchModule`. Hold the lock while the model generates.
-        threads: see :class:`TorchModule`.
-        sparse: see :class:`TorchModule`.
+        cast, in_place, lock, threads, sparse: see :class:`TorchModule`. Hold the lock while the
+            model generates.
 
     Raises:
         EngineMismatchError: the PEFT model has no adapter of this name.
@@ -98,7 +94,6 @@ class TransformersModel(TorchModule):
         self.kinds = frozenset({"full" if self._config is None else "adapter"})
 
     def _fit(self, version: LeasedVersion) -> Fit:
-        """Compare the tensors, and also the adapter's configuration."""
         try:
             fit = super()._fit(version)
         except EngineMismatchError as error:
@@ -235,18 +230,15 @@ def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
 
 
 def _loaded_from(model: nn.Module) -> str | None:
-    """The name that the base model was loaded from; None if it is unknown."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     return getattr(base, "name_or_path", None) or None
 
 
 def _is_wrapped(model: nn.Module) -> bool:
-    """Whether the names of the model's parameters have PEFT's prefix."""
     return any(name.startswith(PREFIX) for name, _ in model.named_parameters())
 
 
 def _generation_config(version: LeasedVersion) -> Any:
-    """Read the version's generation config; None if the version has none."""
     told = _json(version, _GENERATION)
     if told is None:
         return None
@@ -261,12 +253,6 @@ def _generation_config(version: LeasedVersion) -> Any:
 
 
 def _json(version: LeasedVersion, name: str) -> dict[str, Any] | None:
-    """Read a JSON object from one of the version's files; None if there is no such file.
-
-    Raises:
-        EngineMismatchError: the file is not a JSON object.
-        OSError: the file cannot be read.
-    """
     if all(file.name != name for file in version.manifest.files):
         return None
     try:

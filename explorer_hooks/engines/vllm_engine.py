@@ -25,11 +25,7 @@ _NO_LIMIT: Final = math.inf
 
 
 class LLM(Protocol):
-    """The methods of ``vllm.LLM`` that syncd uses.
-
-    Attributes:
-        llm_engine: the object whose ``vllm_config`` has the settings of the LLM.
-    """
+    """The methods of ``vllm.LLM`` that syncd uses. ``llm_engine.vllm_config`` has its settings."""
 
     llm_engine: Any
 
@@ -50,19 +46,18 @@ class VLLMEngine(InProcessEngine):
     """Loads versions into a ``vllm.LLM``.
 
     An LLM generates only while its caller waits, so no pause is needed. After each load the LLM
-    must generate one token before the version counts as served. If a load fails, the weights may be
-    a mix of two versions until the hook has loaded the previous version again. If there is no
+    must generate one token before the version counts as served. After a failed load the weights may
+    be a mix of two versions, until the hook has loaded the previous version again. Without a
     previous version, the engine is broken.
 
-    If vLLM's workers are on other hosts, give ``is_local=False``, because the workers read the
-    folder on those hosts. The LLM can take broadcasts if it was made with ``worker_extension_cls``
-    and :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
+    The LLM can take broadcasts if it was made with ``worker_extension_cls`` and
+    :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
     Args:
         llm: an ``LLM`` of vLLM 0.12 or newer.
-        base: the model folder that the LLM was made from. The default is the folder that the LLM
-            names. If that folder is not on this host, the first version is loaded unchecked.
-        is_local: whether all workers of the LLM are on this host.
+        base: the model folder that the LLM was made from; by default the folder that the LLM names.
+            If that folder is not on this host, the first version is loaded unchecked.
+        is_local: False if workers are on other hosts, because they read the folder there.
 
     Raises:
         InvalidSettingsError: ``base`` is not a model folder.
@@ -86,9 +81,8 @@ class VLLMEngine(InProcessEngine):
         """Compare a version with the LLM's base model, or else with the first loaded version.
 
         Raises:
-            EngineMismatchError: the version does not fit, is not a full model, or has names that
-                vLLM does not look for. Or vLLM runs on a CPU without syncd's extension, and would
-                keep some of the old weights.
+            EngineMismatchError: the version, its kind or its names do not fit. Or vLLM runs on a
+                CPU without syncd's extension, and would keep some of the old weights.
         """
         check_kind(version, self.kinds)
         if not takes_names_of(version, self._fits):
@@ -119,10 +113,8 @@ class VLLMEngine(InProcessEngine):
         """Let the workers receive and load a transfer, and let the LLM generate a token.
 
         Raises:
-            BroadcastError: the transfer did not arrive. The weights are unchanged. If the transfer
-                does not fit the model, the error's ``__cause__`` is an EngineMismatchError.
-            EngineBrokenError: the transfer arrived, but a worker may not have loaded it, or the LLM
-                generates no token. The weights are unknown until a version is loaded.
+            BroadcastError: see :class:`~explorer_hooks.engines.base.WeightTaker`.
+            EngineBrokenError: the weights are unknown until a version is loaded.
         """
         self._workers.receive(rendezvous, rank_offset, deadline)
         what = label_received(rendezvous)
@@ -149,11 +141,7 @@ class VLLMEngine(InProcessEngine):
             raise EngineBrokenError(f"vLLM generated no token after it had loaded {what}")
 
     def reset_cache(self) -> None:
-        """Empty the prefix cache.
-
-        Raises:
-            EngineBrokenError: the cache cannot be emptied, because a request is running.
-        """
+        """Empty the prefix cache. If a request is running, EngineBrokenError is raised."""
         if not self._llm.reset_prefix_cache():
             raise EngineBrokenError(
                 "vLLM's prefix cache still holds entries of the old weights, because vLLM is still "

@@ -31,12 +31,7 @@ _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Decides whether a vLLM worker can load only changed elements.
-
-    Attributes:
-        model: the worker's module.
-        vllm_config: the worker's configuration.
-    """
+    """Decides whether a vLLM worker can load only changed elements."""
 
     model: Any
     vllm_config: Any
@@ -67,23 +62,17 @@ def _is_packed(module: Any) -> bool:
 
 
 def patches_of(base: Manifest | None, folder: Path, deltas: Sequence[Path]) -> list[Any]:
-    """Read the elements in which a version differs from an older version.
+    """Read the elements in which the version in ``folder`` differs from an older version.
 
-    The positions come from deltas, and the values from the version's own files.
-
-    Args:
-        base: the manifest of the version that the model has; None if that version is unknown.
-        folder: the verified folder of the newer version.
-        deltas: the folders of the deltas from the base to the newer version, in order.
+    The positions come from deltas, which lead from the base to the version, in order. The values
+    come from the version's own verified files. ``base`` is None if the model's version is unknown.
 
     Returns:
         vLLM's ``CheckpointWeightPatch`` for each changed tensor, with the shape and dtype of the
         checkpoint, and positions as int64.
 
     Raises:
-        NoDeltaError: the deltas do not lead from the base to this version, are damaged, or change
-            elements that vLLM cannot patch.
-        OSError: a file cannot be read.
+        NoDeltaError: the deltas do not lead to this version, or vLLM cannot patch the elements.
     """
     if base is None:
         raise NoDeltaError("the version that the worker has is unknown")

@@ -13,19 +13,9 @@ log = logging.getLogger(__name__)
 def reload_whole(
     reload_weights: Callable[[], object], *, model: Any, vllm_config: Any, on_cpu: bool
 ) -> None:
-    """Reload the weights. After a failure the model may have parts of two versions.
+    """Reload all weights. After a failure the model may have parts of two versions.
 
-    This function ends a failed reload, so that the failed reload does not affect the next reload.
-
-    Args:
-        reload_weights: vLLM's own reload of all weights.
-        model: the worker's module.
-        vllm_config: the worker's configuration.
-        on_cpu: whether the worker runs on a CPU.
-
-    Raises:
-        RuntimeError: the worker runs on a CPU, and the model has experts that cannot be reloaded.
-        Exception: vLLM failed.
+    A failed reload is ended, so that it does not affect the next reload.
     """
     try:
         if on_cpu:
@@ -52,14 +42,9 @@ def _end_reload(model: Any, vllm_config: Any) -> None:
 def _reload_packed(reload_weights: Callable[[], object], model: Any, vllm_config: Any) -> None:
     """Reload on a CPU, including the weights that vLLM keeps in another layout.
 
-    vLLM 0.32 packs weights for its CPU kernels when it starts. vLLM's own reload has two faults.
-    First, if an output layer shares the embedding's weight, the layer's packed copy stays
-    unchanged, because nothing is loaded under the layer's name. Second, unpacked experts are copied
-    over packed experts.
-
-    Raises:
-        RuntimeError: the experts are of an unknown kind.
-        Exception: vLLM failed.
+    vLLM 0.32 packs weights for its CPU kernels when it starts. Its own reload has two faults. If an
+    output layer shares the embedding's weight, the layer's packed copy stays unchanged, because
+    nothing is loaded under the layer's name. And unpacked experts are copied over packed experts.
     """
     modules = list(model.modules())
     methods: list[Any] = [getattr(module, "quant_method", None) for module in modules]

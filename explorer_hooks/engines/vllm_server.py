@@ -56,34 +56,32 @@ class VLLMServer(ServerEngine):
     """Loads versions into a vLLM server.
 
     New requests wait during a load. The mode decides what happens to running requests. With
-    ``keep`` the requests are held, and continue with the new weights after their prefixes are
-    computed again. With ``wait`` the requests are finished with the old weights before the load.
-    With ``abort`` the requests are returned unfinished. If the server has an adapter or will get an
-    adapter, ``keep`` works like ``wait``.
+    ``keep`` they are held, and continue with the new weights after their prefixes are computed
+    again. With ``wait`` they are finished with the old weights before the load. With ``abort`` they
+    are returned unfinished. If the server has an adapter or will get one, ``keep`` works like
+    ``wait``.
 
-    If a hook was killed during a load, the next hook does not let requests finish. The next hook
-    keeps held requests. If these requests perhaps need an adapter, the next hook aborts the
-    requests instead. See :class:`~explorer_hooks.engines.server_engine.ServerEngine` for the
-    promises and the other arguments.
+    If a hook was killed during a load, the next hook keeps held requests, and does not finish them.
+    If they perhaps need an adapter, it aborts them.
 
-    If the server was started with ``--weight-transfer-config '{"backend": "syncd"}'``, full models
-    are loaded by syncd's own weight transfer. Without this option, full models are loaded by vLLM's
-    ``reload_weights``. The server can take broadcasts if it was started with
-    ``--worker-extension-cls`` and :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
+    If the server was started with ``--weight-transfer-config '{"backend": "syncd"}'``, syncd's own
+    weight transfer loads full models, or else vLLM's ``reload_weights``. The server can take
+    broadcasts if it was started with ``--worker-extension-cls`` and
+    :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
     Args:
         url: the address of one server.
         checksums: whether the server computes digests of its weights after each load. If a version
             is loaded again, its digests must be equal to those of its first load. The server stays
-            paused while it computes digests, and it reads all weights on one core. If the server
-            runs on a CPU, some of its digests are digests of empty tensors.
+            paused meanwhile, and reads all weights on one core. On a CPU, some digests are of empty
+            tensors.
         sparse: whether to load only the changed elements, if the server has syncd's weight transfer
-            and deltas lead from its version to the new version. Otherwise all elements are loaded.
-        options: the options of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
+            and deltas lead from its version to the new version.
+        options: see :class:`~explorer_hooks.engines.server_engine.ServerEngine`, which has the
+            promises.
 
     Raises:
-        InvalidSettingsError: ``url`` is not an address, ``mode`` is unknown, or ``base`` is not a
-            model folder.
+        InvalidSettingsError: ``url``, ``mode`` or ``base`` is wrong.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("keep", "wait", "abort")
@@ -108,9 +106,9 @@ class VLLMServer(ServerEngine):
     def workers(self) -> int:
         """The number of the server's ranks in a weight group; 0 if it takes no broadcasts.
 
-        Before :meth:`attach` the number is 0. The first use after :meth:`attach` asks the server.
-        The answer takes seconds, because the server examines its host. The first use also cleans up
-        after a killed hook: the workers leave a weight group, and release received weights.
+        It is 0 before :meth:`attach`. The first use after :meth:`attach` asks the server, which
+        takes seconds. It also cleans up after a killed hook: the workers leave a weight group, and
+        release received weights.
         """
         if self._world is None:
             try:
@@ -134,9 +132,9 @@ class VLLMServer(ServerEngine):
 
         Raises:
             BroadcastError: the transfer did not arrive. The weights are unchanged. If the transfer
-                does not fit the model, the error's ``__cause__`` is an EngineMismatchError.
-            EngineBrokenError: the transfer arrived, but a worker may not have loaded it. The server
-                stays paused until a version is loaded.
+                does not fit the model, ``__cause__`` is an EngineMismatchError.
+            EngineBrokenError: a worker may not have loaded the transfer. The server stays paused
+                until a version is loaded.
         """
         self._workers.receive(rendezvous, rank_offset, deadline)
         self._take_received(label_received(rendezvous), self._load_received)
@@ -174,9 +172,8 @@ class VLLMServer(ServerEngine):
         """See :meth:`ServerEngine.check`. Also check that vLLM's reload changes all weights.
 
         Raises:
-            EngineMismatchError: the version does not fit, or its kind is not supported. Or vLLM
-                runs on a CPU without syncd's extension, and would keep some of the old weights.
-            ServerUnreachableError: the server does not answer.
+            EngineMismatchError: the version or its kind does not fit. Or vLLM runs on a CPU without
+                syncd's extension, and would keep some of the old weights.
         """
         super().check(version)
         if version.kind != "full":
@@ -190,11 +187,7 @@ class VLLMServer(ServerEngine):
             raise
 
     def load(self, version: LeasedVersion) -> None:
-        """See :meth:`ServerEngine.load`. With ``sparse``, load only changed elements if possible.
-
-        Raises:
-            ServerError: see :meth:`ServerEngine.load`.
-        """
+        """See :meth:`ServerEngine.load`. With ``sparse``, load only the changes if possible."""
         self._deltas_from = None
         if self._sparse and version.kind == "full":
             said = self._must(self._said_label)
@@ -215,7 +208,6 @@ class VLLMServer(ServerEngine):
         super().load(version)
 
     def _has_transfer(self) -> bool:
-        """Whether the server loads folders by syncd's weight transfer."""
         if self._transfers is None:
             self._transfers = self._session.is_there(self._told_config())
         return self._transfers
@@ -294,8 +286,7 @@ class VLLMServer(ServerEngine):
         self._server.ask(_RESUME)
 
     def _reset_cache(self) -> None:
-        # Held requests are put back into the queue: their prefixes of the old weights are dropped
-        # too.
+        # Held requests go back to the queue, and their prefixes of the old weights are dropped.
         params = {"reset_running_requests": "true", "reset_external": "true"}
         told = self._server.ask(_RESET, params=params, timeout=self._load_timeout)
         if isinstance(told, dict) and told.get("success") is False:
@@ -307,8 +298,7 @@ class VLLMServer(ServerEngine):
 
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
         if kind == "adapter":
-            # Not by load_inplace: vLLM 0.32 then reads the folder again for each batch, even
-            # deleted.
+            # Not load_inplace: vLLM 0.32 would read the folder for each batch, even once deleted.
             self._unload_adapter()
             body: dict[str, object] = {"lora_name": self._lora_name, "lora_path": folder}
             self._server.ask(_LOAD_ADAPTER, body, timeout=self._load_timeout)

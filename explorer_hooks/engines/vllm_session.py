@@ -23,19 +23,12 @@ _RPC: Final = "POST /collective_rpc"
 _STATE: Final = "weight_transfer_engine"
 
 
-#: The folders of the deltas that lead to a version from the weights with a label, and with a digest
-#: of their tensors; empty if there are none.
+#: Lists the folders of the deltas that lead to a version from weights, by their label and digest.
 DeltasFrom = Callable[[str, str], Sequence[Path]]
 
 
 class TransferSession:
-    """Drives the weight transfer of one server.
-
-    Args:
-        server: the server to send requests to.
-        whose: the server's name, for messages.
-        timeout: limit in seconds for each request.
-    """
+    """Drives the weight transfer of one server. ``timeout`` is in seconds, for each request."""
 
     def __init__(self, server: HttpServer, whose: str, timeout: float) -> None:
         self._server = server
@@ -44,14 +37,7 @@ class TransferSession:
         self._said: str | None = None
 
     def is_there(self, config: Mapping[str, Any] | None) -> bool:
-        """Whether the server has the transfer. If the transfer is unusable, log the reason.
-
-        Args:
-            config: the server's configuration; None if the server reports no configuration.
-
-        Raises:
-            ServerError: the server does not answer.
-        """
+        """Whether the server has the transfer. If the transfer is unusable, log the reason."""
         transfer = (config or {}).get("weight_transfer_config")
         if not (isinstance(transfer, dict) and transfer.get("backend") == BACKEND):
             return False
@@ -76,18 +62,13 @@ class TransferSession:
         return None
 
     def load(self, folder: str, name: str, deltas_from: DeltasFrom | None = None) -> None:
-        """Let all workers load a folder, and label the weights.
+        """Let all workers load a folder, and label the weights with ``name``.
 
-        Args:
-            folder: the path of the folder on the workers' hosts.
-            name: the label.
-            deltas_from: finds deltas that lead to the folder's version; None to load all elements.
+        ``deltas_from`` finds deltas that lead to the folder's version; None loads all elements.
 
         Raises:
-            ServerRefusedError: a worker failed. The model may have parts of two versions, except if
-                the message says that the weights are unchanged.
-            ServerError: the server does not answer, or gave an unexpected answer. The model may
-                have parts of two versions.
+            ServerError: the model may have parts of two versions, except if the message says that
+                the weights are unchanged.
         """
         self._ask(_INIT, {"init_info": {}})
         held = self._open()
@@ -117,9 +98,8 @@ class TransferSession:
     def _open(self) -> tuple[str, str] | None:
         """Start an update, or continue an open update that a killed hook has left.
 
-        Returns:
-            The label of the weights that all workers have, and the digest of their tensors. None if
-            the workers have different weights, or if the label or the digest is unknown.
+        Returns the label of the weights that all workers have, and the digest of their tensors.
+        None if they are unknown or differ between workers.
         """
         states = self._state()
         held = {(one["holds"], one["content"]) for one in states}

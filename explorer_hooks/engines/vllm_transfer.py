@@ -1,8 +1,7 @@
 """syncd's weight transfer inside vLLM's workers: loads a version's folder into all workers.
 
-The transfer uses the interface of vLLM 0.32. Start vLLM with ``--weight-transfer-config
-'{"backend": "syncd"}'``. :mod:`.vllm_plugin` registers the transfer, and :mod:`.vllm_session`
-drives it.
+It uses the interface of vLLM 0.32. Start vLLM with ``--weight-transfer-config '{"backend":
+"syncd"}'``. :mod:`.vllm_plugin` registers the transfer, and :mod:`.vllm_session` drives it.
 """
 
 from __future__ import annotations
@@ -38,11 +37,9 @@ class FolderUpdate:
     """The arguments of ``/update_weights``.
 
     Attributes:
-        folder: a model folder that every worker sees under this path. The folder must not be
-            deleted during the load.
+        folder: a model folder that every worker sees under this path. It stays during the load.
         label: the name of the folder's weights.
-        deltas: the folders of the deltas from the workers' version to the new version, in order. If
-            there are deltas, only the changed elements are loaded.
+        deltas: the folders of the deltas to the new version, in order; empty to load all elements.
     """
 
     folder: str
@@ -53,20 +50,13 @@ class FolderUpdate:
 class FolderTransfer:
     """Loads the weights of a folder into one worker's model.
 
-    First, every worker compares the folder with its manifest: the sizes and headers of the files,
-    and the list of weight files. The workers change their models only if all comparisons succeed.
-    The whole load is one call, so a client that dies cannot leave a half-finished load.
+    First, every worker compares the folder with its manifest: the list, sizes and headers of the
+    files. The models change only if all comparisons succeed. The whole load is one call, so a
+    client that dies cannot leave a half-finished load.
 
-    If any worker fails, only the last worker raises the error, because vLLM stops reading answers
-    at the first error. vLLM would take the unread answers for answers to the next call. A client
-    gets the state of each worker by ``collective_rpc``. The method to call is vLLM's name for this
-    object.
-
-    Args:
-        config: vLLM's ``WeightTransferConfig``.
-        vllm_config: the worker's configuration.
-        device: the worker's device.
-        model: the worker's module.
+    If any worker fails, only the last worker raises the error. vLLM stops reading answers at the
+    first error, and would take the other answers for answers to the next call. A client gets the
+    state of each worker by ``collective_rpc`` of vLLM's name for this object.
     """
 
     init_info_cls: ClassVar[type] = TransferInit
@@ -95,9 +85,8 @@ class FolderTransfer:
         Returns:
             ``is_open``: whether an update was started and not finished. ``holds``: the label of the
             loaded weights; None before the first load and after a failed load. ``content``: the
-            digest of the loaded tensors; None if the loaded version has no digests. ``why_full``:
-            the reason why the last load included all elements; None if only changed elements were
-            loaded.
+            digest of the loaded tensors; None if unknown. ``why_full``: the reason why the last
+            load included all elements; None if it did not.
         """
         content = content_of(self._manifest) if self._manifest is not None else None
         return {
@@ -123,9 +112,6 @@ class FolderTransfer:
         """Check a folder on all workers, and load it if no check has failed.
 
         vLLM's base class would call ``torch.accelerator.synchronize``, which fails on a CPU.
-
-        Raises:
-            RuntimeError: a worker failed. Only the last worker raises this error.
         """
         failed = None
         try:
@@ -179,11 +165,7 @@ class FolderTransfer:
         return True
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
-        """Load a folder by vLLM's own loader, which reads only the parts that this worker needs.
-
-        Raises:
-            Exception: vLLM failed. The model may have parts of two versions.
-        """
+        """Load a folder by vLLM's own loader, which reads only the parts that this worker needs."""
         inplace = importlib.import_module("vllm.model_executor.model_loader.reload.inplace")
         reload_whole(
             lambda: inplace.reload_weights(
@@ -212,11 +194,7 @@ class FolderTransfer:
         """Do nothing, because there are no resources to release."""
 
     def _all_agree(self, failed: str | None) -> bool:
-        """Tell all workers whether this worker has failed; return True if no worker has failed.
-
-        Raises:
-            RuntimeError: a worker has failed. Only the last worker raises this error.
-        """
+        """Tell all workers whether this worker has failed; return True if no worker has failed."""
         wrong = sorted({one for one in self._gather(failed) if one is not None})
         group = _all_workers()
         if wrong and group.rank_in_group == group.world_size - 1:
@@ -239,15 +217,10 @@ def _all_workers() -> Any:
 def check_files(update: FolderUpdate) -> Manifest | None:
     """Compare the files of a folder with its manifest, without reading the weights.
 
-    If the folder has no manifest, nothing is compared. An example is the folder that vLLM was
-    started with.
-
-    Returns:
-        The manifest; None if the folder has no manifest.
+    None means that the folder has no manifest, for example the folder that vLLM was started with.
 
     Raises:
         VerificationError: a file is missing or changed, or there is an extra file.
-        OSError: the folder, or a file in it, cannot be read.
     """
     storage, folder = Storage(), Path(update.folder)
     if folder.is_absolute() and not folder.is_dir():  # vLLM would look for it on the hub
@@ -267,10 +240,7 @@ def check_files(update: FolderUpdate) -> Manifest | None:
 
 
 class OtherInterface:
-    """Replaces the transfer in another release of vLLM, and transfers nothing.
-
-    syncd loads versions by ``reload_weights`` in such a release.
-    """
+    """Replaces the transfer in another vLLM release, where versions load by ``reload_weights``."""
 
     supports_draft_weight_update: ClassVar[bool] = False
 

@@ -1,8 +1,7 @@
 """Methods that syncd adds to vLLM's workers: broadcasts, and reloads that are correct on a CPU.
 
-Start vLLM with ``--worker-extension-cls explorer_hooks.engines.vllm_worker.SyncdWorker``. vLLM then
-adds the class to its own worker class. :mod:`.vllm_workers` calls the methods of this class by
-``collective_rpc``.
+Start vLLM with ``--worker-extension-cls explorer_hooks.engines.vllm_worker.SyncdWorker``.
+:mod:`.vllm_workers` calls the methods of this class by ``collective_rpc``.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ class SyncdWorker:
     Received weights stay in host memory until a separate call loads them. So all workers have the
     weights before any worker changes its model. Each worker needs host memory for the whole model.
 
-    No method raises an error, because after an error vLLM does not read the answers of the other
-    workers. vLLM would take these answers for answers to the next call. Instead, the answer of a
-    method holds the error as ``failed``. If the transfer does not fit the model, the answer's
-    ``misfits`` is True.
+    No method raises an error, because vLLM would not read the answers of the other workers. It
+    would take them for answers to the next call. Instead, the answer holds the error as ``failed``.
+    If the transfer does not fit the model, ``misfits`` is True.
     """
 
     _syncd_membership: Membership | None = None
@@ -110,20 +108,14 @@ class Membership:
         device: torch.device,
         model: str,
     ) -> None:
-        """Receive a whole transfer.
+        """Receive a whole transfer, which must fit the model in the folder ``model``.
 
-        Args:
-            rendezvous: the record of the transfer's group.
-            rank: this worker's rank in the group.
-            deadline: seconds to join the group. The transfer gets the same number of seconds.
-            device: the worker's device. With gloo the transfer uses host memory nevertheless.
-            model: the folder of the model that the worker has loaded. The transfer must fit this
-                model. If the folder is not on this host, nothing is compared.
+        If that folder is not on this host, nothing is compared. With gloo the transfer uses host
+        memory, not ``device``.
 
         Raises:
-            BroadcastError: the transfer did not arrive at every member, or does not fit. This
-                worker has left the group. If the transfer does not fit, the error's ``__cause__``
-                is an EngineMismatchError.
+            BroadcastError: the transfer failed, and this worker has left the group. If the transfer
+                does not fit, ``__cause__`` is an EngineMismatchError.
         """
         self._received = None
         if self._fits is None:

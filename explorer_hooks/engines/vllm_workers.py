@@ -1,9 +1,8 @@
 """Call the methods of :class:`~.vllm_worker.SyncdWorker` on all workers of a vLLM.
 
-This module needs no torch. Broadcasts do not use vLLM's own ``nccl`` transfer, for three reasons.
-The waits of vLLM's transfer have no deadline, so the server hangs if the trainer dies during a
-transfer. vLLM's transfer also changes the model before all weights have arrived, and works only on
-GPUs.
+This module needs no torch. Broadcasts do not use vLLM's own ``nccl`` transfer. Its waits have no
+deadline, so the server hangs if the trainer dies. It also changes the model before all weights have
+arrived, and works only on GPUs.
 """
 
 from __future__ import annotations
@@ -40,16 +39,14 @@ _BY_BOTH: Final = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
 #: Seconds for an answer, in addition to those of the call itself.
 _GRACE: Final = 60.0
 
-#: Calls a method of each worker by its name and arguments, and returns a list of their answers.
-#: The last argument is the limit in seconds.
+#: Calls a method of each worker by its name and arguments, within seconds; returns their answers.
 CollectiveRpc = Callable[[str, dict[str, object], float], object]
 
 
 def workers_of(parallel_config: object) -> int:
     """The number of a vLLM's ranks in a weight group; 0 if it cannot take broadcasts.
 
-    Args:
-        parallel_config: vLLM's ParallelConfig, or a dict with its fields.
+    ``parallel_config`` is vLLM's ParallelConfig, or a dict with its fields.
     """
     told = _fields(parallel_config)
     if told.get("worker_extension_cls") != EXTENSION:
@@ -71,7 +68,6 @@ def workers_of(parallel_config: object) -> int:
 
 
 def _fields(config: object) -> Mapping[str, object]:
-    """The fields of a configuration of vLLM, which may be an object or a dict."""
     if isinstance(config, dict):
         return config
     return vars(config) if config is not None else {}
@@ -79,10 +75,6 @@ def _fields(config: object) -> Mapping[str, object]:
 
 class VLLMWorkers:
     """Calls the workers of one vLLM. For broadcasts the vLLM must have syncd's extension.
-
-    Args:
-        rpc: calls a method of all workers.
-        whose: the vLLM's name, for messages.
 
     Attributes:
         half_loaded: whether the last load has failed, or may have failed.
@@ -98,18 +90,13 @@ class VLLMWorkers:
     def check_reload(self, version: LeasedVersion, vllm_config: object) -> None:
         """Check that a reload will change the whole model, and choose how the workers load it.
 
-        On a CPU, vLLM 0.32 keeps packed copies of weights. vLLM's own reload leaves some of these
-        copies unchanged: the copies of experts, and the copy of an output layer that is tied to the
-        embedding. syncd's extension packs these copies again. Without the extension, a model with
-        such copies is refused.
-
-        Args:
-            version: the version, of kind ``full``.
-            vllm_config: vLLM's VllmConfig, or a dict with its fields; None if it is unknown.
+        On a CPU, vLLM 0.32 keeps packed copies of experts, and of an output layer that is tied to
+        the embedding. Its own reload does not change these copies. syncd's extension packs them
+        again. Without the extension, a model with such copies is refused. ``vllm_config`` is vLLM's
+        VllmConfig, or a dict with its fields, or None.
 
         Raises:
             EngineMismatchError: a part of the model would keep its old weights.
-            OSError: the model's config could not be read.
         """
         told = _fields(vllm_config)
         device = _fields(told.get("device_config")).get("device")
@@ -136,19 +123,11 @@ class VLLMWorkers:
                 )
 
     def load_folder(self, folder: str, timeout: float) -> None:
-        """Let all workers load a model folder. On a CPU the load can need syncd's extension.
+        """Let all workers load a model folder, with a limit of ``timeout`` seconds for each load.
 
-        If the last load has failed, the workers load the folder twice. A single load could silently
-        skip layers, because vLLM 0.32 counts the layers of the failed load as part of the next
-        load.
-
-        Args:
-            folder: the path of the folder on the workers' hosts.
-            timeout: limit in seconds for each load.
-
-        Raises:
-            ServerRefusedError: a worker failed. The model may have parts of two versions.
-            Exception: the call itself failed. The model may have parts of two versions.
+        After an error the model may have parts of two versions. Then the next load runs twice. vLLM
+        0.32 counts the layers of the failed load as part of the next load, so a single load could
+        silently skip layers.
         """
         times = 2 if self.half_loaded else 1
         self.half_loaded = True
@@ -162,15 +141,9 @@ class VLLMWorkers:
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Let all workers receive a transfer into memory, without changing the model.
 
-        Args:
-            rendezvous: the record with the group's address.
-            rank_offset: the group rank of the first worker.
-            deadline: seconds to join the group. The transfer gets the same number of seconds.
-
         Raises:
-            BroadcastError: a worker did not receive the transfer. All workers have left the group.
-                If the transfer does not fit the model, the error's ``__cause__`` is an
-                EngineMismatchError.
+            BroadcastError: a worker failed, and all workers have left the group. If the transfer
+                does not fit the model, ``__cause__`` is an EngineMismatchError.
         """
         if self.half_loaded:
             raise BroadcastError(
@@ -195,15 +168,7 @@ class VLLMWorkers:
             raise BroadcastError(why) from EngineMismatchError(why) if misfits else None
 
     def load(self, timeout: float) -> None:
-        """Let all workers load the received weights.
-
-        Args:
-            timeout: the limit in seconds.
-
-        Raises:
-            EngineBrokenError: a worker failed. The model may have parts of two versions.
-            Exception: the call itself failed. The weights are unknown.
-        """
+        """Let all workers load the received weights. After an error the weights are unknown."""
         self.half_loaded = True
         failed = self._ask("syncd_load", {}, timeout)
         if failed:
@@ -238,13 +203,10 @@ def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
     """Whether vLLM finds tensors by the names that they have in a version.
 
     vLLM finds tensors by the names of the checkpoint that it was started with. For the model types
-    in ``_BY_BOTH``, vLLM 0.32 also finds experts by the trainer's names (measured). Other types may
-    work too, but are not allowed, because vLLM could fail in the middle of the load.
+    in ``_BY_BOTH``, vLLM 0.32 also finds experts by the trainer's names (measured). Other types are
+    not allowed, because vLLM could fail in the middle of the load.
 
-    Args:
-        version: the version to load.
-        fits: compares a version with the model that this vLLM serves; None if that model is
-            unknown.
+    ``fits`` knows the model that this vLLM serves; None if that model is unknown.
     """
     if version.kind != "full" or fits is None or fits.has_names_of(version):
         return True
@@ -253,11 +215,6 @@ def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
 
 
 def _config_of(version: LeasedVersion) -> object:
-    """Read the model's config; None if there is no readable config.
-
-    Raises:
-        OSError: storage failed.
-    """
     if any(file.name == MODEL_CONFIG for file in version.manifest.files):
         try:
             return json.loads(version.read_file(MODEL_CONFIG))
@@ -271,9 +228,6 @@ def _left_by_reload(version: LeasedVersion) -> str | None:
 
     If the config has no ``tie_word_embeddings``, the layers may be tied, because transformers
     before release 5 writes this key only if its value is False.
-
-    Raises:
-        OSError: the config cannot be read.
     """
     config = _config_of(version)
     names = [tensor.name for tensor in version.manifest.tensors]
@@ -293,7 +247,6 @@ def _left_by_reload(version: LeasedVersion) -> str | None:
 
 
 def _told(failed: list[Mapping[str, object]]) -> str:
-    """Join the errors of workers into one text; empty if there are no errors."""
     return "; ".join(sorted({str(one["failed"]) for one in failed}))
 
 
