@@ -92,11 +92,7 @@ class InvalidSettingsError(SyncdError):
 
 
 class NameTakenError(InvalidSettingsError):
-    """Raised when a live participant has the name.
-
-    This error is also raised when another participant took the name while this participant counted
-    as dead.
-    """
+    """Raised when another participant has the name, or took it while this one counted as dead."""
 
 
 class InvalidTransitionError(InvalidSettingsError):
@@ -104,9 +100,7 @@ class InvalidTransitionError(InvalidSettingsError):
 
 
 class TorchMissingError(InvalidSettingsError, ModuleNotFoundError):
-    """Raised when torch or NumPy is needed and not installed.
-
-    The message has the command that installs the missing package.
+    """Raised when torch or NumPy is not installed; the message has the command that installs it.
 
     Attributes:
         name: the missing module, as in every ``ModuleNotFoundError``.
@@ -184,10 +178,7 @@ class WaitTimeoutError(SyncdError):
 
 
 class SupersededError(SyncdError):
-    """Raised when another daemon has taken over this job.
-
-    Since the take-over this daemon has changed nothing.
-    """
+    """Raised when another daemon took over this job. Since then this daemon has changed nothing."""
 
     exit_code = 10
 
@@ -217,9 +208,7 @@ class NoRoomError(SyncdError):
 
 
 class EngineBrokenError(SyncdError):
-    """Raised when an engine could load neither the new weights nor its previous weights.
-
-    This error is also raised when the engine has loaded weights but does not serve.
+    """Raised when an engine could load neither new nor previous weights, or does not serve.
 
     Attributes:
         refuses: True if the new version broke the engine. That version is not tried again.
@@ -269,10 +258,7 @@ class ServerBusyError(ServerError, OSError):
 
 
 class ServerUnreachableError(ServerError, OSError):
-    """Raised when a server does not answer.
-
-    The caller cannot know whether the server carried out the request.
-    """
+    """Raised when a server does not answer. The server may have carried out the request."""
 
 
 class UnfitStorageError(SyncdError):
@@ -282,10 +268,7 @@ class UnfitStorageError(SyncdError):
 
 
 class BroadcastError(SyncdError):
-    """Raised when a broadcast of weights failed; no part of the received weights may be served.
-
-    The message has the reason. The same weights reach explorers by the checkpoint path.
-    """
+    """Raised when a broadcast of weights failed; no part of the received weights may be served."""
 
     exit_code = 20
 
@@ -293,8 +276,7 @@ class BroadcastError(SyncdError):
 class OutOfStepError(SyncdError):
     """Raised when a collective failed on one rank, so that the whole training must end.
 
-    The other ranks may still be in the failed collective. If this rank began its next collective,
-    the other ranks would mistake that collective for the failed collective.
+    Ranks that are still in the failed collective would take this rank's next one for the same.
     """
 
     exit_code = 21

@@ -1,10 +1,8 @@
 """The events of the log. Scripts can rely on the names of events, but not on the messages.
 
-A log call names the event of its line::
+``docs/logging.md`` documents every name with its fields. A log call names its event::
 
     log.info("version %d is there", 7, extra=Event.VERSION_ADOPTED(version=7))
-
-``docs/logging.md`` documents the names and fields. A test checks that this page has every name.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-#: The prefix of the names of threads that serve one of many jobs. The rest of the name is the job's
-#: directory, because the log lines of the thread are about that job.
+#: A thread that serves one of many jobs has this prefix and the job's directory as its name.
 JOB_THREAD: Final = "job "
 
 
@@ -79,9 +76,5 @@ class Event(StrEnum):
     WATCHING = "watching"
 
     def __call__(self, **fields: object) -> dict[str, object]:
-        """The ``extra`` argument for a call of a logger.
-
-        Args:
-            fields: name → value. A value that is not of a JSON type is written as text.
-        """
+        """The ``extra`` argument of a logger's call. A value of no JSON type is written as text."""
         return {"event": self.value, "fields": fields}

@@ -17,11 +17,7 @@ from syncd.protocol.names import (
 
 @dataclass(frozen=True, slots=True)
 class JobLayout:
-    """The paths of one job directory.
-
-    Attributes:
-        root: the job directory, where the trainers write.
-    """
+    """The paths of the job directory ``root``, where the trainers write."""
 
     root: Path
 
@@ -178,10 +174,7 @@ class JobLayout:
 
     @property
     def drafts(self) -> Path:
-        """Temporary files that are later renamed into a folder that other processes watch.
-
-        A process that lists or watches such a folder therefore sees only finished files.
-        """
+        """Temporary files; a rename moves each finished file into a folder that others watch."""
         return self.state / "drafts"
 
     @property

@@ -23,8 +23,7 @@ RECEIPTS: Final = ".receipts"
 #: A user's pin: a file in a step folder, or in the lease folder of a version.
 PINNED: Final = ".pinned"
 FULL_STATE_DICT: Final = "model.safetensors"
-#: The file that torch.distributed.checkpoint writes last into a folder, and that file's name while
-#: it is being written.
+#: The file that torch.distributed.checkpoint writes last, and its name during the write.
 DCP_METADATA: Final = ".metadata"
 DCP_UNFINISHED: Final = ".metadata.tmp"
 DCP_SUFFIX: Final = ".distcp"
@@ -41,7 +40,6 @@ MODEL_CONFIG: Final = "config.json"
 NAME_MAP: Final = "name_map.json"
 FSDP_CONFIG: Final = "fsdp_config.json"
 MANIFEST: Final = "manifest.json"
-#: The record of a delta, in a folder of its own.
 DELTA: Final = "delta.json"
 #: A file under this prefix is being written; it is garbage until it is renamed.
 TEMPORARY: Final = ".tmp-"
@@ -54,9 +52,8 @@ _SHARD = re.compile(
 )
 _POINTER = re.compile(rb"\s*(-?[0-9]{1,18})\s*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
-#: Files that protect a step folder from pruning, because a trainer could resume from the folder. A
-#: folder of torch.distributed.checkpoint (DCP) may hold anything, so all DCP files count, also the
-#: metadata of single ranks.
+#: Files that protect a step folder from pruning, because a trainer could resume from them. A DCP
+#: folder may hold anything, so all its files count, also the metadata of single ranks.
 _RESUMABLE = re.compile(
     r"(optim|extra_state|master)_.*|(__[0-9]+)?\.metadata|.*\.distcp", re.ASCII | re.DOTALL
 )
@@ -73,10 +70,7 @@ _JOINERS: Final = "\u200c\u200d"
 
 
 def is_weights_name(name: str) -> bool:
-    """True if a file of ``huggingface/`` holds weights or the index of weights.
-
-    A merge writes such files, but never reads them.
-    """
+    """True if a file of ``huggingface/`` holds weights or their index, which no merge reads."""
     return _WEIGHTS.fullmatch(name) is not None
 
 
@@ -146,10 +140,7 @@ def parse_master_name(name: str) -> tuple[int, int] | None:
 
 
 def distcp_order(name: str) -> tuple[int, int, str]:
-    """The sort key of a ``.distcp`` file: the rank and number in its name, and the name.
-
-    Files without a rank and number come after all others.
-    """
+    """The sort key of a ``.distcp`` file: rank, number and name. Files without a rank come last."""
     match = _DISTCP.fullmatch(name)
     return (int(match[1]), int(match[2]), name) if match else (sys.maxsize, 0, name)
 
@@ -165,14 +156,10 @@ def is_rank_metadata(name: str) -> bool:
 
 
 def parse_part_name(name: str) -> tuple[int | None, int, int] | None:
-    """``(shard, file, files)`` of a Hugging Face file's name that ends with ``N-of-M``.
+    """``(shard, file, files)`` of a Hugging Face file's name with ``N-of-M``; None for other names.
 
-    The shard is None if the file holds whole tensors, for example
-    ``model-00001-of-00002.safetensors``. If the name begins with ``shard-00001-``, a rank wrote the
-    file through ``HuggingFaceStorageWriter``.
-
-    Returns:
-        None if the name has another form.
+    The shard is None if the file holds whole tensors. If the name begins with ``shard-00001-``, a
+    rank wrote the file through ``HuggingFaceStorageWriter``.
     """
     match = _PART.fullmatch(name)
     if match is None:
@@ -188,7 +175,6 @@ def receipt_name(rank: int) -> str:
     return f"rank_{rank}.json"
 
 
-#: The beginning of the names of all full receipts.
 _FULL_RECEIPT: Final = "full_rank_"
 
 
@@ -213,20 +199,13 @@ def is_resumable_state(name: str) -> bool:
 
 
 def parse_pointer(content: bytes) -> int | None:
-    """The step that a pointer file names, or None if the file is empty or torn.
-
-    A negative number, which means that there is no step yet, is returned unchanged.
-    """
+    """The step in a pointer file: negative means no step yet, None an empty or torn file."""
     match = _POINTER.fullmatch(content)
     return int(match[1]) if match else None
 
 
 def checked_name(name: object, what: str) -> str:
-    """The name, unchanged, if it can be part of a file name.
-
-    Args:
-        name: the name.
-        what: the thing that has the name, for the error message.
+    """The name, unchanged, if it can be part of a file name; ``what`` is for the error message.
 
     Raises:
         InvalidSettingsError: the name is empty, has more than 64 characters, begins with ``-``, or
@@ -252,18 +231,15 @@ def parse_lease_marker(marker: str) -> tuple[str, str] | None:
 
 
 def has_control(text: str) -> bool:
-    """True if text has control characters (C0, DEL or C1).
-
-    No name of a tensor or file may have control characters.
-    """
+    """True if text has control characters (C0, DEL, C1), which no tensor or file name may have."""
     return _CONTROL.search(text) is not None
 
 
 def printable(text: object) -> str:
     """Text from outside, as one line without characters that a terminal would obey.
 
-    The function escapes control, bidi and other invisible characters, line ends, and bytes that are
-    not UTF-8. Spaces and joiners, which many writing systems need, stay.
+    It escapes control, bidi and other invisible characters, line ends, and bytes that are not
+    UTF-8. Spaces and joiners, which many writing systems need, stay.
     """
     plain = str(text)
     return plain if plain.isprintable() else "".join(map(_printable, plain))

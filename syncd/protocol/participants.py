@@ -12,11 +12,7 @@ from syncd.protocol.records import Record, Step, Text
 
 
 class Claim(Record):
-    """``.syncd/claims/…``: says which session holds a participant's name.
-
-    Attributes:
-        name: the name, for people. The file name of a trainer's claim does not contain this name.
-    """
+    """``.syncd/claims/…``: the session that holds a participant's name; ``name`` is for people."""
 
     session: str
     name: Text | None = None
@@ -27,13 +23,10 @@ class _Owned(BaseModel):
 
 
 def session_of(content: bytes) -> str | None:
-    """The session in a participant's report or claim.
+    """The session in a report or claim; None if it names no session that can be a file name.
 
-    The function reads records of any protocol version, so that an older syncd can tell whether a
-    newer participant lives.
-
-    Returns:
-        None if the content names no session, or a session that cannot be part of a file name.
+    It reads records of any protocol version, so that an older syncd can tell whether a newer
+    participant lives.
     """
     try:
         return checked_name(_Owned.model_validate_json(content).session, "the session")
@@ -54,11 +47,7 @@ def name_in(content: bytes) -> str | None:
 
 
 class OfferedMember(BaseModel):
-    """An explorer that receives an offer.
-
-    Attributes:
-        workers: the number of ranks of the weight group that belong to the explorer.
-    """
+    """An explorer that receives an offer, with the number of its ranks in the weight group."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -74,12 +63,9 @@ class Offer(Record):
     """``.syncd/broadcast/offer.json``: the trainer is ready to transfer the weights of a step.
 
     Attributes:
-        offer: the unique id of the offer.
-        session: the trainer's session.
         members: all explorers that must join before the offer is decided.
-        decided: the decision, for waiting explorers; None while the offer is open. The verdict
-            itself is a separate file. ``files`` means that the offer was never open, because the
-            weights of the step travel by the checkpoint path.
+        decided: the verdict, repeated for waiting explorers; None while the offer is open.
+            ``files``: the offer was never open, because the weights travel by the checkpoint path.
     """
 
     offer: OfferId
@@ -97,12 +83,7 @@ class OfferVerdict(Record):
 
 
 class GroupMember(OfferedMember):
-    """An explorer in a weight group.
-
-    Attributes:
-        rank_offset: the rank of the explorer's first worker. The explorer's other workers have the
-            next ranks.
-    """
+    """An explorer in a weight group: its workers have consecutive ranks from ``rank_offset`` on."""
 
     rank_offset: Annotated[int, Field(ge=1)]
 
@@ -114,11 +95,8 @@ class Rendezvous(Record):
     in the order of the offer.
 
     Attributes:
-        offer: the id of the offer.
         generation: the number of the process group; each new group has a higher number.
-        group_name: a unique name for this group.
         address, port: the address of rank 0's store.
-        backend: torch.distributed's name for the backend.
         save_id: the weights that are transferred: run, step and counter.
     """
 
@@ -147,12 +125,7 @@ class Rendezvous(Record):
 
 
 class SavedState(Record):
-    """``.syncd/meta/…``: the state that a trainer or an explorer needs to resume.
-
-    Attributes:
-        iteration: the last finished iteration.
-        state: the user's own state.
-    """
+    """``.syncd/meta/…``: the last finished iteration and the user's own state, for resuming."""
 
     iteration: Step
     state: dict[str, JsonValue] = Field(default_factory=dict)

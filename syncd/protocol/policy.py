@@ -52,13 +52,10 @@ _NEXT: Final = {
 def check_transition(
     now: RunningStatus, status: RunningStatus, old_status: RunningStatus | None = None
 ) -> None:
-    """Check that a participant may change its status.
+    """Check that a participant may go from status ``now`` to ``status``.
 
-    Args:
-        now: the present status.
-        status: the next status. The next status is allowed to equal ``now`` if no old status is
-            given.
-        old_status: the status that the caller believes to be the present status.
+    ``old_status`` is the status that the caller expects as ``now``. Without ``old_status``,
+    ``status`` may equal ``now``.
 
     Raises:
         InvalidTransitionError: ``status`` cannot follow ``now``, or ``now`` is not ``old_status``.
@@ -75,18 +72,12 @@ def check_transition(
 
 
 class _Choice(StrEnum):
-    """A setting's choices, with their aliases."""
-
     @classmethod
     def parse(cls, value: object, setting: str = "the choice") -> Self:
-        """The choice with this name or alias, in upper or lower case.
-
-        Args:
-            value: the name or alias.
-            setting: the name of the setting, for the error message.
+        """The choice with this name or alias, in any case; the error message names the ``setting``.
 
         Raises:
-            InvalidSettingsError: no choice has this name or alias.
+            InvalidSettingsError: no choice has the name or alias ``value``.
         """
         name = value.lower() if isinstance(value, str) else str(value)
         name = _ALIASES.get(name, name)
@@ -139,28 +130,20 @@ class SyncSettings:
         method: the way in which weights travel; a name or an alias.
         style: the side that decides when to sync; a name or an alias.
         sync_interval: steps between two syncs.
-        trainer_sync_interval, explorer_sync_interval: the interval of only the trainer or only the
-            explorer; None = sync_interval.
-        sync_offset: steps that explorers do before they count the steps of ``sync_interval`` (a
-            step-ahead pipeline).
-        sync_timeout: the most seconds that a trainer waits for explorers, or an explorer for the
-            trainer.
+        trainer_sync_interval, explorer_sync_interval: of only one side; None = sync_interval.
+        sync_offset: steps that explorers do before they count the steps of ``sync_interval``.
+        sync_timeout: the most seconds that trainer and explorers wait for each other.
         save_interval: steps between two full checkpoints; 0 = no full checkpoints.
         save_timeout: seconds that rank 0 waits for all ranks' receipts before it gives up a save.
-        max_staleness: the most steps by which a producing explorer may lag behind the newest
-            version; None = no limit.
-        max_explorer_lag: the most steps by which the slowest explorer may lag before the trainer
-            waits for this explorer; None = no limit.
+        max_staleness: the most steps that a producing explorer may lag behind; None = no limit.
+        max_explorer_lag: the trainer waits if an explorer lags by more steps; None = no limit.
         checkpoint_every: with method ``nccl``, every n-th sync also saves the weights by the
             checkpoint path, for late joiners.
-        broadcast_timeout: the most seconds that each of three parts of a broadcast may take: the
-            handshake, the setup and the transfer. If a part takes longer, the weights of the step
-            travel by the checkpoint path.
-        broadcast_bucket: the size in bytes of the buckets into which a broadcast packs tensors.
-        broadcast_digests: True if explorers check a digest of each bucket; None = only if the
-            weights are on the CPU.
-        master_address: the address at which explorers reach rank 0 of the trainer; None = the
-            address of this host.
+        broadcast_timeout: the most seconds for each of handshake, setup and transfer. If one takes
+            longer, the weights of the step travel by the checkpoint path.
+        broadcast_bucket: bytes of the buckets into which a broadcast packs tensors.
+        broadcast_digests: True if explorers check a digest of each bucket; None = only on the CPU.
+        master_address: the address at which explorers reach rank 0; None = this host's address.
 
     Raises:
         InvalidSettingsError: a value is out of its range, or is no known method or style.
@@ -218,14 +201,11 @@ class SyncSettings:
     ) -> tuple[SyncSettings, str | None]:
         """These settings, but with method ``checkpoint`` if method ``nccl`` is impossible.
 
-        Args:
-            lora: True if the model is trained with LoRA.
-            tinker: True if the trainer is remote and only gives paths.
-            alone: True if there is no trainer or no explorer (bench, serve, train alone).
+        It is impossible with LoRA (``lora``), with a remote trainer that only gives paths
+        (``tinker``), and without a trainer or an explorer (``alone``: bench, serve, train alone).
 
         Returns:
-            The settings, and a warning for the caller to log. The warning is None if no setting was
-            changed.
+            The settings, and a warning for the caller to log; None if no setting was changed.
         """
         reasons = {
             "with LoRA": lora,
@@ -244,12 +224,7 @@ Given = TypeVar("Given")
 
 
 def given_or_default(name: str, kind: type[Given], value: object) -> Given:
-    """The settings that a user gave as an argument, or the defaults if the argument is None.
-
-    Args:
-        name: the name of the argument.
-        kind: the class of the settings.
-        value: the argument.
+    """The settings that a user gave as argument ``name``, or the defaults if ``value`` is None.
 
     Raises:
         InvalidSettingsError: ``value`` is neither None nor of the class ``kind``.
@@ -308,13 +283,12 @@ def trainer_decision(
 
     Args:
         settings: the settings of the job.
-        step: the step that was finished most recently; 0 if nothing was trained yet.
-        last_sync_step: the step that was synced most recently; None before the first sync.
+        step: the step that was finished last; 0 if nothing was trained yet.
+        last_sync_step: the step that was synced last; None before the first sync.
         requested: True if a live explorer waits for an answer to its request for a sync.
         on_its_way: True if there is an announced save that the daemon has neither published nor
             refused yet. Waiting explorers will get that save.
-        waiting: True if the trainer waits for data. In that case the decision never asks for a full
-            checkpoint.
+        waiting: True if the trainer waits for data, so that no full checkpoint is due.
     """
     new = step > 0 and step != last_sync_step
     if settings.style is not SyncStyle.EXPLORER_DRIVEN:
@@ -332,11 +306,8 @@ def trainer_decision(
 def explorer_sync_is_due(settings: SyncSettings, step: int) -> bool:
     """True if an explorer should finish its work in flight after ``step``, and then sync.
 
-    With style ``fully_async`` the result is always False, because a background thread pulls.
-
-    Args:
-        settings: the settings of the job.
-        step: the step that the explorer began most recently.
+    ``step`` is the step that the explorer began last. With style ``fully_async`` of ``settings``
+    the result is always False, because a background thread pulls.
     """
     if settings.style is SyncStyle.FULLY_ASYNC:
         return False
@@ -349,11 +320,8 @@ def explorer_syncs(
 ) -> bool:
     """True if an explorer that has no work in flight should sync now.
 
-    Args:
-        settings: the settings of the job.
-        step: the step that the explorer began most recently.
-        trainer_requires_sync: True if the status of the trainer is ``require_sync``; None if the
-            trainer has stopped.
+    ``settings`` and ``step`` are those of :func:`explorer_sync_is_due`. ``trainer_requires_sync``
+    is True if the trainer's status is ``require_sync``; None if the trainer has stopped.
     """
     if not explorer_sync_is_due(settings, step):
         return False
@@ -383,14 +351,9 @@ class Pull(Enum):
 def pull_decision(held: Version | None, newest: Version | None) -> Pull:
     """The action of an explorer on the newest version.
 
-    An engine begins with the weights of step 0. So if the first version is of step 0, the explorer
-    adopts this version without loading its files. Among versions of one step, the version with the
-    higher sequence is newer. An explorer never loads a version with a lower sequence than the
-    version it holds.
-
-    Args:
-        held: the version that the engine serves; None before the engine's first version.
-        newest: the newest published version; None if no version was published yet.
+    An engine begins with the weights of step 0, so the explorer adopts a first version of step 0
+    without loading its files. It never loads a lower sequence than it holds. ``held`` is None
+    before the engine's first version; ``newest`` is None before any publication.
     """
     if newest is None or (held is not None and newest.sequence <= held.sequence):
         return Pull.NOTHING_NEW
@@ -398,12 +361,9 @@ def pull_decision(held: Version | None, newest: Version | None) -> Pull:
 
 
 def may_produce(settings: SyncSettings, held: Version | None, newest: Version | None) -> bool:
-    """True if an explorer may go on producing with its version (``max_staleness``).
+    """True if an explorer may go on producing with its version (``settings.max_staleness``).
 
-    Args:
-        settings: the settings of the job.
-        held: the version that the explorer serves; None before its first version.
-        newest: the newest published version; None if no version was published yet.
+    ``held`` is None before its first version; ``newest`` is None before any publication.
     """
     return settings.max_staleness is None or _lag(held, newest) <= settings.max_staleness
 
@@ -411,15 +371,10 @@ def may_produce(settings: SyncSettings, held: Version | None, newest: Version | 
 def must_wait_for_explorers(
     settings: SyncSettings, newest: Version | None, held: Iterable[Version | None]
 ) -> bool:
-    """True if the trainer waits for the slowest explorer (``max_explorer_lag``).
+    """True if the trainer waits for the slowest explorer (``settings.max_explorer_lag``).
 
-    Only published versions count. If unpublished weights counted too, the explorer and the trainer
-    could wait for each other.
-
-    Args:
-        settings: the settings of the job.
-        newest: the newest published version; None if no version was published yet.
-        held: the version of each explorer that the trainer may have to wait for.
+    ``held`` has the versions of the explorers to wait for. Only a published version counts as
+    ``newest``: otherwise both sides could wait for each other.
     """
     most = settings.max_explorer_lag
     return most is not None and any(_lag(version, newest) > most for version in held)
@@ -428,12 +383,8 @@ def must_wait_for_explorers(
 def after_broadcast(held: Version, newest: Version) -> Version:
     """The version to assume for an explorer that received a broadcast of the present run.
 
-    Args:
-        held: the sequence of the newest version whose files the explorer loaded, and the step of
-            the broadcast.
-        newest: the newest published version. If its step is not after the step of the broadcast,
-            this version brings nothing new. In that case the result has the higher of the two
-            sequences.
+    ``held`` has the newest sequence whose files the explorer loaded, and the broadcast's step. If
+    the step of ``newest`` is not after that step, the result has the higher of the two sequences.
     """
     return (
         Version(max(held.sequence, newest.sequence), held.step)
@@ -443,10 +394,7 @@ def after_broadcast(held: Version, newest: Version) -> Version:
 
 
 def _lag(held: Version | None, newest: Version | None) -> int:
-    """The number of steps by which ``newest`` is ahead of ``held``.
-
-    Even if the sequences are equal, the steps may differ, because a broadcast raises only the step.
-    """
+    """The steps by which ``newest`` is ahead. A broadcast raises the step, not the sequence."""
     if held is not None and newest is not None and held.sequence == newest.sequence:
         return max(0, newest.step - held.step)
     if pull_decision(held, newest) is not Pull.LOAD or newest is None:
@@ -459,10 +407,5 @@ K = TypeVar("K")
 
 
 def unanswered(requests: Mapping[K, int], answered: Mapping[K, int]) -> set[K]:
-    """The participants that have asked again since their last answer.
-
-    Args:
-        requests: waiting participant → the number of its requests so far.
-        answered: participant → the number of its requests at its last answer.
-    """
+    """The participants with more ``requests`` now than at their last answer (``answered``)."""
     return {who for who, asked in requests.items() if asked > answered.get(who, 0)}

@@ -1,8 +1,7 @@
 """The JSON records of the protocol, as pydantic models.
 
-All records are read by :func:`parse`, which distinguishes the record of a newer protocol from a
-broken record. Times are seconds since the epoch by the writer's clock. These times are only for
-people: syncd bases no decision on these times (``docs/protocol.md``, "Sessions and time").
+:func:`parse` reads all records. Times are seconds since the epoch by the writer's clock, only for
+people: syncd bases no decision on them (``docs/protocol.md``, "Sessions and time").
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ Sequence = Annotated[int, Field(ge=1, lt=2**63)]
 Step = Annotated[int, Field(ge=0, lt=2**63)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0)]
-#: Seconds. A process writes its heartbeat three times in a lease time, so a shorter lease time
-#: would only cost work.
+#: Seconds. Heartbeats are written three times in a lease time: less would only cost work.
 SHORTEST_LEASE_TIME: Final = 0.05
 LONGEST_LEASE_TIME: Final = 3600
 LeaseTime = Annotated[float, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME)]
@@ -53,8 +51,7 @@ def _speakable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-#: Text for people. A lone surrogate, which stands for a byte of a file name that is not UTF-8, is
-#: escaped.
+#: Text for people. A lone surrogate (a byte of a file name that is not UTF-8) is escaped.
 Text = Annotated[str, AfterValidator(_speakable)]
 
 
@@ -85,16 +82,11 @@ _NAMED: Final = 4
 
 
 def parse(model: type[R], content: bytes, where: object) -> R:
-    """Read a record.
-
-    Args:
-        model: the record's class.
-        content: the file's bytes.
-        where: the file, for the error message.
+    """Read a record of the class ``model``; ``where`` is the file, for the error message.
 
     Raises:
         ProtocolMismatchError: the record is of a newer protocol.
-        RecordError: the content is not a record of the class ``model``.
+        RecordError: the content is not a record of this class.
     """
     try:
         record = model.model_validate_json(content)
@@ -139,9 +131,8 @@ class Format(Record):
     lease_time: LeaseTime = 30.0
 
 
-#: The floating dtypes of a version by safetensors' names, the dtype with the most bytes first: for
-#: example ``BF16``, or ``F8_E4M3, BF16``. None if the version has no floating dtype, or if an older
-#: release wrote the record.
+#: The floating dtypes of a version by safetensors' names, the dtype with the most bytes first:
+#: ``F8_E4M3, BF16``. None if there is none, or if an older release wrote the record.
 VersionDtype = Annotated[str, Field(max_length=200)] | None
 
 
@@ -149,13 +140,11 @@ class Latest(Record):
     """``.syncd/LATEST``: the version that explorers should serve.
 
     Attributes:
-        delta_from: the base of the delta to this version, if the daemon planned such a delta when
-            it wrote LATEST; None if the daemon planned no delta. The file of
-            :class:`~.reports.DeltaProgress` tells whether the delta was made.
-        names: the origin of the tensor names that the job keeps for its next versions. This origin
-            comes from the newest version for which the hub's names and the trainer's names differ.
-            None if there was no such version, or if an older release without this field wrote
-            LATEST.
+        delta_from: the base of the delta that the daemon planned when it wrote LATEST; None if it
+            planned none. :class:`~.reports.DeltaProgress` tells whether the delta was made.
+        names: the origin of the tensor names that the job keeps, from the newest version for which
+            the hub's names and the trainer's names differ. None if there was no such version, or if
+            an older release wrote LATEST.
     """
 
     sequence: Sequence
@@ -168,11 +157,10 @@ class Latest(Record):
 
 
 class VersionFile(BaseModel):
-    """A file of a version.
+    """A file of a version, with the xxh3-128 of its bytes as ``digest``.
 
     For a safetensors file, ``digest`` is the xxh3-128 of its header bytes followed by its tensors'
-    digests (16 bytes each, in file order). For any other file, ``digest`` is the xxh3-128 of its
-    bytes.
+    digests (16 bytes each, in file order).
     """
 
     model_config = ConfigDict(frozen=True)
@@ -186,8 +174,7 @@ class VersionFile(BaseModel):
 class TensorEntry:
     """A tensor of a version; ``dtype`` is safetensors' name of the tensor's dtype.
 
-    This class is not a pydantic model. An instance of a model takes a kilobyte, and a version may
-    have a million tensors.
+    No pydantic model, because a model takes a kilobyte, and a version may have a million tensors.
     """
 
     name: str
@@ -198,10 +185,9 @@ class TensorEntry:
 
 
 class RolledBack(BaseModel):
-    """The origin of a version that republishes an older version.
+    """The origin of a version that republishes the older version ``sequence``.
 
     Attributes:
-        sequence: the older version.
         instead_of: the identity of the save whose version LATEST named before the rollback. The
             daemon does not publish this save again, even while the pointer names it.
         request: the id of the request for the rollback.
@@ -217,9 +203,7 @@ class RolledBack(BaseModel):
 class AdaptedModel(BaseModel):
     """The base model that an adapter is for, as ``adapter_config.json`` names it.
 
-    Attributes:
-        name: a model on a hub, or a folder on the trainer's host.
-        revision: the revision of the model on the hub; None for the newest revision.
+    ``name`` is a model on a hub, or a folder of the trainer's host. ``revision`` None: the newest.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -232,10 +216,9 @@ class NonFinite(BaseModel):
     """The tensors with NaN or Inf, of one or several files.
 
     Attributes:
-        count: the number of these tensors. In a record for the files of several ranks this number
-            is a lower bound.
-        names: the names of at most four of these tensors, shortened, without control characters.
-            The list is short, because a daemon reads the receipts of all ranks again and again.
+        count: the number of these tensors; a lower bound for the files of several ranks.
+        names: at most four of their names, shortened, without control characters. The list is
+            short, because a daemon reads the receipts of all ranks again and again.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -269,24 +252,16 @@ class Manifest(Record):
 
     Attributes:
         sequence: the version's sequence; 0 for a folder that was never published.
-        kind: ``full``, a Hugging Face model folder; ``adapter``, a folder that PEFT loads; or
-            ``remote``, only the path of weights.
         remote: the path of the weights; only for kind ``remote``.
-        base_model: the model that the adapter is for; only for kind ``adapter``. If the adapter
-            does not name its model, ``base_model`` is None, and the explorer has to know the model.
-        dtype: the floating dtypes of the tensors.
-        checked: how the trainer's files were checked during the merge: ``receipt`` (by the receipts
-            of our hook), ``crc32`` (by the CRC-32 of every record, in a save without receipts), or
-            ``stillness`` (names, sizes and times did not change, in a save with neither receipts
-            nor CRC-32).
-        digests: the kind of digests in ``files`` and ``tensors``.
-        rolled_back: the older version that this version republishes; None if this version was made
-            from a save.
-        names: the origin of the tensors' names. The value is ``trainer`` also if the hub has the
-            same names, or if the hub's names are unknown.
+        base_model: the model that the adapter is for; only for kind ``adapter``. None if the
+            adapter does not name its model, so the explorer has to know it.
+        checked: how the trainer's files were checked during the merge: ``receipt`` (the receipts of
+            our hook), ``crc32`` (the CRC-32 of every record, without receipts), or ``stillness``
+            (names, sizes and times did not change, without receipts and CRC-32).
+        names: the value is ``trainer`` also if the hub's names are the same, or unknown.
         nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody
-            checked, for example in a save without receipts.
-        timings: the seconds for each part of the work, by the part's name, measured by the daemon.
+            checked, as in a save without receipts.
+        timings: seconds by the name of each part of the daemon's work.
     """
 
     sequence: Size
@@ -314,10 +289,7 @@ class Manifest(Record):
 
     @property
     def settles(self) -> str:
-        """The identity of the save that the daemon considers done while LATEST names this version.
-
-        The daemon does not publish that save again.
-        """
+        """The identity of the save that counts as published while LATEST names this version."""
         back = self.rolled_back
         return self.save_id if back is None or back.instead_of is None else back.instead_of
 
@@ -325,9 +297,8 @@ class Manifest(Record):
 class DeltaEnd(BaseModel):
     """One of the two versions that a delta joins.
 
-    Attributes:
-        content: xxh3-128 over name, dtype, shape and digest of all tensors
-            (:func:`syncd.deltas.ends.content_of`). The delta fits every version with this digest.
+    ``content`` is the xxh3-128 over name, dtype, shape and digest of all tensors
+    (:func:`syncd.deltas.ends.content_of`). The delta fits every version with this digest.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -338,15 +309,10 @@ class DeltaEnd(BaseModel):
 
 
 class Delta(Record):
-    """``delta.json``: the elements that differ between two published versions (docs/deltas.md).
+    """``delta.json``: the elements of ``target`` that differ from ``base`` (docs/deltas.md).
 
-    Attributes:
-        base: the version that the delta is applied to.
-        target: the version that results.
-        files: all files of the folder except ``delta.json``; a digest is the xxh3-128 of a file's
-            bytes.
-        changed: the number of elements that differ.
-        elements: the number of elements of all tensors together.
+    ``files`` has all files of the folder except ``delta.json``, each with the xxh3-128 of its
+    bytes. ``changed`` is the number of elements that differ, of all ``elements``.
     """
 
     base: DeltaEnd
@@ -370,10 +336,7 @@ _SAVE_ID: Final = re.compile(
 class SaveId:
     """The unique identity of a save, written as ``run-step-counter``.
 
-    Attributes:
-        run: the id of the run, on which the ranks of a trainer agreed once.
-        step: the step that is saved.
-        counter: the number of saves that this run began earlier.
+    The ranks agreed once on ``run``. ``counter`` is the number of earlier saves of this run.
     """
 
     run: str
@@ -395,11 +358,10 @@ class SaveId:
 
 
 class ReceiptFile(BaseModel):
-    """A file that a receipt lists.
+    """A file that a receipt lists; ``nonfinite`` is None if the writer did not check.
 
-    ``digest`` is the xxh3-128 of the part of the file that ``over`` names: a torch.save file's zip
-    central directory (which holds the CRC-32 of every record), a safetensors file's header, or the
-    whole content. ``nonfinite`` is None if the writer did not check for NaN and Inf.
+    ``digest`` is the xxh3-128 of the part that ``over`` names: a torch.save file's zip central
+    directory (which holds the CRC-32 of every record), a safetensors header, or all content.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -415,9 +377,7 @@ class Receipt(Record):
     """``actor/.receipts/rank_R.json``: the files that one rank has written, whole and durable.
 
     Attributes:
-        save_id: run id, step and counter; the same on all ranks of one save.
-        files: the files, with paths relative to ``actor/``. The receipt of rank 0 also lists the
-            files of ``huggingface/`` and ``lora_adapter/``.
+        files: relative to ``actor/``; of rank 0 also ``huggingface/`` and ``lora_adapter/``.
         sync_dtype: the dtype (``bf16`` or ``fp16``) to which this rank cast the floating tensors of
             the published weights; None if this rank cast no tensor.
     """
@@ -433,9 +393,7 @@ class Receipt(Record):
 class SaveOutcome(BaseModel):
     """The outcome of the save with this identity.
 
-    Attributes:
-        model_only: for a save of ``torch.distributed.checkpoint``: True if the save holds only a
-            model, so that nobody can resume from it; None if nobody has checked.
+    ``model_only`` is True if a DCP save holds only a model; None if nobody has checked.
     """
 
     # pydantic before 2.10 reserves all names that begin with model_, and warns.

@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from syncd.protocol.policy import SyncSettings, SyncStyle, Version
 from syncd.protocol.records import Names, Record, Seconds, Sequence, SessionId, Size, Step, Text
 
-#: The number of loads that an explorer's report lists, the newest loads. The daemon misses no load,
-#: because it reads each report at least once in 8 rounds, and publishes at most one version a
-#: round.
+#: The number of newest loads in an explorer's report. The daemon misses none, because it reads each
+#: report at least once in 8 rounds, and publishes at most one version a round.
 LOADS_KEPT: Final = 16
 #: Seconds between two signs of life while a delta is being made.
 DELTA_SIGN: Final = 1.0
@@ -21,12 +20,8 @@ class Load(BaseModel):
     """A load: an explorer began to serve a version from files.
 
     Attributes:
-        sequence: the version.
-        time: seconds since the epoch, by the explorer's clock.
-        pause: seconds for which the engine did not serve during the load; None if nobody measured
-            the pause.
-        delta_bytes: the bytes of the deltas that were read instead of the version's files; None if
-            the version's files were read.
+        pause: seconds for which the engine did not serve; None if nobody measured the pause.
+        delta_bytes: the bytes of deltas that were read instead of the version's files, if any.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -41,20 +36,16 @@ class Reload(BaseModel):
     """Durations of the load of an engine's present version, in seconds by the explorer's clock.
 
     Attributes:
-        sequence, step: the version; ``sequence`` is 0 for a step that was built for a bench.
-        verify: the time to read the whole version and compare it with the manifest. With a stage
-            folder this time includes the copy, or the wait for another explorer's copy.
-        prepare: the time of the engine's preparations, while the engine still serves, and of the
-            user's ``before_load``.
-        pause: the time for which the engine did not serve: from the start of its ``pause`` to the
-            end of its ``resume``.
+        sequence: 0 for a step that was built for a bench.
+        verify: the time to read the version and compare it with the manifest. With a stage folder
+            it includes the copy, or the wait for another explorer's copy.
+        prepare: the time of ``before_load``, and of preparations while the engine still serves.
+        pause: the time without service: from the start of ``pause`` to the end of ``resume``.
         load: the part of ``pause`` in which the engine's ``load`` ran.
-        staged: True if the version was read from a copy on the explorer's host; None if staging is
-            off.
+        staged: True if a copy on the explorer's host was read; None if staging is off.
         not_staged: the reason why the version was not staged, although staging is on.
-        full_bytes: the bytes of the version's own files that this explorer read from the job to
-            make the copy. The number is 0 if another process on the host made the copy; None if
-            staging is off.
+        full_bytes: the bytes of the version's own files that were read from the job to make the
+            copy; 0 if another process on the host made it; None if staging is off.
         delta_bytes: the bytes of deltas that were read for the version; None if no delta was used.
         no_delta: the reason why no delta was used, if a delta was possible.
     """
@@ -82,17 +73,10 @@ class Reload(BaseModel):
 def loads_with(
     loads: tuple[Load, ...], version: Version | None, time: float, reload: Reload | None
 ) -> tuple[Load, ...]:
-    """Add the load of a version to an explorer's list of loads, and return the new list.
+    """The list ``loads``, with the load of ``version`` if it is newer than the listed versions.
 
-    If the version is not newer than the listed versions, the list stays unchanged. The list keeps
-    the newest :data:`LOADS_KEPT` loads.
-
-    Args:
-        loads: the list so far.
-        version: the version that the engine serves now; None to add no load.
-        time: the time at which this version was loaded.
-        reload: the times of the engine's most recent load, if known. These times are used only if
-            that load was of this version.
+    The list keeps the newest :data:`LOADS_KEPT` loads. ``reload``, the times of the engine's last
+    load, is used only if that load was of this version.
     """
     if version is None or (loads and version.sequence <= loads[-1].sequence):
         return loads
@@ -107,13 +91,7 @@ def loads_with(
 
 
 class SyncTerms(BaseModel):
-    """A participant's sync settings, which must be equal in a trainer and its explorers.
-
-    Attributes:
-        style: the side that decides when weights travel.
-        trainer_interval, explorer_interval: steps between two syncs of the trainer, and of an
-            explorer.
-    """
+    """Sync settings, with intervals in steps, that must be equal in a trainer and its explorers."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -133,14 +111,10 @@ class SyncTerms(BaseModel):
         )
 
     def unlike(self, explorer: SyncTerms) -> str:
-        """The differences between an explorer's settings and a trainer's settings (this object).
+        """The differences of an explorer's settings from this trainer's, in words; empty if none.
 
-        An explorer with style ``fully_async`` uses no interval. The style of such an explorer
-        matters only if the trainer's style is ``explorer_driven``, because such a trainer waits for
-        requests.
-
-        Returns:
-            The differences, in words; empty if there are none.
+        An explorer with style ``fully_async`` uses no interval. Its style matters only if the
+        trainer's style is ``explorer_driven``, because such a trainer waits for requests.
         """
         asked, follows = SyncStyle.EXPLORER_DRIVEN.value, SyncStyle.FULLY_ASYNC.value
         compared = []
@@ -168,32 +142,23 @@ class ExplorerReport(Record):
         sequence, step: the version that the explorer serves; None before the first version.
         nothing_new: the number of waits that ended without a newer version.
         refused: the newest version that the explorer refused, and the reason.
-        requests: the number of syncs that the explorer has required. The explorer waits for a sync
-            while its status is ``require_sync``.
-        joined: the id of the offer of a transfer that the explorer has joined.
-        reload: the times of loading the version that the explorer serves.
-        loads: the newest loads of versions of this job, from old to new. The list includes loads of
-            earlier explorers with this name. None if the explorer's release has no such list.
+        requests: the number of syncs that the explorer has required (``require_sync``).
+        joined: the id of the offer that the explorer has joined.
+        loads: the newest loads from old to new, also of earlier explorers with this name. None in
+            older releases.
         fault: the reason why nobody can rely on the explorer: its engine's weights are unknown, or
-            the explorer no longer follows the job. None if there is no fault.
-        workers: the number of the explorer's ranks in a weight group; 0 if the explorer, or its
-            release, does not take part in broadcasts.
-        group: the name of the weight group that is open in all the explorer's workers; None if
-            there is no such group, or if a worker has failed.
-        received: the save id of the weights that the explorer serves, if a broadcast brought these
-            weights. In that case ``step`` is the step of these weights, and ``sequence`` is the
-            newest version whose files the explorer holds.
-        bench: the step that the explorer evaluates. While the explorer evaluates, it does not
-            follow the job: ``sequence``, ``step`` and ``reload`` are None, and nobody waits for the
-            explorer.
-        starting: the reason why the explorer waits before it runs for the first time. While the
-            explorer waits, its status is ``stopped``, so that nobody waits for the explorer.
-        sync: the sync settings of the explorer; None if the explorer has no sync settings.
+            it no longer follows the job.
+        workers: the number of its ranks in a weight group; 0 if it takes no part in broadcasts.
+        group: the weight group that is open in all workers; None if a worker has failed.
+        received: the save id of the served weights, if a broadcast brought them. ``step`` is then
+            their step, and ``sequence`` is the newest version whose files the explorer holds.
+        bench: the step that the explorer evaluates, without following the job: ``sequence``,
+            ``step`` and ``reload`` are None, and nobody waits for the explorer.
+        starting: the reason why the explorer waits before it runs for the first time. Its status is
+            then ``stopped``, so that nobody waits for it.
         delta_base: the newest version of which the explorer's host has a whole copy, outside the
-            filesystem of the job. A delta can make the next version from this copy. None if there
-            is no such copy, or if the explorer's release has no deltas.
-        hub_names: True if the explorer also accepts versions with the hub's names. Older releases
-            do not write this field.
+            filesystem of the job, for a delta. None also if the explorer's release has no deltas.
+        hub_names: True if the explorer also accepts versions with the hub's names.
     """
 
     name: str
@@ -240,11 +205,9 @@ class TrainerReport(Record):
 
     Attributes:
         step: the step of the newest save that the trainer announced; None before the first save.
-        name, session: the trainer's name and session; None if the trainer does not register. In
-            that case only ``status`` shows whether the trainer works.
-        nothing_new: how often the trainer has told waiting explorers that no newer weights will
-            follow.
-        sync: the sync settings of the trainer; None if the trainer has no sync settings.
+        name, session: None if the trainer does not register. Then only ``status`` shows whether the
+            trainer works.
+        nothing_new: how often the trainer told waiting explorers that no newer weights will follow.
     """
 
     run_id: str
@@ -275,13 +238,7 @@ class DaemonCounters(BaseModel):
 
 
 class MergeProgress(BaseModel):
-    """The progress of the daemon's current merge.
-
-    Attributes:
-        step: the step of the save.
-        done, total: the merged bytes of tensors, and the bytes of all tensors.
-        seconds: the seconds since the merge began, by the daemon's clock.
-    """
+    """The progress of the current merge: bytes of tensors, and seconds since the merge began."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -292,17 +249,11 @@ class MergeProgress(BaseModel):
 
 
 class DeltaProgress(Record):
-    """``.syncd/delta_progress.json``: the state of the newest delta. Only a hint.
+    """``.syncd/delta_progress.json``: the state of the newest delta, to ``sequence``. Only a hint.
 
     While the daemon makes the delta, it replaces the file every :data:`DELTA_SIGN` seconds for as
-    long as the work advances.
-
-    Attributes:
-        sequence, base: the target version, and the version to which the delta is applied.
-        state: ``making``: the daemon is making the delta; ``made``: the delta is in ``deltas/``;
-            ``none``: the daemon made no delta, and ``why`` has the reason.
-        done, total: the bytes of the version's tensors that were compared, and the bytes of all its
-            tensors.
+    long as the work advances. ``done`` and ``total`` are bytes of the version's tensors. The state
+    ``none`` means that the daemon made no delta, because of ``why``.
     """
 
     sequence: Sequence
@@ -320,11 +271,10 @@ class DaemonReport(Record):
     Attributes:
         paused: the id of the pause that is in force; None if the daemon publishes.
         memory_dir: the memory directory: a second job, which the same process serves on its host.
-        merge: the progress of the merge while the state is ``merging``. This progress may be some
-            seconds old.
+        merge: the progress while the state is ``merging``, possibly some seconds old.
         release: the daemon's release; None if the release has no bench requests.
-        names: the origin of the tensors' names in LATEST's version; None if the hub's names and the
-            trainer's names of that version are the same.
+        names: the origin of the tensor names in LATEST's version; None if the hub's names and the
+            trainer's names are the same.
     """
 
     session: str

@@ -1,4 +1,4 @@
-"""The records by which people steer a job: a pause, and requests to its daemon.
+"""Records by which people steer a job: a pause, and requests to its daemon.
 
 A pin is not a record but an empty file (:mod:`syncd.storage.leases`).
 """
@@ -13,9 +13,7 @@ from syncd.protocol.records import Record, Sequence, SessionId, Step, Text
 class Pause(Record):
     """``.syncd/paused.json``: while this file exists, nothing is published or pruned.
 
-    Attributes:
-        id: the id of the pause. The daemon repeats the id in its report once it has paused.
-        by: the person or process that asked for the pause, for people.
+    The daemon repeats the ``id`` in its report once it has paused.
     """
 
     id: str
@@ -28,14 +26,7 @@ class RollbackRequest(Record):
 
     The asking process writes the request with ``outcome`` ``asked``. From then on only the daemon
     may change the request. The daemon replaces the request by its answer, and the asking process
-    removes the answer.
-
-    Attributes:
-        id: the id of the request, which is also in the file's name.
-        sequence: the old version.
-        by: the person or process that asked, for people.
-        made: the new version, if ``outcome`` is ``done``.
-        why: the reason, if ``outcome`` is ``refused``.
+    removes the answer. ``sequence`` is the old version, ``made`` the new version.
     """
 
     id: str
@@ -48,19 +39,12 @@ class RollbackRequest(Record):
 
 
 class BenchRequest(Record):
-    """``.syncd/bench/ID.json``: build a step for a single explorer.
+    """``.syncd/bench/ID.json``: build a step for the single explorer with this session.
 
     The daemon builds the step in ``.syncd/bench/SESSION/ID/``. The explorer writes the request with
     ``outcome`` ``asked``, and removes the request once it no longer needs the build. The daemon
     deletes a build if its request is gone, or if its session is dead. The daemon replaces a request
     only to refuse it.
-
-    Attributes:
-        id: the id of the request, which is also in the file's name. The folder of the build has the
-            same name.
-        session: the session of the explorer.
-        by: the explorer's name, for people.
-        why: the reason, if ``outcome`` is ``refused``.
     """
 
     id: SessionId

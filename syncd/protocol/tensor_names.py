@@ -10,23 +10,18 @@ from syncd.protocol.records import Record, Size, Text
 
 
 class HubPiece(BaseModel):
-    """A part of a trainer's tensor, which is one or several hub tensors, or a part of a hub tensor.
+    """A part of a trainer's tensor: one or several hub tensors, or a part of a hub tensor.
 
     :class:`~syncd.checkpoint.name_map.NameMap` explains how the fields work together.
 
     Attributes:
-        name: the tensor's name on the hub. If ``first`` is given, the name has one ``{}`` for a
-            number.
-        first: None if dimension 0 is not split. If dimension 0 is split, each index along dimension
-            0 gives one hub tensor, which lacks dimension 0. ``first`` is the number in the name of
-            the hub tensor for index 0.
-        rows: begin and end along the first dimension that remains after the split; None for all
-            rows.
-        transposed: True if the last two remaining dimensions are swapped, after ``rows`` was
-            applied.
-        at: the row of the hub's tensor at which the part begins (an index along dimension 0). The
-            hub's tensor consists of all parts with its name, one after the other. None if the part
-            is the whole tensor of the hub.
+        name: the tensor's name on the hub. If ``first`` is given, it has one ``{}`` for a number.
+        first: None if dimension 0 is not split. Otherwise each index along dimension 0 gives one
+            hub tensor, which lacks dimension 0; ``first`` is the number in the name for index 0.
+        rows: begin and end along the first remaining dimension; None for all rows.
+        transposed: True if the last two remaining dimensions are swapped, after ``rows``.
+        at: the row of the hub's tensor at which the part begins; None if the part is the whole. The
+            hub's tensor consists of all parts with its name, one after the other.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -51,8 +46,7 @@ class NameMapRecord(Record):
     """``name_map.json`` beside ``config.json``: a model's tensors by the names of the hub.
 
     Attributes:
-        tensors: the trainer's tensors whose name or shape differs on the hub: the name of each
-            tensor → its pieces. A tensor that is not listed has the same name and shape on the hub.
+        tensors: trainer's name → tensor. A tensor that is not listed is the same on the hub.
         refused: the reason why there is no mapping, for people; in that case ``tensors`` is empty.
     """
 

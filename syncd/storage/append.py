@@ -19,18 +19,10 @@ LIMIT: Final = 4 * 1024 * 1024
 
 
 def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: int = LIMIT) -> None:
-    """Append to a file, and make it if it is missing.
+    """Append whole lines to a file. A missing file is made; a foreign thing is renamed first.
 
-    If a folder, a link or another thing has the file's name, this function first renames that
-    folder, link or thing. Older lines may be lost if a superseded daemon begins a new file at the
-    same time.
-
-    Args:
-        storage: the shared storage.
-        path: the file.
-        data: whole lines.
-        durable: True if the lines must survive a power loss.
-        limit: the size in bytes at which a new file is begun.
+    If ``durable``, the lines survive a power loss. Older lines may be lost if a superseded daemon
+    begins a new file at the same time.
 
     Raises:
         OSError: the storage refused a call. A part of the data may be in the file.
@@ -54,7 +46,6 @@ def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: i
 
 
 def _turn_over(storage: Storage, path: Path) -> None:
-    """Rename the present file over the file of older lines."""
     older = older_lines(path)
     try:
         storage.rename(path, older)
@@ -66,16 +57,8 @@ def _turn_over(storage: Storage, path: Path) -> None:
 def last_lines(storage: Storage, path: Path, limit: int = 2 * LIMIT) -> list[bytes]:
     """The newest lines of a growing file and of its file of older lines, oldest first.
 
-    If a new file is begun during the call, a line may appear twice.
-
-    Args:
-        storage: the shared storage.
-        path: the growing file. A missing path, or a path that is not a file, counts as an empty
-            file.
-        limit: the most bytes to read, counted from the end.
-
-    Raises:
-        OSError: the storage failed.
+    At most ``limit`` bytes are read, counted from the end. A path that is missing or not a file
+    counts as empty. If a new file is begun during the call, a line may appear twice.
     """
     found: list[bytes] = []
     for part in (path, older_lines(path)):

@@ -1,13 +1,9 @@
 """The system calls on shared storage, one in each method, so that tests can inject faults.
 
-A test's subclass can count the calls, make the k-th call fail, or end the process at the k-th call.
-So tests reach every state that a crash can leave. Reads are methods of this class too, so that
-tests can make reads fail.
+A test's subclass can make any call fail, reads too, or end the process there, as a crash would.
 
 Below the job directory syncd never follows a link, because through a link a daemon could read or
-delete files outside the job. So :class:`Beneath` opens each folder on the way to a path separately,
-with ``O_NOFOLLOW``. The system call gets the last name of the path, and a descriptor of the folder
-that contains this name.
+delete files outside the job. So :class:`Beneath` opens each folder with ``O_NOFOLLOW``.
 """
 
 from __future__ import annotations
@@ -25,8 +21,7 @@ from typing import Final, NamedTuple
 
 from syncd.storage.errnos import is_gone
 
-#: A path for a system call: its last name and a descriptor of its folder, or the whole path and
-#: None.
+#: The last name of a path and a descriptor of its folder, or the whole path and None.
 Place = tuple[str, int | None]
 
 _FOLDER: Final = os.O_DIRECTORY | os.O_CLOEXEC
@@ -51,13 +46,9 @@ class Free(NamedTuple):
 
 
 class Calls:
-    """The system calls.
+    """The system calls, for paths that :class:`Beneath` resolves, with the job directory as root.
 
-    Args:
-        root: the job directory. Links are followed on the way to the root, but never below the
-            root. Paths outside the root are resolved as usual. Without a root, all paths are
-            resolved as usual.
-        durable: True if ``fsync`` is called. False is only for measuring copies without the disk.
+    If not ``durable``, ``fsync`` is not called: only for measuring copies without the disk.
     """
 
     def __init__(self, root: Path | None = None, *, durable: bool = True) -> None:
@@ -115,11 +106,7 @@ class Calls:
             os.close(fd)
 
     def create(self, path: Path) -> int:
-        """Make a new, empty file, and return a descriptor for writing.
-
-        Raises:
-            FileExistsError: the name exists.
-        """
+        """Make a new file, and return its descriptor. Raises FileExistsError if the name exists."""
         return self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def open_append(self, path: Path) -> int:
@@ -152,11 +139,7 @@ class Calls:
         return os.sendfile(target, source, at, count)
 
     def clone_range(self, source: int, target: int, count: int, at: int, to: int) -> None:
-        """Let ``target`` share blocks of ``source``: ``FICLONERANGE`` of ioctl_ficlonerange(2).
-
-        Raises:
-            OSError: these two files cannot share blocks, or the range is not whole blocks.
-        """
+        """Let ``target`` share whole blocks of ``source`` (``FICLONERANGE``)."""
         fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, at, count, to))
 
     def fsync(self, fd: int) -> None:
@@ -184,8 +167,7 @@ class Calls:
         """Open a regular file for reading, and return a descriptor.
 
         Raises:
-            OSError: ``ELOOP`` if the path is a link; ``EINVAL`` if the path is not a regular file,
-                for example a pipe or a device.
+            OSError: ``ELOOP`` if the path is a link; ``EINVAL`` if it is not a regular file.
         """
         fd = self._open(path, os.O_RDONLY)
         self._regular(fd, path)
@@ -208,11 +190,7 @@ class Calls:
         return os.pread(fd, count, offset)
 
     def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
-        """Read from an offset into ``part``; one call may read less than the length of ``part``.
-
-        Returns:
-            The number of bytes that were read; 0 at the end of the file.
-        """
+        """Read bytes from an offset into ``part``, maybe fewer; return the number, 0 at the end."""
         return os.preadv(fd, [part], offset)
 
     def names(self, path: Path) -> list[str]:
@@ -229,11 +207,7 @@ class Calls:
             os.close(fd)
 
     def kinds(self, path: Path) -> dict[str, Kind]:
-        """The entries of a folder: name → kind.
-
-        Raises:
-            NotADirectoryError: the path is not a folder. A link to a folder is not a folder.
-        """
+        """The entries of a folder: name → kind. Raises NotADirectoryError for a link or a file."""
         status = self.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
@@ -255,10 +229,7 @@ class Calls:
             raise
 
     def may_change(self, path: Path) -> bool:
-        """True if this user may make and delete names in a folder, as far as storage says now.
-
-        On NFS the server decides. If the server does not answer, the result is False.
-        """
+        """True if this user may make and delete names in a folder; False if NFS does not answer."""
         with self._beneath.at(path) as (name, folder):
             return os.access(
                 name,
@@ -313,9 +284,8 @@ def kind_of(entry: os.DirEntry[str]) -> Kind:
 class Beneath:
     """Resolves paths beneath a root.
 
-    Args:
-        root: a folder. Links are followed on the way to the root, but never below the root. Paths
-            outside the root are resolved as usual. Without a root, all paths are resolved as usual.
+    Links are followed on the way to the root, but never below the root. Other paths, and all paths
+    if there is no root, are resolved as usual.
     """
 
     def __init__(self, root: Path | None) -> None:
@@ -323,9 +293,7 @@ class Beneath:
 
     @contextmanager
     def at(self, path: Path) -> Iterator[Place]:
-        """Resolve a path for one system call, which the caller makes inside the block.
-
-        The errors of that call name the whole path.
+        """Resolve a path for one system call inside the block, whose errors name the whole path.
 
         Raises:
             OSError: ``ELOOP`` if a folder on the way is a link; other errors of the system.
@@ -352,7 +320,7 @@ class Beneath:
 
     @contextmanager
     def both(self, source: Path, target: Path) -> Iterator[tuple[Place, Place]]:
-        """Resolve two paths for one system call, which the caller makes inside the block."""
+        """Resolve two paths for one system call inside the block."""
         with self.at(source) as old, self.at(target) as new:
             try:
                 yield old, new

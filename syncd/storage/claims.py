@@ -1,8 +1,7 @@
 """Exclusive names: at most one live participant holds each name.
 
-A claim is a file under ``.syncd/claims/``, created exclusively. The claim of a name says which
-session holds the name. If the session is dead (:class:`~.judge.Judge`), another participant may
-remove the claim and take the name. If the session is alive, :meth:`HeldName.take` refuses the name.
+A claim is a file under ``.syncd/claims/``, created exclusively, with the session that holds the
+name. If that session is dead (:class:`~.judge.Judge`), another participant may take the name.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ log = logging.getLogger(__name__)
 
 #: If the holder of a name could not be judged for this many lease times, the name counts as taken.
 _PATIENCE: Final = 3
-#: The number of checks that must find no heartbeat before its owner counts as dead, because a
-#: heartbeat is missing for a moment while its owner renews it.
+#: Checks that must find no heartbeat, which is missing for a moment while its owner renews it.
 _MISSING_LOOKS: Final = 2
 #: The most characters of a name that go into a message.
 _SHOWN: Final = 200
@@ -39,10 +37,9 @@ _SHOWN: Final = 200
 class HeldName:
     """The name of a participant, held by this process's session.
 
-    Promised: while the hosts and the storage of two participants work, at most one of the two
-    participants has the name at a time. A participant that was paused for longer than a lease time
-    may have lost its name. The participant notices the loss at its next :meth:`check`. A write that
-    the participant began before the loss may still take effect.
+    Promised: while the hosts and the storage of two participants work, only one has the name. A
+    participant that was paused for longer than a lease time may have lost its name, and notices the
+    loss at its next :meth:`check`. A write that began before the loss may still take effect.
     """
 
     def __init__(self, job: Job, path: Path, session: str, name: str) -> None:
@@ -63,19 +60,11 @@ class HeldName:
         clock: Clock = time.monotonic,
         pause: Callable[[float], object] = time.sleep,
     ) -> Self:
-        """Take a name.
+        """Take a name; wait until another session that has it is known to be alive or dead.
 
-        If another session has the name, this method waits until that session is known to be alive
-        or dead. If that session is dead, the wait takes up to a lease time.
-
-        Args:
-            job: the job.
-            role: ``explorer`` or ``trainer``. A job has only one trainer, so two trainers with
-                different names exclude each other too.
-            name: the participant's name.
-            session: this process's session, whose heartbeat beats already.
-            clock: seconds, monotonic.
-            pause: sleeps for a number of seconds, between two checks of the other session.
+        The wait for a dead session takes up to a lease time. ``role`` is ``explorer`` or
+        ``trainer``. A job has only one trainer, so two trainers with different names exclude each
+        other too. The heartbeat of ``session`` must beat already.
 
         Raises:
             NameTakenError: a live participant has the name.
@@ -118,7 +107,6 @@ class HeldName:
             self._job.storage.unlink_if_there(self._path)
 
     def _why_taken(self, role: str, session: str | None) -> str:
-        """The error message, which says which participant has the name."""
         try:
             holder = name_in(self._job.storage.read(self._path))
         except OSError:  # the claim is gone or unreadable: only the session is known

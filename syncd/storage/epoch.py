@@ -1,10 +1,10 @@
 """The fence: each active daemon works in its own room (a folder) and commits by a rename out of it.
 
-``daemon.lock`` only says which daemon *should* work. A daemon that was paused for a minute would
-still rename files, although another daemon has the lock by then. So a take-over makes a new room
-``.syncd/epoch/<n>-<suffix>/``, and empties every lower room until the room can be removed. From
-then on a rename out of a lower room, or into a lower room, fails because the folder is gone.
-``docs/protocol.md`` explains why this fence holds, and ``tests/model`` checks the explanation.
+``daemon.lock`` only says which daemon *should* work: a daemon that was paused would still rename
+files. So a take-over makes a new room ``.syncd/epoch/<n>-<suffix>/``, and empties every lower room
+until the room can be removed. From then on a rename out of a lower room, or into a lower room,
+fails because the folder is gone. ``docs/protocol.md`` explains why this fence holds, and
+``tests/model`` checks the explanation.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ _LAST_ROOM: Final = 10**17
 _LONGEST: Final = 200
 #: The most attempts to empty a lower room.
 _ROUNDS: Final = 100
-#: The suffix makes the name of every room unique. So a paused daemon whose room was removed never
-#: finds another daemon's room under the same name.
+#: The suffix makes names unique, so a paused daemon never finds another daemon's room as its own.
 _ROOM: Final = re.compile(r"([1-9][0-9]{0,17})-([0-9a-f]{8})", re.ASCII)
 
 
@@ -43,17 +42,13 @@ class Epoch:
     """The room of one active daemon.
 
     Promised: after :meth:`take_over` has returned, no daemon of a lower epoch commits or prunes
-    anything. After the ``take_over`` of a higher epoch has returned, this daemon is superseded.
-    From then on each method that would change files outside this room raises
-    :class:`SupersededError`. A daemon possibly learns only from this error that another daemon
-    superseded it.
+    anything. From then on the methods of a lower epoch raise :class:`SupersededError` if they would
+    change files outside its room. A daemon may learn only from this error that it is superseded.
 
     Attributes:
-        number: the number of the epoch. Rooms are ordered by their number, and rooms with equal
-            numbers by their suffix.
+        number: the number of the epoch. Rooms with equal numbers are ordered by their suffix.
         building: the folder in which versions are made.
-        in_background: the names in ``building`` on which another thread works. :meth:`sweep` does
-            not delete them.
+        in_background: the names in ``building`` that :meth:`sweep` keeps for another thread.
     """
 
     def __init__(self, job: Job, room: str) -> None:
@@ -82,8 +77,8 @@ class Epoch:
             )
         epoch = cls(job, f"{number}-{secrets.token_hex(4)}")
         job.storage.mkdir(epoch._room)
-        # List the rooms again, after the mkdir. The daemon of a room above ours may have listed the
-        # rooms before ours existed. A daemon that lists the rooms after this point finds ours.
+        # List the rooms again, after the mkdir: the daemon of a room above ours may have listed the
+        # rooms before ours existed.
         rooms = _rooms(job)
         if any(_order(room) > _order(epoch._room.name) for room in rooms):
             try:
@@ -96,8 +91,7 @@ class Epoch:
         try:
             for folder in (epoch._doomed, epoch._trash, epoch.building):
                 epoch._within(job.storage.mkdir, folder)
-            # Sync the folders before anything is moved into them, because a power loss that loses a
-            # folder loses its content too.
+            # Before anything is moved into the folders: if a power loss loses them, it is lost too.
             epoch._within(job.storage.sync_folder, epoch._room)
             job.storage.sync_folder(job.layout.epochs)
             for lower in rooms:
@@ -123,11 +117,7 @@ class Epoch:
     def open_leasing(self, sequence: int) -> None:
         """Make the lease folder of a version, by one rename of an empty folder out of this room.
 
-        Without the rename, a mkdir of a superseded daemon could make the lease folder of a version
-        that was already retired.
-
-        Raises:
-            SupersededError: this room was removed by another daemon.
+        Without the rename, a superseded daemon could make the folder of a version that was retired.
         """
         source = self.building / f"leases-{version_folder(sequence)}"
         target = self._job.layout.lease_folder(sequence)
@@ -147,19 +137,11 @@ class Epoch:
         self._job.storage.sync_folder(target.parent)
 
     def publish_version(self, sequence: int) -> Path:
-        """Commit a built version by one rename to ``published/``, which also claims the sequence.
-
-        Raises:
-            SupersededError: this room was removed by another daemon, or the sequence is taken.
-        """
+        """Commit a built version by a rename to ``published/``, which also claims the sequence."""
         return self.commit_build(version_folder(sequence), self._job.layout.version(sequence))
 
     def commit_build(self, name: str, target: Path) -> Path:
-        """Commit a built folder: one rename out of this room.
-
-        Raises:
-            SupersededError: this room was removed by another daemon, or the target exists.
-        """
+        """Commit a built folder by one rename. Raises SupersededError also if the target exists."""
         source = self.building / name
         before = self._job.storage.status(source)
 
@@ -179,11 +161,7 @@ class Epoch:
     def publish_file(self, target: Path, data: bytes, *, durable: bool = True) -> None:
         """Replace one of the daemon's files, such as LATEST: one rename out of this room.
 
-        If ``durable`` is False, which suffices for a hint, the file may be missing or torn after a
-        power loss.
-
-        Raises:
-            SupersededError: this room was removed by another daemon.
+        If not ``durable``, as suffices for a hint, a power loss may lose or tear the file.
         """
         try:
             with Draft(self._job.storage, target, room=self._room) as draft:
@@ -201,14 +179,11 @@ class Epoch:
             self._job.storage.sync_folder(target.parent)
 
     def set_aside(self, path: Path) -> Path:
-        """Move a folder into this room's ``trash/``, so that its content can be checked once more.
+        """Move a folder into this room's ``trash/``, to check its content once more.
 
-        Returns:
-            The new path of the folder. Nothing deletes the folder at this path. After the check,
-            call :meth:`condemn` with this path, or rename the folder back.
+        Nothing deletes the folder at the returned path: :meth:`condemn` it next, or rename it back.
 
         Raises:
-            SupersededError: this room was removed by another daemon.
             FileNotFoundError: the folder does not exist.
         """
         return self._move(path, self._trash)
@@ -217,16 +192,12 @@ class Epoch:
         """Decide to delete a folder: one rename into ``doomed/``, from which :meth:`sweep` deletes.
 
         Raises:
-            SupersededError: this room was removed by another daemon.
             FileNotFoundError: the folder does not exist.
         """
         return self._move(path, self._doomed)
 
     def undecided(self) -> list[Path]:
-        """The folders in ``trash/``, which are neither condemned nor put back yet.
-
-        An earlier daemon may have set these folders aside.
-        """
+        """The folders in ``trash/``, also of earlier daemons: neither condemned nor put back."""
         return [self._trash / name for name in self._job.storage.names(self._trash)]
 
     def condemned(self) -> list[Path]:
@@ -248,17 +219,12 @@ class Epoch:
             raise refused
 
     def is_live(self) -> bool:
-        """True if this room still exists. Use this only for messages, not to decide on a commit."""
+        """True if this room still exists. Only for messages, not to decide on a commit."""
         folders = (self.building, self._trash, self._doomed)
         return all(self._job.storage.exists(folder) for folder in folders)
 
     def raise_if_superseded(self, error: OSError) -> None:
-        """Translate an error that occurred because another daemon removed this room.
-
-        Raises:
-            SupersededError: this room is gone although the job exists, so another daemon has taken
-                over.
-        """
+        """Raise SupersededError if ``error`` occurred because another daemon removed this room."""
         if (
             is_gone(error)
             and not self.is_live()
@@ -280,10 +246,9 @@ class Epoch:
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it, which ends all unfinished work there.
 
-        The room's daemon renames files out of some folders of the room, and into some folders of
-        the room. These folders are emptied and removed. They are never moved, because a rename uses
-        the handle that a folder had when the folder's name was looked up (always on NFS, and for a
-        moment on all filesystems). That handle stays usable until the folder is removed.
+        The folders of the room are emptied and removed, never moved. A rename uses the handle that
+        a folder had when its name was looked up (always on NFS, for a moment elsewhere). That
+        handle stays usable until the folder is removed.
         """
         homes = {
             room / "building": self._doomed,
@@ -343,22 +308,17 @@ class Epoch:
             # else: the room's daemon, or a third daemon, has already moved or removed it
 
     def _move(self, path: Path, into: Path) -> Path:
-        """Rename into a folder of this room, under a unique name."""
         # The name may have the maximum length, so it is cut to have space for the suffix.
         name = os.fsdecode(os.fsencode(path.name)[:_LONGEST])
         target = into / f"{name}-{secrets.token_hex(6)}"
         self._rename(path, target, lambda: self._job.storage.exists(target))
-        # Sync before anything in the folder is deleted, because otherwise a power loss could bring
-        # back the folder with half of its content.
+        # Before anything is deleted: a power loss could bring back a folder with half its content.
         for folder in (into, path.parent):
             self._job.storage.sync_folder(folder)
         return target
 
     def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:
-        """Rename; after an error, check by ``ours`` whether the server did the rename nevertheless.
-
-        If the server's answer to a rename was lost, the client asks again, and gets ENOENT.
-        """
+        """Rename. If the server's answer is lost, the client's retry gets ENOENT: ask ``ours``."""
         try:
             self._job.storage.rename(source, target)
         except OSError as error:
@@ -369,7 +329,6 @@ class Epoch:
                 raise
 
     def _ask_anew(self, folder: Path) -> None:
-        """Make this client ask the server for the names in a folder, if possible."""
         try:
             self._job.storage.refresh(folder)
         except OSError:
@@ -393,7 +352,6 @@ class Epoch:
 
 
 def _rooms(job: Job) -> list[str]:
-    """The names of all rooms, lowest first."""
     return sorted(
         (n for n in job.storage.names(job.layout.epochs) if _ROOM.fullmatch(n)), key=_order
     )
@@ -405,6 +363,5 @@ def _is_folder(storage: Storage, path: Path) -> bool:
 
 
 def _order(room: str) -> tuple[int, str]:
-    """The sort key of a room's name: number and suffix."""
     number, _, suffix = room.partition("-")
     return int(number), suffix

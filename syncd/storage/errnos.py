@@ -14,23 +14,17 @@ GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
 NOT_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 #: The disk, or this user's part of it, is full.
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-#: Errors after which the work may succeed if it is done again from the start. A full disk and a
-#: missing right are not among them.
+#: Errors after which the work may succeed if it is done again from the start.
 PASSING: Final = GONE | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
 #: Errors of a read if the name cannot have a record: it is a link, a pipe, a socket or a folder, or
-#: the file is far too long. Waiting does not help, because only a person can change it.
+#: the file is far too long. Waiting does not help.
 _NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG})
 #: Errors that concern one name, not the storage. They would come again at the next attempt.
 _REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 
 
 def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
-    """The syncd error for storage that is read-only or full; None for any other error.
-
-    Args:
-        error: the error of a write.
-        path: the path of the write. This path is used only if ``error`` names no path.
-    """
+    """The error for read-only or full storage, else None; ``path`` is for an error without one."""
     where = error.filename or path
     if error.errno == errno.EROFS:
         return JobUnavailableError(read_only(where))

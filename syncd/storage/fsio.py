@@ -1,8 +1,7 @@
 """The only code that changes shared storage, except for the lock files of filelock.
 
-Single system calls are in :mod:`.calls`. This module has the operations that are built only from
-these calls. It raises the operating system's errors (``OSError``) unchanged, because only the
-caller knows the meaning of, for example, ``ENOENT``.
+This module has the operations that are built only from the system calls in :mod:`.calls`. It raises
+``OSError`` unchanged, because only the caller knows the meaning of, for example, ``ENOENT``.
 """
 
 from __future__ import annotations
@@ -23,17 +22,15 @@ from syncd.storage.errnos import NOT_EMPTY, is_gone
 _REFUSED: Final = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 )
-#: Errors if sharing blocks does not work, if the blocks are not on disk yet (ZFS), or if storage
-#: fails. If storage fails, the copy that follows reports it.
+#: Likewise for sharing blocks, also if the blocks are not on disk yet (ZFS), or if storage fails:
+#: the copy that follows reports a failure.
 _NOT_SHARED: Final = _REFUSED | {errno.ENOTTY, errno.EAGAIN, errno.EINTR, errno.EIO}
-#: Errors if the filesystem has no hard links, if it cannot link these two names, or if the file has
-#: the maximum number of links.
+#: Errors if the filesystem cannot link these two names, or the file has too many links.
 _NO_LINKS: Final = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 )
-#: The limit for a record of a few fields, in bytes. syncd writes no larger record of this kind.
+#: Limits in bytes: of a record of a few fields, and of one that grows with a job or a model.
 RECORD_LIMIT: Final = 1024 * 1024
-#: The limit for a record that grows with a job or a model, for example the manifest, in bytes.
 LONG_RECORD_LIMIT: Final = 256 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
 #: The most attempts to write or read a small file.
@@ -41,7 +38,7 @@ _ATTEMPTS: Final = 5
 #: The depth of folders to which a tree is removed in place; deeper folders are moved up first.
 _DEEPEST: Final = 16
 
-#: (device, inode, size, mtime_ns, ctime_ns), which is equal as long as nobody changes the file.
+#: (device, inode, size, mtime_ns, ctime_ns).
 Signature = tuple[int, int, int, int, int]
 
 T = TypeVar("T")
@@ -70,14 +67,7 @@ class Storage(Calls):
             offset += done
 
     def copy_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        """Copy up to ``count`` bytes in the cheapest way that works between these two files.
-
-        The method tries ``copy_file_range`` first, ``sendfile`` second, and ``pread`` with
-        ``pwrite`` last.
-
-        Returns:
-            The number of copied bytes; 0 only at the end of the source.
-        """
+        """Copy up to ``count`` bytes the cheapest way; return the number, 0 only at the end."""
         for copy in (self.copy_file_range, self.sendfile):
             try:
                 copied = copy(source, target, count, at, to)
@@ -93,12 +83,7 @@ class Storage(Calls):
         return len(data)
 
     def share_range(self, source: int, target: int, count: int, at: int, to: int) -> bool:
-        """Let ``target`` share blocks of ``source`` without copying a byte, if this storage can.
-
-        Returns:
-            False if the storage cannot share these blocks, or cannot do so now. In that case the
-            caller should copy these blocks.
-        """
+        """Let ``target`` share blocks of ``source``; False if the caller should copy them."""
         try:
             self.clone_range(source, target, count, at, to)
         except OSError as error:
@@ -108,11 +93,7 @@ class Storage(Calls):
         return True
 
     def link_if_possible(self, source: Path, target: Path) -> bool:
-        """Give a file a second name by a hard link, if this storage can.
-
-        Returns:
-            False if the storage cannot make a hard link. In that case nothing was changed.
-        """
+        """Give a file a second name; False, with nothing changed, if storage cannot link it."""
         try:
             self.link(source, target)
         except OSError as error:
@@ -139,35 +120,24 @@ class Storage(Calls):
         self.close(fd)
 
     def replace(self, path: Path, data: bytes, *, room: Path | None = None) -> None:
-        """Replace a file by one rename, durably.
-
-        The new file has its temporary name in the folder ``room``, or by default in the file's own
-        folder.
-        """
+        """Replace a file by one rename of a :class:`Draft` in ``room``, durably."""
         for left in reversed(range(_ATTEMPTS)):
             try:
                 with Draft(self, path, room=room) as draft:
                     draft.write(data)
                     draft.commit()
             except FileNotFoundError:
-                # If this process was stopped for very long, a daemon may have deleted the temporary
-                # file.
+                # A daemon may have deleted the draft, if this process was stopped for very long.
                 if not left:
                     raise
             else:
                 return
 
     def make_folder(self, path: Path, *, below: Path) -> None:
-        """Make a folder and its missing parent folders, durably.
+        """Make a folder and its missing parent folders, durably, but never ``below``.
 
-        Args:
-            path: the folder.
-            below: a parent folder that this method never makes. If ``below`` is missing (for
-                example, the job was unmounted, or another daemon removed the room), nothing may be
-                made in its place.
-
-        Raises:
-            FileNotFoundError: ``below`` is missing.
+        If ``below`` is missing (the job was unmounted, or another daemon removed the room), nothing
+        may be made in its place: raise FileNotFoundError.
         """
         try:
             self.mkdir(path)
@@ -186,10 +156,8 @@ class Storage(Calls):
     def refresh(self, path: Path) -> None:
         """Make this client ask the server, instead of its cache, for the names in a folder.
 
-        Clients of network filesystems cache which names are missing, and which files the other
-        names refer to. On NFS 4.2 the client may answer even an rmdir from this cache (measured).
-        The client drops the cache when it changes the folder. So this method sets the folder's
-        times, which needs no disk space.
+        A client of a network filesystem drops its cache when it changes the folder. So this method
+        sets the folder's times, which needs no disk space.
         """
         self.utime(path)
 
@@ -254,10 +222,7 @@ class Storage(Calls):
         return b"".join(parts)
 
     def pread_fully(self, fd: int, part: memoryview, offset: int) -> int:
-        """Fill ``part`` from an offset, and return the number of bytes.
-
-        The number is less than the length of ``part`` only at the end of the file.
-        """
+        """Fill ``part`` from an offset; return the number of bytes, less only at the file's end."""
         done = 0
         while done < len(part) and (count := self.pread_into(fd, part[done:], offset + done)):
             done += count
@@ -266,8 +231,7 @@ class Storage(Calls):
     def look_into(self, path: Path, look: Callable[[int], T]) -> T:
         """Open a regular file by name, and call ``look`` with its descriptor.
 
-        An NFS 3 server may forget a file that is replaced between the open and the read (ESTALE).
-        In that case the new file under the same name is opened.
+        If an NFS 3 server forgets a file that is replaced meanwhile (ESTALE), open the new file.
         """
         for _ in range(_ATTEMPTS - 1):
             try:
@@ -285,11 +249,7 @@ class Storage(Calls):
             self.release(fd)
 
     def read(self, path: Path, limit: int = RECORD_LIMIT) -> bytes:
-        """All bytes of a regular file.
-
-        Raises:
-            OSError: ``EFBIG`` if the file has more than ``limit`` bytes; other errors of the reads.
-        """
+        """All bytes of a regular file. Raises OSError (``EFBIG``) if it has more than ``limit``."""
         return self.read_with_signature(path, limit)[0]
 
     def read_with_signature(self, path: Path, limit: int = RECORD_LIMIT) -> tuple[bytes, Signature]:
@@ -327,14 +287,9 @@ def named(path: Path) -> Iterator[None]:
 class Draft:
     """A file that is written under a temporary name, and gets its final name by one rename.
 
-    The commit point is the rename in :meth:`commit`. Before the rename there is only garbage under
-    a ``.tmp-`` name; after the rename the file is whole and durable. If the ``with`` block ends
-    without a commit, the garbage is removed. If the process is killed, the garbage stays.
-
-    Args:
-        storage: the storage to write to.
-        path: the final path.
-        room: the folder for the temporary name; by default the folder of ``path``.
+    Before the rename in :meth:`commit` there is only garbage under a ``.tmp-`` name in ``room``, by
+    default the folder of ``path``. After the rename the file is whole and durable. If the ``with``
+    block ends without a commit, the garbage is removed. A killed process leaves the garbage.
     """
 
     def __init__(self, storage: Storage, path: Path, *, room: Path | None = None) -> None:
@@ -362,10 +317,7 @@ class Draft:
         self._storage.pwrite_all(self._fd, data, offset)
 
     def finish(self, *, durable: bool = True) -> None:
-        """Make the bytes durable and close the file, still under its temporary name.
-
-        If ``durable`` is False, the file may be torn after a power loss. This suffices for a hint.
-        """
+        """Close the file under its temporary name; if not ``durable``, a power loss may tear it."""
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1

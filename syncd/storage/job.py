@@ -24,38 +24,22 @@ from syncd.storage.record_files import EXPECTED, IF_ANY, ReadPolicy
 
 @dataclass(eq=False)
 class Job:
-    """A job directory.
-
-    Attributes:
-        storage: the storage, as this host has mounted it.
-        layout: the paths in the job directory.
-    """
+    """A job directory: its storage, as this host has mounted it, and its paths."""
 
     storage: Storage
     layout: JobLayout
 
     @classmethod
     def at(cls, root: str | Path, storage: Storage | None = None) -> Self:
-        """The job in a folder. The folder is not read, and need not exist.
-
-        Args:
-            root: the job directory.
-            storage: the shared storage; by default the plain storage of ``root``.
-        """
+        """The job in a folder. The folder is not read, and need not exist."""
         layout = JobLayout(Path(root))
         return cls(storage or Storage(layout.root), layout)
 
     def open(self, *, lease_time: float | None = None) -> Format:
         """Make the missing folders of ``.syncd`` and ``published``, and agree on the format.
 
-        The first process that opens a job fixes its lease time. Later values are ignored, because
-        two hosts with different lease times would take leases from each other.
-
-        Args:
-            lease_time: seconds, for a job that has no lease time yet. The default is 30.
-
-        Returns:
-            The format of the job.
+        The first process that opens a job fixes its ``lease_time`` (seconds, by default 30). Later
+        values are ignored: two hosts with different lease times would take leases from each other.
 
         Raises:
             JobUnavailableError: the job directory is missing or cannot be written.
@@ -112,17 +96,12 @@ class Job:
     def is_there(self) -> bool:
         """True if this job, which was opened before, is still present.
 
-        If the result is False, do not rely on the job's files: storage that is not mounted looks
-        empty.
+        If not, do not rely on the job's files: storage that is not mounted looks empty.
         """
         return self.storage.exists(self.layout.format)
 
     def check_is_there(self) -> None:
-        """Check that this job, which was opened before, is still present.
-
-        Raises:
-            JobUnavailableError: the job directory, or ``.syncd`` in it, is missing.
-        """
+        """Raise JobUnavailableError if this job, which was opened before, is not present."""
         if not self.is_there():
             raise JobUnavailableError(f"{self.layout.format} is not there: is its storage mounted?")
 
@@ -148,11 +127,7 @@ class Job:
             raise JobUnavailableError(f"{path} cannot be read: {error}") from error
 
     def check_folders(self) -> None:
-        """Check that syncd's folders are not links, because filelock would follow a link.
-
-        Raises:
-            JobUnavailableError: one of these folders is a link or a file.
-        """
+        """Raise JobUnavailableError if a folder is a file, or a link, which filelock follows."""
         at = self.layout
         for folder in (at.state, at.published, at.epochs, at.leases, at.sessions):
             status = self.storage.status(folder)
@@ -193,8 +168,7 @@ class Job:
 
         Raises:
             OSError: the storage failed in a way that the policy does not ignore.
-            ProtocolMismatchError: a newer protocol wrote the record, and the policy does not ignore
-                such records.
+            ProtocolMismatchError: likewise, for a record of a newer protocol.
         """
         try:
             return parse(model, self.storage.read(path, limit), path)
@@ -213,8 +187,7 @@ class Job:
     def previous_loads(self, name: str) -> tuple[Load, ...]:
         """The newest loads in the report of the previous explorer of this name.
 
-        The new explorer repeats these loads in its own report, because the daemon may not have read
-        the previous report yet.
+        The new explorer repeats them, because the daemon may not have read the previous report yet.
         """
         report = self.read(ExplorerReport, self.layout.explorer(name), IF_ANY)
         return (report.loads or ())[-LOADS_KEPT:] if report else ()
@@ -222,16 +195,7 @@ class Job:
     def explorer_reports(
         self, names: Iterable[str], policy: ReadPolicy, *, most: int | None = None
     ) -> Iterator[ExplorerReport]:
-        """The reports of explorers, without drafts of reports.
-
-        Args:
-            names: the names in the folder of these reports.
-            policy: the failures for which a report is left out.
-            most: the maximum number of files to read.
-
-        Raises:
-            OSError, ProtocolMismatchError: :meth:`read` raised this error for a report.
-        """
+        """The reports in the first ``most`` files of these ``names``, without drafts."""
         for name in [name for name in names if not name.startswith(TEMPORARY)][:most]:
             report = self.read(ExplorerReport, self.layout.explorers / name, policy)
             if report is not None:
@@ -247,12 +211,7 @@ def no_folder(path: object) -> JobUnavailableError:
 
 @contextmanager
 def registering(layout: JobLayout) -> Iterator[None]:
-    """Translate the errors of a process's first writes to a job.
-
-    Raises:
-        JobUnavailableError: the storage is mounted read-only.
-        NoRoomError: the storage is full.
-    """
+    """Raise JobUnavailableError for read-only storage, and NoRoomError for full storage."""
     try:
         yield
     except OSError as error:
@@ -262,12 +221,9 @@ def registering(layout: JobLayout) -> Iterator[None]:
 
 
 def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
-    """Return the remedy to append to the error message that nothing was published in time.
+    """The remedy for an error message that nothing was published in time.
 
-    Args:
-        folder: the job directory, or the memory directory of a job.
-        lives: True if a daemon seems to work in ``folder``.
-        is_memory: True if ``folder`` is a memory directory.
+    ``lives`` says whether a daemon seems to work in ``folder``: a job, or its memory directory.
     """
     path = shlex.quote(str(folder))
     if lives:

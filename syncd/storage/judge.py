@@ -1,7 +1,6 @@
 """The judge: decides whether a heartbeat is alive or dead, and removes locks of dead sessions.
 
-The judge uses only this process's monotonic clock (``docs/protocol.md``, "Sessions and time"). A
-:class:`Lookout` spreads the checks of hundreds of heartbeats over many ticks.
+``docs/protocol.md``, "Sessions and time", has the rules.
 """
 
 from __future__ import annotations
@@ -52,17 +51,10 @@ class _Watch:
 class Judge:
     """Decides whether a heartbeat is alive or dead, only by this process's monotonic clock.
 
-    A heartbeat is dead if its file has not changed for a lease time. The time between two checks
-    counts only if it is at most a third of a lease time, so that a pause of this process does not
-    count.
-
-    Args:
-        storage: the shared storage.
-        lease_time: seconds.
-        clock: seconds, monotonic.
-        counts_pauses: if True, a longer time between two checks counts as a third of a lease time;
-            if False, a longer time counts as zero. Set this to True only if a wrong judgement does
-            no harm.
+    A heartbeat is dead if its file has not changed for a lease time, in seconds. The time between
+    two checks counts only if it is at most a third of a lease time, so that a pause of this process
+    does not count. If ``counts_pauses``, a longer time counts as a third of a lease time. Use this
+    only if a wrong judgement does no harm.
     """
 
     def __init__(
@@ -81,11 +73,7 @@ class Judge:
         self._repeats = Repeats(clock=clock)
 
     def look(self, path: Path) -> Liveness:
-        """Check a heartbeat once.
-
-        Call this method at least three times in a lease time, because otherwise the time between
-        two checks does not count.
-        """
+        """Check a heartbeat once. Call this at least three times in a lease time."""
         try:
             fd = self._storage.open_read(path)
         except OSError as error:
@@ -126,10 +114,7 @@ class Judge:
         return watch is not None and watch.beats
 
     def look_again(self, path: Path) -> Liveness:
-        """Check again a heartbeat that seems to be missing, and make the client ask the server.
-
-        The client's cache may still say that the file is missing.
-        """
+        """Check a missing heartbeat on the server, because the client's cache may be old."""
         self._storage.refresh(path.parent)
         return self.look(path)
 
@@ -137,8 +122,7 @@ class Judge:
         """Remove the file that the last check found dead, if it has not changed since that check.
 
         Returns:
-            True if the file is gone. False if the owner has refreshed the file since that check; in
-            that case the file is put back.
+            True if the file is gone. False if its owner has refreshed it, so it was put back.
         """
         watch = self._watched.pop(path, None)
         if watch is None:
@@ -205,17 +189,10 @@ class Lookout:
     """Judges many heartbeats: each call checks some of them, and returns the results for all.
 
     Promised: if :meth:`look` is called once a tick, each heartbeat is checked at least three times
-    in a lease time, and a new heartbeat is checked at once. If a heartbeat seems to be missing, the
-    lookout asks the server. A result may be a third of a lease time old.
+    in a lease time, and a new heartbeat is checked at once. A missing heartbeat is checked on the
+    server. A result may be a third of a lease time old.
 
-    Args:
-        judge: judges single heartbeats. No other code may use this judge.
-        layout: the job.
-        tick: the approximate seconds between two calls.
-        clock: seconds, monotonic.
-
-    Attributes:
-        tick: the argument ``tick``, which may be changed at any time.
+    No other code may use ``judge``. ``tick``, the seconds between two calls, may change any time.
     """
 
     def __init__(
@@ -233,11 +210,7 @@ class Lookout:
     def look(self, sessions: Collection[str]) -> Mapping[str, Liveness]:
         """Check the heartbeats whose turn it is, and return the newest result for each session.
 
-        Args:
-            sessions: the sessions to watch. All other sessions are forgotten.
-
-        Raises:
-            OSError: :meth:`Judge.look` failed. The next call begins with the same heartbeat.
+        Other sessions are forgotten. After an OSError the next call begins with the same heartbeat.
         """
         wanted = set(sessions)
         left = self._last.keys() - wanted
@@ -254,11 +227,7 @@ class Lookout:
         return self._last
 
     def look_at(self, session: str) -> Liveness:
-        """Check one heartbeat now, even before its turn.
-
-        Raises:
-            OSError: :meth:`Judge.look` failed.
-        """
+        """Check one heartbeat now, even before its turn."""
         is_new = session not in self._last
         self._look(session)
         if is_new:

@@ -1,15 +1,11 @@
 """Leases and pins: files that keep a version or a step from being pruned.
 
-An explorer leases the version that it serves. The lease is a file in the version's lease folder.
-The name of this file contains the explorer's session.
+An explorer leases the version that it serves, by a file with its session in the name. A user pins a
+version or a step, by an empty file. A pin needs no message to a daemon: once :func:`pin_version` or
+:func:`pin_step` has returned, nothing prunes the pinned version or step:
 
-A user pins a version or a step. The pin is an empty file in a folder that the daemon checks when it
-prunes, so the pin needs no message to a daemon. Once :func:`pin_version` or :func:`pin_step` has
-returned, nothing prunes the pinned version or step:
-
-- The pin of a version is in the version's lease folder. Retiring a version begins with the rmdir of
-  that folder. The server refuses this rmdir while the folder has any file, even if a daemon decided
-  earlier to retire the version.
+- Leases and pins of a version are in its lease folder. Retiring a version begins with the rmdir of
+  that folder, which fails while the folder has any file.
 - The pin of a step is in the step folder. Pruning renames that folder into a trash, checks its
   content once more, and puts the folder back if anything changed. :func:`pin_step` returns only
   after it has seen the pin under the step's own name. So a prune that begins later sees the pin,
@@ -31,8 +27,7 @@ from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
-#: Seconds between two attempts to find a step folder, because the folder is in a daemon's trash
-#: while the daemon checks its content.
+#: Seconds between attempts to find a step folder, which a daemon may be checking in its trash.
 _PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -51,9 +46,6 @@ class Lease:
     @classmethod
     def take(cls, job: Job, sequence: int, name: str, session: str) -> Lease:
         """Lease a version.
-
-        The lease file is created exclusively, in a folder that only the publisher makes. If that
-        folder is gone, the version was retired.
 
         Raises:
             VersionGoneError: the version was retired. The caller should read LATEST again.
@@ -75,8 +67,7 @@ class Lease:
         """Release the version. Safe to call twice.
 
         Raises:
-            OSError: storage refused the deletion, or the job folder is missing now. The lease still
-                exists.
+            OSError: storage refused, or the job folder is missing now. The lease still exists.
         """
         if self._storage.unlink_if_there(self._path):
             return
@@ -118,9 +109,7 @@ def pin_step(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Pin a step, so that syncd does not prune its folder until :func:`unpin_step`.
-
-    The pin does not keep the trainer from deleting the folder.
+    """Pin a step until :func:`unpin_step`. The trainer can still delete the folder.
 
     Raises:
         InvalidSettingsError: the job has no folder of this step.
@@ -131,8 +120,7 @@ def pin_step(
             job.storage.refresh(job.layout.root)
             _make(job.storage, marker)
             job.storage.refresh(job.layout.root)
-            # A daemon may have moved the folder while the pin was written, so look for the pin
-            # under the step's own name.
+            # A daemon may have moved the folder while the pin was written.
             if job.storage.exists(marker):
                 return
         except OSError as error:

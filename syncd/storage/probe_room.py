@@ -1,8 +1,7 @@
 """The temporary folder in which ``syncd doctor`` measures; doctor changes nothing outside it.
 
-The file ``.syncd/doctor/NAME.alive`` is the mark of the folder ``NAME``. The mark is made before
-the folder, and removed after the folder. So a folder without a mark was left behind, and every
-process may remove it.
+The file ``NAME.alive`` marks the folder ``NAME``. It is made before the folder, and removed after
+the folder. So every process may remove a folder without a mark.
 """
 
 from __future__ import annotations
@@ -21,21 +20,15 @@ from syncd.storage.job import Job
 log = logging.getLogger(__name__)
 
 _ALIVE: Final = ".alive"
-#: The most attempts to make the folder of all rooms, because a run that ends may remove it at the
-#: same time. Also the most attempts to empty a room that is being removed.
+#: The most attempts to make or empty a room, because other runs and probes may interfere.
 _ATTEMPTS: Final = 5
 
 
 class ProbeRoom:
     """The folder of one run of ``syncd doctor``, in which the run may make any file.
 
-    Promised: the job's own files are not touched, and :meth:`remove` leaves no file. If a run is
-    killed, its files are removed by the next run on the same host (:func:`sweep_rooms`), or by a
-    daemon (:func:`left_rooms`).
-
-    Attributes:
-        path: the folder.
-        job: the job directory.
+    Promised: the job's own files are not touched, and :meth:`remove` leaves no file. The next run
+    (:func:`sweep_rooms`) or a daemon (:func:`left_rooms`) removes the files of a killed run.
     """
 
     def __init__(self, job: Job, name: str) -> None:
@@ -47,11 +40,7 @@ class ProbeRoom:
 
     @classmethod
     def make(cls, job: Job, name: str) -> ProbeRoom:
-        """Make an empty room.
-
-        Raises:
-            OSError: the job folder is missing, or this user may not write to it.
-        """
+        """Make an empty room."""
         room = cls(job, name)
         for left in reversed(range(_ATTEMPTS)):
             try:
@@ -76,7 +65,6 @@ class ProbeRoom:
         self._job.storage.mkdir(self.path)
 
     def _make_folder(self, path: Path) -> bool:
-        """Make a folder that need not be durable; False if it exists."""
         try:
             self._job.storage.mkdir(path)
         except FileExistsError:
@@ -84,11 +72,7 @@ class ProbeRoom:
         return True
 
     def beat(self) -> None:
-        """Show that this run is alive, because a room that does not change counts as left behind.
-
-        Raises:
-            JobUnavailableError: the room was removed, so the measurement is worthless.
-        """
+        """Show that this run is alive. Raises JobUnavailableError if its room was removed."""
         try:
             self._job.storage.utime(self._mark)
         except OSError as error:
@@ -101,8 +85,7 @@ class ProbeRoom:
 
     def remove(self) -> None:
         """Remove the room and its mark. Safe to call twice."""
-        # After the rename a probe that still runs finds no folder under the old name, and adds
-        # nothing.
+        # After the rename a probe that still runs finds no folder under the old name.
         aside = self.path.with_name(f"{self.path.name}.removed")
         try:
             self._job.storage.rename(self.path, aside)
@@ -143,8 +126,7 @@ def sweep_rooms(job: Job) -> None:
 def left_rooms(job: Job) -> list[Path]:
     """Remove rooms without a mark, and return the marks of the other rooms.
 
-    The daemon's collector watches these marks, and removes a mark that no longer changes. The next
-    call of this function removes the room of a removed mark.
+    The daemon's collector removes marks that no longer change; the next call removes their rooms.
     """
     names = job.storage.names(job.layout.doctor)
     _remove_unmarked(job, names)
@@ -180,7 +162,6 @@ def _remove_if_empty(storage: Storage, folder: Path) -> None:
 
 
 def _this_process() -> str:
-    """The identity of this process: boot of the host, process namespace, and process."""
     return f"{_here()} {_process(os.getpid())}"
 
 
@@ -195,8 +176,7 @@ def _process(pid: int) -> str | None:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The process's name, in brackets, may contain anything. The 20th field after it is the time of
-    # the start.
+    # The name, in brackets, may contain anything. The 20th field after it is the time of the start.
     return f"{pid} {status.rpartition(')')[2].split()[19]}"
 
 

@@ -27,11 +27,9 @@ class ReadPolicy:
     """The failures of a read that raise no error: by default, a missing file and a damaged record.
 
     Attributes:
-        absent: returns True for an OSError that counts as a missing file. Such an error is not
-            logged.
+        absent: returns True for an OSError that counts as a missing file, which is not logged.
         damaged: returns True for an OSError that counts as an unreadable record.
-        newer: True if a record of a newer protocol counts as unreadable. If False, such a record
-            raises an error.
+        newer: True if a record of a newer protocol counts as unreadable, instead of raising.
         say: logs the path and the error of an unreadable record.
     """
 
@@ -44,8 +42,7 @@ class ReadPolicy:
 EXPECTED: Final = ReadPolicy()
 #: Like :data:`EXPECTED`, but nothing is logged.
 SILENT: Final = ReadPolicy(say=lambda *_: None)
-#: For reading many files: an unreadable file is ignored, so that the other files are read. Only a
-#: failure of the storage is an error.
+#: For reading many files: unreadable files are ignored. Only a failure of the storage is an error.
 OF_OTHERS: Final = ReadPolicy(
     absent=lambda error: is_gone(error) or is_unreadable(error),
     say=lambda _, error: log.debug("%s", error),
@@ -55,11 +52,7 @@ IF_ANY: Final = ReadPolicy(absent=lambda _: True, say=lambda *_: None)
 
 
 def readable_lines(model: type[R], lines: Iterable[bytes], path: Path) -> Iterator[R]:
-    """The records in a file that has one record a line.
-
-    Unreadable lines are left out: torn lines, lines of a newer syncd, and the empty lines that
-    separate the lines of two daemons.
-    """
+    """The records in a file with one record a line, without torn, empty and newer lines."""
     for line in lines:
         try:
             record = parse(model, line, path)

@@ -12,8 +12,7 @@ from typing import Final
 #: Seconds for which a message is not logged again: the first interval, and the longest interval.
 _FIRST: Final = 60.0
 _LONGEST: Final = 3600.0
-#: The number of messages that are remembered. The oldest message is forgotten first; if it comes
-#: again, it is logged as if it were new.
+#: The number of messages that are remembered. A forgotten message is logged as if it were new.
 _MOST: Final = 1000
 
 
@@ -26,15 +25,10 @@ class _Said:
 
 
 class Repeats:
-    """Decides whether a repeated message is logged now, or held back.
+    """Decides whether a repeated message is logged now, or held back. Safe to use from any thread.
 
-    A message may be logged ``burst`` times in its first minute. A message that occurs more often is
-    logged again only after a minute. As long as the message continues to occur, this interval
-    doubles each time, up to an hour. Safe to use from any thread.
-
-    Args:
-        burst: the number of times that a message may be logged in one interval.
-        clock: seconds, monotonic.
+    A message may be logged ``burst`` times in an interval, which is a minute at first. As long as
+    the message continues to occur, the interval doubles each time, up to an hour.
     """
 
     def __init__(self, *, burst: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,11 +42,7 @@ class Repeats:
         return self.held_back(key) is not None
 
     def held_back(self, key: Hashable) -> int | None:
-        """The number of times that the message was held back since it was last logged.
-
-        Returns:
-            None if the message must be held back now too.
-        """
+        """How often a message was held back since its last line; None: hold it back now too."""
         with self._lock:
             now = self._clock()
             said = self._said.get(key)

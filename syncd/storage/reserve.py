@@ -13,8 +13,7 @@ log = logging.getLogger(__name__)
 
 _FILES: Final = 16
 _SIZE: Final = 64 * 1024
-#: The reserve is filled only if the free space is this many times its size, because other files are
-#: more important.
+#: The reserve is filled only if this many times its size is free: other files matter more.
 _PLENTY: Final = 16
 
 
@@ -23,9 +22,6 @@ class Reserve:
 
     The freed space is enough for a heartbeat, a room, a report and the audit lines of the
     deletions. Another process may use the freed space first.
-
-    Args:
-        job: the job.
     """
 
     def __init__(self, job: Job) -> None:
@@ -53,11 +49,7 @@ class Reserve:
                 raise
 
     def relieve(self, error: OSError) -> bool:
-        """Remove the files if ``error`` says that the disk or the quota is full.
-
-        Returns:
-            True if ``error`` says that the disk or the quota is full.
-        """
+        """Remove the files and return True if ``error`` says that the disk or quota is full."""
         if error.errno not in NO_ROOM:
             return False
         self.give_up()

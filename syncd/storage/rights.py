@@ -22,8 +22,7 @@ from syncd.storage.step_folders import step_folders
 
 #: The mode bits of a folder that its group may change, and whose new files get that group.
 _SHARED: Final = stat.S_ISGID | stat.S_IRWXG
-#: The number of step folders to check. A few suffice, because all folders of one trainer have the
-#: same rights.
+#: The number of step folders to check: all folders of one trainer have the same rights.
 _FEW: Final = 4
 #: The remedy if steps cannot be deleted.
 TO_DELETE: Final = (
@@ -33,15 +32,10 @@ TO_DELETE: Final = (
 
 
 def share_with_group(job: Job, group: str) -> None:
-    """Give a job's folder, and syncd's folders in it, to a group.
+    """Give a job's folder, and syncd's folders in it, to a group (a name or a number).
 
-    The folders get the setgid bit. New files and folders below these folders get the same group,
-    and new folders also get the setgid bit. The umask of this process decides whether the group may
-    write to the files that this process makes.
-
-    Args:
-        job: the job.
-        group: the group's name or number.
+    The setgid bit passes the group on to new files and folders. The umask of this process decides
+    whether the group may write to the files that this process makes.
 
     Raises:
         InvalidSettingsError: there is no such group; this process is not in the group; or a folder
@@ -75,11 +69,7 @@ def share_with_group(job: Job, group: str) -> None:
 
 
 def check_rights(job: Job) -> None:
-    """Check that this user may write to the job's folder, and to syncd's folders in it.
-
-    Raises:
-        JobUnavailableError: this user may not write to one of these folders.
-    """
+    """Raise JobUnavailableError if this user may not write to the job's and syncd's folders."""
     folder = unwritable(job)
     if folder is not None and job.storage.is_read_only(folder):
         raise JobUnavailableError(read_only(folder))
@@ -91,11 +81,7 @@ def check_rights(job: Job) -> None:
 
 
 def unwritable(job: Job) -> Path | None:
-    """The first folder that a daemon must write to, but that this user may not write to.
-
-    The checked folders are the job directory, ``.syncd`` and the folders without which a daemon
-    cannot publish.
-    """
+    """The first folder that a daemon must write to, but that this user may not write to."""
     for folder in (job.layout.root, job.layout.state, *_working(job.layout)):
         if job.storage.exists(folder) and not job.storage.may_change(folder):
             return folder
@@ -105,9 +91,7 @@ def unwritable(job: Job) -> Path | None:
 def unprunable(job: Job) -> str | None:
     """The reason, according to the file modes, why this user could not delete existing steps.
 
-    Returns:
-        A sentence for people; the text :data:`TO_DELETE` can follow this sentence. Empty if no
-        reason was found; None if there is no step yet.
+    A sentence that :data:`TO_DELETE` can follow. Empty without a reason; None if no step exists.
     """
     steps = step_folders(job)[-_FEW:]
     if not steps:

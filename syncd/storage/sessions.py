@@ -1,8 +1,7 @@
 """Sessions, each with a heartbeat of its process, and the lock that elects the working daemon.
 
 A heartbeat is a file under ``.syncd/sessions/`` that filelock's ``SoftFileLease`` creates,
-refreshes and releases. ``daemon.lock`` is such a file too. :mod:`.judge` judges whether the process
-behind such a file is alive.
+refreshes and releases. ``daemon.lock`` is such a file too. :mod:`.judge` judges both.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ def new_session_id(prefix: str = "") -> str:
 
 
 def process_of(session: str) -> str:
-    """Text for a message, for example ``process 12 on host h, ``, from the name of a session.
-
-    Returns:
-        The text; empty if syncd did not make this name.
-    """
+    """``process 12 on host h, ``, for a message; empty if syncd did not make this name."""
     found = re.fullmatch(rf"(?:{DAEMON_SESSION})?(.+)-([0-9]+)-[0-9a-f]{{8}}", session)
     return f"process {found[2]} on host {found[1]}, " if found else ""
 
@@ -52,14 +47,9 @@ class Session:
     """This process's heartbeat in one job.
 
     Promised: while the process runs and its storage answers, other processes see the session alive.
-    If the storage did not answer for longer than a lease time, other processes see the session
-    alive again soon after the storage answers. The heartbeat may continue while the process hangs.
-    So a loop that makes no progress must end its process.
-
-    Args:
-        layout: the job.
-        lease_time: seconds, from the job's format.
-        prefix: the beginning of the session's name.
+    If the storage did not answer for longer than a lease time, they see the session alive again
+    soon after. The heartbeat may continue while the process hangs. So a loop that makes no progress
+    must end its process.
     """
 
     def __init__(self, layout: JobLayout, lease_time: float, *, prefix: str = "") -> None:
@@ -77,10 +67,7 @@ class Session:
             self._lock.release()
 
     def _renew_soon(self, lost: LeaseCompromise) -> None:
-        """Start a thread that renews the heartbeat, which filelock has ended.
-
-        filelock ends a heartbeat that could not be refreshed for most of a lease time.
-        """
+        """Renew the heartbeat in a thread, after filelock ended it because it was not refreshed."""
         why = lost.error or lost.reason
         log.warning(
             "the heartbeat of session %s stopped: %s",
@@ -119,13 +106,7 @@ class Session:
 
 
 class DaemonLock:
-    """The lock that elects the working daemon; :mod:`.epoch` keeps other daemons from committing.
-
-    Args:
-        job: the job.
-        lease_time: seconds.
-        judge: judges whether the holder of the lock is dead.
-    """
+    """The lock that elects the working daemon. :mod:`.epoch` keeps others from committing."""
 
     def __init__(self, job: Job, lease_time: float, judge: Judge) -> None:
         self._job = job
@@ -146,8 +127,7 @@ class DaemonLock:
         if self._judge.look(self._path) is Liveness.DEAD:
             self._judge.break_dead(self._path)
         try:
-            # filelock itself breaks a lock if it can prove that its process has gone from this
-            # host.
+            # filelock itself breaks a lock whose process has provably gone from this host.
             self._lock.take()
         except Timeout:
             return False
@@ -193,8 +173,7 @@ class _Lease(SoftFileLease):
     def take(self) -> None:
         """Take the lease, without waiting, in an existing folder.
 
-        filelock's own ``acquire`` would make missing folders, even inside the empty mount point of
-        an unmounted job.
+        filelock's own ``acquire`` would make missing folders, even in an unmounted job.
         """
         with self.beneath.at(Path(self.lock_file)) as (name, folder):
             self._place = None if folder is None else f"/proc/self/fd/{folder}/{name}"

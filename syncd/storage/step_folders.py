@@ -19,11 +19,7 @@ _ATTEMPTS: Final = 5
 
 
 def step_folders(job: Job) -> list[int]:
-    """The steps that have a folder, lowest first.
-
-    Raises:
-        OSError: the job directory cannot be listed.
-    """
+    """The steps that have a folder, lowest first."""
     found = (parse_step_folder(name) for name in job.storage.names(job.layout.root))
     return sorted(step for step in found if step is not None)
 
@@ -44,10 +40,7 @@ def ask_server(job: Job) -> None:
 
 
 def check_on_disk(job: Job, step: int) -> None:
-    """Check on the server that a step has a folder.
-
-    This function looks up the folder's name, because listings may be late. It does not check
-    whether the save in the folder is whole.
+    """Check that a step has a folder, by its name on the server, because listings may be late.
 
     Raises:
         SaveNotReadyError: the step has no folder. The message lists the steps that have a folder.
@@ -68,14 +61,9 @@ def check_on_disk(job: Job, step: int) -> None:
 def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
     """Make the step's folder, if it is missing, by a rename out of ``drafts/``.
 
-    If the job is not mounted, nothing is made in its mount point.
-
-    Args:
-        job: the job.
-        step: the step.
-        mark: the name of an empty file that the folder has from the start. If another process makes
-            the folder at the same time, the rename of that process would replace an empty folder,
-            but not a folder with a file in it.
+    If the job is not mounted, nothing is made in its mount point. ``mark`` is the name of an empty
+    file that the folder has from the start. Without it, the rename of another process that makes
+    the folder at the same time would replace the empty folder.
     """
     folder = job.layout.step(step)
     for left in reversed(range(_ATTEMPTS)):
@@ -89,8 +77,7 @@ def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
             _remove(job.storage, draft, mark)
             if error.errno in NOT_EMPTY:
                 return
-            # If this process was paused for long, a daemon may have deleted the draft as a
-            # leftover.
+            # If this process was paused for long, a daemon may have deleted the draft.
             if not (is_gone(error) and left):
                 raise
         else:

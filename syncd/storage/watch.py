@@ -1,7 +1,6 @@
 """The watcher: waits for events of the filesystem, but never longer than a deadline.
 
-Events only shorten a wait. If all events are lost (for example, network filesystems send none),
-each wait still ends at its deadline.
+Events only shorten a wait. Network filesystems, for example, send none.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The events that end a wait. Opens and reads are not among them, because otherwise every read by
-#: syncd itself would end the next wait.
+#: The events that end a wait. Opens and reads are not among them, because syncd itself reads.
 _CHANGES: Final[list[type[FileSystemEvent]]] = [
     DirCreatedEvent,
     FileClosedEvent,
@@ -53,22 +51,17 @@ _PATIENCE: Final = 10.0
 class Watcher:
     """Wakes its owner when a watched name in a watched folder changes.
 
-    ``wake`` may be called from any thread and from a signal handler, because it only writes to an
-    eventfd.
+    ``names``: folder → the names in it to watch; links are followed. Only this watcher blocks if
+    the folder's storage does not answer.
 
     If a folder is moved, replaced or unmounted, its watchers get no more events. While such a
     folder is still watched, watchers of a new folder with the same name get no events either.
-
-    Args:
-        names: folder → the names in it to watch. Links are followed. If the folder's storage does
-            not answer, this watcher blocks, as a read of the folder would block. Other watchers do
-            not block.
     """
 
     def __init__(self, names: Mapping[Path, frozenset[str]]) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Closed with the last reference, not by close(), because the number of a closed descriptor
-        # may be given to another file, and a late wake would write to that file.
+        # Closed with the last reference, not by close(): a late wake could write to another file
+        # with the same descriptor.
         weakref.finalize(self, os.close, self._event)
         # Not select(): a process with many files open has descriptors above its limit of 1023.
         self._poll = select.poll()
@@ -93,14 +86,7 @@ class Watcher:
             self.close()
 
     def wait(self, timeout: float) -> bool:
-        """Wait for a change or a wake.
-
-        Args:
-            timeout: the most seconds to wait.
-
-        Returns:
-            True if there was a change or a wake; False if the time ran out.
-        """
+        """Wait for a change or a wake, at most ``timeout`` seconds; False if the time ran out."""
         ready = self._poll.poll(max(0.0, 1000 * timeout))
         if ready:
             try:
@@ -110,7 +96,7 @@ class Watcher:
         return bool(ready)
 
     def wake(self) -> None:
-        """End the current wait. If there is no current wait, the next wait ends at once."""
+        """End the current wait, or else the next. Any thread or signal handler may call this."""
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
@@ -147,9 +133,8 @@ class _Hints(FileSystemEventHandler):
 class _Emitter(InotifyEmitter):
     """Ends its thread before it forgets its inotify watch.
 
-    The library's own emitter forgets the watch first. If a file was moved away, the library's
-    thread delays the event by half a second. If the watch was forgotten in that time, the thread
-    logs an error.
+    The library's own emitter forgets the watch first. If a file was moved away, its thread delays
+    the event by half a second, finds the watch forgotten, and logs an error.
     """
 
     def on_thread_stop(self) -> None:
@@ -162,8 +147,6 @@ class _Emitter(InotifyEmitter):
 
 
 class _Observer(InotifyObserver):
-    """An observer that uses :class:`_Emitter`."""
-
     def __init__(self) -> None:
         super().__init__()
         self._emitter_class = _Emitter
@@ -194,8 +177,8 @@ class _Shared:
         Raises:
             OSError: the folder cannot be watched, or another folder's storage does not answer.
         """
-        # The observer reads the folder under a lock that all threads need. So read the folder here
-        # first: if its storage does not answer, only this thread waits.
+        # The observer reads the folder under a lock that all threads need. Read it here first, so
+        # that only this thread waits for storage that does not answer.
         os.scandir(folder).close()
         with self._locked():
             try:
@@ -241,8 +224,7 @@ class _Shared:
     def _locked(self) -> Iterator[None]:
         """Hold the lock; wait for the lock only for a limited time.
 
-        Storage may stop answering just after ``begin`` has read the folder. A thread that is
-        reading a folder under the lock at that time keeps the lock.
+        A thread keeps the lock if storage stops answering while the thread reads a folder.
         """
         if not self._lock.acquire(timeout=_PATIENCE):
             raise TimeoutError("the storage of another watched folder does not answer")
