@@ -66,6 +66,7 @@ class Epoch:
 
         Raises:
             SupersededError: another daemon took over at the same time, and its room sorts higher.
+            JobUnavailableError: a room has a number that no daemon can reach.
         """
         job.storage.refresh(job.layout.epochs)
         found = _rooms(job)
