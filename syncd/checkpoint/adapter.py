@@ -36,7 +36,7 @@ from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.records import AdaptedModel
 
-#: PeftModel's name for the model that it wraps; PEFT's files have it too.
+#: The beginning of all names in a PeftModel and in PEFT's files.
 PREFIX: Final = "base_model.model."
 #: The adapter that PEFT saves into the folder itself; other adapters are in folders below it.
 DEFAULT: Final = "default"
@@ -47,23 +47,23 @@ _HALF: Final = re.compile(
     r"(?(embedding)|\.weight)",
     re.DOTALL,
 )
-#: A tensor of any adapter, in a model; and one of a LoRA in a file.
+#: Matches a tensor of any adapter in a model, and a tensor of a LoRA in a file.
 _ADAPTERS_OWN: Final = re.compile(
     r".\.(lora_[^.]+|modules_to_save|token_adapter\.trainable_tokens_delta)\.", re.DOTALL
 )
 _TRAINED_TOKENS: Final = ".token_adapter.trainable_tokens_delta"
-#: Tensors that are not the base model's, or frozen copies beside the trained ones.
+#: Matches adapters' tensors, and frozen copies of the modules that an adapter trains.
 _NOT_BASE: Final = re.compile(r"\.(lora_[^.]+|modules_to_save|original_module)\.")
 _SAVED: Final = re.compile(
     r"base_model\.model\..+\.lora_(([AB])\.(weight|bias)|embedding_[AB]|magnitude_vector)",
     re.DOTALL,
 )
-#: A model's name on a hub; a path relative to some folder may look the same.
+#: A model's name on a hub. A relative path can have the same form.
 _ON_HUB: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
 def are_two_models(one: str, other: str) -> bool | None:
-    """True if two names are of different models; None if unknown, as for folders on two hosts."""
+    """True if two names mean different models; None if unknown, e.g. for folders on two hosts."""
     if one == other:
         return False
     if _ON_HUB.fullmatch(one) and _ON_HUB.fullmatch(other):
@@ -146,7 +146,7 @@ class Adapter:
             if adapter in self.others:
                 return None
             if match[0] == ".lora_magnitude_vector" and adapter == self.name:
-                return name[: match.end()]  # a parameter once, and so it stays in files
+                return name[: match.end()]  # once a parameter: PEFT's files keep this name
             return self._without_adapter(name)
         return None
 

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from syncd.checkpoint.placement import Shape
 
-#: Up to this many elements are read at once even if most are not wanted: another read costs more.
+#: One read takes up to this many elements, even if most are not wanted: two reads cost more.
 _NEAR: Final = 64 * 1024
 
 
@@ -113,7 +113,7 @@ def extents(within: Box, part: Box) -> Iterator[Extent]:
 
 
 def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[Box]:
-    """Cut a part, not empty, into pieces for one read each, in the order of their bytes.
+    """Cut a part, which must not be empty, into pieces for one read each, in byte order.
 
     The elements of ``within`` are stored in C order. A read has at most ``limit`` elements. A piece
     may span up to ``near`` elements even if most of them are not wanted.

@@ -48,7 +48,7 @@ from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, signature
 
 log = logging.getLogger(__name__)
 
-#: Bytes for config, tokenizer and manifest; and how many files a version may well have.
+#: The space to allow for config, tokenizer and manifest, in bytes; and for a version, in inodes.
 _SMALL_FILES: Final = 1024 * 1024
 _FEW_INODES: Final = 32
 
@@ -69,9 +69,9 @@ def build_model_folder(
     the shards' tensors, becomes a folder that PEFT and vLLM load, with a single file of weights.
     That folder lacks the base model's config, so that it does not look like a model.
 
-    ``save`` is the latest result of ``look_at_save``. No other process reads ``folder``, and the
-    caller syncs its parent. ``work.cancel`` is called between chunks. ``sequence`` is 0 for a step
-    that is built only for evaluation, and None if no explorer loads the folder.
+    ``save`` must be the latest result of ``look_at_save``. No other process may read ``folder``,
+    and the caller must sync its parent. ``work.cancel`` is called between chunks. ``sequence`` is 0
+    for a step that is built only for evaluation, and None if no explorer loads the folder.
 
     Raises:
         SaveNotReadyError: the save is not whole, or changed during the merge.
@@ -102,9 +102,9 @@ def build_model_folder(
                         options.cast,
                         extra=Event.CAST_TWICE(path=actor),
                     )
-                # It imports torch, for seconds, while the small files are copied.
+                # The child imports torch, which takes seconds, while the small files are copied.
                 caster = stack.enter_context(Caster(str(actor)))
-            # The small files first: if one differs from its receipt, no weights are copied.
+            # Copy the small files first: if one differs from its receipt, no weights are copied.
             models = _copy_small_files(storage, actor, save, folder, contents.kind, cancel)
             bias, base_model = "none", None
             if contents.kind == "adapter":
@@ -252,7 +252,7 @@ def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
 
 @contextmanager
 def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
-    """Raise the block's CheckpointError only if the trainer did not write to the save meanwhile."""
+    """Let a CheckpointError of the ``with`` block pass only if the save has not changed."""
     try:
         yield
     except CheckpointError:
@@ -309,7 +309,7 @@ def _copy_small_files(
     copied: dict[str, tuple[VersionFile, ...]] = {}
     leave_out: set[str] = set()
     if kind == "adapter":
-        # PEFT's own files before the base model's. Folders inside are other adapters.
+        # PEFT's files come before the base model's. Skip folders, which hold other adapters.
         leave_out = {MODEL_CONFIG, NAME_MAP}
         copied[LORA_ADAPTER] = copy_model_files(
             storage,
@@ -321,7 +321,7 @@ def _copy_small_files(
         )
         leave_out.update(file.name for file in copied[LORA_ADAPTER])
     if save.receipts and f"{HUGGINGFACE}/{NAME_MAP}" not in save.vouched():
-        leave_out.add(NAME_MAP)  # left by another save: its model may be another
+        leave_out.add(NAME_MAP)  # left by another save, perhaps of another model
     copied[HUGGINGFACE] = copy_model_files(
         storage, actor / HUGGINGFACE, folder, cancel=cancel, leave_out=leave_out
     )
@@ -348,7 +348,7 @@ def _adapter_config(
     except OSError as error:
         if not is_no_record(error):
             raise
-        content = b""  # far too long
+        content = b""  # too long to be a config: read_config refuses it
     config = read_config(content, f"the {ADAPTER_CONFIG} of {actor}")
     if contents.adapter is not None and config.peft_type != "LORA":
         raise CheckpointError(
@@ -400,7 +400,7 @@ class FreeSpace:
     ) -> None:
         """Refuse a merge if its result does not fit on the disk.
 
-        A quota that the filesystem does not report is not seen: the merge fails later.
+        A quota that the filesystem does not report is not checked: the merge fails later.
 
         Raises:
             NoRoomError: there is not enough space for this save's version.
@@ -418,7 +418,7 @@ class FreeSpace:
             and free.bytes < needed
             and not isinstance(save, Unfinished | Remote)
         ):
-            # It may need less: a linked file needs no space, and of a PEFT model only the adapter.
+            # A merge may need less: it writes no linked files, and only a PEFT model's adapter.
             asked = (save.identity, options.cast, options.prefix, options.names)
             if self._sized is None or self._sized[0] != asked:
                 size = _weights_size(self._storage, actor, save, options, cancel)

@@ -31,7 +31,7 @@ from syncd.protocol.names import DCP_METADATA
 from syncd.storage.fsio import Storage
 
 _METADATA_MIB: Final = PICKLE_LIMIT // (1024 * 1024)
-#: Names that begin so are not weights, if nothing else tells.
+#: Names with these prefixes are not weights, if nothing else shows which names are weights.
 _NO_MODEL: Final = ("optim.", "optimizer.", "optimizers.")
 
 
@@ -83,7 +83,7 @@ def open_dcp(given: Opening) -> ChunkedSave:
             f"{given.actor / name} is not there, but {DCP_METADATA} says that this file holds "
             f"'{shown(chunks[name][0][0])}'. Save again"
         )
-    # At least one, so that a model that has only empty tensors has a place in the plan.
+    # Open at least one file, so that the plan includes a model that has only empty tensors.
     labels = [name for name in given.files if name in chunks] or list(given.files[:1])
     parse = OneByOne(given.parser.read_tensor)
     files: list[DcpFile] = []

@@ -86,7 +86,7 @@ class SaveContents:
         )
 
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
-        """The sources for the plan. For an adapter among shards, only the adapter's records."""
+        """The sources for the plan; if the shards hold an adapter, only this adapter's records."""
         if opened.full is not None:
             return [SourceFile(opened.full.path, opened.full.fd)]
         if self.adapter is None:
@@ -151,7 +151,7 @@ def _index(file: SafetensorsFile) -> ShardIndex:
 
 
 def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
-    """Refuse a file whose tensor names no engine can load; syncd does not rename the tensors."""
+    """Refuse an adapter without tensors, and a file with tensor names that no engine can load."""
     found = find_adapter(entry.name for entry in file.entries)
     if is_adapter and not file.entries:
         raise CheckpointError(

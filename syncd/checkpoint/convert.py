@@ -60,11 +60,11 @@ from syncd.storage.step_folders import step_folders
 
 log = logging.getLogger(__name__)
 
-#: The folder of a merge, beside ``huggingface/``: the daemon collects leftovers there.
+#: The prefix of a merge's temporary folder, which the daemon deletes if it is a leftover.
 _ROOM: Final = f"{TEMPORARY}{HUGGINGFACE}-"
-#: Seconds between two signs of a running merge. Without a sign for 3 times as long, it has ended.
+#: Seconds between signs of a running merge. A merge without a sign for 3 times as long has ended.
 _SIGN: Final = 10.0
-#: Attempts to make such a folder: a daemon may delete a folder that is still empty.
+#: Attempts to make the temporary folder, because a daemon may delete it while it is empty.
 _ATTEMPTS: Final = 5
 _INDEX_LIMIT: Final = 64 * 1024 * 1024
 #: The suffixes of a base model's config, tokenizer, chat template, and code.
@@ -118,7 +118,7 @@ def look_at_step(job: Job, step: int) -> FoundCheckpoint:
 
     Raises:
         InvalidSettingsError: the folder is missing, or holds no full checkpoint.
-        SaveNotReadyError: no weights are whole, or only those that were cast for explorers.
+        SaveNotReadyError: no weights are whole, or the only whole weights were cast for explorers.
     """
     actor = job.layout.actor(step)
     if not job.storage.exists(job.layout.step(step)):
@@ -183,7 +183,7 @@ def take_model_files(storage: Storage, actor: Path, base: Path) -> list[str]:
                     storage.rename(draft, folder / name)
                 taken.append(name)
             except FileExistsError:
-                pass  # the trainer's own, made just now
+                pass  # the trainer has just written its own file
             finally:
                 storage.unlink_if_there(draft)
         storage.sync_folder(folder)
@@ -286,7 +286,7 @@ def _is_whole_model(storage: Storage, folder: Path) -> bool:
         index = json.loads(storage.read(folder / INDEX, _INDEX_LIMIT))
         return bool(index["weight_map"]) and names.issuperset(index["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return False  # cut off, or none at all
+        return False  # the index is cut off, or is no index at all
     except OSError as error:
         if is_gone(error) or is_no_record(error):
             return False
@@ -297,7 +297,7 @@ def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest
     """Rename the weights into the folder, so that no loader mixes the files of two merges.
 
     The file that a loader looks for first is removed first and renamed last. Weights that no
-    manifest lists are also removed, because without an index an engine loads all such files.
+    manifest lists are also removed, because an engine loads all weights if there is no index.
     """
     weights = [file.name for file in manifest.files if is_weights_name(file.name)]
     storage.make_folder(folder, below=folder.parent)
@@ -357,8 +357,8 @@ def _make_room(storage: Storage, room: Path, step: Path) -> None:
         except FileNotFoundError:
             if not left:
                 raise
-    # Look once our room is there: of two processes that began at once, and saw no room, at least
-    # one then sees the other's.
+    # Look only after our room exists. If two processes begin at the same time, and see no room, at
+    # least one of them now sees the room of the other.
     if _rooms(storage, room.parent).keys() != {room}:
         raise _busy(room.parent)
 
@@ -386,7 +386,7 @@ def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int
 
 
 def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
-    """The status of a file, which is opened because network filesystems cache the status."""
+    """Open a file to get its latest status, because network filesystems cache the status."""
     try:
         return storage.look_into(path, storage.fstat)
     except OSError as error:

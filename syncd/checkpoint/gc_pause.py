@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turn the garbage collector off in a block, because collections would take half of its time.
+    """Turn the garbage collector off in a ``with`` block: collections would take half the time.
 
-    All threads share the collector. The first thread that leaves its block can turn it on again,
-    and then the other threads run slower.
+    All threads share the collector. If several threads are in such blocks, the first thread that
+    leaves can turn the collector on again. Then the other threads run slower.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -37,7 +37,7 @@ Rules = Mapping[str, str | list[dict[str, Any]]]
 def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
     """The name map for a save with these shapes, by the model type in its ``config.json``.
 
-    Its ``refused`` is set if the table of this type does not fit the model. The result is None if
+    The map's ``refused`` is set if this type's table does not fit the model. The result is None if
     the type has no table, because syncd assumes that such a model has the same names on the hub.
     """
     model_type = config.get("model_type") if isinstance(config, dict) else None

@@ -70,7 +70,7 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
 
 
 def resumed_weights(names: Container[str], world_size: int) -> tuple[str, ...]:
-    """The files to resume from, in rank order: a ``master_`` file if the rank has cast its weights.
+    """The files to resume from, in rank order; a rank that cast its weights has a ``master_`` file.
 
     ``names`` are the names in the full receipts.
     """

@@ -38,7 +38,7 @@ _NO_SETTINGS: Final = frozenset(
     {"transformers_version", "_name_or_path", "_commit_hash", "_attn_implementation_autoset"}
 )
 _ABSENT: Final = object()
-#: Real folders are one or two deep.
+#: Real folders have one or two levels.
 _DEPTH_LIMIT: Final = 64
 
 
@@ -51,10 +51,10 @@ def copy_model_files(
     leave_out: Container[str] = (),
     recursive: bool = True,
 ) -> tuple[VersionFile, ...]:
-    """Copy all files but weights from ``actor/huggingface/`` into a version's folder, and sync.
+    """Copy and sync all files but weights from ``actor/huggingface/`` into a version's folder.
 
     Only regular files are copied, and links are never followed. A missing ``source_hf`` counts as
-    empty. ``leave_out`` has paths relative to ``source_hf``. The result is sorted.
+    empty. ``leave_out`` has the paths to skip, relative to ``source_hf``. The result is sorted.
 
     Raises:
         CheckpointError: a file is too large or has an impossible name, or the folder is too deep.
@@ -107,7 +107,7 @@ def says_tied(config: object) -> bool:
     while isinstance(config, dict):
         told.append(config.get("tie_word_embeddings"))
         config = config.get("text_config")
-    # By identity: the value may be 1, or a list, which cannot be looked up in a set.
+    # Compare by identity: the value may be 1, or a list, which cannot be looked up in a set.
     return any(said is True for said in told) and all(said is True or said is None for said in told)
 
 
@@ -131,7 +131,7 @@ def changed_settings(storage: Storage, before: Path, after: Path) -> list[str]:
 def _changes(old: object, new: object, name: str) -> Iterator[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted({*old, *new} - _NO_SETTINGS):
-            # Cut at once: there may be many long keys inside long keys.
+            # Cut each name here, because long keys may be nested in long keys.
             inner = f"{name}.{key}" if name else key
             yield from _changes(old.get(key, _ABSENT), new.get(key, _ABSENT), inner[: _SHOWN + 1])
     elif old != new and repr(old) != repr(new):  # NaN is not equal to itself
@@ -163,8 +163,8 @@ def write_name_map(
 ) -> tuple[VersionFile, ...]:
     """Write and sync ``name_map.json`` if names differ on the hub, and the trainer wrote no map.
 
-    Explorers that load in place need the map for versions with either names. If the hub's names are
-    unknown, the map holds the reason, because servers that need them must refuse the version.
+    Explorers that load in place need the map for versions with either set of names. If the hub's
+    names are unknown, the map holds the reason, because some servers must refuse such a version.
     """
     if names is None or not (names or names.refused) or storage.exists(folder / NAME_MAP):
         return ()

@@ -25,8 +25,8 @@ from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 
 #: The most bytes of a map: real maps have kilobytes, or megabytes for many renamed tensors.
 NAME_MAP_LIMIT: Final = 64 * 1024 * 1024
-#: The most parts in a map (three times as many as the largest models have), and characters of
-#: their names. A map of few bytes can ask for many parts.
+#: The most parts in a map (three times as many as the largest models have), and the most characters
+#: of their names. These limits are needed, because a map of few bytes can ask for many parts.
 PART_LIMIT: Final = 250_000
 NAMES_LIMIT: Final = 32 * 1024 * 1024
 _SLOT: Final = "{}"
@@ -36,8 +36,8 @@ _SLOT: Final = "{}"
 class HubPart:
     """A part of a trainer's tensor that is a tensor on the hub, or some rows of a hub's tensor.
 
-    ``shape`` is the part's shape on the hub. ``index`` is the part's index along dimension 0 of the
-    trainer's tensor, which the part lacks; None if the part keeps dimension 0. The other attributes
+    ``shape`` is the part's shape on the hub. If the part lacks dimension 0 of the trainer's tensor,
+    ``index`` is the part's index along this dimension; else ``index`` is None. The other attributes
     are those of the piece (:class:`NameMap`).
     """
 
@@ -53,7 +53,7 @@ class HubPart:
 class TrainerPart:
     """The place in a trainer's tensor that holds a hub's tensor, or some rows of a hub's tensor.
 
-    ``shape`` is the trainer's; it is None if the tensor is the same on the hub. The attributes
+    ``shape`` is the trainer's shape; None if the tensor is the same on the hub. The attributes
     after ``shape`` are as in :class:`HubPart`.
     """
 

@@ -101,8 +101,8 @@ def open_save(
     """Open all files of a whole save, and check each file against its receipt.
 
     If the save has no receipts, a child process parses the files until the ``with`` block ends.
-    ``save`` is the latest result of ``look_at_save``. ``prefix`` is the beginning of the names of
-    the model's tensors in a save of ``torch.distributed.checkpoint``; if None, syncd finds it.
+    ``save`` must be the latest result of ``look_at_save``. ``prefix`` is the beginning of the names
+    of the model's tensors in a save of ``torch.distributed.checkpoint``; if None, syncd finds it.
 
     Raises:
         SaveNotReadyError: a file is gone, or differs from its receipt; call ``look_at_save`` again.
@@ -127,7 +127,7 @@ def open_save(
             opened.parse, read_header = parser.read_pieces, parser.read_fields
         try:
             match save:
-                case Dcp() | HuggingFaceParts():  # which never have receipts
+                case Dcp() | HuggingFaceParts():  # these never have receipts
                     given = Opening(
                         storage=storage,
                         actor=actor,

@@ -9,7 +9,7 @@ from threading import Event
 from typing import Final, TypeVar
 
 T = TypeVar("T")
-#: A piece of work calls this often; it raises to stop.
+#: A task must call this often. The call raises an error to stop the task.
 Check = Callable[[], None]
 
 #: Seconds between two calls of ``look``.

@@ -18,9 +18,9 @@ _LONGEST: Final = 4096
 
 
 def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
-    """The save in a step's folder, which may have been renamed: weights, or a line with their path.
+    """The save in a step's folder: weights, or a line with their path.
 
-    No content of the folder makes this function raise an exception.
+    The folder may have any name. No content of the folder causes an exception.
     """
     actor = folder / ACTOR
     save = look_at_save(storage, actor, step)
@@ -30,7 +30,7 @@ def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
         if not storage.exists(folder):
             return save
         names = storage.names(folder)
-        # Weights that are being written are waited for, for as long as it takes.
+        # If the trainer is writing weights, wait for them, however long it takes.
         if SAVING in names or (ACTOR in names and storage.names(actor)):
             return save
         return _look_at_path(storage, folder / REMOTE_PATH, step)
@@ -43,7 +43,7 @@ def write_remote(
 ) -> Manifest:
     """Make a version of kind ``remote``: a folder that holds only a manifest.
 
-    ``folder`` is empty, and no other process reads it; the caller syncs its parent.
+    ``folder`` must be empty, and no other process may read it. The caller must sync its parent.
 
     Raises:
         SaveNotReadyError: the folder now holds another save.
@@ -68,7 +68,7 @@ def write_remote(
 
 
 def _look_at_path(storage: Storage, path: Path, step: int) -> Unfinished | Remote:
-    """The remote save. A line that is written again is a new save: the weights may be new."""
+    """The remote save. A rewritten line is a new save, because the weights may be new."""
     try:
         content, (_, inode, size, mtime, _) = storage.read_with_signature(path, _LONGEST)
     except OSError as error:

@@ -25,8 +25,8 @@ def republish(
     """Fill a folder with a published version's files, sync the folder, and write the manifest last.
 
     The files are linked, or copied if this storage has no hard links. The files of a version never
-    change, so it does not matter which version is deleted first. No other process reads ``folder``,
-    and the caller syncs its parent.
+    change, so it does not matter which version is deleted first. No other process may read
+    ``folder``, and the caller must sync its parent.
 
     Raises:
         VerificationError: a file's size differs from the size in the manifest.

@@ -20,8 +20,8 @@ from syncd.checkpoint.safetensors_header import (
 from syncd.checkpoint.tensor_rules import METADATA
 from syncd.storage.fsio import Signature, Storage, signature
 
-#: The metadata key of our hook for the :func:`content_digest` of a file. So the digest of the
-#: header, which the receipt has, binds every byte.
+#: The metadata key under which our hook stores a file's :func:`content_digest` in the header. The
+#: receipt has the digest of the header, so the receipt vouches for every byte.
 CONTENT: Final = "xxh3-128"
 _TOLD: Final = re.compile(
     rf'{{"{METADATA}":{{"format":"pt","{CONTENT}":"([0-9a-f]{{32}})"'.encode()
@@ -93,7 +93,7 @@ class SafetensorsFile:
     def told_content(self) -> str | None:
         """The header's :func:`content_digest`, in hexadecimal digits; None if it is missing.
 
-        Only its usual place is searched, because this process does not parse untrusted headers.
+        The header is not parsed, because it may be untrusted: only the usual place is searched.
         """
         told = _TOLD.match(self.header, 8)
         return told[1].decode() if told is not None else None

@@ -60,7 +60,7 @@ def header_bytes(
     text = bytearray(8) + b"{" + _members({METADATA: {"format": "pt", **(metadata or {})}})
     count = 0
     left = iter(entries)
-    # A part at a time, because a million entries take many times their text as Python objects.
+    # Encode a part at a time: a million Python objects take much more memory than their text.
     while part := {
         name: {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
         for name, dtype, shape, begin, end in islice(left, _PART)

@@ -45,7 +45,7 @@ from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import RECORD_LIMIT, Storage
 
-#: The beginning of a DCP save's identity; then digests of ``.metadata``, ``.distcp`` and all files.
+#: The start of a DCP save's identity; digests of ``.metadata``, ``.distcp`` and all files follow.
 _DCP: Final = "foreign-dcp-"
 #: The most ranks of a save, and the most bytes of all its receipts, which are read at every look.
 RANK_LIMIT: Final = 100_000
@@ -163,7 +163,7 @@ class Remote(_WholeSave):
 SavedWeights: TypeAlias = Shards | FullStateDict | LoraAdapter | Dcp | HuggingFaceParts
 #: A save that can be published.
 WholeSave: TypeAlias = SavedWeights | Remote
-#: A step's folder as it was last looked at.
+#: The state of a step's folder at the last look.
 Save: TypeAlias = Unfinished | WholeSave
 
 

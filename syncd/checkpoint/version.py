@@ -91,8 +91,8 @@ def copy_version(
     """Copy a version's files, except the manifest, and verify them in the same pass.
 
     On the same filesystem no bytes are copied: the new files are hard links, or share blocks.
-    ``target`` is an empty folder; the caller syncs its parent. ``threads`` and ``cancel`` are as in
-    :func:`verify_version`.
+    ``target`` must be an empty folder. The caller must sync its parent. ``threads`` and ``cancel``
+    are as in :func:`verify_version`.
 
     Raises:
         VerificationError: as in :func:`verify_version`; or ``target`` is missing.

@@ -63,7 +63,7 @@ def apply_chain(
         chain: the deltas that lead from the base to the target, in order.
         base: a whole version. Nobody may delete this version during the call.
         to: the storage of the draft and of the base.
-        draft: an empty folder. The caller syncs its parent, and removes the draft after an error.
+        draft: an empty folder. The caller must sync its parent, and remove the draft on errors.
         threads: the number of files that are made at a time, at most the number of processors.
         cancel: called often, in this thread. To stop the work, it raises an error.
         progress: called in this thread with the bytes of tensors that are made, and of all tensors.
@@ -91,9 +91,9 @@ def changed_positions(
 ) -> Iterator[tuple[TensorEntry, NDArray[np.int64]]]:
     """The positions of all elements that any delta of a chain from ``base`` to ``target`` changes.
 
-    A caller may have a tensor whose elements come from several versions of the chain. If the caller
-    copies the elements at these positions from a verified copy of the target, the whole tensor has
-    the target's values.
+    Use this for a tensor whose elements come from several versions of the chain: if you copy the
+    elements at these positions from a verified copy of the target, the whole tensor has the
+    target's values.
 
     Yields:
         A tensor, and at most 2^20 ascending positions (int64) in the flattened tensor. A tensor may

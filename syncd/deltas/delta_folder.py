@@ -31,7 +31,7 @@ BLOCK: Final = 2**20
 #: number of the block in the tensor, the size in bytes of the encoded block, the number of elements
 #: that changed in the block, and the xxh3-64 of the encoded block.
 ENTRY: Final = struct.Struct("<IIIIQ")
-#: If more than this fraction of the elements changes, a delta would save little: none is made.
+#: If more than this fraction of the elements changes, no delta is made: it would save little.
 DENSEST: Final = 0.30
 _BUFFER: Final = 1024 * 1024
 

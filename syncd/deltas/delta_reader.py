@@ -102,7 +102,7 @@ class DeltaReader:
         self._storage.release(self._fd)
 
     def apply(self, tensor: int, block: int, elements: Elements, decoder: Decoder) -> bool:
-        """Replace a block's old elements by the new elements, in place; False if none changed.
+        """Replace a block's old elements by the new ones, in place; return False if none changed.
 
         After an error, ``elements`` may be a mixture of old and new values.
         """
@@ -117,7 +117,7 @@ class DeltaReader:
         return True
 
     def positions(self, tensor: int, block: int, decoder: Decoder) -> Positions | None:
-        """The positions inside a block whose elements changed, ascending; None if none changed."""
+        """The positions of the changed elements in a block, ascending; None if none changed."""
         found = self._load(tensor, block)
         if found is None:
             return None

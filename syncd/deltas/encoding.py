@@ -108,7 +108,7 @@ class Encoder:
                 at = _nonzero(differ)
                 difference = words.take(at).view(new.dtype)
                 inside = np.flatnonzero(difference != 0)
-                shift = 4 - new.itemsize.bit_length()  # elements of a word, as a power of two
+                shift = 4 - new.itemsize.bit_length()  # a word has 2**shift elements
                 positions: Positions = (at.take(inside >> shift) << shift) | (
                     inside & ((1 << shift) - 1)
                 )

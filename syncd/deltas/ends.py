@@ -25,7 +25,7 @@ class NoDeltaError(Exception):
 
 
 def in_order(manifest: Manifest) -> list[TensorEntry]:
-    """The tensors of a version, sorted by name; a delta refers to a tensor by its index here."""
+    """The tensors of a version, sorted by name; a delta refers to tensors by index in this list."""
     return sorted(manifest.tensors, key=lambda tensor: tensor.name)
 
 
@@ -59,7 +59,7 @@ def delta_end(manifest: Manifest) -> DeltaEnd | None:
 
 
 def why_no_delta(base: Manifest, target: Manifest) -> str | None:
-    """The reason why there can be no delta between two versions, as a clause; None if there can."""
+    """The reason why no delta between two versions is possible, as a clause; else None."""
     for manifest in (base, target):
         which = f"version {manifest.sequence}"
         if manifest.kind != "full":

@@ -128,7 +128,7 @@ class DeltaChild:
 
     @property
     def pid(self) -> int:
-        """The number of the child process."""
+        """The child's process ID."""
         return self._child.pid
 
     def close(self) -> None:

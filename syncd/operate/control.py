@@ -116,7 +116,7 @@ class Control:
         deadline = self._clock() + self._timeout
         while not done():
             if not self.working():
-                # It may have answered just before it ended.
+                # The daemon may have answered just before it ended.
                 return "" if done() else "no daemon runs on this job now; the next daemon will"
             if self._clock() >= deadline:
                 return f"the daemon has not answered within {self._timeout:g} s, but will"

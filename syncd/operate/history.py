@@ -88,7 +88,7 @@ class VersionHistory:
     latest: bool = False
 
 
-#: Not ``asdict``: with a thousand explorers there are 100,000 of :class:`Live`, which take seconds.
+#: ``asdict`` would take seconds: a thousand explorers have 100,000 objects of :class:`Live`.
 _VERSIONS: Final = TypeAdapter(list[VersionHistory])
 
 
@@ -120,7 +120,7 @@ def _history(job: Job, limit: int) -> list[VersionHistory]:
     for line in read_journal(job):
         if line.event == "live" and line.version is not None:
             if (line.version, line.explorer) in seen:
-                continue  # a later daemon noticed it again
+                continue  # a later daemon recorded the same load again
             seen.add((line.version, line.explorer))
         if line.version is not None:
             _add(found.setdefault(line.version, VersionHistory(line.version)), line)
@@ -140,7 +140,7 @@ def _history(job: Job, limit: int) -> list[VersionHistory]:
 
 def _add(version: VersionHistory, line: JournalLine) -> None:
     if line.event == "names":
-        return  # of one that another line tells of
+        return  # another line records the version itself
     if line.event == "live":
         seconds = line.seconds
         if seconds is None and version.published is not None:
@@ -172,7 +172,7 @@ def _finite(seconds: float) -> float | None:
 
 
 def _add_deletions(job: Job, found: dict[int, VersionHistory]) -> None:
-    # Without the deletions of steps and leases, which are many.
+    # Skip deletions of steps and leases, because there are many.
     lines = (line for line in last_lines(job.storage, job.layout.audit) if b'"version"' in line)
     for line in readable_lines(AuditLine, lines, job.layout.audit):
         version = found.get(parse_version_folder(line.name) or 0)

@@ -25,8 +25,8 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, no_folder
 from syncd.storage.record_files import IF_ANY, readable_lines
 
-#: The number of last events, and of loads by explorers in addition, which would otherwise fill the
-#: list in a large fleet. And the most bytes to read of each file for them.
+#: The most loads by explorers, and the most other events, to show. The two are counted separately,
+#: because the loads of a large fleet would fill the list. And the most bytes to read of each file.
 _EVENTS: Final = 50
 _TAIL: Final = 128 * 1024
 

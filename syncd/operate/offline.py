@@ -131,7 +131,7 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
                 judge.lease_time,
                 extra=Event.WATCHING(path=job.layout.daemon_lock, seconds=judge.lease_time),
             )
-        # A lock that cannot be read shows no heartbeat.
+        # If the lock cannot be read, no heartbeat is ever seen, so the wait is limited.
         if judge.saw_beat(job.layout.daemon_lock) or waited > 2 * judge.lease_time:
             raise JobUnavailableError(
                 f"a daemon is working on {job.layout.root}, and that daemon prunes the job. Change "

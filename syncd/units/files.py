@@ -23,7 +23,7 @@ FOLLOWER: Final = "syncd-follow@.service"
 #: The placeholder in the daemon's template for the path of the installed command.
 _PROGRAM: Final = "/usr/bin/syncd"
 _MARK: Final = "# Written by 'syncd unit'; of what follows the blake2s is "
-#: Folders that ``ProtectHome=yes`` hides, and those that ``PrivateTmp=yes`` does.
+#: Folders that ``ProtectHome=yes`` hides, and folders that ``PrivateTmp=yes`` hides.
 _HOMES: Final = tuple(map(Path, ("/home", "/root", "/run/user")))
 _TEMPORARY: Final = tuple(map(Path, ("/tmp", "/var/tmp")))  # noqa: S108 - named, not used
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_./+:,@=-]+", re.ASCII)
@@ -129,7 +129,7 @@ def _drop_in(instance: Instance) -> str:
     if instance.hang_time is not None:
         # The daemon ends first, and logs the stack of every thread; systemd waits a tenth longer.
         lines.append(f"WatchdogSec={ceil(instance.hang_time + instance.hang_time / 10)}s")
-    # A missing folder is left to the daemon's message: systemd only reports 226/NAMESPACE.
+    # The "-" lets the daemon report a missing folder: systemd would only report 226/NAMESPACE.
     lines.append("ReadWritePaths=" + " ".join(quoted(f"-{path}") for path in instance.writes))
     executed = Path(program()[0])
     seen = (*instance.writes, *instance.reads, executed, executed.resolve())

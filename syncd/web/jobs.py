@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 #: The least seconds between two reads: somewhat less than the page's own interval.
 EVERY: Final = 1.5
-#: The next read waits this many times as long as the last one took: at most a fifth of the time.
+#: The next read waits this many times as long as the last read took, so that storage can rest.
 _REST: Final = 4.0
 #: The longest such wait in seconds, so that storage that hung for hours is soon read again.
 _LONGEST_REST: Final = 30.0
@@ -82,7 +82,7 @@ class Jobs:
         }
 
     def history(self, number: int, had: float | None = None) -> dict[str, Any] | None:
-        """The history of one job, in the form of ``syncd history --json``; None for unknown ids.
+        """The history of one job, in the form of ``syncd history --json``; None if no job matches.
 
         ``had`` is the ``read`` time of the history that the visitor already has. If there is no
         newer history, ``history`` is null, because a history can be several megabytes long.
@@ -187,9 +187,9 @@ class _Reading:
 class SharedLook(Generic[T]):
     """Reads data in its own thread, when a visitor asks and the last read is old enough.
 
-    Promised: there are never two reads at a time, even if a read hangs. Not promised: the end of a
-    read that hangs. Its thread stays until storage answers, or until the process ends. If ``look``
-    raises an error, the old data stay.
+    There are never two reads at a time, even if a read hangs. A read that hangs cannot be stopped:
+    its thread stays until storage answers, or until the process ends. If ``look`` raises an error,
+    the old data stay.
 
     There are ``every`` seconds between two reads. After ``patience`` seconds a read counts as
     unanswered.

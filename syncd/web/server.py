@@ -39,8 +39,8 @@ _JSON: Final = "application/json"
 _HISTORY: Final = re.compile(
     r"/jobs/([0-9]{1,6})/history\.json(?:\?had=([0-9]{1,15}(?:\.[0-9]{1,9})?))?"
 )
-#: The host names of requests from this host, or through a tunnel (with any port). A name of another
-#: site that leads here (DNS rebinding) is refused.
+#: The host names in requests from this host or through a tunnel, with any port. The name of another
+#: site that resolves to this host (DNS rebinding) is refused.
 _OURS: Final = re.compile(r"(?:127\.0\.0\.1|localhost|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
 _HEADERS: Final = {
     "Content-Security-Policy": (
@@ -123,7 +123,7 @@ class _Request(LoopbackRequest):
         self.send(json.dumps(told).encode(), _JSON)
 
     def end_headers(self) -> None:
-        """Add security headers for browsers to every answer, also to errors."""
+        """Add security headers for browsers to every answer, including errors."""
         for name, value in _HEADERS.items():
             self.send_header(name, value)
         super().end_headers()

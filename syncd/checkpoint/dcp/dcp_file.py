@@ -20,10 +20,10 @@ from syncd.storage.fsio import Storage
 
 #: A pickle of one tensor has some 200 bytes.
 _PICKLE_LIMIT: Final = 64 * 1024
-#: How many different pickles are remembered.
+#: The most different pickles that are remembered.
 _KNOWN: Final = 1000
-#: Bytes to read around the wanted ones. An item's directory has some 600 bytes, and the part before
-#: its data some 1,000: so the end of one item and the beginning of the next are one read.
+#: Extra bytes to read before and after the wanted bytes. One read then gets the end of an item (its
+#: directory, some 600 bytes) and the beginning of the next item (some 1,000 bytes before its data).
 _BEFORE: Final = 2 * 1024
 _AFTER: Final = 3 * 1024
 
@@ -125,7 +125,7 @@ class DcpFile:
 class OneByOne:
     """Reads the pickles of items, and reads equal pickles only once.
 
-    Chunks of the same dtype and shape have equal pickles: 20,000 tensors have about a dozen.
+    Chunks of the same dtype and shape have equal pickles, so 20,000 tensors need about a dozen.
     """
 
     def __init__(self, parse: Callable[[bytes, str, str], Piece]) -> None:
@@ -171,6 +171,6 @@ class _Item:
         self._at, self._length = chunk.at, chunk.length
 
     def pread_all(self, fd: int, count: int, offset: int) -> bytes:
-        del fd  # the windows have the file's
+        del fd  # the windows know the file's descriptor
         count = min(count, self._length - offset)
         return self._windows.pread_all(count, self._at + offset) if count > 0 else b""

@@ -27,9 +27,9 @@ _FILE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.distcp", re.ASCII
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor, which is stored as one item at ``at`` (in bytes) in a file.
+    """A part of a tensor, stored as one item of a file: ``length`` bytes at byte offset ``at``.
 
-    ``offsets`` is the part's first index along each dimension; ``length`` is the item's, in bytes.
+    ``offsets`` is the part's first index along each dimension.
     """
 
     offsets: Shape
@@ -163,7 +163,7 @@ def _place(name: str, place: Inert, where: str) -> _Place:
 
 
 def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> None:
-    """Refuse overlapping items, and so FileSystemWriter's second format (all begin at offset 0)."""
+    """Refuse overlapping items. In FileSystemWriter's second format, all items begin at 0."""
     before, end, other = "", 0, ""
     for file, at, length, name in sorted(places):
         if file == before and at < end:
@@ -208,13 +208,13 @@ def _stored(
 #: The keys that lead to a value in the saved state.
 Keys = tuple[str, ...]
 
-#: Matches the place of a dict that is not the model's.
+#: Matches a part of the path of a dict that is not the model's.
 _NO_MODEL: Final = re.compile(
     r"(optim|lr_?sched|sched|data_?loader|train_?state|trainer|rng|random|grad_?scaler|scaler).*"
     r"|opt|step|meta|metadata|(.*_)?extra_?state",
     re.IGNORECASE | re.DOTALL,
 )
-#: State that is no weight, for example TransformerEngine's; it is left out.
+#: The mark of extra state, e.g. TransformerEngine's, in names. Extra state is not merged.
 EXTRA_STATE: Final = "_extra_state"
 _TOLD: Final = 5
 
@@ -241,7 +241,7 @@ class Selected(NamedTuple):
 
 
 def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: str) -> Selected:
-    """Find the tensors of the model among all entries of a checkpoint, which are in order.
+    """Find the tensors of the model among all entries of a checkpoint, in the entries' order.
 
     - With a prefix: the tensors whose names begin with the prefix, which is cut off.
     - With an empty prefix: the tensors at the top level.

@@ -17,7 +17,7 @@ from syncd.checkpoint.tensor_rules import METADATA, NUMBER_LIMIT, shape_of, show
 from syncd.checkpoint.torch_files.pieces import check_name
 from syncd.protocol.errors import CoverageError
 
-#: The key of the metadata, and its key for each tensor.
+#: The key of the chunks' metadata in a file, and the key of a tensor's offsets in that metadata.
 SHARDING: Final = "DCP_SHARDING_INFO"
 _OFFSETS: Final = "saved_offsets"
 

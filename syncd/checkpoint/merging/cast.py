@@ -1,7 +1,7 @@
 """Casting tensors with torch, in a child process.
 
 This process never imports torch. It exchanges bytes with the child through shared memory. Each
-thread has two slots in this memory: it reads or writes one tile while the child casts the other.
+thread has two slots in this memory. It fills or empties one slot while the child uses the other.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Final, Self
 from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 
-#: Bytes of the wider of two dtypes that are cast at once.
+#: The most bytes of a tile, before and after the cast.
 TILE: Final = 1024 * 1024
-#: Bytes of a slot: the input of a cast, and its output behind it.
+#: Bytes of a slot: the input of a cast, and then its output.
 SLOT: Final = 2 * TILE
 _SLOTS_EACH: Final = 2
-#: How many threads may cast at a time; one child keeps up with two.
+#: The most threads that can cast at a time; one child keeps up with two threads.
 THREADS: Final = 4
 _SIZE: Final = THREADS * _SLOTS_EACH * SLOT
-#: A slot, the number of elements, their dtype and the wanted one. The answer is the slot's byte.
+#: A slot, the number of elements, their dtype, and the wanted dtype. The answer is the slot.
 REQUEST: Final = struct.Struct("<BQ8s8s")
 #: The child's first message, once it has imported torch.
 READY: Final = b"\xff"
@@ -56,7 +56,7 @@ class Caster:
             fd = os.memfd_create("syncd-cast")
             stack.callback(os.close, fd)
             os.ftruncate(fd, _SIZE)
-            # The memory is freed with the last view of it, which an error may hold.
+            # Never closed, because an error may still hold a view. The last view frees the memory.
             self._memory = memoryview(mmap.mmap(fd, _SIZE))
             self._child = ChildProcess(
                 "checkpoint.merging.cast_child",
@@ -91,7 +91,7 @@ class Caster:
         *,
         cancel: Callable[[], None],
     ) -> Iterator[memoryview]:
-        """Cast ``count`` elements, which ``read`` fills into buffers, between safetensors' dtypes.
+        """Cast ``count`` elements from dtype ``given`` to ``wanted``. ``read`` fills input buffers.
 
         Each yielded buffer is valid until the next buffer is yielded. ``cancel`` is called every 50
         ms while the child works; it raises an error to stop.
@@ -117,7 +117,7 @@ class Caster:
             self._wait(slot, cancel)
             begin = slot * SLOT + TILE
             yield self._memory[begin : begin + tile * after]
-        # Not if the caller stopped half way: answers for these slots are still to come.
+        # Not reached if the caller stops half way: answers for these slots may still come.
         self._free.put(first)
 
     def _ask(self, request: bytes, cancel: Callable[[], None]) -> None:

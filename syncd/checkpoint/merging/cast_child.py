@@ -23,7 +23,7 @@ def run() -> None:
     # A signal to a whole service, or from a terminal, is for the parent to handle.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # One thread is faster than storage. Two that share a tile wait for each other for long.
+    # One thread is faster than storage. Two threads that share a tile often wait for each other.
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dtypes = {name: getattr(torch, key) for key, (name, _) in DTYPES.items() if hasattr(torch, key)}

@@ -30,7 +30,7 @@ from syncd.storage.fsio import Storage
 
 #: Formats of ``memoryview.cast`` by their size in bytes.
 _FORMATS: Final[dict[int, Literal["Q", "I", "H", "B"]]] = {8: "Q", 4: "I", 2: "H", 1: "B"}
-#: Rows of up to this many elements are moved column by column, which is faster in Python then.
+#: Rows of up to this many elements are moved column by column, which is faster in Python.
 _FEW_COLUMNS: Final = 32
 BUFFER: Final = 1024 * 1024
 #: The kernel copies at most this many bytes before ``cancel`` is called again.
@@ -72,7 +72,7 @@ class FileCopy:
         self._view = memoryview(bytearray(BUFFER))
         self._filled = 0  # bytes of the buffer that are not written yet
         self._unsynced = 0
-        self._fd, self._at = -1, 0  # the output, and where the buffer goes in it
+        self._fd, self._at = -1, 0  # the output, and the buffer's offset in it
 
     def write(self, file: PlannedFile, fd: int) -> list[bytes]:
         """Write the file; return each tensor's 16-byte digest, or ``[]`` if digests are off."""
@@ -121,7 +121,7 @@ class FileCopy:
             self._cancel()
             part = min(count - done, _SYNC_EVERY)
             if not self._storage.share_range(source, self._fd, part, run.offset + done, self._at):
-                self._shares = False  # nor will the next one succeed
+                self._shares = False  # the next call would fail too
                 break
             if hasher is not None:
                 self._digest(stream, part, hasher)
@@ -181,7 +181,7 @@ class FileCopy:
 
     def _cast(self, tensor: PlannedTensor, hasher: xxhash.xxh3_128 | None) -> None:
         """Copy a tensor through the child that casts; small tiles also pass through the buffer."""
-        assert self._caster is not None  # noqa: S101 - as run_plan asks for
+        assert self._caster is not None  # noqa: S101 - run_plan requires it
         stream = self._compared(tensor)
         count = tensor.length // ITEMSIZE[tensor.dtype]
         dtypes = tensor.source_dtype, tensor.dtype
@@ -246,7 +246,7 @@ class TensorStream:
         self._reader = reader
         self._leaves = leaves(parts)
         self._leaf: Part = Run(0, 0, 0)
-        self._done = 0  # bytes of it
+        self._done = 0  # bytes of the leaf that were read
 
     def read_into(self, view: memoryview) -> None:
         """Fill ``view`` with the next bytes. There must be enough bytes left.
@@ -269,11 +269,11 @@ class TensorStream:
             view = view[count:]
 
     def _weave(self, weave: Weave, view: memoryview) -> int:
-        """Read the next whole rows, or a part of a row if none fits; return the number of bytes."""
+        """Read the next rows, or a part of a row if no row fits. Return the number of bytes."""
         width = weave.length // weave.turns
         row, within = divmod(self._done, width)
         rows = 0 if within else min(len(view) // width, weave.turns - row)
-        begin = 0  # of the part's bytes in a row
+        begin = 0  # the offset of the part's bytes in a row
         for part in weave.parts:
             assert isinstance(part, Run)  # noqa: S101 - leaves() gives no others
             source, offset, length = part

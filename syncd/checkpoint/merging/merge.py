@@ -47,14 +47,14 @@ def run_plan(
     work: Work,
     caster: Caster | None = None,
 ) -> Merged:
-    """Write and sync the files of a plan, in a folder that no other process reads.
+    """Write and sync the files of a plan, in a folder that no other process may read.
 
-    The plan is made from the indexes of ``sources`` in their order, with the same options. The
-    caller syncs the folder's parent. ``caster`` must not be None if ``plan.casts`` is True.
+    The plan must come from the indexes of ``sources``, in the same order and with the same options.
+    The caller must sync the folder's parent. ``caster`` must not be None if ``plan.casts`` is True.
 
     If ``checked`` is ``crc32``, every record that has a CRC-32 is checked, even if no output needs
-    the record. If it is ``receipt``, blocks are shared with the sources. No process may write to
-    the sources any more, because the digests are computed after the blocks are shared.
+    the record. If ``checked`` is ``receipt``, blocks are shared with the sources. Then no process
+    may write to the sources, because the digests are computed after the blocks are shared.
 
     Raises:
         SaveNotReadyError: a source became shorter.

@@ -15,7 +15,7 @@ from syncd.protocol.records import Names
 #: The evidence that a save's bytes are those that its trainer wrote: its receipts, the CRC-32 of
 #: its records, or only that its files did not change.
 Checked = Literal["receipt", "crc32", "stillness"]
-#: Called with the bytes of tensors that are done, and those of all.
+#: Called with the number of bytes of tensors that are done, and with the total number.
 Progress = Callable[[int, int], None]
 
 

@@ -156,7 +156,7 @@ def _split(tensors: Sequence[PlannedTensor], max_file_size: int) -> Iterator[lis
     size = 0
     for tensor in tensors:
         if group:
-            files = max(1, -(-(size + left) // max_file_size))  # that this and all later ones make
+            files = max(1, -(-(size + left) // max_file_size))  # for this and all later tensors
             even = (size + left) / files
             if size + tensor.length > max_file_size or size + tensor.length / 2 > even:
                 yield group
@@ -210,7 +210,7 @@ def _without_tied(tensors: list[PlannedTensor], cancel: Callable[[], None]) -> l
             and (tensor.dtype, tensor.shape) == (head.dtype, head.shape)
         ]
         if alike:
-            # If there are several, take the most similar name: one model may wrap another.
+            # If there are several, take the most similar name, because one model may wrap another.
             same = max(alike, key=lambda tensor: _begins_alike(tensor.name, head.name))
             same = next((tensor for tensor in alike if tensor.parts == head.parts), same)
             known = {same.parts, *(copy.parts for copy in same.copies)}

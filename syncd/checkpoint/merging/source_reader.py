@@ -71,7 +71,7 @@ class SourceReader:
         self._scratch = memoryview(bytearray(_BUFFER if any(checks) else 0))
 
     def read_into(self, source: int, offset: int, part: memoryview) -> None:
-        """Fill ``part`` with bytes of the source with this index. They must lie in the same record.
+        """Fill ``part`` with bytes of the source with this index; all must lie in one record.
 
         Raises:
             SaveNotReadyError: the source became shorter.
@@ -81,7 +81,7 @@ class SourceReader:
         checks = self._checks[source]
         if checks is not None:
             number = checks.find(offset)
-            if checks.owners.setdefault(number, self) is self:  # in one step: threads do it at once
+            if checks.owners.setdefault(number, self) is self:  # atomic: threads share this
                 self._check_up_to(source, number, offset)
                 checks.extend(number, offset, part)
 

@@ -173,7 +173,7 @@ def tile(
     Blocks with the same offsets and shape are replicas; the first replica is used. torch guarantees
     that replicas on the same mesh have the same bytes. The bytes of replicas on different or
     unknown meshes are compared, because experts of different ranks can have the same name.
-    ``shape`` is not empty. ``labels`` are the sources' names, for messages.
+    ``shape`` must not be empty. ``labels`` are the sources' names, for messages.
 
     Raises:
         CoverageError: blocks overlap without being replicas, leave a gap, or exceed the tensor.
@@ -223,7 +223,7 @@ class _Tiling:
     def parts(self, blocks: list[Block], dim: int, rows: int) -> tuple[Part, ...]:
         """The bytes, in order, of blocks with the same offsets and sizes before ``dim``.
 
-        No two blocks have the same offsets and shape. ``rows`` is the product of the blocks' sizes
+        The blocks must differ in offsets or shape. ``rows`` is the product of the blocks' sizes
         from the dimension that was cut last (else dimension 0) to the dimension before ``dim``.
         """
         if dim == len(self._shape):

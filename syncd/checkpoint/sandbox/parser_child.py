@@ -59,7 +59,7 @@ def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) ->
     """Answer requests until standard input ends. The limits are those of ``ParseLimits``."""
     _confine()
     base = _address_space()
-    # Lowered for good: a request may move the soft limit below it and never above.
+    # Lower the hard limit for good: a request can change only the soft limit below it.
     resource.setrlimit(resource.RLIMIT_AS, (base + memory_most, base + memory_most))
     gc.disable()  # collections would take half of the time and find nothing
     requests, answers = io.FileIO(0, "r"), io.FileIO(1, "w")
@@ -87,7 +87,7 @@ def _confine() -> None:
         pass  # a container without /proc: then the kernel chooses by size
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
         resource.setrlimit(limit, (0, 0))
-    # Only the kernel and the parent end it: a signal to a whole service says nothing about a file.
+    # Only the kernel and the parent may end this child. Ignore signals to the whole service.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
@@ -99,7 +99,7 @@ def _address_space() -> int:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[0]) * _PAGE
     except OSError:
-        return 256 * 1024 * 1024  # no /proc: more than it has
+        return 256 * 1024 * 1024  # no /proc: more than this process has
 
 
 def _answer(answers: io.FileIO, kind: bytes, data: bytes) -> None:

@@ -37,7 +37,7 @@ PICKLE: Final = b"P"
 HEADER: Final = b"H"
 #: A safetensors header that has the places of chunks.
 CHUNKED_HEADER: Final = b"C"
-#: These two begin with a word (:func:`asked`): a tensor's name, and the prefix of a model's names.
+#: These two requests begin with a word (:func:`asked`): a tensor's name, or a prefix of names.
 TENSOR: Final = b"T"
 METADATA: Final = b"M"
 
@@ -273,7 +273,7 @@ def _position(row: Row, shape: Shape, known: dict[Hashable, Any]) -> Position:
                 if sizes is None or begin is None:
                     raise ValueError("the answer gives an invalid position for a tensor's piece")
                 position = known[key] = Position(sizes, begin, mesh)
-            # A part without elements may be of any such shape.
+            # The shape of a part without elements may have any number of dimensions.
             dimensions = len(position.global_shape)
             if len(position.offsets) == dimensions and (dimensions == len(shape) or 0 in shape):
                 return position

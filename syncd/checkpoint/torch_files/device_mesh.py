@@ -123,7 +123,7 @@ def _layout(given: Mapping[Any, Any]) -> list[tuple[object, object]]:
 
 
 def _flat(sizes: object) -> Shape | None:
-    """Nested sizes as a flat tuple; None if a value is not a size, or if the sizes are too many."""
+    """Nested sizes as a flat tuple; None if a value is not a size, or there are too many sizes."""
     pending = [sizes]
     flat: list[int] = []
     for _ in range(DIMENSION_LIMIT):  # a list that contains itself has no end

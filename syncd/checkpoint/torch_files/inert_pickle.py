@@ -133,7 +133,7 @@ class _StateDict(dict[Any, Any]):
 
 
 class _Call(_Sealed):
-    """A stand-in for a callable. It is no function, because ``BUILD`` could change its defaults."""
+    """A stand-in for a callable. ``BUILD`` could change a function, but not this object."""
 
     __slots__ = ()
     __call__: Callable[..., object]

@@ -43,8 +43,8 @@ _CHUNK_LIMIT: Final = 64
 class Piece(NamedTuple):
     """A rank's own part of a tensor, as its pickle describes it.
 
-    The storage ``key`` is the record ``data/<key>``, in which the part's first element is at
-    ``offset``, in elements. The other attributes are as in
+    The record ``data/<key>`` holds the part. ``offset`` is the offset of the part's first element
+    in this record, in elements. The other attributes are as in
     :class:`~syncd.checkpoint.placement.Local`.
     """
 

@@ -166,5 +166,5 @@ class ShardFile:
         begin = offset * ITEMSIZE[dtype]
         if record is None or (nbytes and begin + nbytes > record.size):
             raise ShardFormatError(f"{self.path}: '{shown(name)}' lies outside its record {key}")
-        at = record.offset + begin if begin else record.offset  # the same number, not an equal one
+        at = record.offset + begin if begin else record.offset  # reuse the int, to save memory
         return Local(dtype, shape, at, nbytes, key, position)

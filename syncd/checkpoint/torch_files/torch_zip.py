@@ -24,7 +24,7 @@ from syncd.storage.fsio import Storage
 DIRECTORY_LIMIT: Final = 256 * 1024 * 1024
 RECORD_LIMIT: Final = 1_000_000
 _CANCEL_EVERY: Final = 1000
-#: Local headers up to this many bytes apart are read many at a time, by reads of _WINDOW bytes.
+#: Local headers up to this many bytes apart are read together, by reads of _WINDOW bytes.
 _NEAR: Final = 8 * 1024
 _WINDOW: Final = 64 * 1024
 
@@ -250,7 +250,7 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
 
 
 def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tuple[int, int, int]:
-    """The three values; a value that needs more than 32 bits comes from the extra field."""
+    """``size``, ``packed``, ``header``: from the extra field if a value exceeds 32 bits."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
@@ -273,7 +273,7 @@ def _data_offset(window: bytes, at: int, entry: _Entry, path: Path) -> int:
     if len(window) < at + _LOCAL.size + len(entry.name) or not window.startswith(b"PK\3\4", at):
         raise _broken(path, f"{_shown(entry)} has no local header")
     _, _, flags, method, _, _, _, packed, size, names, extras = _LOCAL.unpack_from(window, at)
-    # torch writes the sizes behind the bytes; a writer that has them here must have them right.
+    # torch writes the sizes after the bytes. If sizes are here, they must be right.
     told = entry.size if entry.size < _FULL32 else _FULL32
     sizes_differ = not flags & _SIZES_FOLLOW and not {packed, size} <= {told, _FULL32}
     if (
