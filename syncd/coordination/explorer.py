@@ -267,7 +267,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         patience = math.inf if timeout is None else timeout
         with self._wait(patience, cancel) as wait:
             found = self._weights.newer(current, wait, asks=asks and patience > 0, look=look)
-        assert isinstance(found, Version)  # noqa: S101 - it joins nothing, nor ends otherwise
+        assert isinstance(found, Version)  # noqa: S101 - it ends only with a version
         return found
 
     def wait_for_weights(
@@ -435,7 +435,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
     def coordinate_weight_sync_teardown(
         self,
-        timeout: float | None = None,  # noqa: ARG002 # the trainer's waits for others
+        timeout: float | None = None,  # noqa: ARG002 # only the trainer waits
         *,
         cancel: Cancellation | None = None,  # noqa: ARG002 # likewise
     ) -> None:

@@ -42,7 +42,7 @@ class Holds:
         self._lock = threading.Lock()
         #: Folder → its version, and the holds on it.
         self._held: dict[Path, tuple[LeasedVersion, set[_SharedHold]]] = {}
-        #: Folder → its lease, which nothing holds and which could not be released yet.
+        #: Folder → its lease, which storage refused to release after the last hold ended.
         self._unreleased: dict[Path, Hold] = {}
 
     def hold(self, sequence: int) -> LeasedVersion:
@@ -77,7 +77,7 @@ class Holds:
         with self._lock:
             if folder not in self._held:
                 first = lease()
-                # If an earlier lease of it could not be released, the two are one file.
+                # An earlier lease that could not be released is the same file: it is in use again.
                 self._unreleased.pop(folder, None)
                 try:
                     version = hold_folder(self._job.storage, folder, sequence, first)
@@ -107,7 +107,7 @@ class Holds:
     def _lease(self, sequence: int) -> Lease:
         try:
             return Lease.take(self._job, sequence, self._name, self._session)
-        except OSError:  # the server may have made it all the same
+        except OSError:  # the server may have made the lease nevertheless
             unsure = Lease(self._job, sequence, self._name, self._session)
             self._end(self._job.layout.version(sequence), unsure)
             raise

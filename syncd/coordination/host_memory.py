@@ -16,7 +16,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 #: Blocks of at least this size are mapped directly, because torch's allocator of pinned memory
-#: would round their size up to a power of two: a third more on average.
+#: would round their size up to a power of two, which is a third more on average.
 _LARGE: Final = 1024 * 1024
 _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
@@ -53,8 +53,8 @@ class HostMemory:
             )
             _forget_last_error()
             return
-        # The memory is still mapped when it is called, because the finalizer holds it.
-        weakref.finalize(self, _unpin, self.content).atexit = False  # the driver is gone by then
+        # The finalizer holds the memory, so it is still mapped during _unpin.
+        weakref.finalize(self, _unpin, self.content).atexit = False  # CUDA has ended by then
 
 
 def wait_for_copies(devices: set[torch.device]) -> None:

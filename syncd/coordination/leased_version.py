@@ -90,7 +90,7 @@ class LeasedVersion:
         """Verify and copy the version in one pass, so that each byte is read once.
 
         The folder for the copy must be empty, and no other process may use it. ``cancel`` is called
-        often; to stop the copy, it raises an error.
+        often; to stop the copy, it must raise an error.
 
         Raises:
             VerificationError: a file is not what the manifest says.

@@ -75,9 +75,9 @@ class Member(Generic[Report]):
     Methods block. Several threads may call them, but only one wait runs at a time. A fork of the
     process is not a participant; the fork must register itself.
 
-    The ``timeout`` of a wait is in seconds, and includes the time in the queue. The default is the
-    settings' ``sync_timeout``. Another thread can end a wait with ``cancel``; the wait then raises
-    CancelledError.
+    The ``timeout`` of a wait is in seconds, and includes the time until earlier waits end. The
+    default is the settings' ``sync_timeout``. Another thread can end a wait with ``cancel``; the
+    wait then raises CancelledError.
 
     Args:
         job_dir: the job directory.
@@ -383,13 +383,13 @@ class Member(Generic[Report]):
         return self._waits.one(self.settings.sync_timeout if timeout is None else timeout, cancel)
 
     def _is_there(self, session: str) -> bool:
-        """True if a session has a heartbeat file; the file of a killed process stays for a time."""
+        """True if a session has a heartbeat file. A killed process's file stays for some time."""
         return self._job.storage.exists(self._job.layout.session(session))
 
     def _trainer_there(self) -> TrainerReport | None:
         """The report of a trainer that seems to run; else None.
 
-        The roster is not used, because it would then watch the trainer's heartbeat.
+        This does not use the roster, which would watch the trainer's heartbeat from now on.
         """
         try:
             found = self._job.read(TrainerReport, self._job.layout.trainer_report)

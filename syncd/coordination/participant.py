@@ -107,7 +107,7 @@ class Participant(Generic[Report]):
 
     def close(self) -> None:
         """Give the name up and end the session. Safe to call twice."""
-        with self._lock:  # a thread in the middle of a write would take the name again
+        with self._lock:  # else a write in another thread could take the name again
             self._stack.close()
 
 

@@ -116,7 +116,7 @@ class Roster:
         return {status: found[status] for status in RunningStatus}
 
     def trainer(self) -> TrainerReport | None:
-        """The trainer's report if it is alive or ``stopped``; else None. See :meth:`explorers`."""
+        """The report of a live or ``stopped`` trainer; else None. Errors: see :meth:`explorers`."""
         with self._lock:
             self._begin()
             report = self._trainer_report()
@@ -247,7 +247,7 @@ class Roster:
         cached = cache.get(path)
 
         def look(fd: int) -> _Cached[R]:
-            # A status by name may be as old as this client's cache.
+            # Of the open file: a status by name may be as old as this client's cache.
             status = self._job.storage.fstat(fd)
             now = signature(status)
             # One read is not enough, because times are coarse and inodes are reused.

@@ -84,5 +84,5 @@ def _readable(iteration: int, state: Mapping[str, Any]) -> bytes:
     content = encode(SavedState(iteration=iteration, state=dict(state)))
     if len(content) > LONG_RECORD_LIMIT:
         raise ValueError(f"it is longer than {LONG_RECORD_LIMIT} bytes")
-    parse(SavedState, content, "it")  # the parser takes fewer levels than the encoder
+    parse(SavedState, content, "it")  # the parser accepts fewer nested levels than the encoder
     return content

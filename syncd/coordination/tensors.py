@@ -71,7 +71,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; writing to the memory changes the tensor."""
-    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()  # as NumPy knows all dtypes
+    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()  # NumPy lacks some dtypes
     return memoryview(array)
 
 

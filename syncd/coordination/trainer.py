@@ -91,7 +91,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._taking: frozenset[str] = frozenset()
         self._taken_by = -math.inf
         try:
-            # Not through the roster, which would watch their heartbeats from now on.
+            # Read without the roster, which would watch the explorers' heartbeats from now on.
             names = self._job.storage.names(self._job.layout.explorers)
             found = self._job.explorer_reports(names, IF_ANY)
             self._compare_all([one for one in found if self._is_there(one.session)])
@@ -119,7 +119,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         answers the requests that this call has seen.
         """
         self._asked = {
-            # A hook that does not count asks once for as long as its status says so.
+            # An explorer without a count of requests has asked once while it has this status.
             (one.name, one.session): max(1, one.requests)
             for one in self._compare_all(self._roster.explorers())
             if one.status == RunningStatus.REQUIRE_SYNC.value
@@ -236,7 +236,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             found = self._transfer.agree(step, wait)
         if (agreed := self._transfer.agreed) is not None:
             self._taking = frozenset(one.session for one in agreed.offer.members)
-            # One timeout each for meeting, for the transfer, and for loading and reporting it.
+            # One timeout each for meeting, for the transfer, and for loading and reporting.
             self._taken_by = self._clock() + 3 * self.settings.broadcast_timeout
         return found
 

@@ -94,7 +94,7 @@ class Versions:
 
     def _hold_newest(self) -> LeasedVersion | None:
         for left in reversed(range(_ATTEMPTS)):
-            # A retired version was named by this client's cached LATEST.
+            # After a retired version ask the server, because this client may have cached LATEST.
             newest = self.newest(sure=left < _ATTEMPTS - 1)
             if newest is None:
                 return None
@@ -191,7 +191,7 @@ class Versions:
         outcome = self.outcome(step)
         if outcome is not None:
             return None if self._is_of_now(step, outcome) else step
-        # LATEST comes first, and the outcome later if the disk is full.
+        # The daemon writes LATEST first; on a full disk the outcome comes much later.
         latest = read_latest(self.job)
         return None if latest is not None and latest.step == step else step
 

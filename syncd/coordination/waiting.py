@@ -63,7 +63,7 @@ class Cancellation:
 
 
 class Wait:
-    """One wait, as a context manager. The watcher ends a pause early; the caller must close it."""
+    """One wait, as a context manager. ``watcher`` ends pauses early; its owner must close it."""
 
     def __init__(
         self,

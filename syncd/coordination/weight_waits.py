@@ -113,7 +113,7 @@ class WeightWaits:
                 if offer is not None:
                     missed = False
                     return offer
-                if not self._transfer.has_joined:  # else its other members wait for us
+                if not self._transfer.has_joined:  # else the offer's members wait for us
                     newest = self._versions.newest(current, sure=is_over)
                     if newest != current:
                         missed = False
@@ -134,7 +134,7 @@ class WeightWaits:
                         else f"no version was published in {root} in time"
                     )
                     raise WaitTimeoutError(f"{told}; {self._why_nothing()}")
-                if not watches_daemon:  # two looks tell a killed daemon from a live one
+                if not watches_daemon:  # only a second look detects a killed daemon
                     watches_daemon = True
                     self._warn_without_daemon()
         finally:
@@ -144,7 +144,7 @@ class WeightWaits:
                 request.end(missed=missed)
 
     def _warn_without_daemon(self) -> None:
-        """Log once that no daemon works; only a second look shows that a daemon was killed."""
+        """Log once if no daemon works; a first look cannot tell a killed daemon from a live one."""
         try:
             lives = self._versions.daemon_lives()
         except OSError as error:

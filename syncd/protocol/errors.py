@@ -9,12 +9,12 @@
     │   └── TorchMissingError      2   a feature that needs torch or NumPy, which is not installed
     ├── RecordError                3   a record of syncd that cannot be read
     │   └── ProtocolMismatchError  3   a record that a newer protocol wrote
-    ├── CheckpointError            4   a save that can never be published as it is: quarantined
+    ├── CheckpointError            4   a save that can never be published; it is quarantined
     │   ├── ShardFormatError       4   a file not in torch.save's format, or with code to run
     │   ├── PlacementError         4   a placement or mesh that syncd does not know how to merge
     │   ├── CoverageError          4   pieces that overlap, leave gaps, or disagree
     │   └── NonFiniteError         4   weights with NaN or Inf, which --refuse-nonfinite refuses
-    ├── SaveNotReadyError          5   a save that is not whole yet, or changed while read: retry
+    ├── SaveNotReadyError          5   a save not whole yet, or changed while it was read: retry
     ├── VersionGoneError           6   a version that was retired before it could be leased
     ├── VerificationError          7   a version whose bytes differ from its manifest
     ├── EngineMismatchError        8   weights that do not fit the engine: names, shapes, dtypes
@@ -268,7 +268,7 @@ class UnfitStorageError(SyncdError):
 
 
 class BroadcastError(SyncdError):
-    """Raised when a broadcast of weights failed; no part of the received weights may be served."""
+    """Raised when a broadcast of weights failed; do not serve any of the received weights."""
 
     exit_code = 20
 
@@ -276,7 +276,7 @@ class BroadcastError(SyncdError):
 class OutOfStepError(SyncdError):
     """Raised when a collective failed on one rank, so that the whole training must end.
 
-    Ranks that are still in the failed collective would take this rank's next one for the same.
+    Otherwise ranks in the failed collective would answer this rank's next collective by mistake.
     """
 
     exit_code = 21

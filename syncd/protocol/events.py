@@ -76,5 +76,5 @@ class Event(StrEnum):
     WATCHING = "watching"
 
     def __call__(self, **fields: object) -> dict[str, object]:
-        """The ``extra`` argument of a logger's call. A value of no JSON type is written as text."""
+        """The ``extra`` argument of a logger's call. Values that are not JSON become text."""
         return {"event": self.value, "fields": fields}

@@ -49,7 +49,7 @@ class JournalLine(Record):
             read instead of the version's files; None if the explorer read the version's files.
         by: the person or process that asked for a rollback.
         why: the reason. For ``published``: the tensors with NaN or Inf, if any. For ``names``: the
-            reason for the trainer's names, if no setting asks for these names.
+            reason why the trainer's names are used, if no setting asks for them.
     """
 
     time: float

@@ -79,7 +79,7 @@ class JobLayout:
 
     @property
     def daemon_lock(self) -> Path:
-        """The lock of the daemon that should be working."""
+        """The lock that elects the working daemon."""
         return self.state / "daemon.lock"
 
     @property

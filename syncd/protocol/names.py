@@ -41,7 +41,7 @@ NAME_MAP: Final = "name_map.json"
 FSDP_CONFIG: Final = "fsdp_config.json"
 MANIFEST: Final = "manifest.json"
 DELTA: Final = "delta.json"
-#: A file under this prefix is being written; it is garbage until it is renamed.
+#: A file whose name has this prefix is unfinished; it gets its final name by a rename.
 TEMPORARY: Final = ".tmp-"
 
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})", re.ASCII)
@@ -70,7 +70,7 @@ _JOINERS: Final = "\u200c\u200d"
 
 
 def is_weights_name(name: str) -> bool:
-    """True if a file of ``huggingface/`` holds weights or their index, which no merge reads."""
+    """True if a file of ``huggingface/`` with this name holds weights or their index."""
     return _WEIGHTS.fullmatch(name) is not None
 
 
@@ -199,7 +199,7 @@ def is_resumable_state(name: str) -> bool:
 
 
 def parse_pointer(content: bytes) -> int | None:
-    """The step in a pointer file: negative means no step yet, None an empty or torn file."""
+    """The step in a pointer file; negative before any step, None for an empty or torn file."""
     match = _POINTER.fullmatch(content)
     return int(match[1]) if match else None
 

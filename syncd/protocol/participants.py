@@ -25,7 +25,7 @@ class _Owned(BaseModel):
 def session_of(content: bytes) -> str | None:
     """The session in a report or claim; None if it names no session that can be a file name.
 
-    It reads records of any protocol version, so that an older syncd can tell whether a newer
+    This function accepts any protocol version, so that an older syncd can tell whether a newer
     participant lives.
     """
     try:
@@ -97,7 +97,7 @@ class Rendezvous(Record):
     Attributes:
         generation: the number of the process group; each new group has a higher number.
         address, port: the address of rank 0's store.
-        save_id: the weights that are transferred: run, step and counter.
+        save_id: the identity of the transferred weights: run, step and counter.
     """
 
     offer: OfferId

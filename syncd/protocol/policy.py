@@ -1,4 +1,4 @@
-"""The sync policy: the settings of both hooks, and the decisions that follow from them. Pure.
+"""The sync policy: the settings of both hooks, and pure functions that decide by them.
 
 Names and meanings come from Trinity-RFT's Synchronizer, Trainer and Explorer. Versions are compared
 by sequence, never by step, because a trainer that resumes may return to a lower step.
@@ -54,8 +54,8 @@ def check_transition(
 ) -> None:
     """Check that a participant may go from status ``now`` to ``status``.
 
-    ``old_status`` is the status that the caller expects as ``now``. Without ``old_status``,
-    ``status`` may equal ``now``.
+    ``old_status`` is the status that the caller expects as ``now``. If ``old_status`` is None,
+    ``status`` is also allowed to equal ``now``.
 
     Raises:
         InvalidTransitionError: ``status`` cannot follow ``now``, or ``now`` is not ``old_status``.
@@ -74,7 +74,7 @@ def check_transition(
 class _Choice(StrEnum):
     @classmethod
     def parse(cls, value: object, setting: str = "the choice") -> Self:
-        """The choice with this name or alias, in any case; the error message names the ``setting``.
+        """The choice with this name or alias, ignoring case; the error names the ``setting``.
 
         Raises:
             InvalidSettingsError: no choice has the name or alias ``value``.
@@ -130,7 +130,7 @@ class SyncSettings:
         method: the way in which weights travel; a name or an alias.
         style: the side that decides when to sync; a name or an alias.
         sync_interval: steps between two syncs.
-        trainer_sync_interval, explorer_sync_interval: of only one side; None = sync_interval.
+        trainer_sync_interval, explorer_sync_interval: for one side; None = ``sync_interval``.
         sync_offset: steps that explorers do before they count the steps of ``sync_interval``.
         sync_timeout: the most seconds that trainer and explorers wait for each other.
         save_interval: steps between two full checkpoints; 0 = no full checkpoints.

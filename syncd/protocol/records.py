@@ -24,7 +24,7 @@ Sequence = Annotated[int, Field(ge=1, lt=2**63)]
 Step = Annotated[int, Field(ge=0, lt=2**63)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0)]
-#: Seconds. Heartbeats are written three times in a lease time: less would only cost work.
+#: Seconds. A shorter lease time costs too much work: three heartbeats are written in it.
 SHORTEST_LEASE_TIME: Final = 0.05
 LONGEST_LEASE_TIME: Final = 3600
 LeaseTime = Annotated[float, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME)]
@@ -131,8 +131,8 @@ class Format(Record):
     lease_time: LeaseTime = 30.0
 
 
-#: The floating dtypes of a version by safetensors' names, the dtype with the most bytes first:
-#: ``F8_E4M3, BF16``. None if there is none, or if an older release wrote the record.
+#: The floating dtypes of a version by safetensors' names, the dtype with the most bytes first,
+#: e.g. ``F8_E4M3, BF16``. None without such a dtype, or if an older release wrote the record.
 VersionDtype = Annotated[str, Field(max_length=200)] | None
 
 
@@ -174,7 +174,7 @@ class VersionFile(BaseModel):
 class TensorEntry:
     """A tensor of a version; ``dtype`` is safetensors' name of the tensor's dtype.
 
-    No pydantic model, because a model takes a kilobyte, and a version may have a million tensors.
+    This is no pydantic model: one would take a kilobyte, and a version may have a million tensors.
     """
 
     name: str
@@ -203,7 +203,7 @@ class RolledBack(BaseModel):
 class AdaptedModel(BaseModel):
     """The base model that an adapter is for, as ``adapter_config.json`` names it.
 
-    ``name`` is a model on a hub, or a folder of the trainer's host. ``revision`` None: the newest.
+    ``name`` is a hub model or a folder of the trainer's host. ``revision`` is None for the newest.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -336,7 +336,7 @@ _SAVE_ID: Final = re.compile(
 class SaveId:
     """The unique identity of a save, written as ``run-step-counter``.
 
-    The ranks agreed once on ``run``. ``counter`` is the number of earlier saves of this run.
+    All ranks of a run share ``run``. ``counter`` is the number of earlier saves of this run.
     """
 
     run: str
@@ -377,7 +377,7 @@ class Receipt(Record):
     """``actor/.receipts/rank_R.json``: the files that one rank has written, whole and durable.
 
     Attributes:
-        files: relative to ``actor/``; of rank 0 also ``huggingface/`` and ``lora_adapter/``.
+        files: relative to ``actor/``; rank 0 also lists ``huggingface/`` and ``lora_adapter/``.
         sync_dtype: the dtype (``bf16`` or ``fp16``) to which this rank cast the floating tensors of
             the published weights; None if this rank cast no tensor.
     """

@@ -152,12 +152,12 @@ class ExplorerReport(Record):
         group: the weight group that is open in all workers; None if a worker has failed.
         received: the save id of the served weights, if a broadcast brought them. ``step`` is then
             their step, and ``sequence`` is the newest version whose files the explorer holds.
-        bench: the step that the explorer evaluates, without following the job: ``sequence``,
-            ``step`` and ``reload`` are None, and nobody waits for the explorer.
+        bench: the step that the explorer evaluates without following the job. In that case
+            ``sequence``, ``step`` and ``reload`` are None, and nobody waits for the explorer.
         starting: the reason why the explorer waits before it runs for the first time. Its status is
             then ``stopped``, so that nobody waits for it.
-        delta_base: the newest version of which the explorer's host has a whole copy, outside the
-            filesystem of the job, for a delta. None also if the explorer's release has no deltas.
+        delta_base: the newest version to which a delta can be applied, because the explorer's host
+            has a whole copy outside the job's filesystem. None also in releases without deltas.
         hub_names: True if the explorer also accepts versions with the hub's names.
     """
 

@@ -26,7 +26,7 @@ class RollbackRequest(Record):
 
     The asking process writes the request with ``outcome`` ``asked``. From then on only the daemon
     may change the request. The daemon replaces the request by its answer, and the asking process
-    removes the answer. ``sequence`` is the old version, ``made`` the new version.
+    removes the answer. ``sequence`` is the old version, and ``made`` is the new one.
     """
 
     id: str

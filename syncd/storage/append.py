@@ -19,7 +19,7 @@ LIMIT: Final = 4 * 1024 * 1024
 
 
 def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: int = LIMIT) -> None:
-    """Append whole lines to a file. A missing file is made; a foreign thing is renamed first.
+    """Append whole lines to a file. Make a missing file; move a foreign folder or link away first.
 
     If ``durable``, the lines survive a power loss. Older lines may be lost if a superseded daemon
     begins a new file at the same time.
@@ -73,7 +73,7 @@ def _tail(storage: Storage, path: Path, limit: int) -> list[bytes]:
         size = storage.fstat(fd).st_size
         at = max(0, size - limit)
         lines = storage.pread_all(fd, size - at, at).splitlines()
-        return lines[1:] if at else lines  # the first one is cut
+        return lines[1:] if at else lines  # the first line may be cut
 
     try:
         return storage.look_into(path, read)

@@ -1,6 +1,6 @@
 """The system calls on shared storage, one in each method, so that tests can inject faults.
 
-A test's subclass can make any call fail, reads too, or end the process there, as a crash would.
+A subclass in a test can make any call fail, or end the process in that call, as a crash would.
 
 Below the job directory syncd never follows a link, because through a link a daemon could read or
 delete files outside the job. So :class:`Beneath` opens each folder with ``O_NOFOLLOW``.
@@ -48,7 +48,7 @@ class Free(NamedTuple):
 class Calls:
     """The system calls, for paths that :class:`Beneath` resolves, with the job directory as root.
 
-    If not ``durable``, ``fsync`` is not called: only for measuring copies without the disk.
+    Without ``durable``, ``fsync`` does nothing. Use this only to measure copies without the disk.
     """
 
     def __init__(self, root: Path | None = None, *, durable: bool = True) -> None:
@@ -68,7 +68,7 @@ class Calls:
             os.rmdir(name, dir_fd=folder)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename. A file may replace a file; a folder may replace only an empty folder."""
+        """Rename. A file can replace a file; a folder can replace only an empty folder."""
         with self._beneath.both(source, target) as ((old, out_of), (new, into)):
             os.rename(old, new, src_dir_fd=out_of, dst_dir_fd=into)
 
@@ -284,8 +284,8 @@ def kind_of(entry: os.DirEntry[str]) -> Kind:
 class Beneath:
     """Resolves paths beneath a root.
 
-    Links are followed on the way to the root, but never below the root. Other paths, and all paths
-    if there is no root, are resolved as usual.
+    Links are followed on the way to the root, but never below the root. Paths outside
+    the root, and all paths if there is no root, are resolved as usual.
     """
 
     def __init__(self, root: Path | None) -> None:
@@ -293,7 +293,7 @@ class Beneath:
 
     @contextmanager
     def at(self, path: Path) -> Iterator[Place]:
-        """Resolve a path for one system call inside the block, whose errors name the whole path.
+        """Resolve a path for one system call inside the block. Its errors name the whole path.
 
         Raises:
             OSError: ``ELOOP`` if a folder on the way is a link; other errors of the system.

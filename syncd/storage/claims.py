@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 #: If the holder of a name could not be judged for this many lease times, the name counts as taken.
 _PATIENCE: Final = 3
-#: Checks that must find no heartbeat, which is missing for a moment while its owner renews it.
+#: Checks without a heartbeat until its owner counts as dead: a renewal removes it for a moment.
 _MISSING_LOOKS: Final = 2
 #: The most characters of a name that go into a message.
 _SHOWN: Final = 200
@@ -60,7 +60,7 @@ class HeldName:
         clock: Clock = time.monotonic,
         pause: Callable[[float], object] = time.sleep,
     ) -> Self:
-        """Take a name; wait until another session that has it is known to be alive or dead.
+        """Take a name; if a session has it, wait until that session is known to be alive or dead.
 
         The wait for a dead session takes up to a lease time. ``role`` is ``explorer`` or
         ``trainer``. A job has only one trainer, so two trainers with different names exclude each
@@ -172,13 +172,13 @@ class _Holder:
 
     def is_dead(self) -> bool:
         """Check the holder once more; True if the holder is dead. Sets :attr:`lives`."""
-        # Look at the claim before reading it, so that only the claim that was read can be broken.
+        # Look at the claim before reading it, so that no newer claim can be removed.
         marker = self._judge.look(self._path)
         session = read_claim(self._job.storage, self._path)
         if session != self.session:
             self.session, self._first, self._missing = session, None, 0
         if session is None:
-            return marker is Liveness.DEAD  # it has named no session for a lease time
+            return marker is Liveness.DEAD  # the claim has named no session for a lease time
         heartbeat = self._job.layout.session(session)
         seen = self._judge.look(heartbeat)
         if seen is Liveness.MISSING:

@@ -1,9 +1,9 @@
 """The fence: each active daemon works in its own room (a folder) and commits by a rename out of it.
 
-``daemon.lock`` only says which daemon *should* work: a daemon that was paused would still rename
-files. So a take-over makes a new room ``.syncd/epoch/<n>-<suffix>/``, and empties every lower room
-until the room can be removed. From then on a rename out of a lower room, or into a lower room,
-fails because the folder is gone. ``docs/protocol.md`` explains why this fence holds, and
+``daemon.lock`` only says which daemon *should* work. A daemon that lost the lock during a pause
+would still rename files. So a take-over makes a new room ``.syncd/epoch/<n>-<suffix>/``, and then
+empties and removes every room with a lower name. From then on a rename out of a lower room, or into
+it, fails because the folder is gone. ``docs/protocol.md`` explains why this fence holds, and
 ``tests/model`` checks the explanation.
 """
 
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 
 #: No daemon reaches this number by counting, so a room with it was not made by a daemon.
 _LAST_ROOM: Final = 10**17
-#: The most bytes that are kept of a name that is moved into a room.
+#: A longer name is cut to this number of bytes when it is moved into a room.
 _LONGEST: Final = 200
 #: The most attempts to empty a lower room.
 _ROUNDS: Final = 100
-#: The suffix makes names unique, so a paused daemon never finds another daemon's room as its own.
+#: The suffix makes names unique, so a paused daemon never takes another room for its own.
 _ROOM: Final = re.compile(r"([1-9][0-9]{0,17})-([0-9a-f]{8})", re.ASCII)
 
 
@@ -43,7 +43,7 @@ class Epoch:
 
     Promised: after :meth:`take_over` has returned, no daemon of a lower epoch commits or prunes
     anything. From then on the methods of a lower epoch raise :class:`SupersededError` if they would
-    change files outside its room. A daemon may learn only from this error that it is superseded.
+    change files outside its room. This error can be the daemon's only sign that it is superseded.
 
     Attributes:
         number: the number of the epoch. Rooms with equal numbers are ordered by their suffix.
@@ -78,8 +78,8 @@ class Epoch:
             )
         epoch = cls(job, f"{number}-{secrets.token_hex(4)}")
         job.storage.mkdir(epoch._room)
-        # List the rooms again, after the mkdir: the daemon of a room above ours may have listed the
-        # rooms before ours existed.
+        # List the rooms again, after the mkdir, because the daemon of a higher room may have listed
+        # the rooms before ours existed.
         rooms = _rooms(job)
         if any(_order(room) > _order(epoch._room.name) for room in rooms):
             try:
@@ -92,7 +92,7 @@ class Epoch:
         try:
             for folder in (epoch._doomed, epoch._trash, epoch.building):
                 epoch._within(job.storage.mkdir, folder)
-            # Before anything is moved into the folders: if a power loss loses them, it is lost too.
+            # Sync first: a power loss that loses a folder would also lose the files moved into it.
             epoch._within(job.storage.sync_folder, epoch._room)
             job.storage.sync_folder(job.layout.epochs)
             for lower in rooms:
@@ -160,9 +160,9 @@ class Epoch:
         return target
 
     def publish_file(self, target: Path, data: bytes, *, durable: bool = True) -> None:
-        """Replace one of the daemon's files, such as LATEST: one rename out of this room.
+        """Replace one of the daemon's files, such as LATEST, by one rename out of this room.
 
-        If not ``durable``, as suffices for a hint, a power loss may lose or tear the file.
+        If ``durable`` is False, a power loss may lose or tear the file; use this for hints only.
         """
         try:
             with Draft(self._job.storage, target, room=self._room) as draft:
@@ -182,7 +182,7 @@ class Epoch:
     def set_aside(self, path: Path) -> Path:
         """Move a folder into this room's ``trash/``, to check its content once more.
 
-        Nothing deletes the folder at the returned path: :meth:`condemn` it next, or rename it back.
+        The caller must then :meth:`condemn` the folder at the returned path, or rename it back.
 
         Raises:
             FileNotFoundError: the folder does not exist.
@@ -220,7 +220,7 @@ class Epoch:
             raise refused
 
     def is_live(self) -> bool:
-        """True if this room still exists. Only for messages, not to decide on a commit."""
+        """True if this room still exists. Use this for messages, never to decide on a commit."""
         folders = (self.building, self._trash, self._doomed)
         return all(self._job.storage.exists(folder) for folder in folders)
 
@@ -247,9 +247,9 @@ class Epoch:
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it, which ends all unfinished work there.
 
-        The folders of the room are emptied and removed, never moved. A rename uses the handle that
-        a folder had when its name was looked up (always on NFS, for a moment elsewhere). That
-        handle stays usable until the folder is removed.
+        The folders of the room are removed, never moved. If they were moved, the room's daemon
+        could still rename files by the handles of the folders that it looked up before (always on
+        NFS, for a moment elsewhere). A handle becomes useless only when its folder is removed.
         """
         homes = {
             room / "building": self._doomed,
@@ -313,13 +313,13 @@ class Epoch:
         name = os.fsdecode(os.fsencode(path.name)[:_LONGEST])
         target = into / f"{name}-{secrets.token_hex(6)}"
         self._rename(path, target, lambda: self._job.storage.exists(target))
-        # Before anything is deleted: a power loss could bring back a folder with half its content.
+        # Sync before any deletion: a power loss could bring back a folder with half its content.
         for folder in (into, path.parent):
             self._job.storage.sync_folder(folder)
         return target
 
     def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:
-        """Rename. If the server's answer is lost, the client's retry gets ENOENT: ask ``ours``."""
+        """Rename. After an error ask ``ours``, because perhaps only the answer was lost."""
         try:
             self._job.storage.rename(source, target)
         except OSError as error:

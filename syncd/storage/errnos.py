@@ -24,7 +24,7 @@ _REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.
 
 
 def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
-    """The error for read-only or full storage, else None; ``path`` is for an error without one."""
+    """The error for read-only or full storage, else None; ``path`` is for errors without a path."""
     where = error.filename or path
     if error.errno == errno.EROFS:
         return JobUnavailableError(read_only(where))

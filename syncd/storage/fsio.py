@@ -18,12 +18,12 @@ from syncd.protocol.names import TEMPORARY
 from syncd.storage.calls import Calls, Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone
 
-#: Errors of a way of copying that does not work between these two files. Another way may work.
+#: Errors if one way of copying does not work between two files, but another way may work.
 _REFUSED: Final = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 )
-#: Likewise for sharing blocks, also if the blocks are not on disk yet (ZFS), or if storage fails:
-#: the copy that follows reports a failure.
+#: Errors if blocks cannot be shared, or are not on disk yet (ZFS), or if storage fails. A copy
+#: follows in each case, and reports a failure of the storage.
 _NOT_SHARED: Final = _REFUSED | {errno.ENOTTY, errno.EAGAIN, errno.EINTR, errno.EIO}
 #: Errors if the filesystem cannot link these two names, or the file has too many links.
 _NO_LINKS: Final = frozenset(
@@ -67,7 +67,7 @@ class Storage(Calls):
             offset += done
 
     def copy_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        """Copy up to ``count`` bytes the cheapest way; return the number, 0 only at the end."""
+        """Copy up to ``count`` bytes the cheapest way; return their number, 0 only at the end."""
         for copy in (self.copy_file_range, self.sendfile):
             try:
                 copied = copy(source, target, count, at, to)
@@ -136,8 +136,8 @@ class Storage(Calls):
     def make_folder(self, path: Path, *, below: Path) -> None:
         """Make a folder and its missing parent folders, durably, but never ``below``.
 
-        If ``below`` is missing (the job was unmounted, or another daemon removed the room), nothing
-        may be made in its place: raise FileNotFoundError.
+        If ``below`` is missing (the job was unmounted, or another daemon removed the room), the
+        method makes nothing, and raises FileNotFoundError.
         """
         try:
             self.mkdir(path)
@@ -287,9 +287,9 @@ def named(path: Path) -> Iterator[None]:
 class Draft:
     """A file that is written under a temporary name, and gets its final name by one rename.
 
-    Before the rename in :meth:`commit` there is only garbage under a ``.tmp-`` name in ``room``, by
-    default the folder of ``path``. After the rename the file is whole and durable. If the ``with``
-    block ends without a commit, the garbage is removed. A killed process leaves the garbage.
+    The temporary name begins with ``.tmp-``. It is in the folder ``room``, by default the folder of
+    ``path``. After the rename in :meth:`commit` the file is whole and durable. If the ``with``
+    block ends without a commit, the temporary file is removed. A killed process leaves it there.
     """
 
     def __init__(self, storage: Storage, path: Path, *, room: Path | None = None) -> None:

@@ -96,7 +96,7 @@ class Job:
     def is_there(self) -> bool:
         """True if this job, which was opened before, is still present.
 
-        If not, do not rely on the job's files: storage that is not mounted looks empty.
+        If False, do not rely on the job's files, because storage that is not mounted looks empty.
         """
         return self.storage.exists(self.layout.format)
 
@@ -127,7 +127,7 @@ class Job:
             raise JobUnavailableError(f"{path} cannot be read: {error}") from error
 
     def check_folders(self) -> None:
-        """Raise JobUnavailableError if a folder is a file, or a link, which filelock follows."""
+        """Raise JobUnavailableError if a folder is a file or a link: filelock follows links."""
         at = self.layout
         for folder in (at.state, at.published, at.epochs, at.leases, at.sessions):
             status = self.storage.status(folder)
@@ -137,7 +137,7 @@ class Job:
                 )
 
     def _agree(self, lease_time: float | None) -> Format:
-        """The format on disk. A missing format is written by a link, which replaces no file."""
+        """The format on disk. If it is missing, write it by a hard link, which replaces no file."""
         storage, layout = self.storage, self.layout
         if not storage.exists(layout.format):
             ours = Format() if lease_time is None else Format(lease_time=lease_time)
@@ -168,7 +168,7 @@ class Job:
 
         Raises:
             OSError: the storage failed in a way that the policy does not ignore.
-            ProtocolMismatchError: likewise, for a record of a newer protocol.
+            ProtocolMismatchError: the record is of a newer protocol, and the policy forbids that.
         """
         try:
             return parse(model, self.storage.read(path, limit), path)
@@ -223,7 +223,7 @@ def registering(layout: JobLayout) -> Iterator[None]:
 def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
     """The remedy for an error message that nothing was published in time.
 
-    ``lives`` says whether a daemon seems to work in ``folder``: a job, or its memory directory.
+    ``folder`` is a job or its memory directory. ``lives`` is True if a daemon seems to work there.
     """
     path = shlex.quote(str(folder))
     if lives:

@@ -51,7 +51,7 @@ class _Watch:
 class Judge:
     """Decides whether a heartbeat is alive or dead, only by this process's monotonic clock.
 
-    A heartbeat is dead if its file has not changed for a lease time, in seconds. The time between
+    A heartbeat is dead if its file has not changed for ``lease_time`` seconds. The time between
     two checks counts only if it is at most a third of a lease time, so that a pause of this process
     does not count. If ``counts_pauses``, a longer time counts as a third of a lease time. Use this
     only if a wrong judgement does no harm.
@@ -189,10 +189,10 @@ class Lookout:
     """Judges many heartbeats: each call checks some of them, and returns the results for all.
 
     Promised: if :meth:`look` is called once a tick, each heartbeat is checked at least three times
-    in a lease time, and a new heartbeat is checked at once. A missing heartbeat is checked on the
-    server. A result may be a third of a lease time old.
+    in a lease time. A new heartbeat is checked at the next call, and a missing heartbeat is checked
+    on the server. A result may be a third of a lease time old.
 
-    No other code may use ``judge``. ``tick``, the seconds between two calls, may change any time.
+    Use ``judge`` for nothing else. You can change ``tick``, the seconds between two calls.
     """
 
     def __init__(

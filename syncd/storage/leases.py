@@ -56,7 +56,7 @@ class Lease:
         except FileExistsError:
             pass  # the lease exists, and is ours: the name has this session
         except OSError as error:
-            if is_gone(error) or is_no_record(error):  # no folder, or a link to one
+            if is_gone(error) or is_no_record(error):  # the folder is missing, or a link
                 raise VersionGoneError(
                     f"version {sequence} of {job.layout.root} was retired before {name} leased it"
                 ) from error
@@ -90,7 +90,7 @@ def pin_version(job: Job, sequence: int) -> None:
         if not (is_gone(error) or is_no_record(error)):
             raise
         raise VersionGoneError(_gone(job.layout, sequence)) from error
-    # A lease folder exists before its version does.
+    # A lease folder is made before its version, so check that the version was published.
     job.storage.refresh(job.layout.published)
     if not job.storage.exists(job.layout.version(sequence) / MANIFEST):
         job.storage.unlink_if_there(marker)
@@ -153,7 +153,7 @@ def unpin_step(
 
 
 def _make(storage: Storage, marker: Path) -> None:
-    """Make a pin durably. An existing pin is made again, because it is perhaps not durable yet."""
+    """Make a pin durably. If the pin exists, sync it again, because it may not be durable yet."""
     try:
         storage.write_new(marker, b"")
     except FileExistsError:

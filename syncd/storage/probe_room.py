@@ -1,7 +1,7 @@
 """The temporary folder in which ``syncd doctor`` measures; doctor changes nothing outside it.
 
-The file ``NAME.alive`` marks the folder ``NAME``. It is made before the folder, and removed after
-the folder. So every process may remove a folder without a mark.
+The file ``NAME.alive`` marks the folder ``NAME``. The mark is made before the folder, and removed
+after the folder. So every process may remove a folder without a mark.
 """
 
 from __future__ import annotations

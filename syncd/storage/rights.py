@@ -1,6 +1,6 @@
 """Checks of this user's rights to write to a job, and to delete folders that trainers made.
 
-A daemon needs both rights. A result may be wrong, because only the storage decides, at each call.
+A daemon needs both rights. A result can be wrong, because the storage itself decides at each call.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def share_with_group(job: Job, group: str) -> None:
     for folder in (job.layout.root, job.layout.state, *_ours(job.layout)):
         status = job.storage.status(folder)
         if status is None or not stat.S_ISDIR(status.st_mode):
-            continue  # opening the job makes it, or reports the fault
+            continue  # opening the job makes the folder, or reports the fault
         mode = stat.S_IMODE(status.st_mode)
         if status.st_gid == number and mode & _SHARED == _SHARED:
             continue
@@ -91,7 +91,7 @@ def unwritable(job: Job) -> Path | None:
 def unprunable(job: Job) -> str | None:
     """The reason, according to the file modes, why this user could not delete existing steps.
 
-    A sentence that :data:`TO_DELETE` can follow. Empty without a reason; None if no step exists.
+    The result is a sentence before :data:`TO_DELETE`, empty without a reason, None without steps.
     """
     steps = step_folders(job)[-_FEW:]
     if not steps:

@@ -27,7 +27,7 @@ from syncd.storage.judge import Judge, Liveness
 
 log = logging.getLogger(__name__)
 
-#: The beginning of the names of daemons' sessions. The name of a host has no underscore.
+#: The beginning of the names of daemons' sessions. Other sessions' names have no underscore.
 DAEMON_SESSION: Final = "daemon_"
 
 
@@ -48,8 +48,8 @@ class Session:
 
     Promised: while the process runs and its storage answers, other processes see the session alive.
     If the storage did not answer for longer than a lease time, they see the session alive again
-    soon after. The heartbeat may continue while the process hangs. So a loop that makes no progress
-    must end its process.
+    soon after it answers. The heartbeat may continue while the process hangs. So a loop that makes
+    no progress must end its process.
     """
 
     def __init__(self, layout: JobLayout, lease_time: float, *, prefix: str = "") -> None:
@@ -61,7 +61,7 @@ class Session:
         self._lock.take()
 
     def close(self) -> None:
-        """Remove the heartbeat. Afterwards other processes may break this session's leases."""
+        """Remove the heartbeat. Afterwards other processes can remove this session's leases."""
         self._closed.set()
         with self._changing:
             self._lock.release()
@@ -106,7 +106,7 @@ class Session:
 
 
 class DaemonLock:
-    """The lock that elects the working daemon. :mod:`.epoch` keeps others from committing."""
+    """The lock that elects the working daemon. :mod:`.epoch` stops the commits of others."""
 
     def __init__(self, job: Job, lease_time: float, judge: Judge) -> None:
         self._job = job
@@ -132,8 +132,8 @@ class DaemonLock:
         except Timeout:
             return False
         except LeaseSettingsMismatch:
-            # The judge never finds a lock dead at its first look, so this lease time is set in
-            # time: each lock is judged by its own lease time.
+            # From now on the judge uses the longer of the two lease times. This is early enough,
+            # because the judge never finds a lock dead at its first look.
             owner = self._lock.owner
             if owner is not None and owner.lease_duration is not None:
                 theirs = min(owner.lease_duration, LONGEST_LEASE_TIME)

@@ -51,8 +51,8 @@ _PATIENCE: Final = 10.0
 class Watcher:
     """Wakes its owner when a watched name in a watched folder changes.
 
-    ``names``: folder → the names in it to watch; links are followed. Only this watcher blocks if
-    the folder's storage does not answer.
+    ``names``: folder → the names in it to watch; links are followed. If a folder's storage
+    does not answer, only this watcher blocks.
 
     If a folder is moved, replaced or unmounted, its watchers get no more events. While such a
     folder is still watched, watchers of a new folder with the same name get no events either.

@@ -47,7 +47,7 @@ def listen(address: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:  # UnicodeError: an impossible host name
         raise BroadcastError(f"cannot listen on {address}: {error}") from error
     try:
-        # If the port is fixed: connections of the previous group linger for a minute.
+        # For a fixed port, on which a previous group's connections linger for a minute.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(where)
         listening.listen(socket.SOMAXCONN)

@@ -111,8 +111,8 @@ class WeightGroup:
         """Form the group together with all other ranks, and begin a transfer.
 
         ``deadline`` is in seconds: first for forming the group, and then again for each transfer.
-        For ``nccl`` the device is a GPU. Rank 0 gives a socket that listens at the rendezvous's
-        address and port; rank 0's store takes the socket over.
+        For ``nccl`` the device must be a GPU. Only rank 0 gives ``listening``, which must listen at
+        the rendezvous's address and port; rank 0's store takes the socket over.
 
         Raises:
             BroadcastError: not all ranks connected in time, or this process cannot form the group.
@@ -165,7 +165,7 @@ class WeightGroup:
     def broadcast(self, tensor: Tensor) -> Broadcasting:
         """Begin to broadcast a tensor from rank 0; all ranks must do this in the same order.
 
-        The tensor is uint8, contiguous, on the group's device, and of the same size on all ranks.
+        The tensor must be uint8, contiguous, on the group's device, and equally long on all ranks.
         Do not read or change the tensor until :meth:`Broadcasting.wait` has returned.
         """
         self._check()

@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: torch takes 0 for no limit, and rounds down.
+#: The shortest timeout in seconds, because torch takes 0 for no limit, and rounds down.
 _SHORTEST: Final = 0.01
 #: Seconds between two checks that a closed group's work has ended.
 _REAP: Final = 0.1
-#: Seconds: torch rounds a connection's limit down to whole ones.
+#: The shortest timeout of a connection: torch rounds it down to whole seconds.
 _CONNECT: Final = 1.0
 #: With this variable, NCCL raises errors to the caller; without it, a watchdog ends the process.
 _BLOCKING: Final = "TORCH_NCCL_BLOCKING_WAIT"
@@ -40,7 +40,7 @@ _ENVIRONMENT: Final = threading.Lock()
 #: process crashes (std::terminate) if a thread is in torch then.
 _ENDING: Final = threading.Lock()
 _exiting: Final = threading.Event()
-#: Seconds that the interpreter's end waits for that lock: in a fork its holder may not exist.
+#: Seconds that the interpreter's end waits for that lock, whose holder may not exist in a fork.
 _PATIENCE: Final = 10.0
 
 Name = Literal["nccl", "gloo"]
@@ -66,10 +66,10 @@ def backend_for(device: torch.device) -> Name:
 def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> Store:
     """Start rank 0's store. The store and its port stay open while the returned object exists.
 
-    The store takes the ``listening`` socket over, which listens at the rendezvous's address and
-    port. ``deadline`` is the store's timeout, in seconds.
+    The socket ``listening`` must listen at the rendezvous's address and port; the store takes it
+    over. ``deadline`` is the store's timeout, in seconds.
     """
-    return dist.TCPStore(  # type: ignore[attr-defined] # public, and not so in torch's stub
+    return dist.TCPStore(  # type: ignore[attr-defined] # public, but not in torch's stub
         rendezvous.address,
         rendezvous.port,
         is_master=True,
@@ -190,7 +190,7 @@ def _nccl(
             work = backend.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)])
             work.wait(torch_time(deadline))
         except BaseException:
-            # Its destructor would abort it, and end the process if that takes too long.
+            # In the background, because its destructor may be slow and then end the process.
             backends = [backend]
             del backend
             release(backends, [])

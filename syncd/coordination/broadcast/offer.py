@@ -235,7 +235,7 @@ class ExplorerSide:
             log.debug("cannot read the trainer's current offer of a transfer: %s", error)
         else:
             if past is not None and past.decided is not None:
-                self._over.add(past.offer)  # it was for explorers that were there then
+                self._over.add(past.offer)  # made for earlier explorers
 
     def agree(self, wait: Wait) -> int | None:
         """Join an offer; return its step, or None if the transfer does not take place."""
@@ -273,7 +273,7 @@ class ExplorerSide:
     def look(self) -> Offer | None:
         """Check the current offer once; return the joined offer if its transfer takes place.
 
-        The explorer joins an offer that is open and names it, if it has joined no other offer.
+        The explorer joins an open offer that names this explorer, unless it has joined another.
         """
         offer, joined = self._offers.current(), self._joined
         other = joined is not None and offer is not None and offer.offer != joined.offer
@@ -281,7 +281,7 @@ class ExplorerSide:
         if other and (decided := self.leave()) is not None:
             return decided
         if self._joined is None and offer is not None and self._concerns_us(offer):
-            self._joined = offer  # first, because the update may arrive even if it raises
+            self._joined = offer  # first, because a failed update may still be written
             self._me.update(joined=offer.offer)
         elif self._joined is not None and offer is not None and offer.decided is not None:
             joined, self._joined = self._joined, None
@@ -295,8 +295,8 @@ class ExplorerSide:
     def leave(self) -> Offer | None:
         """Leave the joined offer.
 
-        The result is the offer, if the trainer had already decided that the transfer takes place:
-        then this explorer must take part. Otherwise the result is None.
+        The result is the offer if the trainer had already decided that the transfer takes place. In
+        that case this explorer must take part. Otherwise the result is None.
         """
         joined, self._joined = self._joined, None
         if joined is None:

@@ -149,7 +149,7 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, meta: WeightMeta, bucket_bytes: int, *, has_digests: bool) -> Self:
-        """The header of a transfer; :data:`ALIGNED` is the least value of ``bucket_bytes``."""
+        """The header of a transfer; too small ``bucket_bytes`` are raised to :data:`ALIGNED`."""
         size = len(meta.encode())
         return cls(meta.digest, size, max(bucket_bytes, ALIGNED), has_digests)
 
@@ -217,7 +217,7 @@ class Image:
         tensors are packed together into buckets of up to a quarter of ``bucket_bytes``, because
         copying them costs less than one broadcast for each tensor.
 
-        ``bucket_bytes`` is at least :data:`ALIGNED`, and is rounded down to a multiple of it.
+        ``bucket_bytes`` must be at least :data:`ALIGNED`; it is rounded down to a multiple of that.
         """
         most = bucket_bytes // ALIGNED * ALIGNED
         packed, alone = max(most // 4, ALIGNED), most // 16
