@@ -48,7 +48,7 @@ _GROUPS: Final = {
     },
 }
 _COMMANDS: Final = {name: said for group in _GROUPS.values() for name, said in group.items()}
-#: Entry points of commands that other packages add: the hooks, which syncd never imports itself.
+#: The entry points by which other packages, such as the hooks, add commands to syncd.
 _ADDED: Final = "syncd.commands"
 #: The hooks' commands: the help lists them without importing them, which would take half a second.
 _OF_HOOKS: Final = frozenset({"follow"})
@@ -85,7 +85,7 @@ class _Lazy(click.Group):
         added = [_described(point) for name, point in _added().items() if name not in _OF_HOOKS]
         if added:
             groups[_OTHERS] = added
-        # In one column, although each group is a separate list.
+        # Align the names of all groups, although each group is a separate list.
         widest = max(len(name) for commands in groups.values() for name, _ in commands)
         for group, commands in groups.items():
             with formatter.section(group):

@@ -35,5 +35,5 @@ def moment(seconds: float) -> str:
     """A time in this host's time zone, without the year, for example ``11-22 14:03:09``."""
     try:
         return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):  # others may write any number
+    except (OverflowError, ValueError, OSError):  # other programs may write any number
         return "?"

@@ -40,11 +40,11 @@ from syncd.torch_extra import require_torch
 _WORLD_SIZE: Final = 2
 #: name → seconds of rollouts between two pulls
 _EXPLORERS: Final = {"quick": 0.2, "slow": 2.5}
-#: A guard against hanging, on a machine that does much else too; a run takes half a minute.
+#: The limit for a demo that hangs. It is high, because the machine may be busy.
 _DEADLINE: Final = 600.0
 _LOOK: Final = 0.2
 _LEASE_TIME: Final = 6.0
-#: Seconds after which the same line is printed again, on no terminal.
+#: Seconds after which an unchanged line is printed again, if stdout is not a terminal.
 _SILENCE: Final = 10.0
 _STARTING: Final = "importing torch in 4 processes"
 _DOES: Final = {
@@ -194,7 +194,7 @@ class _Run:
 
     def _start(self, called: str, /, *module: str, **options: object) -> None:
         given = ((f"--{name.replace('_', '-')}", str(value)) for name, value in options.items())
-        # One thread each: five processes share what may be two cores.
+        # One thread each, because five processes may have to share two cores.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with (self.room / f"{called}.out").open("wb") as out, self._log(called).open("wb") as err:
             self.programs[called] = subprocess.Popen(
@@ -230,7 +230,7 @@ class _Screen:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._begun = time.monotonic()
-        # A pipe is no terminal, also if FORCE_COLOR asks for its colours.
+        # A pipe is not a terminal, even if FORCE_COLOR asks for colours.
         is_lively = console.is_interactive and console.file.isatty()
         self._live = Live(console=console, refresh_per_second=8) if is_lively else None
         spinner = "line" if console.options.ascii_only else "dots"

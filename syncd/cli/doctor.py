@@ -99,7 +99,7 @@ class _Shown(Watching):
     def __init__(self, *, quiet: bool) -> None:
         self._out = Console()
         self._quiet = quiet
-        # One console if both go to one terminal, because each would overwrite the other.
+        # One console if both go to one terminal, because two consoles would overwrite each other.
         shares = self._out.is_terminal and not quiet
         self._status = Status("", console=self._out if shares else Console(stderr=True))
 

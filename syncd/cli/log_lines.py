@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 #: syncd's own packages; other packages' messages below INFO are never shown.
 _OURS: Final = ("syncd", "trainer_hooks", "explorer_hooks")
 _HALF: Final = re.compile("[\ud800-\udfff]")
-#: How often the very same line may come in a minute.
+#: How often the same line is shown in a minute before it is held back.
 _BURST: Final = 10
 
 
@@ -102,7 +102,7 @@ class Flood(logging.Filter):
 
 
 class _Lines(logging.StreamHandler):  # type: ignore[type-arg] # generic in its stub alone
-    """The handler that :func:`set_up` makes. A later :func:`set_up` changes only this handler."""
+    """The handler that :func:`set_up` makes. A second call changes only this handler."""
 
 
 def set_up(form: str = "human", level: str = "info") -> None:

@@ -59,7 +59,7 @@ def _amount(
     read: Any = quantity.read(value)
     try:
         found = kind(read)
-        if not math.isnan(found) and (isinstance(read, str) or found == read):  # no part of a byte
+        if not math.isnan(found) and (isinstance(read, str) or found == read):  # no half byte
             return found
     except (ValueError, OverflowError):
         pass
@@ -139,7 +139,7 @@ def _version_or_step(_ctx: click.Context, _param: click.Parameter, value: str) -
     raise click.BadParameter(f"{value!r} is neither a version, such as v17, nor a step, such as 17")
 
 
-# Versions and steps are named as their folders are: a bare number is always a step.
+# A version is named like its folder, for example v17. A bare number is always a step.
 target = click.argument("target", metavar="STEP|vSEQUENCE", callback=_version_or_step)
 version = click.argument("version", metavar="vSEQUENCE", callback=_version)
 timeout = click.option(

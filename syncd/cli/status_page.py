@@ -14,16 +14,16 @@ from rich.text import Text
 from syncd.cli.amounts import ago, moment, size, span
 from syncd.protocol.names import printable
 
-#: How many explorers, and events, are shown; JSON has more.
+#: The most explorers and the most events that the page shows; JSON has more.
 _EXPLORERS: Final = 20
 _EVENTS: Final = 8
-#: The fewest explorers shown in few lines; the most reasons of faults; the most queued rollbacks.
+#: Explorers shown even on a low terminal; the most reasons of faults; the most queued rollbacks.
 _LEAST: Final = 4
 _FAULTS: Final = 4
 _ROLLBACKS: Final = 3
-#: Lines around the explorers: an empty one, their head, the rest's, and the prompt.
+#: Lines around the explorers: an empty line, the header, the line for the rest, and the prompt.
 _AROUND: Final = 4
-#: Lease times after which a daemon that still has its lock may be gone.
+#: Lease times without a report after which a daemon that still has its lock may have ended.
 _SILENT: Final = 3.0
 _LABEL: Final = 9
 
@@ -186,7 +186,7 @@ def _how_to_start(seen: dict[str, Any], now: float) -> str:
     """The command that starts a daemon, if no daemon seems to be running; else empty."""
     daemon = seen["daemon"]
     if "memory" not in seen:
-        return ""  # a second job, which the first job's daemon serves
+        return ""  # a memory directory, which the first job's daemon serves
     if not seen["daemon_lock_held"]:
         why = "no daemon serves this job; start a daemon"
     elif daemon is not None and now - daemon["time"] > _SILENT * (seen["lease_time"] or 0.0):

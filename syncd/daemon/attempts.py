@@ -30,7 +30,7 @@ from syncd.protocol.requests import RollbackRequest
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock
 
-#: Seconds between two attempts at a merge that storage refuses, at most.
+#: The most seconds between two attempts at a merge that storage refuses.
 _LONGEST_WAIT: Final = 30.0
 _MOST_DOUBLINGS: Final = 16
 #: How many rounds try a rollback that storage refuses.
@@ -161,7 +161,7 @@ class Attempts:
             self._journal.named_anew(manifest, change)
 
     def progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
-        """A callback for the progress of a merge; it updates the daemon's report now and then."""
+        """Return a callback that updates the daemon's report now and then during a merge."""
 
         def tell(done: int, total: int) -> None:
             heard(done, total)
@@ -182,7 +182,7 @@ class Attempts:
             self._publisher.check_room(save)
 
     def _try_later(self, why: str, error: Exception, tick: float) -> str:
-        """Set when to try the save again; returns the reason why the save has to wait."""
+        """Set the time of the next attempt; returns the reason why the save has to wait."""
         self._journal.meter.failed(error)
         self._tidying.after(error)
         wait = min(_LONGEST_WAIT, tick * 2**self._failures)

@@ -35,7 +35,7 @@ from syncd.storage.record_files import OF_OTHERS
 log = logging.getLogger(__name__)
 
 _RECORD: Final = ".json"
-#: How often a build that storage refuses is tried; and seconds between two attempts, at most.
+#: The most attempts at a build that storage refuses, and the most seconds between two attempts.
 _ATTEMPTS: Final = 6
 _LONGEST_WAIT: Final = 30.0
 _MOST_DOUBLINGS: Final = 16
@@ -95,7 +95,7 @@ class Benches:
         self._turn = turn
         self._publishes = publishes
         self._clock = clock
-        # Merges may follow each other for hours without a look at heartbeats.
+        # Merges may follow each other for hours without a look, so this judge counts pauses.
         judge = Judge(job.storage, lease_time, clock=clock, counts_pauses=True)
         self._longest_tick = lease_time / 4
         self._lookout = Lookout(judge, job.layout, tick=self._longest_tick, clock=clock)
@@ -107,8 +107,8 @@ class Benches:
     def run_once(self, tick: float) -> str:
         """Delete builds that no explorer needs, and then make at most one requested build.
 
-        A step without receipts is built only if its files have not changed for ``tick`` seconds,
-        about the time between two calls. Returns the reason if a build has to wait, else "".
+        A step without receipts is built only if its files have not changed for ``tick`` seconds.
+        ``tick`` is about the time between two calls. Returns why a build has to wait, else "".
 
         Raises:
             OSError: storage refuses some work; the next call tries that work again.
@@ -132,7 +132,7 @@ class Benches:
             id_: _Asked(request) for id_, request in asked.items() if id_ not in before
         }
         waiting = self._build_next(tick) if self._publishes else ""
-        if refused:  # only now, so that one explorer's failure does not delay the others
+        if refused:  # raised last, so that one explorer's failure does not delay the others
             raise refused[0]
         return waiting
 
@@ -152,7 +152,7 @@ class Benches:
             if kind is not Kind.FILE or not name.endswith(_RECORD) or name.startswith(TEMPORARY):
                 continue
             request = self._job.read(BenchRequest, folder / name, OF_OTHERS)
-            # Its id becomes a path, so it must equal the file's name.
+            # The request's id becomes a path, so the id must equal the file's name.
             if request is not None and self._job.layout.bench_request(request.id) == folder / name:
                 requests[request.id] = request
         return requests, [name for name, kind in kinds.items() if kind is Kind.FOLDER]
@@ -184,7 +184,7 @@ class Benches:
         try:
             names = set(self._job.storage.kinds(folder))
             if names - held.keys():
-                # A listing may be older than a request, so look each up by its own name.
+                # A listing may be older than a request, so look up each request by its name.
                 self._job.storage.refresh(self._job.layout.bench)
             for name in sorted(names):
                 if name in held or self._job.storage.exists(self._job.layout.bench_request(name)):
@@ -222,7 +222,7 @@ class Benches:
         return waiting
 
     def _ready(self, asked: _Asked, tick: float) -> WholeSave | None:
-        """The save to build from now; if None, ``asked.why`` is the reason for waiting.
+        """The save to build, if the build can begin now. If None, ``asked.why`` is the reason.
 
         ``asked.why`` is empty if the build exists already, or if the request was refused.
         """
@@ -247,7 +247,7 @@ class Benches:
         return save
 
     def _is_built(self, request: BenchRequest) -> bool:
-        """True if the build exists. Ask the server, because a listing can be outdated."""
+        """True if the build exists; asks the server, because a listing can be outdated."""
         build = self._job.layout.bench_build(request.session, request.id)
         try:
             self._job.storage.refresh(build.parent)

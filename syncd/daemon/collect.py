@@ -1,4 +1,4 @@
-"""Keeping a job tidy: leftovers of killed processes, unfinished deletions, and the reserve.
+"""Keeping a job tidy: leftovers of killed processes, unfinished deletions, reserved space.
 
 Leftovers are temporary files, and the heartbeats, reports and claims of dead sessions.
 """
@@ -35,9 +35,9 @@ _KEEP_ROOM_AGAIN: Final = 60.0
 _STEPS_PER_ROUND: Final = 64
 #: How many leftovers are watched at a time; the rest wait for the next round.
 _MOST: Final = 1000
-#: How many looks one call does.
+#: How many paths one call checks.
 _LOOKS_AT_A_TIME: Final = 64
-#: How many folders below ``huggingface/`` are looked into; tokenizers have templates in some.
+#: How many levels of folders below ``huggingface/`` are searched; tokenizers can have such folders.
 _DEEPEST: Final = 4
 
 
@@ -73,7 +73,7 @@ class Tidying:
         self._keep_room()
 
     def after(self, error: Exception) -> None:
-        """Note leftovers for :meth:`run_once`; on a full disk delete all deltas and the reserve."""
+        """Let :meth:`run_once` remove leftovers; if the disk is full, also free space now."""
         self._untidy = True
         if isinstance(error, OSError):
             self.gave_up_deltas(error)
@@ -144,7 +144,7 @@ class Collector:
         self.grace = grace
         self._steering = Steering(job)
         self._clock = clock
-        # Merges may follow each other for hours, and nobody looks meanwhile.
+        # Merges may follow each other for hours without a look, so this judge counts pauses.
         self._judge = Judge(job.storage, grace, clock=clock, counts_pauses=True)
         self._at = clock()
         self._steps: deque[int] = deque()
@@ -160,7 +160,7 @@ class Collector:
         self._leased = frozenset(leased)
         self._judge.lease_time = self.grace
         if self._round is None:
-            # A little more often than the stopwatch needs to run.
+            # A little shorter than the longest time between two looks that the judge counts.
             period = self._judge.lease_time / (LOOKS_PER_LEASE + 1)
             if self._clock() - self._at < period:
                 return
@@ -189,11 +189,11 @@ class Collector:
         return path.parent == self._job.layout.sessions and path.stem in self._leased
 
     def _is_still_left(self, path: Path) -> bool:
-        """True if a path is still a leftover; a report or a claim may have a live owner again."""
+        """True unless the path is a report or a claim whose session has a heartbeat again."""
         return not self._is_participants(path) or self._is_orphan(path)
 
     def _is_participants(self, path: Path) -> bool:
-        """True if the path is a report or a claim; reports and claims name their session."""
+        """True if the path is a report or a claim."""
         if path.name.startswith(TEMPORARY):
             return False
         layout = self._job.layout
@@ -213,7 +213,7 @@ class Collector:
     def _look(self, path: Path) -> None:
         try:
             liveness = self._judge.look(path)
-            # A session may beat again at this very moment: that is looked at once more.
+            # A session may beat again at this moment, so break_dead() looks once more.
             if liveness is Liveness.DEAD and self._judge.break_dead(path):
                 log.info(
                     "removed %s: its process died and left it behind",
@@ -227,7 +227,7 @@ class Collector:
             self._watched.discard(path)
 
     def _found(self) -> Iterator[Path | None]:
-        """Yield leftovers, also filelock's, and all heartbeats; None for each look in vain."""
+        """Yield leftovers, also of filelock, and all heartbeats; None for each other look."""
         layout = self._job.layout
         for folder in (layout.drafts, layout.explorers, layout.quarantine, layout.requests):
             yield from self._temporaries(folder)
@@ -243,13 +243,13 @@ class Collector:
                 yield from self._temporaries(folder)
             yield from self._temporaries(actor / HUGGINGFACE, depth=_DEEPEST)
         yield from self._orphans()
-        # Heartbeats last: thousands of live ones must not take the places of leftovers.
+        # Heartbeats come last, because thousands of live heartbeats must not displace leftovers.
         for name in self._job.storage.names(layout.sessions):
             yield layout.sessions / name
 
     def _orphans(self) -> Iterator[Path | None]:
-        """Yield the reports and claims of sessions without a heartbeat; None for each other one."""
-        # This client's cached view of a heartbeat may be older than its participant.
+        """Yield reports and claims of sessions without a heartbeat; None for other sessions."""
+        # This client's cache may lack the heartbeat of a new participant.
         self._job.storage.refresh(self._job.layout.sessions)
         for folder in (self._job.layout.explorers, self._job.layout.claims):
             try:
@@ -263,7 +263,7 @@ class Collector:
                     yield path if self._is_orphan(path) else None
 
     def _rooms(self) -> Iterator[Path]:
-        """Remove folders of doctor runs without a mark; yield the marks of the other runs."""
+        """Remove doctor runs' folders without a mark file; yield the mark files of other runs."""
         try:
             yield from left_rooms(self._job)
         except OSError as error:
@@ -285,7 +285,7 @@ class Collector:
                 yield from self._temporaries(folder / name, depth=depth - 1)
 
     def _draft(self, path: Path) -> Iterator[Path]:
-        """The files in a temporary folder; an empty folder is removed at once."""
+        """Yield the files in a temporary folder, or remove the folder if it is empty."""
         try:
             inside = self._job.storage.kinds(path)
             for name, kind in inside.items():

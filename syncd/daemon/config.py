@@ -102,15 +102,15 @@ PromFile = Annotated[Path, Suffix(".prom")]
 class DaemonConfig(BaseModel):
     """All keys of a daemon with their defaults; times are in seconds, sizes in bytes.
 
-    ``docs/configuration.md`` describes each key; its empty string is None here. In addition:
+    ``docs/configuration.md`` describes each key; an empty string there is None here. In addition:
 
     Attributes:
         deltas: explorers that stage on another filesystem read a delta instead of the version.
-        cast: with torch's rounding; integer, bool and fp8 tensors are not cast.
-        names: None to let ``naming.py`` choose.
-        remote_timeout: after this time the save of the step is quarantined.
-        dead_reader_grace: the engine of a dead explorer may still read the version.
-        memory_dir: trainer, daemon and explorers of one host share it. The daemon creates this
+        cast: rounds as torch does; integer, bool and fp8 tensors are not cast.
+        names: if None, ``naming.py`` chooses the names.
+        remote_timeout: a save without weights is quarantined after this time.
+        dead_reader_grace: needed because the engine of a dead explorer may still read the version.
+        memory_dir: shared by the trainer, daemon and explorers of one host. The daemon creates this
             directory if it is missing.
         hang_time: must be above 300 s, the limit for reading a pickle, and above the time in which
             storage writes one file of ``max_shard_size``.

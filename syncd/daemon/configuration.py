@@ -29,7 +29,7 @@ _FIELDS: Final = RunConfig.model_fields
 KEYS: Final = tuple(_FIELDS)
 PREFIX: Final = "SYNCD_"
 DEFAULT: Final = "default"
-#: The most bytes of a file that is read as a configuration, and characters of it in a message.
+#: The most bytes of a configuration file, and the most characters of a value in a message.
 _LIMIT: Final = 1024 * 1024
 _SHOWN: Final = 200
 #: How similar a name must be to a key for a suggestion.
@@ -65,7 +65,7 @@ class Configuration:
 
     @property
     def job(self) -> Path:
-        """The job directory; raises InvalidSettingsError if the configuration names none."""
+        """The job directory; raises InvalidSettingsError if the configuration names no job."""
         if self.config.job is None:
             where = "as job = \"/…\" in a configuration file ('--config FILE')"
             if self.file is not None:
@@ -187,7 +187,7 @@ class ConfigReloader:
         applied(self.current.config)
 
     def again(self) -> RunConfig | None:
-        """Read the configuration again; returns the one in force, or None if it is invalid."""
+        """Read the configuration again; returns the values in force, or None after an error."""
         self.whole = False
         try:
             asked = self._read()
@@ -254,13 +254,13 @@ def _from_file(file: Path) -> dict[str, GivenValue]:
         )
     try:
         found = tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits is only a ValueError
+    except (ValueError, RecursionError) as error:  # for 5000 digits it is a ValueError
         raise InvalidSettingsError(f"{printable(file)} is not TOML: {error}") from error
     return {key: GivenValue(value, printable(file)) for key, value in found.items()}
 
 
 def _misplaced(key: str, one: GivenValue) -> str | None:
-    """The error for a relative path, which no service can use, or one with a NUL; else None."""
+    """The error for a relative path, which no service can use, or a path with a NUL; else None."""
     if one.is_local or not is_path(key) or not isinstance(one.value, str):
         return None
     if one.value == "" or (Path(one.value).is_absolute() and "\0" not in one.value):
@@ -352,7 +352,7 @@ def _number(key: str, *, whole: bool) -> str:
             case annotated_types.Le():
                 said += f", at most {one.le}"
             case _:
-                pass  # says nothing about the size
+                pass  # this item does not limit the number
     return said
 
 

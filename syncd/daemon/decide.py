@@ -240,8 +240,8 @@ Action = (
 class Decision:
     """The actions of a round in order, and the reason for waiting if the daemon waits.
 
-    ``pending``: something has to be published, answered or quarantined, now or later, even if all
-    participants leave. A pause also counts as pending, because a person is at work.
+    ``pending`` is True while something has to be published, answered or quarantined, even if all
+    participants leave. It is also True during a pause, because a person is at work.
     """
 
     actions: tuple[Action, ...]
@@ -250,11 +250,11 @@ class Decision:
 
 
 def decide(seen: Observation, config: DaemonConfig) -> Decision:
-    """The actions for an observation; new versions first, as no explorer may wait for deletions."""
+    """The actions for an observation, in this order: new versions, records, deletions."""
     new: tuple[Publish | GiveUp | Republish | AnswerRequest, ...]
     if seen.rollbacks:
         # Until a request is answered nothing else is published, so that a successor can tell from
-        # LATEST alone whether it was carried out.
+        # LATEST alone whether the request was carried out.
         new, waiting_for = (_rollback(seen.rollbacks[0], seen),), ""
     elif seen.pause is not None:
         by = printable(seen.pause.by)
@@ -280,7 +280,7 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
 
 
 def _rollback(request: RollbackRequest, seen: Observation) -> Republish | AnswerRequest:
-    """The action for a rollback request. A request that is found again is not carried out again."""
+    """The action for a rollback request. A request that was carried out before is only answered."""
     if request.id == seen.served_request:
         return AnswerRequest(request, made=seen.latest)
     name = version_folder(request.sequence)
@@ -340,7 +340,7 @@ def _versions(
     never leased again.
     """
     keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
-    leased = {lease.sequence for lease in seen.leases}  # or pinned: a pin is in that folder too
+    leased = {lease.sequence for lease in seen.leases}  # also pins, which are in the same folders
     leased.update(request.sequence for request in seen.rollbacks)
     if seen.delta_base is not None:
         leased.add(seen.delta_base)
@@ -375,12 +375,12 @@ def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
             yield PruneDelta(delta.sequence, why)
 
 
-#: Returns the sequences that must stay, of all published ones, lowest first.
+#: Takes all published sequences, lowest first; returns the sequences that must stay.
 KeepRule = Callable[[Sequence[int]], frozenset[int]]
 
 
 def keep_newest(count: int) -> KeepRule:
-    """A rule that keeps the newest ``count`` versions; raises ValueError if that is below 1."""
+    """A rule that keeps the newest ``count`` versions; ValueError if ``count`` is below 1."""
     if count < 1:
         raise ValueError(f"keep_newest({count}): the count must be at least 1")
     return lambda sequences: frozenset(sequences[-count:])
@@ -419,7 +419,7 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     if any(doubts):
         return ""
     if step.retired:
-        # The pointer must name a newer full checkpoint, so that the trainer can resume from that.
+        # The pointer must name a newer full checkpoint, from which the trainer can resume.
         newer = seen.checkpoint.step is not None and seen.checkpoint.step > step.step
         return f"{step.outcome}, and retired by its trainer" if newer else ""
     return "" if step.resumable or step.critic else f"{step.outcome}, and not a full checkpoint"

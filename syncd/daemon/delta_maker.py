@@ -31,11 +31,11 @@ from syncd.storage.job import Job
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "on", "off"]
-#: With a single host, the reads that deltas save are no more than the daemon's own reads.
+#: With fewer takers, a delta saves no more reads than the daemon needs to make it.
 _FEWEST: Final = 2
 #: Seconds to wait at the end for a thread whose storage does not answer.
 _PATIENCE: Final = 5.0
-#: The name in the daemon's room of the folder of all deltas, before the first one.
+#: The name of the new, empty folder ``deltas/`` in the daemon's room.
 _ALL: Final = "deltas"
 
 
@@ -119,7 +119,7 @@ class DeltaOutcome:
         sequence, base: the target version, and the version that the delta starts from.
         delta: the record of the delta; None if no delta was made.
         why: the reason why no delta was made; empty if a delta was made.
-        is_overtaken: True if no delta was made because the daemon had newer work: no failure.
+        is_overtaken: True if no delta was made because the daemon had newer work; not a failure.
         error: the failure; None if nothing failed.
     """
 
@@ -179,7 +179,7 @@ class DeltaMaker:
         self.takers: Collection[str] = ()
         self._announced: _Making | None = None
         self._making: _Making | None = None
-        #: The delta that the loop ended last, and the one to make anew.
+        #: The delta that the loop cancelled last, and the delta to begin again.
         self._ended: _Making | None = None
         self._again: _Making | None = None
         self._outcomes: list[DeltaOutcome] = []
@@ -193,7 +193,7 @@ class DeltaMaker:
         """Remove the progress record of earlier daemons, whose work on deltas ended with them."""
         try:
             self._job.storage.unlink_if_there(self._job.layout.delta_progress)
-        except OSError as error:  # only a hint: without changes nobody waits for it
+        except OSError as error:  # only a hint: nobody waits for a file that no longer changes
             log.debug("cannot remove %s: %s", self._job.layout.delta_progress, error)
 
     def announce(self, base: Latest | None, target: Manifest) -> int | None:
@@ -227,7 +227,7 @@ class DeltaMaker:
         return True
 
     def begin(self) -> None:
-        """Begin the work on the announced delta; call this once LATEST names the target version."""
+        """Begin the work on the announced delta; LATEST must already name the target version."""
         self._ended = self._again = None
         making, self._announced = self._announced, None
         if making is None:
@@ -279,11 +279,11 @@ class DeltaMaker:
         if making is None or making.outcome is None:
             return
         if making.background is not None and making.background.is_alive():
-            return  # about to end
+            return  # the thread ends soon
         self._outcomes.append(making.outcome)
         self._making = None
         if making.outcome.delta is not None:
-            self._ended = self._again = None  # it was made all the same
+            self._ended = self._again = None  # a cancelled delta was made nevertheless
 
     def _why_not_now(self, target: Manifest) -> str:
         if target.digests == "off":
@@ -329,12 +329,12 @@ class DeltaMaker:
                 if self._clock() - making.told_at >= DELTA_SIGN:
                     self._tell(making, "making", done=done, total=total)
 
-            # The blocks, then delta.json, each file with its fsync, and the folder's.
+            # Write the blocks, and then delta.json. Fsync each file, and then the folder.
             delta = self._work.make(job, base, target, folder, cancel=cancel, progress=progress)
             job.storage.sync_folder(folder)
             cancel()
             self._open_folder()
-            # building/d000017 is renamed to deltas/d000017; fsync of deltas/.
+            # Rename building/d000017 to deltas/d000017. Fsync deltas/.
             self._epoch.commit_build(name, job.layout.delta(target.sequence))
         finally:
             if job.storage.exists(folder):

@@ -63,7 +63,7 @@ class HangGuard:
         self._armed = False
 
     def __enter__(self) -> Self:
-        # On the watchdog's SIGABRT, or a crash in C, the stacks go to the journal too.
+        # On the watchdog's SIGABRT, or after a crash in C, also write the stacks to stderr.
         faulthandler.enable(file=_STDERR)
         self._armed = True
         self._arm(self.hang_time)
@@ -99,7 +99,7 @@ class HangGuard:
 
     def _tell(self, now: float) -> None:
         if not self._changing.acquire(blocking=False):
-            return  # another thread is about to
+            return  # another thread does this now
         try:
             self._next = now + self._often
             left = self.hang_time - (now - self._which(self._answered.values(), default=now))
@@ -136,7 +136,7 @@ class AnsweredStorage(Storage):
         super().__init__(root)
         self.answered = answered
 
-    # A round consists of opening, listing and looking; all other calls may take long.
+    # Every round makes the first three calls. The other calls belong to work that may take long.
     open_read = _counted(Storage.open_read)
     names = _counted(Storage.names)
     status = _counted(Storage.status)

@@ -224,7 +224,7 @@ class Loop:
         return self._scanner.has_more or (self._prunings_left and bool(self.pruned))
 
     def leave(self) -> None:
-        """End the work in the background; call this whenever the loop ends, also after an error."""
+        """End the background work; call this whenever the loop ends, also after an error."""
         self._deltas.leave()
 
     def end(self) -> None:

@@ -17,7 +17,7 @@ from syncd.protocol.events import Event
 log = logging.getLogger(__name__)
 
 HOST: Final = "127.0.0.1"
-#: Seconds in which a connection that was closed for another ends, unless it waits for storage.
+#: The most seconds to wait for the end of a connection that was closed to make room.
 _PATIENCE: Final = 1.0
 #: The most bytes of a request that are read.
 _HEAD: Final = 16 * 1024
@@ -36,8 +36,8 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
     """
 
     allow_reuse_address = True
-    request_queue_size = 1024  # a client that finds no room there waits for seconds
-    daemon_threads = True  # a thread that waits for storage does not keep the process
+    request_queue_size = 1024  # if the queue is full, a client waits for seconds
+    daemon_threads = True  # threads that wait for storage do not delay the exit
     #: Seconds from the beginning of a connection to its end.
     longest = 30.0
 
@@ -110,13 +110,13 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
     def _end(self, request: socket.socket) -> None:
         """Shut a connection down, so that its thread wakes up and closes the connection.
 
-        The caller holds the lock: meanwhile the descriptor cannot be closed and used again.
+        The caller must hold the lock, so that the descriptor is not closed and reused meanwhile.
         """
         del self._open[request]
         try:
             request.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # its client has gone already
+            pass  # the client has already closed the connection
 
 
 class LoopbackRequest(BaseHTTPRequestHandler):

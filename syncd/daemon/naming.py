@@ -18,7 +18,7 @@ from syncd.storage.job import Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness, Lookout
 from syncd.storage.record_files import OF_OTHERS
 
-#: How many explorers a message names.
+#: The most explorers that a message names.
 _NAMED: Final = 4
 
 
@@ -68,7 +68,7 @@ class Naming:
             self._without()
 
     def choose(self, told: Names | None) -> Names:
-        """The names of the tensors in the next version; ``told``: the configured names, if any."""
+        """The names in the next version: ``told``, as configured, or a choice if it is None."""
         self._why = ""
         if told is not None:
             return told
@@ -86,7 +86,7 @@ class Naming:
         return manifest.names if _differ(manifest) else self._kept
 
     def takes_over(self, latest: Latest | None) -> None:
-        """Keep the names in the LATEST that the previous daemon wrote."""
+        """Adopt the names from the LATEST that the previous daemon wrote."""
         if latest is not None:
             self._kept = latest.names
 

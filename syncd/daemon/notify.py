@@ -19,9 +19,9 @@ from syncd.protocol.names import printable
 log = logging.getLogger(__name__)
 
 #: By how many seconds each sign of life extends the timeout of a start or a stop. Signs come ten
-#: times in ``hang_time``, and at least each :data:`LONGEST_SILENCE`.
+#: times in ``hang_time``, and at least every :data:`LONGEST_SILENCE` seconds.
 _EXTENSION: Final = 60
-#: Seconds between two signs of life while there is progress, at most.
+#: The most seconds between two signs of life while there is progress.
 LONGEST_SILENCE: Final = 10.0
 
 
@@ -32,7 +32,7 @@ class ServiceManager:
     waits for a manager that does not read them.
 
     Args:
-        address: the manager's socket: a path, or ``@`` and an abstract name; None if there is none.
+        address: the manager's socket: a path, or ``@`` and an abstract name; None for no manager.
         watchdog: the most seconds between two calls of :meth:`alive`; None for no limit.
     """
 
@@ -43,7 +43,7 @@ class ServiceManager:
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._address = f"\0{address[1:]}" if address.startswith("@") else address
-            # A manager that does not read must not stop the daemon.
+            # A manager that does not read must not block the daemon.
             self._socket.setblocking(False)
         self._lock = threading.Lock()
         self._starting = True
@@ -83,7 +83,7 @@ class ServiceManager:
     @contextmanager
     def reloading(self) -> Iterator[None]:
         """Report a reload of the configuration, which lasts until this context ends."""
-        # CLOCK_MONOTONIC, as time.monotonic() is on Linux; systemd 253 insists on it.
+        # systemd 253 requires CLOCK_MONOTONIC, which time.monotonic() reads on Linux.
         self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             yield

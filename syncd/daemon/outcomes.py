@@ -41,7 +41,7 @@ class Outcomes:
     def found_published(self, manifest: Manifest) -> None:
         """Record that a save was published, according to a previous daemon's manifest."""
         recorded = self.of_step.get(manifest.step)
-        # A later save of that step may have been quarantined: it is not tried again.
+        # The recorded save may be a later, quarantined save, which must not be tried again.
         if recorded is not None and recorded.outcome == "quarantined":
             return
         outcome = SaveOutcome(
@@ -56,7 +56,7 @@ class Outcomes:
         self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
 
     def quarantine(self, save: Save, error: Exception) -> Path:
-        """Record that a save cannot be published, also not later; returns the record's path."""
+        """Record that a save can never be published; returns the record's path."""
         identity = save.known_as or ""
         name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
         path = self._job.layout.quarantine / f"step_{save.step}-{name}.json"

@@ -9,7 +9,7 @@ from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
 from syncd.storage.sessions import DAEMON_SESSION
 
-#: The suffix of filelock's heartbeats; it makes other files beside them for moments.
+#: The suffix of heartbeats; filelock briefly makes files with other suffixes beside them.
 _HEARTBEAT: Final = ".lock"
 
 
@@ -32,9 +32,9 @@ class Participants:
         # A dead participant may still look alive for a lease time. One that looks alive for longer
         # than that was alive when this process first looked.
         self._proof = 2 * lease_time
-        # A heartbeat that disappears sooner than this was removed by its owner: the daemon collects
-        # dead ones later. This exceeds the proof by more than a tick, so that a participant that
-        # leaves between two looks is noticed.
+        # A heartbeat that disappears sooner than this was removed by its owner, because the daemon
+        # removes dead heartbeats later. The value exceeds the proof by more than a tick, so that a
+        # participant that leaves between two looks is noticed.
         self._soon = 2.5 * lease_time
         judge = Judge(job.storage, lease_time, clock=clock)
         self._lookout = Lookout(judge, job.layout, tick=lease_time / 4, clock=clock)
@@ -62,7 +62,7 @@ class Participants:
         found = self._heartbeats()
         alive = self._living(found)
         if not alive or self._before is None:
-            # A daemon may end because of this, so ask the server for newcomers.
+            # A daemon can end if nobody is alive, so ask the server for newcomers.
             self._job.storage.refresh(self._job.layout.sessions)
             found = self._heartbeats()
             alive = self._living(found)

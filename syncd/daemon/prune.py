@@ -84,7 +84,7 @@ class Pruner:
         return True
 
     def prune_delta(self, action: PruneDelta) -> None:
-        """Delete a delta. Deltas have no leases: their readers then read the version instead."""
+        """Delete a delta. Deltas have no leases, because readers can read the version instead."""
         try:
             doomed = self._epoch.condemn(self._job.layout.delta(action.sequence))
         except FileNotFoundError:
@@ -101,7 +101,7 @@ class Pruner:
         return bool(found)
 
     def close_lease_folder(self, action: CloseLeaseFolder) -> None:
-        """Remove the lease folder, if it is empty, of a version that is gone."""
+        """Remove the lease folder of a deleted version, if the folder is empty."""
         self._close_leases(action.sequence)
 
     def drop_lease(self, action: DropLease) -> bool:
@@ -119,7 +119,7 @@ class Pruner:
         """
         step = action.seen.step
         folder = self._job.layout.step(step)
-        # Sync the newer pointer: after a power loss it must not name a deleted step.
+        # Sync the newer pointer, because after a power loss an old pointer could name this step.
         self._job.storage.sync_folder(self._job.layout.root)
         try:
             trash = self._epoch.set_aside(folder)
@@ -159,7 +159,7 @@ class Pruner:
         for trash in self._epoch.undecided():
             name = trash.name.partition("-")[0]
             if parse_step_folder(name) is None:
-                # Its name could lead anywhere; daemons set aside only step folders.
+                # Daemons set aside only step folders, and another name could lead anywhere.
                 log.error(
                     "leaving %s alone: no daemon put it there",
                     trash,
@@ -197,7 +197,7 @@ class Pruner:
         self._epoch.sweep()
 
     def _look_anew(self, folder: Path, step: int, outcome: SaveOutcome) -> StepSeen | None:
-        """The folder's content on the server; this client's cache moves with a renamed folder."""
+        """The folder's content on the server, because the client's cache of it may be outdated."""
         actor = folder / "actor"
         parts = (actor / name for name in (RECEIPTS, HUGGINGFACE, LORA_ADAPTER))
         for part in (folder, actor, *parts):
@@ -206,7 +206,7 @@ class Pruner:
             except OSError as error:
                 if not is_gone(error):
                     raise
-        # A first open may still find a replaced file: the second look counts.
+        # A first open may still find an old file, so only the second look counts.
         look_at_step(self._job.storage, folder, step, outcome)
         return look_at_step(self._job.storage, folder, step, outcome)
 
@@ -219,7 +219,7 @@ class Pruner:
                 return False
             if not is_gone(error):
                 raise
-            # The client may have cached that the name was missing, before it was made.
+            # Before the folder was made, this client may have cached that its name is missing.
             self._job.storage.refresh(folder.parent)
             return folder.name not in self._job.storage.names(folder.parent)
         return True
@@ -234,24 +234,24 @@ class Pruner:
         else:
             return
         self._link_back(trash, folder)
-        # Condemn it before deleting anything in it, so that no successor puts it back.
+        # Condemn the trash before deleting, so that no successor puts back a part of it.
         doomed = self._epoch.condemn(trash)
         self._link_back(
             doomed, folder
-        )  # files that a trainer wrote into it meanwhile, through its handle
+        )  # files that a trainer wrote meanwhile through an open handle
         self._job.storage.remove_tree(doomed)
 
     def _link_back(self, trash: Path, folder: Path) -> None:
         self._job.storage.make_folder(folder, below=self._job.layout.root)
-        self._job.storage.refresh(trash)  # a client's cache of a folder moves with it
+        self._job.storage.refresh(trash)  # a renamed folder keeps this client's cache
         for name, kind in self._job.storage.kinds(trash).items():
             if kind is Kind.FOLDER:
                 self._link_back(trash / name, folder / name)
-            elif name != SAVING:  # a trainer at work there has its own
+            elif name != SAVING:  # a trainer that saves there makes its own
                 try:
                     self._job.storage.link(trash / name, folder / name)
                 except FileExistsError:
-                    pass  # the newer one stays
+                    pass  # the newer file stays
         self._job.storage.sync_folder(folder)  # before the other names are deleted
 
     def _record(
@@ -270,7 +270,7 @@ class Pruner:
             data = self._end_of_torn + encode(line)
             append(self._job.storage, self._job.layout.audit, data, durable=True)
         except OSError as error:
-            self._end_of_torn = b"\n"  # a part of the line may be there, without its end
+            self._end_of_torn = b"\n"  # the file may now end with a part of the line
             if error.errno not in NO_ROOM:
                 raise
             # A full disk must not stop the deletions that free it.

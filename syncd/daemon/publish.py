@@ -39,7 +39,7 @@ from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
 
-#: Takes a version that LATEST is about to name; returns the base of the delta to it, if any.
+#: Called with a version before LATEST names it; returns the base of the version's delta, if any.
 DeltaFrom = Callable[[Manifest], int | None]
 
 
@@ -129,7 +129,7 @@ class Publisher:
         if served is None:
             return None
         self._serve(served)
-        # If it is a rollback, the step's folder may hold another save by now.
+        # After a rollback the step's folder may already hold another save.
         if served.rolled_back is None:
             self.outcomes.found_published(served)
         return found.adopted
@@ -173,7 +173,7 @@ class Publisher:
     ) -> Manifest:
         """Merge a complete save and make it LATEST.
 
-        ``progress`` is called with the bytes of tensors merged so far, and the bytes of all.
+        ``progress`` is called with the bytes of tensors merged so far, and of all tensors.
 
         Raises:
             SaveNotReadyError: the save changed during the merge; nothing was published.
@@ -199,7 +199,7 @@ class Publisher:
         target = self._job.layout.bench_build(request.session, request.id)
         try:
             manifest = self._build(save, folder, 0, progress)
-            # If a superseded daemon makes it, it stays empty, and the successor removes it.
+            # If a superseded daemon makes this folder, the successor removes the empty folder.
             self._job.storage.make_folder(target.parent, below=self._job.layout.bench)
             self._epoch.commit_build(request.id, target)
         except OSError as error:
@@ -214,7 +214,7 @@ class Publisher:
         """Replace a request for a build by a refusal with the reason ``why``."""
         path = self._job.layout.bench_request(request.id)
         refused = request.model_copy(update={"outcome": "refused", "why": why})
-        if self._job.storage.exists(path):  # else the explorer has taken it back
+        if self._job.storage.exists(path):  # else the explorer has withdrawn the request
             self._epoch.publish_file(path, encode(refused))
 
     def _build(self, save: WholeSave, folder: Path, sequence: int, progress: Progress) -> Manifest:
@@ -301,19 +301,19 @@ class Publisher:
         sequence = self._next_sequence()
         folder = epoch.start_version(sequence)  # mkdir building/VERSION
         try:
-            # publish.lock, a hint: written and renamed, without fsync.
+            # Write publish.lock and rename it, without fsync, because the file is only a hint.
             notice = PublishNotice(sequence=sequence, step=step, session=self._session)
             epoch.publish_file(self._job.layout.publish_lock, encode(notice), durable=False)
-            # The files, each with its fsync, then manifest.json with its own, and the folder's.
+            # Write the files, and then manifest.json. Fsync each file, and then the folder.
             manifest = build(folder, sequence)
-            # building/leases-VERSION, empty, is renamed to leases/VERSION; fsync of leases/.
+            # Rename the empty folder building/leases-VERSION to leases/VERSION. Fsync leases/.
             epoch.open_leasing(sequence)
             self._floor = sequence  # even after an error, because the rename may have taken place
-            # building/VERSION is renamed to published/VERSION; fsync of published/.
+            # Rename building/VERSION to published/VERSION. Fsync published/.
             epoch.publish_version(sequence)
-            # delta_progress.json, a hint as publish.lock, if a delta will be made.
+            # If a delta will be made, write delta_progress.json, which is also only a hint.
             base = delta_from(manifest)
-            # LATEST is written with an fsync, and renamed; fsync of .syncd/. Explorers see it.
+            # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
             self._announce(manifest, base)
         except OSError as error:
             epoch.raise_if_superseded(error)
@@ -321,7 +321,7 @@ class Publisher:
         finally:
             if self._job.storage.exists(folder):
                 self._job.storage.remove_tree(folder)
-            if epoch.is_live():  # else publish.lock is our successor's by now
+            if epoch.is_live():  # else publish.lock belongs to the successor
                 self._take_notice_down()
         self._serve(manifest)
         return manifest
@@ -354,7 +354,7 @@ class Publisher:
     def _take_notice_down(self) -> None:
         try:
             self._job.storage.unlink_if_there(self._job.layout.publish_lock)
-        except OSError as error:  # a hint only
+        except OSError as error:  # the file is only a hint
             log.warning(
                 "cannot remove %s: %s",
                 self._job.layout.publish_lock,

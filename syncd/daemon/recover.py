@@ -22,8 +22,8 @@ from syncd.storage.record_files import OF_OTHERS, ReadPolicy
 
 log = logging.getLogger(__name__)
 
-#: No daemon reaches a number further above LATEST by counting, so such numbers are ignored:
-#: otherwise one mistake would use up all numbers.
+#: No daemon counts further above LATEST than this. Larger numbers are mistakes, and are ignored,
+#: because otherwise one mistake would use up all numbers.
 _BELIEVED: Final = 10**15
 
 
@@ -59,7 +59,7 @@ def look_back(job: Job) -> FoundVersions:
         ProtocolMismatchError: LATEST or ``saves.json`` has a newer protocol version.
         OSError: storage does not answer, so the state of the job is unknown.
     """
-    # This client's cached view of these may be older than the take-over.
+    # This client's cache of these folders may be older than the take-over.
     for folder in (job.layout.state, job.layout.published, job.layout.leases):
         job.storage.refresh(folder)
     for folder in (job.layout.explorers, job.layout.requests, job.layout.deltas):
@@ -122,7 +122,7 @@ def _lost(path: Path, error: Exception) -> None:
     )
 
 
-#: For records that only daemons write: a damaged one counts as missing.
+#: For records that only daemons write: a damaged record counts as missing.
 _OURS: Final = ReadPolicy(
     absent=lambda error: error.errno == errno.ENOENT, damaged=is_no_record, newer=False, say=_lost
 )
@@ -137,7 +137,7 @@ class _Look:
         return self._job.read(model, path, _OURS, limit=limit)
 
     def _look_at(self, path: Path) -> None:
-        """Open a file before it is read, because a first open may still find a replaced file."""
+        """Open a file before it is read, because the first open may still find the old content."""
         try:
             self._job.storage.release(self._job.storage.open_read(path))
         except OSError as error:

@@ -87,7 +87,7 @@ class Scanner:
         outcome = known.outcomes.get(save.step) if save else None
         versions = self._versions(self._job.layout.published)
         lease_folders = self._versions(self._job.layout.leases)
-        # A listing may be late, or fail; so look up the version's own name to see if it is retired.
+        # A listing may be outdated, so look up the lease folder of each version that seems retired.
         lease_folders += tuple(
             sequence
             for sequence in sorted(set(versions).difference(lease_folders))
@@ -140,7 +140,7 @@ class Scanner:
         """True if a pointer names a step, or the trainer has announced no higher step.
 
         The step's folder is already in the trash now, so this method asks the server. Each file is
-        opened twice, because on some storage the first open may still find a replaced file.
+        opened twice, because on some storage the first open may still find the old file.
         """
         for folder in (self._job.layout.root, self._job.layout.state):
             self._job.storage.refresh(folder)
@@ -206,7 +206,7 @@ class Scanner:
                 and outcome.outcome == "quarantined"
             )
         )
-        # Settled only if two looks agree: on some storage a first open still finds the previous
+        # Settled only if two looks agree, because on some storage a first open finds the previous
         # save, and a listing shows it even longer.
         before, self._looked = self._looked, (key, save.identity)
         settled = settled and before == self._looked

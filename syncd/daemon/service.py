@@ -41,7 +41,7 @@ from syncd.storage.watch import Watcher
 log = logging.getLogger(__name__)
 
 
-#: A look may show replaced files. So the job counts as published only if this many rounds, begun
+#: A look may still show old files. So the job counts as published only if this many rounds, begun
 #: after all participants had gone, find nothing to publish.
 _QUIET: Final = 2
 
@@ -54,7 +54,7 @@ class Service:
     only one daemon can commit.
 
     Args:
-        may_end: called before ``exit_when_idle`` ends :meth:`run`; False to continue.
+        may_end: called before ``exit_when_idle`` ends :meth:`run`; returns False to continue.
         answered: called after each call that storage has answered, to report progress.
         each_tick: called between two rounds, on the thread of :meth:`run`.
         turn: asked whether this job may merge now; by default the answer is always yes.
@@ -159,7 +159,7 @@ class Service:
                 except SyncdError as error:
                     self._say(f"paused: {error}", error)
                 except OSError as error:
-                    # After any error of storage nothing is concluded, and nothing deleted.
+                    # After an error of storage, decide nothing and delete nothing.
                     self._say(f"paused: {error}", error, change=f"paused: {error.strerror}")
                     if error.errno in NO_ROOM and self._gave_up_reserve():
                         continue
@@ -190,7 +190,7 @@ class Service:
         path = self._job.layout.format
         lease_time = parse(Format, self._job.storage.read(path), path).lease_time
         if lease_time != self._lease_time:
-            # Another job replaced it; do not judge its participants by the old job's observations.
+            # A new job has replaced this job: forget the observations of the old participants.
             self._lease_time = lease_time
             self._participants = self._participants_of_job()
         self._away = False
@@ -222,7 +222,7 @@ class Service:
             if not self._is_made_anew():
                 raise
             self._lease_time = self._open_job()
-            self._participants = self._participants_of_job()  # nobody was there yet
+            self._participants = self._participants_of_job()  # without the old job's participants
         self._remember_folder()
 
     def _is_made_anew(self) -> bool:
@@ -266,8 +266,8 @@ class Service:
             self._config,
             session,
             lock,
-            # Merges may follow each other for hours. Dead explorers have to be found all the same,
-            # and the grace of their leases is longer than any error of this judge.
+            # Merges may follow each other for hours, so this judge counts pauses to find dead
+            # explorers. The grace of their leases is longer than any error of this judge.
             Judge(self._job.storage, self._lease_time, counts_pauses=True),
             epoch,
             cancel=self._check_stopping,
@@ -299,11 +299,11 @@ class Service:
         """Run one round; if storage refuses some work for now, this daemon stays active."""
         quiet, self._quiet_rounds = self._quiet_rounds, 0
         try:
-            # Look for participants first: those that are gone now have written everything. A round
-            # that saw one of them alive tells nothing about its last writes.
+            # Look for participants first, because participants that are gone now have written
+            # everything. A participant that is alive may write again after the round.
             self._look_for_participants()
             self._look_at_rights()
-            loop.config = self._config  # any thread may replace it in the middle of a round
+            loop.config = self._config  # any thread may replace self._config meanwhile
             if not loop.run_once().pending and not self._participants.alive:
                 self._quiet_rounds = quiet + 1
         except OSError as error:

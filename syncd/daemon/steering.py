@@ -23,7 +23,7 @@ class Steering:
     def pause(self) -> Pause | None:
         """The pause in force, or None; a damaged record counts as a pause."""
         path = self._job.layout.paused
-        # Someone wanted a pause, and actions in the meantime could not be undone.
+        # A damaged record shows that someone wanted a pause, so the job counts as paused.
         damaged = Pause(id="", by=f"{path.name} (unreadable)", time=0.0)
         return self._job.read(Pause, path, self._policy, unreadable=damaged)
 
@@ -33,9 +33,9 @@ class Steering:
         return self.pause() is not None
 
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
-        """The unanswered requests in a fixed order, without those that this daemon may not answer.
+        """The unanswered requests in a fixed order; empty if this daemon cannot write answers.
 
-        Such a request would stay unanswered, and the daemon would publish nothing else.
+        Otherwise a request would stay unanswered, and the daemon would publish nothing else.
         """
         if not self.asked():
             return ()
@@ -77,5 +77,5 @@ class Steering:
         if name.startswith(TEMPORARY):
             return None
         request = self._job.read(RollbackRequest, path, self._policy)
-        # Its id becomes a path, so it must equal the file's name.
+        # The request's id becomes a path, so the id must equal the file's name.
         return request if request and self._job.layout.request(request.id) == path else None

@@ -119,7 +119,7 @@ class Steps:
             self._due = deque(dict.fromkeys([*newest, *self._due]))
         else:
             self._due = deque(ordered)
-        # This cycle may have read some folders before the move: one more cycle.
+        # This cycle may have read some folders before the move, so one more cycle must follow.
         self._again = len(self._due) != len(ordered)
         self._key, self._at = key, now
 
@@ -130,7 +130,7 @@ class Steps:
         before it moves the pointer back. Such saves must not count as skipped.
         """
         if pointer.step is None:
-            return  # it is being written: the position before the move is still known
+            return  # the pointer is being written; keep its last step
         before, self._pointed = self._pointed, pointer.step
         if before is not None and before < pointer.step:
             self._passed = frozenset(steps)
@@ -158,21 +158,21 @@ def look_at_step(
     retired, full = RETIRED in names, FULL in names
     is_dcp = any(map(is_dcp_file, actor_names))
     beside = any(is_resumable_state(name) and not is_dcp_file(name) for name in actor_names) or (
-        # Other files of such trainers may be needed to resume.
+        # Trainers that save so may need other files to resume.
         (is_dcp or REMOTE_PATH in names)
         and not names <= {REMOTE_PATH, RETIRED, PINNED, ACTOR, CRITIC, FULL, SAVING}
     )
-    if is_dcp:  # for example an optimizer's own folder
+    if is_dcp:  # resuming may need other names, such as an optimizer's folder
         told = {HUGGINGFACE, LORA_ADAPTER, FULL_STATE_DICT, RECEIPTS}
         beside = beside or any(not is_dcp_file(name) and name not in told for name in actor_names)
-    # DCP writes the kind only in a pickle: in any doubt the save counts as complete.
+    # Only a pickle shows whether a DCP save holds only a model. If unread, it counts as resumable.
     unread = is_dcp and not beside and outcome.model_only is None
     resumable = beside or (is_dcp and not outcome.model_only)
-    # A failed save leaves an empty folder.
+    # A failed save leaves an empty critic folder.
     critic = CRITIC in names and bool(storage.names(folder / CRITIC))
     kept = full or SAVING in names or PINNED in names
     protected = kept or (((resumable and not unread) or critic) and not retired)
-    # A protected folder stays in any case, so its files need no look.
+    # A protected folder is never pruned, so its files need no look.
     found = None if protected else look_at_weights(storage, folder, step).identity
     return StepSeen(
         step=step,

@@ -21,8 +21,8 @@ FAIR_TIMES: Final = 20
 LEAST: Final = 120.0
 #: Seconds between two checks of a late merge, for waiting jobs and for a newer save.
 _LOOK: Final = 1.0
-#: The assumed rate in bytes a second before the first measurement, and its upper bound: a merge
-#: that shares blocks is arbitrarily fast, which tells nothing about a later one that must copy.
+#: The assumed bytes a second before the first measurement, and the upper bound of measured rates: a
+#: merge that shares blocks is arbitrarily fast, which tells nothing about a merge that must copy.
 _FIRST_RATE: Final = 100e6
 _BEST_RATE: Final = 1e9
 #: Smaller merges (in bytes) are not measured, because their time does not show the rate.
@@ -37,7 +37,7 @@ class Turn:
     """One job's permission to merge; this base class always permits the merge."""
 
     def take(self, save: str | None = None) -> bool:
-        """True if the job may merge now; never waits. If False, ask when woken, or at each tick.
+        """True if the job may merge now; never waits. If False, ask again when woken or at a tick.
 
         ``save`` is the identity of the save to merge; None for other work that needs a turn.
         """
@@ -50,9 +50,9 @@ class Turn:
     def check(self, is_overtaken: Callable[[], bool]) -> bool:
         """Check whether a merge may continue; the merge calls this method often.
 
-        ``is_overtaken`` is called for a late merge; it returns whether its trainer has announced
-        another save. Returns True once, when the merge has become late and continues beside the
-        other merges.
+        ``is_overtaken`` is called for a late merge, and returns whether the trainer has announced
+        another save. :meth:`check` returns True once, when the merge has become late and continues
+        beside the other merges.
 
         Raises:
             LateError: the merge is late and has to end.
@@ -111,7 +111,7 @@ class Turns:
     waiting jobs end the merge of a save at most once, and the second attempt delays no other job.
 
     A late merge also ends if its trainer has announced a newer save, which is merged instead. Each
-    consecutive end of this kind doubles the time after which a newer save may end the job's next
+    consecutive late merge that is ended doubles the time after which a newer save can end the next
     merge. So even if a trainer saves faster than its saves are merged, some saves are merged.
 
     Args:
@@ -156,7 +156,7 @@ class Turns:
                 if other == job:
                     break
                 if now - waiting.asked_at >= PATIENCE:
-                    del self._waiting[other]  # if it comes back, it queues last
+                    del self._waiting[other]  # if this job asks again, it queues last
                 elif waiting.aside == aside:
                     left -= 1
             del self._waiting[job]

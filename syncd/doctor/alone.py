@@ -1,4 +1,4 @@
-"""Probes that one process runs alone, in its own folder in the room."""
+"""Probes that one process runs alone, in its own folder in the run's folder (the room)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from syncd.doctor.party import Here, error_name, put
 from syncd.doctor.party_calls import DONE
 from syncd.storage.fsio import Storage, signature
 
-#: The number of repetitions of an action, of which the median time counts.
+#: How often an action is repeated to measure its median time.
 _TIMES: Final = 5
 #: The number of bytes to copy: whole pages, because filesystems share only whole blocks.
 _COPIED: Final = 64 * 1024
 #: Seconds between two looks at a file. A touch must show within this time.
 _PAUSE: Final = 0.1
-#: Seconds between two touches, which grow until the file's signatures differ.
+#: Seconds between two touches; the next value is tried until the file's signatures differ.
 _STEPS: Final = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0)
 
 
 def rename(here: Here) -> Finding:
-    """Check that a rename may replace a file, but never a folder with content."""
+    """Check that a rename can replace a file, but never a folder with content."""
     here.must("write", "old", text="old")
     here.must("write", "new", text="new")
     wrong = verdicts.expected("a rename over a file", here.attempt("rename", "new", "old"), DONE)

@@ -1,4 +1,4 @@
-"""Run all probes, one after the other, each with a limit of time."""
+"""Run all probes, one after the other, each with a time limit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Deadlines(NamedTuple):
 
     @property
     def probe(self) -> float:
-        """The limit of one probe, which measures in two directions, in seconds."""
+        """The time limit in seconds of one probe, which measures in two directions."""
         return 2 * (self.look + self.answer)
 
 
@@ -93,7 +93,7 @@ class Examination:
         """Measure with the other host, which calls :func:`join`.
 
         Raises:
-            JobUnavailableError: as :meth:`run`, or the other host did not join.
+            JobUnavailableError: as for :meth:`run`, or the other host did not join.
         """
         return self.run(self._received, two_hosts=True)
 
@@ -137,9 +137,9 @@ class Examination:
 
     @contextmanager
     def _in_room(self, name: str, facts: Facts) -> Iterator[ProbeRoom | None]:
-        """Make a room for the block, and remove it at the end; None if this user cannot make it."""
+        """Make a room, and remove it after the ``with`` block; None if this user cannot make it."""
         storage = self._job.storage
-        if job_verdicts.is_read_only(facts):  # the probe of the mount has found this already
+        if job_verdicts.is_read_only(facts):  # the finding about the mount already says this
             yield None
             return
 
@@ -223,7 +223,7 @@ class Examination:
         room.beat()
         self._job.storage.mkdir(room.path / name)
         found = probe()
-        room.beat()  # fails if the room was removed, because the finding would blame storage
+        room.beat()  # fails if the room was removed, because then the finding is wrong
         return found
 
     def _leave(self, room: ProbeRoom) -> None:
@@ -282,7 +282,7 @@ def join(job: Job, watching: Watching, limits: Deadlines) -> list[Finding]:
     If storage does not answer this host, the only finding reports this failure.
 
     Raises:
-        JobUnavailableError: no process on another host examines this job, or it ended early.
+        JobUnavailableError: no process on another host examines this job, or that process ended.
     """
     watching.begins("the other host: waiting until it joins")
     until = time.monotonic() + limits.meeting + limits.probe

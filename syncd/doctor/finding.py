@@ -1,4 +1,4 @@
-"""The finding of a probe: its measurements, verdict and words. Pure."""
+"""The finding of a probe: its measurements, verdict and words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Severity(Enum):
 
 
 class Finding(BaseModel):
-    """The result of one probe; its name is explained in ``docs/doctor.md``.
+    """The result of one probe. ``docs/doctor.md`` explains each name.
 
     ``advice`` is empty if no remedy is needed. ``measured`` has times in seconds, sizes in bytes.
     """

@@ -29,7 +29,7 @@ _FEW: Final = 4
 
 
 def format_of(job: Job) -> tuple[Finding, float]:
-    """A finding about the format, and the lease time in seconds: the default if unreadable."""
+    """A finding about the format, and the lease time in seconds (if unreadable, the default)."""
     default = Format().lease_time
     try:
         if not job.storage.exists(job.layout.format):
@@ -41,7 +41,7 @@ def format_of(job: Job) -> tuple[Finding, float]:
 
 
 class DaemonProbe:
-    """Watches the daemon's heartbeat, from the first probe to the last."""
+    """Watches the daemon's heartbeat from the creation of this object to :meth:`find`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -54,9 +54,9 @@ class DaemonProbe:
             self._failed = error
 
     def find(self, lease_time: float, longest: float) -> Finding:
-        """Judge whether the heartbeat moves; watch it for at most a lease time in all.
+        """Judge whether the heartbeat moves.
 
-        ``longest`` also limits the watch, in seconds.
+        The whole watch lasts at most ``lease_time`` seconds, and at most ``longest`` seconds.
 
         Raises:
             OSError: the heartbeat cannot be read, now or when the watch began.
@@ -116,7 +116,7 @@ def _newest(job: Job) -> int | None:
 def rights(job: Job, facts: Facts, refused: str | None) -> Finding:
     """Judge whether this user may write to the job, and delete the trainers' folders.
 
-    ``refused`` is the error when this process tried to make its room; None if there was no error.
+    ``refused`` is the error of this process's attempt to make its room; None if it succeeded.
     """
     if refused is None:
         folder = unwritable(job)
@@ -159,7 +159,7 @@ class ClockProbe:
         self._first = wall(), monotonic()
 
     def find(self, storage: Storage, room: Path) -> Finding:
-        """Judge the drift since the start, and the difference from the storage's clock.
+        """Judge this clock's drift since the start, and its difference from the storage's clock.
 
         The time of a new folder in ``room`` shows the storage's clock.
         """

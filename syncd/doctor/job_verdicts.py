@@ -1,4 +1,4 @@
-"""Verdicts on a job, its mount, its users and its hosts. Pure."""
+"""Verdicts on a job, its mount, its users and its hosts: pure functions."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def room(free: int | None, inodes: int | None, version: int | None) -> Finding:
 def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
     """Judge whether the wall clock runs evenly, and agrees with the storage's clock.
 
-    syncd decides nothing by these clocks. Only people read their times, in logs. ``jumped`` is the
+    syncd decides nothing by these clocks. Only people read their times in logs. ``jumped`` is the
     time by the wall clock minus the time by the monotonic clock. ``ahead`` is the lead of the
     storage's clock over this host's clock; None if unknown. All times are in seconds.
     """

@@ -64,7 +64,7 @@ class Party(ABC):
         return self._ask(PartyCall(do="see", how=how, name=name)).text
 
     def until_changed(self, looks: list[Look], limit: float) -> tuple[float | None, ...]:
-        """Repeat the looks until each look's observation has changed, or ``limit`` seconds passed.
+        """Repeat the looks until each look's observation has changed, at most ``limit`` seconds.
 
         Returns the seconds until each look's observation changed; None if it did not change.
         """
@@ -75,7 +75,7 @@ class Party(ABC):
         self._ask(PartyCall(do="listen", name=folder, text=name))
 
     def heard(self, limit: float) -> float | None:
-        """The seconds until the event of :meth:`listen`; None if it did not come in ``limit``."""
+        """The seconds until the event of :meth:`listen`; None if it did not come in this time."""
         return self._ask(PartyCall(do="heard", seconds=limit)).after[0]
 
     def tell(self) -> Facts:
@@ -267,5 +267,5 @@ def _replace(storage: Storage, path: Path, data: bytes) -> None:
 
 
 def error_name(error: OSError) -> str:
-    """The name of an error number: ``EEXIST`` for 17."""
+    """The name of an error's number, for example ``EEXIST`` for 17."""
     return errno.errorcode.get(error.errno or 0, str(error))

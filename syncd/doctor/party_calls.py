@@ -13,7 +13,7 @@ from syncd.protocol.records import Record, RelativePath, Seconds
 Change = Literal[
     "mkdir", "rmdir", "create", "link", "rename", "unlink", "touch", "write", "replace"
 ]
-#: The ways to look at a name. ``mark``, as for a heartbeat: open the file, and fstat it.
+#: The ways to look at a name. ``mark`` means: open the file and fstat it, as for a heartbeat.
 How = Literal["open", "mark", "status", "listing", "exists"]
 
 #: The result of :meth:`Party.attempt` after success. After a failure it is the name of the error.

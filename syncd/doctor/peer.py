@@ -70,7 +70,7 @@ def _helper(room: ProbeRoom, number: int) -> Iterator[Callable[[], bool]]:
 def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) -> There:
     """Wait in a room for processes of other hosts, and accept the first process that joins.
 
-    The room's name comes from :func:`new_name`. ``patience`` is that of :class:`.There`.
+    The room's name must come from :func:`new_name`. ``patience`` is as in :class:`.There`.
 
     Raises:
         JobUnavailableError: no host came within ``limit`` seconds.
@@ -95,7 +95,7 @@ def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) ->
 def visit(job: Job, limit: float) -> tuple[Path, Channel]:
     """Join a room that waits for a host; return the room, and the channel to its process.
 
-    Killed runs can leave rooms in which no process answers.
+    Tries all such rooms, because killed runs can leave rooms in which no process answers.
 
     Raises:
         JobUnavailableError: no room answered within ``limit`` seconds.

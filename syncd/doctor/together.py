@@ -45,13 +45,13 @@ def hosts(pair: tuple[Party, Party]) -> list[Finding]:
 
 
 def exclusive(parties: Sequence[Party], room: str) -> Finding:
-    """Check that exactly one process succeeds if several processes create one name."""
+    """Check that exactly one process succeeds if several processes create the same name."""
     won: dict[str, list[tuple[int, ...]]] = {}
     errors: dict[str, int] = {}
     for number in range(len(parties)):
         parties[0].must("create", f"{room}/source-{number}")
     for way in _WAYS:
-        # Ask this process last, because it acts only when its answer is read, which is done first.
+        # Begin with the others, because this process, the first party, acts only in its end().
         for number, party in reversed(list(enumerate(parties))):
             call = PartyCall(
                 do="race", change=way, count=_ROUNDS, other=f"{room}/{way}", seconds=60

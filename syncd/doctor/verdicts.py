@@ -23,7 +23,7 @@ _ELSEWHERE: Final = (
 _MOUNT: Final = "mount it without nocto, and with a shorter attribute cache (actimeo=3)"
 #: If a process sees replaced files later than this many seconds, the finding is a warning.
 _SLOW: Final = 5.0
-#: If a sync takes longer than this many seconds, each version waits for several of them.
+#: If a sync takes longer than this many seconds, the finding is a warning.
 _SLOW_SYNC: Final = 1.0
 #: A delay is fine if the lease time is at least this many times longer.
 _WELL_ABOVE: Final = 6
@@ -93,7 +93,7 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
 def copying(copies: str, shares: str) -> Finding:
     """Report the fast ways to copy a merge's bytes; syncd works even without them.
 
-    ``copies`` (inside the kernel) and ``shares`` (of blocks) are ``done`` or an error.
+    ``copies`` (in the kernel) and ``shares`` (of blocks) are each ``done`` or an error's name.
     """
     kernel = "by the kernel" if copies == DONE else f"through this process ({copies})"
     blocks = "whole blocks can be shared" if shares == DONE else f"blocks are copied ({shares})"

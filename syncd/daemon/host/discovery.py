@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two listings of the root.
 LOOK: Final = 2.0
-#: In how many listings in a row a job must be missing: a listing may be late, or cached.
+#: A job counts as removed if this many listings in a row lack it, as a listing may be outdated.
 _MISSING: Final = 3
-#: Seconds after which a folder that does not answer is abandoned, so that the others go on.
+#: Seconds after which a folder that does not answer is abandoned, to look into the next folder.
 _PATIENCE: Final = 30.0
 
 
@@ -62,9 +62,9 @@ class Discovery:
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._missed: dict[str, int] = {}  # each job: in how many listings it was missing
+        self._missed: dict[str, int] = {}  # job → how many listings in a row lacked it
         self._hanging: set[str] = set()
-        self._looker: object = None  # the thread that counts; others hang, or did
+        self._looker: object = None  # the current thread; older threads hang or have ended
         self._at: tuple[str, float] | None = None  # the folder it is looking at, and since when
         self._repeats = Repeats(clock=clock)
         self._has_looked = False
@@ -94,7 +94,7 @@ class Discovery:
             name, _ = self._at
             self._at = None
             self._hanging.add(name)
-            self._looker = None  # when that thread comes back, it notices this and ends
+            self._looker = None  # when that thread no longer hangs, it sees this and ends
         path = self._root / name
         log.error(
             "cannot list %s: its storage does not answer",
@@ -153,6 +153,6 @@ class Discovery:
         layout = JobLayout(self._root / name)
         try:
             return any(map(self._storage.exists, (layout.state, layout.root / self._pointer)))
-        except OSError as error:  # for example another user's
+        except OSError as error:  # for example another user's folder
             log.debug("leaving %s alone for now: %s", layout.root, error)
             return False

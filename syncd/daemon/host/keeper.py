@@ -116,7 +116,7 @@ class Keeper:
         service = self._make(self._config)
         with self._replacing:
             self._service = service
-            service.reload(self._config)  # it may have changed while the daemon was made
+            service.reload(self._config)  # the configuration may have changed meanwhile
         return service
 
     def _is_asked_to_stop(self) -> bool:

@@ -35,7 +35,7 @@ from syncd.storage.watch import Watcher
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two looks at what the jobs' threads do.
+#: Seconds between two checks of the jobs' threads.
 _LOOK: Final = 1.0
 #: The most seconds that shutdown waits for a job whose storage does not answer.
 _LAST_PATIENCE: Final = 30.0
@@ -51,7 +51,7 @@ class Services:
         config: the daemon's configuration; ``memory_dir``, if set, names the second job. If
             ``shared_group`` is set, the umask of this process keeps the group's permission bits.
         read_again: called after :meth:`reload`; returns the new configuration, or None if the old
-            configuration stays. In the new configuration, keys that may not change while the daemon
+            configuration stays. In the new configuration, keys that cannot change while the daemon
             runs have their old values.
         each_tick: called between two rounds of the first job, on its thread.
 
@@ -262,7 +262,7 @@ class RootServices:
             return
         before = len(self._served)
         for name, served in list(self._served.items()):
-            if not served.thread.is_alive():  # it was given up, or hung and has come back
+            if not served.thread.is_alive():  # the job was given up, or no longer hangs
                 del self._served[name]
                 self._turns.forget(str(self._root / name))
                 self._forget(self._root / name)
@@ -298,11 +298,11 @@ class RootServices:
             )
 
         keeper = Keeper(path, self._config, make, self._guard)
-        # A daemon thread: one that storage holds must not keep the process.
+        # A daemon thread, because a thread that waits for storage must not delay the exit.
         thread = threading.Thread(target=keeper.serve, name=f"{JOB_THREAD}{path}", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # no more threads: the other jobs go on
+        except RuntimeError as error:  # no more threads; the other jobs continue
             if self._repeats.due(path):
                 log.error(
                     "cannot serve %s now: %s",
@@ -330,7 +330,7 @@ class RootServices:
                 _stack_of(served.thread),
                 extra=Event.JOB_HANGS(job=path, seconds=silence),
             )
-            # In a thread of its own: it may hang as well.
+            # In a new thread, because this call may hang too.
             threading.Thread(target=_give_up, args=[served.keeper], daemon=True).start()
 
     def _reload_if_asked(self) -> None:

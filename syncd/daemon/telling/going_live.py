@@ -16,10 +16,10 @@ from syncd.storage.job import Job
 from syncd.storage.judge import Liveness, Lookout
 from syncd.storage.record_files import OF_OTHERS, readable_lines
 
-#: How many reports a round reads; more if that is necessary to read each often enough.
+#: How many reports a round reads; more if that is necessary to read each report often enough.
 _AT_A_TIME: Final = 64
-#: In how many rounds each report is read. A round publishes one version, so an explorer has at most
-#: that many new loads by then, or twice as many with rollbacks.
+#: Each report is read within this many rounds. A round publishes one version, so an explorer has at
+#: most that many new loads by then, or twice as many with rollbacks.
 _ROUNDS: Final = LOADS_KEPT // 2
 #: Bytes at the journal's end to read for the loads that earlier daemons found.
 _ENOUGH: Final = 2 * 1024 * 1024
@@ -60,14 +60,14 @@ class GoingLive:
     a report counts as one load, but only if the daemon has seen a lease of its explorer on the
     version.
 
-    No other object may use ``lookout``.
+    ``lookout`` must not be shared with other objects.
     """
 
     def __init__(self, job: Job, lookout: Lookout) -> None:
         self._job = job
         self._lookout = lookout
         self._on_record: dict[str, int] | None = None
-        self._told_before = 0  # by any explorer
+        self._told_before = 0  # for explorers that are not in _on_record
         self._looks: dict[str, _LastLook] = {}
         self._leased: dict[str, set[int]] = {}
         #: Explorer → its session.
@@ -115,8 +115,8 @@ class GoingLive:
     def takers(self, tick: float) -> set[str]:
         """The live explorers whose reports say that they can use a delta.
 
-        Such explorers may hold no lease, because they serve from a copy on their host. So their
-        heartbeats are checked here. ``tick`` is about the seconds between two calls.
+        Some of these explorers hold no lease, because they serve from a copy on their host. So
+        their heartbeats are checked here. ``tick`` is about the seconds between two calls.
 
         Raises:
             OSError: storage does not answer.

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 #: How many lines wait if storage does not take them; then the oldest are lost.
 _MOST_WAITING: Final = 4000
-#: The random part of a temporary name, a new one at each attempt.
+#: The random part of a temporary name, which changes at each attempt.
 _RANDOM: Final = re.compile(r"-[0-9a-f]{12}(?![0-9a-f])")
-#: For how many versions the time when LATEST named them is kept, because explorers may be late.
+#: For how many versions the time of the update of LATEST is kept, as explorers may load late.
 _REMEMBERED: Final = 16
 
 
@@ -286,7 +286,7 @@ class Journal:
     def bench_refused(self, request: BenchRequest, error: Exception) -> None:
         """The build of a step for an explorer was refused."""
         self.meter.failed(error)
-        # For a bug of syncd, its place in the code too; other errors explain themselves.
+        # Only for a bug in syncd log the traceback, because other errors explain themselves.
         log.error(
             "step %d cannot be built for the bench of explorer %s: %s",
             request.step,
@@ -425,7 +425,7 @@ class JournalFile:
             return
         path = self._job.layout.journal
         try:
-            # A daemon that was killed in the middle of a line left it without an end.
+            # If a daemon was killed while it wrote a line, that line has no end.
             lines = b"\n" + b"".join(self._waiting)
             append(self._job.storage, path, lines, durable=False, limit=self._limit)
         except OSError as error:

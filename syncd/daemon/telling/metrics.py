@@ -23,7 +23,7 @@ from syncd.protocol.reports import ExplorerReport
 from syncd.storage.job import Job
 from syncd.storage.record_files import OF_OTHERS
 
-#: How many explorers of a job have metrics of their own.
+#: The most explorers of a job that have their own metrics.
 _MOST: Final = 1000
 #: Prometheus has a label ``job`` of its own, which would hide one of ours.
 JOB: Final = "job_dir"
@@ -34,7 +34,7 @@ _LONG: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 #: Names of ``DaemonCounters`` that are outcomes of saves.
 _OUTCOMES: Final = ("skipped", "quarantined", "published")
 _DELTAS: Final = ("made", "none")
-#: A counter's name there → the kind of deletion that it counts.
+#: A counter's name in ``DaemonCounters`` → the kind of deletion that it counts.
 _PRUNED: Final = {
     "versions_retired": "version",
     "steps_pruned": "step",
@@ -191,7 +191,7 @@ class _JobMeter(Meter):
 
     def active(self, *, yes: bool) -> None:
         self._metrics.active.labels(self._label).set(yes)
-        if not yes:  # its last look says nothing about a job that another daemon serves
+        if not yes:  # another daemon may serve the job, so its values may be outdated
             self._metrics.forget_state(self._label)
 
     def scanned(self, seen: Observation) -> None:
@@ -340,4 +340,4 @@ def remove(metric: Counter | Gauge | Histogram, *labels: str) -> None:
     try:
         metric.remove(*labels)
     except KeyError:
-        pass  # in some releases of prometheus-client an error
+        pass  # some releases of prometheus-client raise this
