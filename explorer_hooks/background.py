@@ -23,7 +23,7 @@ from syncd.protocol.policy import Version
 
 log = logging.getLogger(__name__)
 
-#: The most seconds between two tries. Short, because a restarted server serves its first weights.
+#: The most seconds between two tries. Short: until a try, a restarted server has old weights.
 _LONGEST_PAUSE: Final = 4.0
 #: Seconds between two checks whether an engine that did not answer is back.
 _AWAY: Final = 1.5
@@ -48,7 +48,7 @@ def follow(
         poll: seconds to wait after the first failure. Each further failure doubles the wait, up to
             4 s.
         is_away: called after a failure; True if the engine does not answer at all. Then the
-            function waits, because a pull could read a whole version in vain.
+            function waits for the engine: a pull could read a whole version in vain.
     """
     poll = min(poll, _LONGEST_PAUSE)
     seconds = poll
@@ -137,7 +137,7 @@ class Follower:
         error = self._error
         if error is None:
             return
-        self.stop()  # the old thread may be about to report its death: never over a new thread
+        self.stop()  # otherwise it could report its death after a new thread has begun
         raise NotFollowingError(
             f"the background thread of {self._name} has ended: {error!r}. The engine still serves "
             f"{self._serving.version or 'its initial weights'}. To continue, call start() or "
@@ -145,7 +145,7 @@ class Follower:
         ) from error
 
     def check_off(self) -> None:
-        """Check that no thread follows the job, because a pull by the caller would wait for it."""
+        """Raise InvalidSettingsError if a thread follows the job: a pull would wait for it."""
         self.check()
         if self.is_on:
             raise InvalidSettingsError(
@@ -184,7 +184,7 @@ class Follower:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # raised by the thread that calls next
+        except BaseException as error:  # check() raises it in the caller's thread
             log.error(
                 "the background thread died, so this explorer does not follow the job any more",
                 exc_info=True,

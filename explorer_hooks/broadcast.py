@@ -41,8 +41,8 @@ def greet(
 ) -> Arriving[T]:
     """Do the handshake of a transfer. Return once all members are prepared for it.
 
-    ``known`` is the meta of an earlier transfer; the trainer sends the meta only if it has changed.
-    If ``prepare`` raises an error, no tensor is sent.
+    ``known`` is the list of tensors (the meta) of an earlier transfer, if any. The trainer sends
+    the meta only if it has changed. If ``prepare`` raises an error, no tensor is sent.
     """
     header = Header.decode(_told(group, HEADER))
     meta = known if known is not None and known.digest == header.digest else None
@@ -126,7 +126,7 @@ class Arriving(Generic[T]):
         _go_on_if_all(self._group)
 
     def _buckets(self, into: Tensor | None = None) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield each arrived bucket. Without ``into``, its memory is valid until the next one."""
+        """Yield each arrived bucket. Without ``into``, it is valid only until the next bucket."""
         buckets = self.image.buckets
         most = max((bucket.size for bucket in buckets), default=0)
         ahead = AHEAD if into is not None else AT_A_TIME
@@ -158,7 +158,7 @@ def _refused(group: WeightGroup, why: str) -> BroadcastError:
     refused = BroadcastError(why)
     try:
         group.agree(ok=False)
-    except BroadcastError as error:  # the others may not learn it, which changes nothing here
+    except BroadcastError as error:  # perhaps the others do not learn it; this member fails anyway
         refused.add_note(str(error))
     return refused
 
@@ -204,7 +204,7 @@ class WeightReceiver:
     leave the group, because it cannot be used any more. Not thread-safe.
 
     Attributes:
-        meta: the meta of the last transfer that began; ``known`` before the first transfer.
+        meta: the list of tensors of the last transfer that began; at first, ``known``.
     """
 
     def __init__(self, group: WeightGroup, *, known: WeightMeta | None = None) -> None:

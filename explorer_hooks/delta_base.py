@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from syncd.coordination.leased_version import LeasedVersion
 
 log = logging.getLogger(__name__)
-#: A chain of deltas with more than this part of a version's bytes is not read.
+#: Deltas are not read if they have more than this fraction of the version's bytes.
 _MOST: Final = 0.5
 #: Seconds between two looks at a delta that is being made.
 _LOOK: Final = 0.25
-#: Seconds without a sign of life after which nobody waits for a delta any more.
+#: Seconds without progress of a delta after which an explorer stops waiting for it.
 _SILENCE: Final = 10 * DELTA_SIGN
 
 
@@ -111,7 +111,7 @@ class DeltaBases:
         chain = _chain(job, here, content)
         if chain is None:
             why = _wait(job, target.sequence, here, patience, why_no_room, cancel)
-            # However the wait ended: the delta may have been committed since the last look.
+            # Look again, however the wait ended: the delta may have been committed meanwhile.
             chain = _chain(job, here, content)
         if chain is None:
             raise NoDeltaError(why or "")
@@ -176,7 +176,7 @@ def _wait(
         return f"the daemon makes no delta to version {sequence}"
     leads_from = f"{which} starts from version {latest.delta_from}"
     try:
-        # Other jobs' copies have the same numbers.
+        # Contents are compared, because copies of other jobs have the same version numbers.
         base = content_of(read_manifest(job.storage, job.layout.version(latest.delta_from)))
     except (RecordError, OSError) as error:
         return f"{leads_from}, which cannot be read: {error}"
@@ -206,7 +206,7 @@ def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None])
         now = time.monotonic()
         if told != sign:
             sign, alive = told, now
-            if first is None and told.done:  # before that, the child was only started
+            if first is None and told.done:  # until then, the daemon's child only starts
                 first = now, told.done
             elif first is not None and told.done > first[1]:
                 pace = (now - first[0]) / (told.done - first[1])
@@ -227,7 +227,7 @@ def _progress(job: Job, sequence: int) -> DeltaProgress | None:
     """Read the progress of a delta to version ``sequence`` or later; None if there is no record."""
     for is_asked in (False, True):
         if is_asked:
-            # It is written before LATEST names the version: this client's cache may be older.
+            # The record exists before LATEST names the version, so this client's cache may be old.
             _refreshed(job, job.layout.state)
         told = job.read(DeltaProgress, job.layout.delta_progress, OF_OTHERS)
         if told is not None and told.sequence >= sequence:

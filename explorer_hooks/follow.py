@@ -287,7 +287,7 @@ def _engine(
         )
     engine = LinkEngine(link, fits=fits)
     if staging is not None and engine.target is not None:
-        staging.serves(engine.target)  # a server may start from there before the link has moved
+        staging.serves(engine.target)  # a server may start from it before the link moves
     return engine
 
 
@@ -338,7 +338,7 @@ class CommandEngine(InProcessEngine):
     """
 
     kinds: frozenset[str] = frozenset({"full", "adapter", "remote"})
-    hub_names = True  # a folder from the hub has them too
+    hub_names = True  # a folder from the hub has the hub's names, too
 
     def __init__(self, command: str, *, timeout: float, fits: Fits | None = None) -> None:
         self._command = command

@@ -21,10 +21,10 @@ from syncd.protocol.policy import Version
 log = logging.getLogger(__name__)
 #: Seconds between two attempts to follow with a server.
 _AGAIN: Final = 10.0
-#: Seconds between two checks whether all have ended. A signal handler runs in between.
+#: Seconds between two checks whether all threads have ended. Signal handlers run in between.
 _LOOK: Final = 0.5
 
-#: Opens a hook for one server. It calls its argument often; that raises to stop the opening.
+#: Opens a hook for one server. Must often call its argument, which raises an error to stop it.
 Opens = Callable[[Callable[[], None]], ExplorerHook]
 
 
@@ -85,7 +85,7 @@ class Followers:
             try:
                 with self._opens[name](self._check) as hook:
                     self._hooks[name] = hook
-                    self._check()  # end() may have looked before the hook was listed
+                    self._check()  # end() may have run before the hook was listed
                     self._refused.pop(name, None)
                     serve(hook, partial(self._tell, name))
             except CancelledError:
@@ -108,7 +108,7 @@ class Followers:
         try:
             self._served(name, version)
         except Exception as error:
-            # Not an error of this server: stdout may be closed.
+            # This is not an error of the server. For example, stdout may be closed.
             self._fail(error)
             raise CancelledError("cannot report the served versions") from error
 

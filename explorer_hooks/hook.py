@@ -65,8 +65,8 @@ class ExplorerHook:
             broadcast has no version yet, so ``before_load`` gets the newest version that this
             explorer has leased.
         on_remote: called with the path of each version of kind ``remote``, and with the version.
-            None refuses these versions if the engine does not support the kind. EngineMismatchError
-            refuses the version. After any other error the hook tries the version again.
+            None refuses these versions if the engine does not support the kind. If ``on_remote``
+            raises EngineMismatchError, the version is refused. After other errors, it is retried.
         poll: the most seconds between two checks, if the filesystem sends no events.
         storage: replaces the filesystem calls in tests.
 
@@ -217,9 +217,9 @@ class ExplorerHook:
     def pull(self, timeout: float | None = None) -> Version:
         """Wait for a version that is newer than the engine's version, and load the newer version.
 
-        While the hook waits, it requests a sync, and again each time the trainer has no newer
-        weights. ``timeout`` is in seconds; None waits without a limit. With 0, the hook requests no
-        sync, and loads only a version that is published already.
+        The waiting hook requests a sync, and repeats the request whenever the trainer reports no
+        newer weights. ``timeout`` is in seconds; None waits without a limit. With 0, the hook
+        requests no sync, and loads only a version that is published already.
 
         Raises:
             WaitTimeoutError: no newer version was published in time, or another thread was pulling.
@@ -305,7 +305,7 @@ class ExplorerHook:
         try:
             if waits := self._waits(step):
                 self._puller.sync(self._settings.sync_timeout)
-            else:  # it may have missed versions that were published as files
+            else:  # the engine may lack versions that were published as files
                 self._puller.what_is_there()
         except RefusedError:
             pass  # it is in the log and in the report
@@ -410,7 +410,7 @@ class ExplorerHook:
             self._sync.wait_for_trainer(self._pipeline.floor, cancel=self._cancel)
             requires = self._sync.trainer_requires_weight_sync()
         except JobUnavailableError:
-            return True  # and so is the job
+            return True  # the sync itself waits until the job is available again
         return explorer_syncs(self._settings, step, trainer_requires_sync=requires)
 
 

@@ -204,7 +204,7 @@ class Pipeline:
         ``before_load`` is raised, too.
         """
         held = self.held
-        assert held is not None  # noqa: S101 - else it would not have joined
+        assert held is not None  # noqa: S101 - an engine without a version does not join
         try:
             begun = time.monotonic()
             if self._before_load is not None:
@@ -271,8 +271,8 @@ class Pipeline:
     def _take(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
         """Load a leased version into the engine; release the version if the load fails.
 
-        Before, the pull has read LATEST, created the lease ``leases/VERSION/EXPLORER.SESSION`` (an
-        empty file), and read ``manifest.json``, in this order.
+        Before this call, in this order, the pull has read LATEST, created the lease (the empty file
+        ``leases/VERSION/EXPLORER.SESSION``), and read ``manifest.json``.
         """
         using = [leased]  # to release if the load fails
         blames = True
@@ -331,7 +331,7 @@ class Pipeline:
             self._fast_path.fits = True
         if self._staging is not None:
             self._staging.serves(ready.folder)
-        # Release the leases only now, by unlink: on the old version, and on a copied version.
+        # Only now release, by unlink, the leases on the old version and on a version with a copy.
         _release(leased if ready is not leased else None, before)
         if self._staging is not None:
             self._staging.tidy()

@@ -57,7 +57,7 @@ class Puller:
     def newest(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version:
         """Wait for a newer version, regardless of the trainer's state, and load it.
 
-        With ``asks``, a sync is requested during the wait. ``timeout`` is in seconds, or None.
+        With ``asks``, the wait requests a sync. ``timeout`` is in seconds; None sets no limit.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._turn(deadline, cancel):
@@ -143,7 +143,7 @@ class Puller:
             cancel=cancel,
             look=self._look,
         )
-        assert newest is not None  # noqa: S101 - it does not end with the trainer
+        assert newest is not None  # noqa: S101 - the wait does not end with the trainer
         return newest
 
     def _wait_until_told(self, timeout: float) -> Version | Offer | None:

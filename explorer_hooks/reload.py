@@ -25,7 +25,7 @@ OnRemote = Callable[[str, LeasedVersion], object]
 
 
 class RefusedError(Exception):
-    """Raised when ``error`` refused a version. The engine still serves its previous version."""
+    """Raised when a version is refused because of ``error``. The engine keeps its old version."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))

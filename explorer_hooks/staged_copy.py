@@ -38,13 +38,13 @@ class StagedCopy:
     @staticmethod
     @contextmanager
     def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
-        """Yield True if no process holds a copy. None can get a hold until the context ends."""
+        """Yield True if no process holds a copy. No process can hold it until the context ends."""
         try:
             fd = storage.open_read(folder / MANIFEST)
         except OSError as error:
             if not is_gone(error):
                 raise
-            yield True  # syncd makes no copy without one
+            yield True  # no copy of syncd lacks a manifest
             return
         try:
             yield _locked(fd, fcntl.LOCK_EX)
@@ -61,8 +61,8 @@ def hold(storage: Storage, folder: Path) -> StagedCopy | None:
         if is_gone(error):
             return None
         raise
-    # A process that holds it alone is about to remove it. It is also not this copy if it was
-    # removed and made again between the open and the lock.
+    # A process with an exclusive lock is about to remove the copy. If the copy was removed and
+    # made again between the open and the lock, this lock is on the removed copy.
     if _locked(fd, fcntl.LOCK_SH) and _is_still(storage, fd, path):
         return StagedCopy(storage, folder, fd)
     storage.release(fd)

@@ -138,7 +138,7 @@ class Staging:
     ) -> LeasedVersion:
         """Copy and verify a version in one pass, or wait for another process that makes the copy.
 
-        ``version`` is leased but not verified yet; the caller releases it. ``cancel`` is called
+        The caller must lease and release ``version``, but need not verify it. ``cancel`` is called
         often, and raises an error to stop. The returned version is read from the copy, and holds
         the copy until it is released.
 
@@ -222,7 +222,7 @@ class Staging:
         copy = self._held(name, version)
         if copy is None:
             with self._elected(cancel):
-                # The process that held the lock before may have copied it.
+                # The process that held the lock before may have copied this version.
                 copy = self._held(name, version)
                 if copy is None:
                     self._make(version, name, cancel)
@@ -311,7 +311,7 @@ class Staging:
         return None
 
     def _is_elsewhere(self, version: LeasedVersion) -> bool:
-        """Whether the stage folder is on another filesystem; on the same, files are linked."""
+        """Whether stage folder and job are on different filesystems; otherwise files are linked."""
         try:
             there = version.storage.status(version.folder)
             here = self._storage.status(self._room)

@@ -38,7 +38,7 @@ class _OtherNames(NamedTuple):
     """The other names of a version's tensors: the hub's or the trainer's.
 
     Attributes:
-        pieces: maps each other name to the parts of the version's tensors that make up its tensor.
+        pieces: maps each other name to the parts of the version's tensors that it stands for.
         of: maps the name of each tensor of the version to the other names of its parts. If several
             tensors are joined under one other name, only the first of them lists this name.
     """
@@ -77,10 +77,10 @@ class WeightsReader:
     Args:
         version: a version of kind ``full`` or ``adapter``, leased until the reader is closed.
         mmap: whether to map the files and copy nothing; by default each tensor is read by pread
-            into its own memory. A tensor's bytes are read at the first access, so the version must
-            stay leased while a tensor is in use. Writing into a tensor changes no file. Use
-            ``mmap`` only for local filesystems: if a mapped file is lost or truncated, the kernel
-            kills the process (SIGBUS).
+            into its own memory. Mapped bytes are read at the first access, so the version must stay
+            leased while a tensor is in use. Writing into a tensor changes no file. Use ``mmap``
+            only for local filesystems: if a mapped file is lost or truncated, the kernel kills the
+            process (SIGBUS).
     """
 
     def __init__(self, version: LeasedVersion, *, mmap: bool = False) -> None:
@@ -172,14 +172,14 @@ class WeightsReader:
             for entry in self._opened(file).file.entries:
                 if entry.name not in others.of:
                     yield entry.name, self._whole(entry.name)
-                # A name of the other set may be that of another tensor in this one.
+                # A trainer's name of one tensor can be the hub's name of another tensor.
                 for name in others.of.get(entry.name, ()):
                     yield name, self._join(others.pieces[name])
 
     def spans(self, name: str, box: Box, into: memoryview) -> Iterator[Span]:
         """List the reads that fill memory with a part of a tensor, in C order. Nothing is read yet.
 
-        ``name`` is the tensor's name in the version. ``into`` is memory of the size of ``box``.
+        ``name`` is the tensor's name in the version. ``into`` must be as large as ``box``.
         """
         opened, entry = self._find(name)
         size, at = ITEMSIZE[entry.dtype], 0

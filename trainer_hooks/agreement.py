@@ -34,14 +34,14 @@ class Ranks:
 
         Raises:
             Exception: the error of ``work`` on this rank, or else the first error of another rank.
-                An error of another rank that is not syncd's becomes a :class:`CheckpointError`.
+                If that error is not one of syncd's classes, a :class:`CheckpointError` instead.
         """
         result: T | None = None
         failure: tuple[type[SyncdError], str] | None = None
         raised: Exception | None = None
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - any error, because the others must not wait
+        except Exception as error:  # noqa: BLE001 - any error, because the other ranks must not wait
             kind = type(error) if isinstance(error, SyncdError) else CheckpointError
             raised, failure = error, (kind, str(error) or type(error).__name__)
         failures = self.gathered(failure)

@@ -13,7 +13,7 @@ from syncd.protocol.errors import SaveFailedError, SyncdError
 
 log = logging.getLogger(__name__)
 
-#: The most saves under way: one is being written, one waits with its copy made.
+#: The most unfinished saves: one is being written, and the copy of another waits to be written.
 LIMIT: Final = 2
 
 
@@ -32,7 +32,7 @@ class SaveThread:
         self._errors: deque[SaveFailedError] = deque()
         self._written: int | None = None
         self._closed = False
-        # A daemon thread, so that storage that never answers does not keep the process from ending.
+        # A daemon thread, so that the process can end even if storage never answers.
         self._thread = threading.Thread(target=self._run, name="syncd-writer", daemon=True)
         self._thread.start()
 
@@ -70,7 +70,7 @@ class SaveThread:
             return written
 
     def close(self, *, timeout: float) -> tuple[int, ...]:
-        """Wait for the queued functions, and end the thread; return the steps that have not ended.
+        """Wait for the queued functions, and end the thread; return the steps of unfinished saves.
 
         Give up if no save ends for ``timeout`` seconds.
         """
@@ -107,12 +107,12 @@ class SaveThread:
             except SaveFailedError as raised:
                 error = raised
             except BaseException as raised:
-                # Also a SystemExit, for example of a tokenizer, which would end only this thread.
+                # Also a SystemExit, e.g. from a tokenizer: uncaught, it would end only this thread.
                 log.error("the save of step %d failed", step, exc_info=True)
                 why = str(raised) or type(raised).__name__
                 error = SaveFailedError(f"the save of step {step} failed: {why}")
                 error.__cause__ = raised
-            del work  # and the memory of the data that it wrote
+            del work  # this frees the data that it wrote
             _let_go(error)
             with self._changed:
                 self._current = None

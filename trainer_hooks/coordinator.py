@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointCoordinator:
-    """Writes one rank's saves in a thread, one by one; Trinity-RFT has a class of this name.
+    """Writes one rank's saves in a thread, one by one. Replaces Trinity-RFT's class of this name.
 
     Promised: the pointer names a step only when every rank's shard of one save is complete and
     durable. If a save fails on a rank, the next call on that rank and the next call on rank 0 raise
@@ -123,18 +123,17 @@ class CheckpointCoordinator:
         *,
         model_files: tuple[Callable[[Path], object], ...] = (),
     ) -> None:
-        """Copy this rank's part of a model to host memory; a thread writes and announces the copy.
+        """Copy this rank's part of a model to host memory. A thread saves it as ``global_step``.
 
         The ``model`` is plain, or under DDP, FSDP1, FSDP2 or tensor parallelism. With FSDP1 this
-        call is collective. On rank 0, ``model_files`` are functions that write config or tokenizer
-        into the given folder. ``global_step`` is the step.
+        call is collective. On rank 0, ``model_files`` write config or tokenizer to a given folder.
 
         Raises:
             SaveFailedError: an earlier save failed, or this save waited too long for earlier saves.
         """
         self._check_open()
         queue, save_id = self._queue, self._next_id(global_step)
-        # Even if there is no room, because the other ranks of FSDP1 gather.
+        # Needed even if there is no room, because with FSDP1 the other ranks gather.
         state = sharded_state_dict(model)
         if not queue.has_room():
             queue.refuse(f"the state dict of step {global_step}")
@@ -151,7 +150,7 @@ class CheckpointCoordinator:
                     model_files=model_files if self._rank == 0 else (),
                     fsdp_version=fsdp_version(model),
                 )
-            except BaseException:  # e.g. no memory for the copy: no rank may wait for this one
+            except BaseException:  # e.g. no memory for the copy; others must not wait for this rank
                 queue.leave_out(self._writer, save_id, buffers)
                 raise
             queue.submit(self._writer, save_id, contents, buffers)

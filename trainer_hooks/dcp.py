@@ -43,8 +43,8 @@ def announce_dcp(
         job_dir: the job directory; its folder ``.syncd`` is created if it is missing.
         step: the step that was saved.
         folder: the folder of the save on the same filesystem; ``JOB/global_step_N/actor`` by
-            default. The files of another folder are hard-linked into the job. So the trainer may
-            delete its own files later, and the step counts as a checkpoint.
+            default. The files of another folder are hard-linked into the job. Then the trainer can
+            delete its own files, and the step counts as a checkpoint.
         storage: set only by tests.
 
     Raises:
@@ -83,7 +83,7 @@ def announce_dcp(
         _link_into(job, step, source, files)
         point(job, layout.checkpoint_pointer, step)
     else:
-        # An earlier save of this step may have been one with other names elsewhere.
+        # Left if an earlier save of this step was announced from another folder.
         storage.unlink_if_there(layout.step(step) / RETIRED)
     storage.sync_folder(actor)
     point(job, layout.state_pointer, step)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Seconds: torch limits timeouts, and no training waits for longer.
+#: The longest timeout in seconds, because torch limits timeouts; no training waits for longer.
 _LONGEST: Final = 30 * 24 * 3600.0
 #: Seconds between two checks whether all ranks have come to a meeting.
 _POLL: Final = 0.05
@@ -41,8 +41,8 @@ class Plan(IntFlag):
     - ``AGAIN``: like ``COMPLETE``, but the weights are written again.
     - ``HUGGING_FACE``: the full checkpoint also gets the full weights. Without ``FULL``, the full
       weights are added to an existing full checkpoint.
-    - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the save is due, and stays due, because the writer is
-      busy.
+    - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the save is due, but the writer is busy, so the save
+      stays due.
     - ``BROADCAST``: send the weights to the weight group that rank 0 has opened. In the decision
       after the broadcast, ``BROADCAST`` means that the weights have arrived.
     - ``UNDECIDED``: rank 0 could not decide.
@@ -161,7 +161,7 @@ class Decisions:
                     store.compare_set("outcome", "", f"{late_ones} within {timeout:g} s")
         outcome: str = store.get("outcome").decode()
         read = store.add("read", 1)
-        # Usually rank 0 holds the store, so it stays until all have read the outcome.
+        # Usually rank 0 holds the store, so rank 0 stays until all ranks have read it.
         while rank == 0 and outcome == _ALL and read < world_size and time.monotonic() < end:
             time.sleep(_POLL)
             read = store.add("read", 0)
@@ -178,7 +178,7 @@ class Decisions:
         try:
             return self._group is not None and dist.get_group_rank(self._group, 0) < 0
         except ValueError:
-            return True  # another one has replaced it
+            return True  # another group has replaced it
 
     def _send(self, plan: Plan) -> None:
         word = torch.tensor([plan.value], dtype=torch.int64, device="cpu")
@@ -187,7 +187,7 @@ class Decisions:
         try:
             work = dist.broadcast(word, src=0, group=self._group, async_op=True)
         except RuntimeError as error:
-            # If that rank is gone, the save will report it, because its receipt is missing.
+            # If a rank has died, the save reports that, because the rank's receipt is missing.
             log.warning("cannot tell all ranks what to save: %s", error)
         else:
             self._sent.append((work, word))

@@ -140,7 +140,7 @@ class Explorers:
 
     def _tried(self, work: Callable[[], T]) -> T | None:
         if self._closed:
-            return None  # a late save has ended; another trainer may have the name by now
+            return None  # a save ended late; another trainer may have this name by now
         try:
             return work()
         except (OSError, SyncdError) as error:

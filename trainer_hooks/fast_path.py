@@ -68,7 +68,7 @@ class Cadence:
         return self._passed is None or self._passed + 1 >= self._checkpoint_every
 
     def may_try(self) -> bool:
-        """Whether to try to broadcast this sync; each False shortens the back-off by one sync."""
+        """Whether to try to broadcast this sync; each result False shortens the back-off by one."""
         if not self._not_tried:
             return True
         self._not_tried -= 1
@@ -99,8 +99,8 @@ class TrainerBroadcasts:
     """The broadcasts of a trainer: rank 0 opens them, all ranks send.
 
     Promised: an error of a broadcast does not end the training. The error is counted, and is
-    logged once with its reason. The step is saved as files. Not promised: that training continues
-    if a collective of the trainer's own ranks fails.
+    logged once with its reason. Then the step is saved as files. Not promised: that training
+    continues if a collective of the trainer's own ranks fails.
 
     Each rank counts the ``broadcasts`` and ``failures`` that it knows of. Only rank 0 has
     ``explorers``.
@@ -148,7 +148,7 @@ class TrainerBroadcasts:
             return Way.FILES
         try:
             self._group = explorers.open_group(step, save_id, _device_of(self._model))
-        except Exception as error:  # noqa: BLE001 - after any error the files bring that step
+        except Exception as error:  # noqa: BLE001 - after any error the step is saved as files
             self._failed(step, error)
             explorers.goes_by_files(step)
             return Way.FALLBACK
@@ -168,7 +168,7 @@ class TrainerBroadcasts:
             nonfinite = self._sender.send(group).nonfinite
         except Exception as error:
             self._failed(step, error)
-            # All ranks raise these two alike, or rank 0 alone, while no other rank waits.
+            # All ranks raise these errors, or only rank 0 does, when no other rank waits for it.
             is_alike = isinstance(error, BroadcastError | SaveFailedError)
             if not is_alike and Ranks().world_size > 1:
                 raise OutOfStepError(
@@ -287,7 +287,7 @@ class WeightSender:
             try:
                 outgoing.end()
             except BaseException:
-                self._buffers.close()  # the broadcasts under way still read them
+                self._buffers.close()  # broadcasts may still read them, so they are not reused
                 raise
         buckets = 0 if outgoing is None else len(outgoing.image.buckets)
         nbytes = sum(tensor.length for tensor in tensors)

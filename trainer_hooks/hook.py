@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The broadcast_timeouts in one broadcast: until all are ready, to meet, to transfer.
+#: The most broadcast_timeouts in a broadcast: one to get ready, one to meet, one to transfer.
 _BROADCAST_WAITS: Final = 3
-#: Torch's default limit in seconds of one rank's wait for another; rank 0 may also need that long.
+#: Torch's default timeout of a collective, in seconds; rank 0's decision may be that late, too.
 _TORCH_TIMEOUT: Final = 1800.0
 
 
@@ -51,7 +51,7 @@ class TrainerHook:
     ``block_until_saved`` wait for this), or that it is announced if one of its ranks has died.
 
     Construct the hook on every rank, and call its methods on every rank in the same order with the
-    same steps. Rank 0 decides for all ranks, and a gathering needs all ranks. The methods return
+    same steps, because rank 0 decides for all ranks, and all ranks gather. The methods return
     metrics in seconds, bytes and counts; ``docs/trainer.md`` lists them.
 
     Args:
@@ -278,7 +278,7 @@ class TrainerHook:
         if not self._begins_to_close():
             return
         # Training failed: the other ranks may never write their part of the saves under way, and
-        # no collective may be begun.
+        # this rank must not begin a collective.
         self._job.stop_waiting()
         self._planner.stays_away()
         for error in self._end():

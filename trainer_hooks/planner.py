@@ -91,7 +91,7 @@ class Planner:
         self._hugging_face: SaveId | None = None
         self._owed = Plan.NOTHING
         self._counter = 0
-        #: The last broadcast, successful or not, until its step is saved: the save gets its id.
+        #: The id of the last broadcast, successful or not. A save of the same step gets this id.
         self._sent: SaveId | None = None
 
     def by_policy(self, step: int | None, *, waiting: bool) -> Plan:
@@ -302,26 +302,26 @@ class Planner:
         """Decide on rank 0 whether to save a broadcast step as files, too."""
         is_saved = self._is_begun(self.synced, step)
         if not arrived:
-            # Not left out if the writer is busy, because explorers were told that it comes.
+            # Not skipped if the writer is busy, because explorers were told that files come.
             return Plan.NOTHING if is_saved else Plan.SYNC
         fast_path = self._fast_path
-        assert fast_path is not None  # noqa: S101 - it was broadcast
+        assert fast_path is not None  # noqa: S101 - the step was broadcast
         lost = self.synced is not None and self._progress.has_failed(self.synced)
         if plan & Plan.FULL or is_saved or not (fast_path.cadence.is_save_due or lost):
             fast_path.cadence.passed(step)
             return Plan.BROADCAST
         by_files = self._by_files(is_saved=False)
-        # A save that is left out waits for the next sync, because explorers have the weights.
+        # If the save is skipped, it waits for the next sync: explorers have the weights already.
         return Plan.BROADCAST | (by_files & Plan.SYNC)
 
     def _explorers_want(self, step: int | None, *, waiting: bool) -> bool:
         if self._settings.style is not SyncStyle.EXPLORER_DRIVEN or self._explorers is None:
             return False
         if self._is_on_its_way(self.synced):
-            return False  # it answers all requests
+            return False  # that save will answer all requests
         last = self._last_sync_step
         if self.synced is not None and self._progress.has_failed(self.synced):
-            last = None  # no explorer got it
+            last = None  # no explorer got that save
         decision = self._explorers.decide(
             self._settings, step=step or 0, last_sync_step=last, waiting=waiting
         )

@@ -16,8 +16,8 @@ from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.writer import RankWriter
 
-#: The longest wait for one save, in save_timeouts (times the ranks, if they write in turns): one to
-#: write it, one for the other ranks.
+#: The longest wait for one save, in save_timeouts: one to write it, and one for the other ranks. If
+#: the ranks write in turns, this is multiplied by the number of ranks.
 _PATIENCE: Final = 2
 #: Seconds: longer than any training, but within the limit of locks.
 _FOREVER: Final = 1e9
@@ -51,7 +51,7 @@ class SaveQueue:
         self._patience = patience
         self._progress = progress
         self._begin_save = begin_save
-        # The last used set first, so that the second one is filled only when both are needed.
+        # The set used last comes first, so that the second set is filled only when both are needed.
         self._buffers = deque(HostBuffers() for _ in range(LIMIT))
 
     def has_room(self) -> bool:
@@ -59,7 +59,7 @@ class SaveQueue:
         return self.thread.wait(most=LIMIT - 1, timeout=self._patience)
 
     def buffers(self) -> HostBuffers:
-        """Return free buffers for a copy of a save; only after :meth:`has_room` returned True."""
+        """Return free buffers for a save's copy; call this only after :meth:`has_room` was True."""
         return self._buffers.pop()
 
     def submit(
@@ -74,7 +74,7 @@ class SaveQueue:
         def work() -> int:
             try:
                 try:
-                    # A resumed trainer may write a step whose old files the pruner must not take.
+                    # Otherwise the pruner could delete a step that a resumed trainer writes again.
                     writer.again(save_id, lambda: self._begin_save(save_id.step))
                 except BaseException:
                     writer.say_failed(save_id)
@@ -102,7 +102,7 @@ class SaveQueue:
     def refuse(self, what: str) -> None:
         """Record the error of a save that is skipped because two earlier saves took too long."""
         before = self.thread.under_way
-        # A save may be over by now, because the ranks have gathered this one meanwhile.
+        # An earlier save may have ended by now, while the ranks gathered this one.
         why = _being_written(before) if before else "two saves were unfinished"
         self.thread.fail(
             SaveFailedError(f"{what} is not saved, because {why} after {self._patience:g} s")

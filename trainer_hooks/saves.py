@@ -89,12 +89,12 @@ class Saver:
             InvalidSettingsError: the state contains a value that could not be loaded again.
         """
         queue, writer = self._queue, place.writer
-        if writer is None:  # rank 0 alone writes there, and all gather
+        if writer is None:  # only rank 0 writes there, but all ranks gather
             self._contents(place, save_id.step, plan, None).close()
             return
         buffers = queue.buffers() if queue.has_room() else None
         try:
-            # Even if there is no room, because the other ranks gather.
+            # Needed even if there is no room, because the other ranks gather.
             contents = self._contents(place, save_id.step, plan, buffers)
         except BaseException:
             queue.leave_out(writer, save_id, buffers)
@@ -247,7 +247,7 @@ class Saver:
             if trained.critic_optimizer is not None:
                 own = optimizer_state(trained.critic, trained.critic_optimizer)
                 rest["critic_optimizer"] = host_copy(own)
-        # Last, because FSDP1's gathering needs all ranks, and this may fail on one rank alone.
+        # Last, because user_state() may fail on only one rank, and FSDP1's gathering needs all.
         user_state = None if trained.user_state is None else trained.user_state()
         extra = extra_state(scheduler=trained.scheduler, user_state=user_state)
         return rest | {"extra": host_copy(extra)}

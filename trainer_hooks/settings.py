@@ -76,7 +76,7 @@ class SaveSettings:
             are not cast. Full checkpoints also keep the weights in the model's dtype, and training
             resumes only from those weights.
         final: whether ``close`` saves the last step's weights as files, if they were not saved as
-            files before. Set it to False if the model no longer has these weights then.
+            files before. Set it to False if the model no longer has these weights at ``close``.
 
     Raises:
         InvalidSettingsError: a value is out of range, or not one of the choices.

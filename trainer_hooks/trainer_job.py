@@ -118,7 +118,7 @@ class TrainerJob:
         if self._ranks.rank > 0:
             return SaveFolder(job, None, SaveLayout.FULL)
         job.open()
-        # Nothing was changed yet in an existing job: it may be mounted read-only.
+        # open() changes nothing in an existing job. This fails if the job is mounted read-only.
         job.storage.refresh(job.layout.root)
         writer = RankWriter(
             job,
@@ -166,7 +166,7 @@ class TrainerJob:
     def _weights_announced(self, save_id: SaveId) -> None:
         if self.explorers is not None:
             self.explorers.weights_announced(save_id.step)
-        # Only now: before, explorers that asked for this save could be told that nothing comes.
+        # Done last: otherwise explorers that wait for this save could be told that none comes.
         self._progress.announced(save_id)
 
     def _checkpoint_announced(self, save_id: SaveId) -> None:
@@ -179,7 +179,7 @@ class TrainerJob:
                 keep_every=self._saving.keep_every,
             )
         except OSError as error:
-            # The list is read from disk, so the next checkpoint finds them again.
+            # The next call retires them, because it reads the list of checkpoints from disk.
             log.warning("cannot retire older full checkpoints now: %s", error)
 
     def are_weights_there(self, save_id: SaveId) -> bool:

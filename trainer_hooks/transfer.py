@@ -82,7 +82,7 @@ class Outgoing:
     def put(self, number: int, whole: Tensor) -> None:
         """Send the tensor with this number in the plan; call it in the order of the numbers.
 
-        The tensor is on any device. You may drop it, but must not change it before :meth:`end`.
+        The tensor can be on any device. You can drop it, but must not change it before :meth:`end`.
         """
         self._unless_failed(lambda: self._put(number, flat_bytes(whole)))
         if whole.device.type in {"cpu", "cuda"}:  # other devices may lack aminmax for some dtype
@@ -127,7 +127,7 @@ class Outgoing:
             if piece.first + piece.size == flat.numel():
                 break
         if flat.numel() > self._header.bucket_bytes:
-            self._wait_while(lambda: True)  # free it before the next one is gathered
+            self._wait_while(lambda: True)  # free this tensor before the next one is gathered
 
     def _compare(self, number: int, name: str, flat: Tensor) -> None:
         if _digest(flat) != self._tied[number]:
@@ -219,7 +219,7 @@ class _BucketBuffer:
     def __init__(self, size: int, device: torch.device, source: torch.device) -> None:
         self.like = (device, source.type)
         self.size = size
-        # Kept, because it stays pinned on the host only as long as this.
+        # Kept, because the memory stays pinned only as long as this object exists.
         self._memory = HostMemory(size, source) if device.type == "cpu" else None
         self.content = (
             torch.zeros(size, dtype=torch.uint8, device=device)

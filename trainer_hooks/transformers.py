@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["SyncdCallback"]
 
-#: Metrics of which a log shows the sum since the last log; of all others it shows the last value.
+#: A log shows the sum of these metrics since the last log. It shows other metrics' last value.
 _SUMMED: Final = frozenset(
     {
         "time/stall",
@@ -146,11 +146,11 @@ class SyncdCallback(TrainerCallback):
             NameTakenError: another trainer works in this job.
             InvalidSettingsError: the settings are invalid, or the model is not supported.
         """
-        # Left by a training that failed, or whose batch was too large (auto_find_batch_size).
+        # A hook is left if a training failed, or its batch was too large (auto_find_batch_size).
         self._abandon(RuntimeError)
         self._metrics = {}
         saving = self._saving
-        # By the arguments, which are the same on all ranks; output_dir need not be shared by hosts.
+        # Ranks must agree, so the arguments decide: hosts need not share output_dir.
         if args.load_best_model_at_end:
             saving = replace(saving, final=False)
         self._hook = TrainerHook(
@@ -205,7 +205,7 @@ class SyncdCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Add the hook's metrics to ``logs`` and ``log_history`` at each training log."""
-        # Not into an evaluation's log: a hyperparameter search sums it up.
+        # Not into an evaluation's log, because a hyperparameter search adds up its values.
         if logs is None or "loss" not in logs:
             return
         logs.update(self._metrics)

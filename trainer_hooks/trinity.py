@@ -1,4 +1,4 @@
-"""Trinity-RFT's FSDP helpers, with receipts and files. To port a trainer, change the import.
+"""Trinity-RFT's FSDP helpers, which save through syncd. To port a trainer, change the import.
 
 The functions have the names, arguments and meaning of the functions in
 ``trinity.trainer.verl.fsdp_engine``; ``docs/trinity.md`` lists the differences. Call them on all
@@ -71,7 +71,7 @@ def fsdp_save_state_dict(
     Each rank copies its shard to host memory, and writes the copy in the background. Rank 0 also
     saves the config, and the tokenizer of ``engine.checkpoint_manager.processing_class``.
     ``local_path`` must be ``JOB/global_step_N/actor``, where N is ``global_step``; if it is None,
-    nothing is done. ``coordinator`` belongs to this rank. ``logger`` gets a message when the save
+    nothing is done. ``coordinator`` must be this rank's. ``logger`` gets a message when the save
     has begun.
 
     Raises:
@@ -188,7 +188,7 @@ class StateDictWriter:
 
     Args:
         model, tokenizer: the model's config and the tokenizer's files become part of each version.
-        save_timeout: the longest wait of a save for its turn, in seconds.
+        save_timeout: seconds that a save waits until storage shows its receipt.
 
     Raises:
         JobUnavailableError: ``job_dir`` is missing or not writable.
@@ -217,7 +217,7 @@ class StateDictWriter:
     def __call__(self, state_dict: Mapping[str, Any], step: int) -> None:
         """Write the full state dict of a step.
 
-        ``state_dict`` has whole tensors on the CPU, by the names of the plain model.
+        ``state_dict`` must have whole tensors on the CPU, by the names of the plain model.
 
         Raises:
             SaveFailedError: the state dict could not be written; the previous version stays

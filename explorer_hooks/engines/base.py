@@ -68,8 +68,8 @@ class Engine(Protocol):
     def load(self, version: LeasedVersion) -> None:
         """Load the weights of the version.
 
-        After an error all weights must be unchanged, or else the engine's documentation must say
-        so. Such an engine has unknown weights until a version is loaded again.
+        After an error all weights must be unchanged, except if the engine's documentation says
+        that they are unknown until a version is loaded again.
         """
 
     def reset_cache(self) -> None:
@@ -104,8 +104,8 @@ class WeightTaker(Protocol):
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Join the weight group with all workers, and take the weights of one transfer.
 
-        An engine in this generation of the group stays in the group. An engine in an earlier
-        generation leaves the earlier group.
+        An engine that is already in this generation of the group stays in it. An engine that is in
+        an earlier generation leaves that one.
 
         Args:
             rendezvous: the record with the group's address.
@@ -138,7 +138,7 @@ class MayStartLater(Protocol):
     """The additional method of an :class:`Engine` whose ``attach`` may wait for minutes."""
 
     def on_waiting(self, told: Callable[[str], object]) -> None:
-        """Let ``attach`` call ``told`` with the reason for a wait, at once and then repeatedly."""
+        """Make ``attach`` call ``told`` with the reason when a wait begins, and then repeatedly."""
 
 
 @runtime_checkable

@@ -29,9 +29,9 @@ from syncd.protocol.records import TensorEntry
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: More changes than this part of the bytes, with their positions, are no gain.
+#: Changes are not used if they and their positions exceed this fraction of the targets' bytes.
 _MOST: Final = 0.5
-#: Values are compared and copied as the bits that they have.
+#: Values are compared and copied as integers with the same bits, by the values' size in bytes.
 _BITS: Final = {
     1: (np.uint8, torch.uint8),
     2: (np.int16, torch.int16),
@@ -70,7 +70,7 @@ def find_changes(
 ) -> Changes:
     """Compare the parts of two versions that fill the targets. The targets are not read.
 
-    ``base`` is the version that the targets hold; it need not be leased. ``version`` is verified.
+    ``base`` must be the version that the targets hold. ``version`` must be verified.
 
     Raises:
         CannotCompareError: ``base`` is gone, or its tensors do not match, or too many elements
@@ -115,7 +115,7 @@ def find_changes(
 def write_changes(targets: Sequence[Target], changes: Changes) -> None:
     """Write changes into the targets, and wait until every device has the changes.
 
-    ``targets`` are those of :func:`find_changes`, and must still hold its ``base``.
+    ``targets`` must be those of :func:`find_changes`, and still hold the ``base`` passed there.
     """
     devices = {target.tensor.device for target in targets} - {_CPU}
     synchronize(devices)

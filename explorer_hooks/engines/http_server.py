@@ -23,7 +23,7 @@ from syncd.protocol.errors import (
 _AWAY: Final = frozenset({502, 503, 504})
 #: The schemes that are supported, with their default ports.
 _PORTS: Final = MappingProxyType({"http": 80, "https": 443})
-#: Addresses by which a server of this host may be reached, whichever one it listens at.
+#: The names of this host in a server's address. They count as one host.
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})  # noqa: S104 # compared only
 _LONGEST_TEXT: Final = 500
 _POLL: Final = 0.5
@@ -37,7 +37,7 @@ _WRONG_KEY: Final = (
     ": the server refuses the API key. Set SYNCD_API_KEY to the key that the server was started "
     "with. For an SGLang server, also set SYNCD_ADMIN_API_KEY to the value of --admin-api-key"
 )
-#: The most seconds to connect. Short, because a host that is down may not even refuse.
+#: The most seconds to connect. Short, because a host that is down may not refuse connections.
 _CONNECT: Final = 3.0
 
 

@@ -18,7 +18,7 @@ from syncd.coordination.broadcast.weight_meta import padded
 from syncd.coordination.host_memory import HostMemory
 from syncd.coordination.tensors import bytes_of
 
-#: About how many bytes one thread reads or copies at a time.
+#: The approximate number of bytes that one thread reads or copies at a time.
 _BATCH: Final = 16 * 1024 * 1024
 #: The most temporary host memory, except for a single larger tensor.
 _BOUND: Final = 256 * 1024 * 1024
@@ -113,7 +113,7 @@ def fill_directly(
         else:
             others.append(target)
     _read_parts(reader, parts, threads)
-    # The largest one first: its memory is enough for the others.
+    # The largest batch comes first: its memory is enough for the others.
     for batch in sorted(_bounded(others), key=_size, reverse=True):
         stage.read(reader, batch)
         stage.copy(batch)
@@ -126,7 +126,7 @@ class _Part(NamedTuple):
 
 
 def _read_parts(reader: WeightsReader, parts: Sequence[_Part], threads: int) -> None:
-    reader.open(part.name for part in parts)  # not in the threads, which share it
+    reader.open(part.name for part in parts)  # before the threads, which share the reader
     tasks = [partial(_read, reader, batch) for batch in _batches(parts)]
     run_side_by_side(tasks, threads=threads_here(threads), look=lambda: None)
 
@@ -141,7 +141,7 @@ def _read(reader: WeightsReader, batch: Sequence[_Part], check: Check) -> None:
 def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     """Group parts into batches of about equal size. A large part is cut along its first dimension.
 
-    Single reads are not listed: a tensor cut along another dimension needs one for each row.
+    Single reads are not listed, because a tensor cut along another dimension needs one per row.
     """
     batch: list[_Part] = []
     size = 0

@@ -143,7 +143,7 @@ class ServerEngine(ServerCalls):
         return self._is_local
 
     def on_waiting(self, told: Callable[[str], object]) -> None:
-        """Let :meth:`attach` call ``told`` with the reason for a wait: at once, then every 30 s."""
+        """Make :meth:`attach` call ``told`` with the reason when a wait begins, and every 30 s."""
         self._told_waiting = told
 
     def attach(self) -> None:
@@ -235,7 +235,7 @@ class ServerEngine(ServerCalls):
         """
         torn, before = self._torn, self._must(self._said_label)
         if before is not None and not before.startswith(LOADING):
-            self._model_is_torn = False  # it was restarted since
+            self._model_is_torn = False  # the server was restarted since
         if version.kind == "adapter" and self._model_is_torn:
             raise EngineBrokenError(
                 f"cannot load an adapter into {self._whose}: {torn}. Load a full model first, or "
@@ -245,7 +245,7 @@ class ServerEngine(ServerCalls):
         loading = f"{LOADING}-{version.kind}"
         self._must(lambda: self._set_label(f"{loading}-{label(version)}"))
         self._model_is_torn |= version.kind == "full"
-        # Its caches are still those of the old weights, so no hook may resume it yet.
+        # The caches still hold results of old weights, so the server must not serve yet.
         name = f"{loading}-taken-{label(version)}" if self._can_label() else label(version)
         try:
             self._load_folder(version.kind, str(version.folder), name)
@@ -389,7 +389,7 @@ class ServerEngine(ServerCalls):
         """After a refused load, load the old weights again; return whether the server has them."""
         folder = self._loaded.get(version.kind)
         if folder is None:
-            # Without an adapter nothing was lost; the state of a model is unknown.
+            # If there was no adapter, none was lost. A model's state is unknown.
             return version.kind == "adapter"
         log.warning(
             "%s refused a load, so the previous weights in %s are loaded again: %s",

@@ -25,7 +25,7 @@ from explorer_hooks.server_fit import model_tensors
 
 _DEFAULT: Final = "default"
 _GET: Final = frozenset({"/model_info"})
-#: Routes that the ``--api-key`` opens; the others need the admin's.
+#: Routes that the ``--api-key`` opens; the others need the ``--admin-api-key``.
 _NORMAL: Final = frozenset({"/openapi.json", "/model_info", "/generate"})
 _MODES: Final = frozenset({"abort", "retract", "in_place"})
 
@@ -35,7 +35,7 @@ class FakeSGLang:
 
     Args:
         model_path: the model folder that the server was started with.
-        without: routes that this release of the server lacks.
+        without: routes that the fake server lacks, as some releases do.
         api_key, admin_api_key: the keys that the server was started with.
         knows: the names of the tensors that the server loads; None to load all. Other tensors are
             dropped without an error, as qwen3_moe drops stacked experts.

@@ -1,4 +1,4 @@
-"""The engine for an SGLang server, over HTTP, after the sources of SGLang 0.5.23.
+"""The engine for an SGLang server, over HTTP, written from the sources of SGLang 0.5.23.
 
 It is tested only against :mod:`explorer_hooks.engines.sglang_fake`, because there is no build of
 SGLang for CPUs.
@@ -55,7 +55,7 @@ class SGLangServer(ServerEngine):
     _is_flushed = False
 
     def _takes_names_of(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # others look
-        return False  # 0.5.23 loads the hub's names only; it drops others and still reports success
+        return False  # 0.5.23 drops tensors with other names than the hub's, and reports success
 
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _UPDATE, _FLUSH, _GENERATE):
@@ -76,7 +76,7 @@ class SGLangServer(ServerEngine):
         return path if isinstance(path, str) else None
 
     def _serves_what_it_names(self, said: str | None) -> bool:  # noqa: ARG002 # other servers need it
-        return True  # it names what it loaded last
+        return True  # it names the folder that it loaded last
 
     def _said_label(self) -> str | None:
         said = self._told().get("weight_version")
@@ -90,7 +90,7 @@ class SGLangServer(ServerEngine):
         return self._server.has(_LABEL)
 
     def _may_be_paused(self) -> bool:
-        return True  # it does not say
+        return True  # it does not report whether it is
 
     def _serves_adapter(self) -> bool:
         return "adapter" in self._loaded
@@ -157,8 +157,8 @@ class SGLangServer(ServerEngine):
             adapter = {"lora_name": self._lora_name, "lora_path": folder}
             self._accepted(self._server.ask(_LOAD_ADAPTER, adapter, timeout=self._load_timeout))
             return
-        # A separate request flushes the cache: if the flush is refused here, the update is
-        # reported as a failure although the weights have changed; some releases then exit.
+        # A separate request flushes the cache, because a refused flush would make this request
+        # fail although the weights have changed; some releases then exit.
         body = {
             "model_path": folder,
             "flush_cache": False,

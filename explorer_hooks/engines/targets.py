@@ -31,7 +31,7 @@ _TO_CAST: Final = (
     "syncd run --dtype"
 )
 
-#: The module's name of a tensor of the version; None if the module does not take it.
+#: Maps a tensor's name in the version to its name in the module; None if the module has none.
 Rename = Callable[[str], str | None]
 
 

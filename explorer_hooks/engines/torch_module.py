@@ -58,7 +58,7 @@ class TorchModule(InProcessEngine):
     device. Work launched later sees the new weights, and earlier work has seen only the old
     weights.
 
-    Not promised: that a forward in another thread sees only one version, unless its thread holds
+    Not promised: that a forward in another thread sees only one version, unless that thread holds
     the ``lock``. Also not promised: a change at the same moment on all ranks of one model. So let
     all ranks pull between two batches.
 
@@ -255,7 +255,7 @@ class TorchModule(InProcessEngine):
             )
         with self._lock_to_look():
             tensors = tensors_of(self._module)
-        # Trainers broadcast their own names; the map of the last version has the hub's names.
+        # A broadcast has the trainer's names; the last version's map has the hub's names, too.
         names = self._names.of_trainer
         return self._compared(meta.tensors, tensors, names, "the broadcast")
 
@@ -300,7 +300,7 @@ class TorchModule(InProcessEngine):
         self._prepared = self._changes = self._filled = None
 
     def _lock_to_look(self) -> AbstractContextManager[Any]:
-        """Return the lock with FSDP2, because ``state_dict`` frees parameters a forward needs."""
+        """Return the lock for FSDP2: ``state_dict`` frees parameters that a forward needs."""
         return self._lock if gathers(self._module) else nullcontext()
 
     @contextmanager

@@ -225,7 +225,7 @@ def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
         )
     config: dict[str, Any] = configs[adapter].to_dict()
     told = {key: config[key] for key in _COMPUTES if key in config}
-    as_json: dict[str, Any] = json.loads(json.dumps(told))  # tuples are lists there
+    as_json: dict[str, Any] = json.loads(json.dumps(told))  # in JSON, tuples become lists
     return as_json
 
 

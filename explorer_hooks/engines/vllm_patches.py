@@ -64,7 +64,7 @@ def _is_packed(module: Any) -> bool:
 def patches_of(base: Manifest | None, folder: Path, deltas: Sequence[Path]) -> list[Any]:
     """Read the elements in which the version in ``folder`` differs from an older version.
 
-    The positions come from deltas, which lead from the base to the version, in order. The values
+    The positions come from ``deltas``, which must lead from base to version, in order. The values
     come from the version's own verified files. ``base`` is None if the model's version is unknown.
 
     Returns:

@@ -65,7 +65,7 @@ class VLLMServer(ServerEngine):
     If they perhaps need an adapter, it aborts them.
 
     If the server was started with ``--weight-transfer-config '{"backend": "syncd"}'``, syncd's own
-    weight transfer loads full models, or else vLLM's ``reload_weights``. The server can take
+    weight transfer loads full models. Otherwise vLLM's ``reload_weights`` does. The server can take
     broadcasts if it was started with ``--worker-extension-cls`` and
     :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
@@ -73,7 +73,7 @@ class VLLMServer(ServerEngine):
         url: the address of one server.
         checksums: whether the server computes digests of its weights after each load. If a version
             is loaded again, its digests must be equal to those of its first load. The server stays
-            paused meanwhile, and reads all weights on one core. On a CPU, some digests are of empty
+            paused while it computes the digests, on one core. On a CPU, some digests are of empty
             tensors.
         sparse: whether to load only the changed elements, if the server has syncd's weight transfer
             and deltas lead from its version to the new version.
@@ -278,7 +278,7 @@ class VLLMServer(ServerEngine):
         # A held request keeps the adapter that it began with, whose folder may be deleted.
         mode = "wait" if self._mode == "keep" and self._has_adapters else self._mode
         if mode == "wait" and (self._torn or self._uncached) is not None:
-            # vLLM first finishes the held requests: with unknown weights.
+            # In mode wait, vLLM would first finish the held requests, with unknown weights.
             return "abort" if self._has_adapters else "keep"
         return mode
 
@@ -294,7 +294,7 @@ class VLLMServer(ServerEngine):
                 "the prefix cache still holds entries of the old weights", answer=told
             )
         if self._transfers and self._server.has(_RESET_ENCODER):
-            self._server.ask(_RESET_ENCODER)  # reload_weights does it by itself
+            self._server.ask(_RESET_ENCODER)  # reload_weights does this itself
 
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
         if kind == "adapter":
@@ -305,7 +305,7 @@ class VLLMServer(ServerEngine):
             return
         if self._has_transfer():
             self._workers.half_loaded = True
-            once, self._deltas_from = self._deltas_from, None  # the previous one is loaded in full
+            once, self._deltas_from = self._deltas_from, None  # a second load uses none
             self._session.load(folder, name, once)
             self._workers.half_loaded = False
         else:

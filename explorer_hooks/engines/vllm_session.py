@@ -19,11 +19,11 @@ _START: Final = "POST /start_weight_update"
 _UPDATE: Final = "POST /update_weights"
 _FINISH: Final = "POST /finish_weight_update"
 _RPC: Final = "POST /collective_rpc"
-#: vLLM's name for the transfer in a worker: as a method it is a call of the transfer itself.
+#: vLLM's name for a worker's transfer object. A call of this object returns its state.
 _STATE: Final = "weight_transfer_engine"
 
 
-#: Lists the folders of the deltas that lead to a version from weights, by their label and digest.
+#: Lists the delta folders that lead to a version from the weights with this label and digest.
 DeltasFrom = Callable[[str, str], Sequence[Path]]
 
 
@@ -99,7 +99,7 @@ class TransferSession:
         """Start an update, or continue an open update that a killed hook has left.
 
         Returns the label of the weights that all workers have, and the digest of their tensors.
-        None if they are unknown or differ between workers.
+        Returns None if these are unknown or differ between workers.
         """
         states = self._state()
         held = {(one["holds"], one["content"]) for one in states}
@@ -113,7 +113,7 @@ class TransferSession:
             return known
         if True in opened:
             try:
-                self._ask(_FINISH, {})  # the workers that did not raise the last error
+                self._ask(_FINISH, {})  # for the workers that did not raise the last error
             except ServerRefusedError as refused:
                 log.debug(
                     "a worker refused to end the update, as expected, because it had ended it: %s",

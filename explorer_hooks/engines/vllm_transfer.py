@@ -115,7 +115,7 @@ class FolderTransfer:
         """
         failed = None
         try:
-            update = FolderUpdate(**update_info)  # type: ignore[arg-type] # a TypeError is told, too
+            update = FolderUpdate(**update_info)  # type: ignore[arg-type] # a TypeError is reported, too
             manifest = check_files(update)
         except Exception as error:  # noqa: BLE001 # all workers must hear of it
             failed = f"{error!r}: the weights are unchanged"
@@ -231,7 +231,7 @@ def check_files(update: FolderUpdate) -> Manifest | None:
     if MANIFEST not in storage.names(folder):
         return None
     manifest = read_manifest(storage, folder)
-    # The follower has compared the digests; here a changed size or header is enough.
+    # The follower has compared the digests, so only sizes and headers are compared here.
     files = tuple(file.model_copy(update={"digest": None}) for file in manifest.files)
     verify_version(
         storage, folder, manifest.model_copy(update={"digests": "off", "files": files}), threads=1

@@ -39,7 +39,7 @@ _BY_BOTH: Final = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
 #: Seconds for an answer, in addition to those of the call itself.
 _GRACE: Final = 60.0
 
-#: Calls a method of each worker by its name and arguments, within seconds; returns their answers.
+#: Calls each worker's method with this name and arguments, within seconds; returns all answers.
 CollectiveRpc = Callable[[str, dict[str, object], float], object]
 
 
@@ -206,7 +206,7 @@ def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
     in ``_BY_BOTH``, vLLM 0.32 also finds experts by the trainer's names (measured). Other types are
     not allowed, because vLLM could fail in the middle of the load.
 
-    ``fits`` knows the model that this vLLM serves; None if that model is unknown.
+    ``fits`` must describe the model that this vLLM serves; None if that model is unknown.
     """
     if version.kind != "full" or fits is None or fits.has_names_of(version):
         return True

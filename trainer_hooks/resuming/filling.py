@@ -87,9 +87,9 @@ def plan(
 ) -> list[BoxRead]:
     """Plan the reads that fill the goals, and open the files that the reads need.
 
-    Usually this rank's own file has all the data, and no other file is opened. ``own`` is its
-    number; None if the number of ranks has changed. Goals named in ``optional`` may stay as they
-    are if no file has them.
+    Usually this rank's own file has all the data, and no other file is opened. ``own`` is the
+    number of that file; None if the number of ranks has changed. Goals named in ``optional``
+    stay as they are if no file has them.
 
     Raises:
         CheckpointError: a tensor, or a part of it, is in no file, or has another shape or a dtype
@@ -193,7 +193,7 @@ def _becomes(saved: torch.dtype, wanted: torch.dtype) -> bool:
 
 def _kind(dtype: torch.dtype) -> str:
     if dtype.itemsize == 1 and dtype.is_floating_point:
-        return str(dtype)  # a quantization: it needs the scales beside it
+        return str(dtype)  # quantized values cannot be cast without their scales
     if dtype.is_floating_point:
         return "floating"
     return str(dtype) if dtype is torch.bool or dtype.is_complex else "integer"

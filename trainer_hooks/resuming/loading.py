@@ -48,10 +48,10 @@ class Loading(ABC):
 
     @abstractmethod
     def taken(self) -> set[str]:
-        """The names in the files that this rank uses."""
+        """The names, of all names in the files, that this rank uses."""
 
     def unused(self) -> set[str]:
-        """The names in the files that this rank does not use."""
+        """The names, of all names in the files, that this rank does not use."""
         return set(names_in(self.files.opened)) - self.taken()
 
     def too_many(self, names: Sequence[str]) -> CheckpointError:
@@ -100,7 +100,7 @@ class ModelLoading(Loading):
     def plan(self, own: int | None) -> None:
         """Plan reads for all tensors; the files need not have the frozen base of adapters."""
         if own is not None and own >= len(self.files):
-            own = None  # rank 0 has written the weights of all
+            own = None  # rank 0 has written the weights of all ranks
         optional: frozenset[str] = frozenset()
         if adapters_of(self._model):
             optional = PeftState(self._model, self._state).frozen_base
@@ -266,7 +266,7 @@ class RawOptimizerLoading(Loading):
     def prepare(self) -> None:
         """Do nothing: the optimizer's tensors are unknown."""
 
-    def plan(self, own: int | None) -> None:  # noqa: ARG002 - it was told before
+    def plan(self, own: int | None) -> None:  # noqa: ARG002 - given to the constructor
         """Read and check this rank's whole file."""
         found = self.files.loaded(self._own)
         if not isinstance(found, dict) or found.keys() != {RAW}:

@@ -15,8 +15,8 @@ in the step's folder::
 A step is **whole** if it has ``.full_checkpoint``, and full receipts of all ranks for the same
 save. The receipts are necessary: if a step is saved twice, a rank can make the
 ``.full_checkpoint`` of the first save after another rank has begun the second save. A save of
-another trainer has no receipts. A step without receipts is whole if all shards exist, ``.saving``
-does not exist, and ``.full_checkpoint`` exists or the checkpoint pointer names the step.
+another trainer (e.g. verl's) has no receipts. A step without receipts is whole if all shards
+exist, no ``.saving`` exists, and ``.full_checkpoint`` exists or the checkpoint pointer names it.
 
 The step that the checkpoint pointer names is chosen if it is whole, otherwise the newest whole
 step. A whole step that lacks a file is damaged, because a crash does not remove files. Then loading
@@ -61,8 +61,8 @@ class FullCheckpoint:
     Attributes:
         save_id: the id of the save; None for a save of another trainer.
         weights: the names, inside ``actor/``, of the files that hold the actor's weights.
-        vouched: folder of the step → file name → the file's entry in its receipt. Empty if there
-            are no receipts.
+        vouched: ``actor`` or ``critic`` → file name → the file's entry in its receipt. Empty if
+            there are no receipts.
     """
 
     step: int
@@ -172,7 +172,7 @@ def _foreign(job: Job, step: int, names: list[str], *, is_marked: bool) -> FullC
         masters = foreign_masters(job.storage, job.layout.actor(step), save)
     except SaveNotReadyError as error:
         return str(error)
-    # If one of them is missing, loading says so: that is damage, and no reason for another step.
+    # If a shard is missing, the step is damaged: loading fails, and no other step is chosen.
     weights = masters or save.weights
     return FullCheckpoint(step, len(weights), None, weights)
 
@@ -211,7 +211,7 @@ def _identity(receipt: Receipt) -> tuple[int, str]:
 
 def _by_folder(receipts: list[Receipt]) -> dict[str, dict[str, ReceiptFile]]:
     """The receipts' entries by folder and file name; only names of critic files have a folder."""
-    # Also without a critic: its folder may be left from an earlier save of this step.
+    # ``critic`` always has an entry: its folder may be left from an earlier save of this step.
     folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}, CRITIC: {}}
     for file in (file for receipt in receipts for file in receipt.files):
         folder, _, name = file.name.partition("/")

@@ -66,7 +66,7 @@ class Resumed:
     Attributes:
         step: the saved step; training continues with the next step.
         user_state: the result of the hook's ``user_state`` on this rank; None if the checkpoint has
-            no user state. If the number of ranks has changed, all ranks get rank 0's.
+            no user state. If the number of ranks has changed, all ranks get rank 0's result.
         save_id: the id of the save; None for a save of another trainer.
         world_size: the number of ranks that saved the checkpoint.
         is_exact: whether the number of ranks is the same as at the save, so that the random number
@@ -126,7 +126,7 @@ def load_checkpoint(
         scheduler: the learning rate's scheduler. With None its saved state is ignored.
         critic: another model, which gets the weights in ``critic/``.
         critic_optimizer: the critic's optimizer.
-        step: the step; by default the result of :func:`latest_checkpoint`.
+        step: the step to load; by default the result of :func:`latest_checkpoint`.
         storage: set only by tests.
 
     Returns:

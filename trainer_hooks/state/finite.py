@@ -11,9 +11,9 @@ from torch import Tensor
 
 from syncd.coordination.host_memory import HostMemory
 
-#: NaN makes both the smallest and the largest value NaN.
+#: The dtypes that torch.aminmax can check: if any value is NaN, both its results are NaN.
 _BY_VALUE: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-#: torch has no aminmax of fp8. Without the sign, NaN and Inf are the largest among its bits.
+#: torch has no aminmax of fp8, so its bits are compared: without the sign, NaN and Inf are largest.
 _BY_BITS: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _NO_SIGN: Final = 0x7F
 #: Elements of fp8 whose bits are copied at a time.

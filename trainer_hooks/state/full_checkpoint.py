@@ -23,16 +23,16 @@ from syncd.protocol.errors import InvalidSettingsError
 #: The prefixes of names in an optimizer's file: tensors of parameters, and options of their groups.
 STATE: Final = "state"
 GROUPS: Final = "param_groups"
-#: The only key in the file of an optimizer that is not torch's.
+#: The only key in the file of an optimizer that is not a ``torch.optim.Optimizer``.
 RAW: Final = "state_dict"
 #: The keys of the extra state; the first two are verl's.
 SCHEDULER: Final = "lr_scheduler"
 RNG: Final = "rng"
 USER_STATE: Final = "user_state"
-#: The key for the name of the frozen base model, which is in no file.
+#: The key for the name of the frozen base model, whose weights are not saved.
 BASE_MODEL: Final = "base_model"
 
-#: The types that weights_only loads, beside containers. A DTensor would need its process group.
+#: The types that weights_only loads, beside containers. No DTensor: it needs a process group.
 _VALUES: Final = frozenset(
     {
         type(None),
@@ -169,7 +169,8 @@ def rng_state() -> dict[str, Any]:
 
     Returns:
         ``cpu`` and, if an accelerator is in use, its type (for example ``cuda``): the states of
-        torch's generators, as uint8 tensors. ``random``: Python's. ``numpy``: NumPy's global one.
+        torch's generators, as uint8 tensors. ``random`` and ``numpy``: the states of Python's
+        generator and of NumPy's global generator.
     """
     version, numbers, gauss = random.getstate()
     _, keys, *rest = np.random.get_state()
@@ -187,7 +188,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(states: Mapping[str, Any]) -> None:
     """Set the random number generators to the states of :func:`rng_state`.
 
-    The accelerator's generator changes only if it was in use at the save, and is in use now.
+    The accelerator's generator is set only if the accelerator was in use at the save, and is now.
     """
     torch.set_rng_state(states["cpu"])
     version, numbers, gauss = states["random"]

@@ -64,8 +64,8 @@ class FullStateStream:
             same names, in the same order, on every rank. Every ``_extra_state``, and values that
             are not tensors, are left out. The state must not change before :meth:`gather` returns.
         limit: the size of the buffer between the two threads, in bytes of host memory.
-        tied: whether to leave out the output embedding, as the merge of shards does, because it is
-            the input embedding by the config (:func:`ties_embeddings`).
+        tied: whether to leave out the output embedding, as the merge of shards does. True if by the
+            config it is the input embedding (:func:`ties_embeddings`).
         derived: name → a tensor to write instead, with the same dtype and shape.
         name: the name of the file, as in the receipt.
         cast: the dtype to which floating tensors are cast before they are gathered; derived tensors
@@ -135,7 +135,7 @@ class FullStateStream:
         try:
             made = derived.make({part: one for part, one in parts.items() if one is not None})
             return made.to(dtype)
-        except Exception as error:  # noqa: BLE001 - it fails the file, and leaves no other rank alone in a collective
+        except Exception as error:  # noqa: BLE001 - it fails the file; raised here, it would leave other ranks alone in a collective
             self.abort(error)
             return None
 

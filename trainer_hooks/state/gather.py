@@ -66,7 +66,7 @@ def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -
     moved_as = _MOVED_AS.get(dtype, dtype)
     device = value.device_mesh.device_type
     if moved_as != value.dtype or local.device.type != device:
-        # The backend of the mesh does not see offloaded parameters.
+        # The backend of the mesh cannot send parameters that are offloaded to another device.
         moved = local.to(dtype).to(device).view(moved_as)
         whole = with_local(value, moved).full_tensor().view(dtype)
     else:
@@ -77,7 +77,7 @@ def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -
 def flat_bytes(whole: Tensor) -> Tensor:
     """The bytes of a tensor, as a 1-D uint8 tensor. A contiguous tensor is not copied."""
     flat = whole.detach().resolve_neg().reshape(-1)
-    if flat.stride() != (1,):  # also of one element, which is contiguous with any stride
+    if flat.stride() != (1,):  # e.g. of one element, which is contiguous with any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
@@ -87,7 +87,7 @@ def _gathered(value: ShardedTensor, dtype: torch.dtype) -> Tensor | None:
     group = value._process_group  # noqa: SLF001 - there is no other way to know it
     ranks = dist.get_process_group_ranks(group)
     if 0 not in ranks:
-        return None  # with HYBRID_SHARD each group has all of it
+        return None  # with HYBRID_SHARD each group has the whole tensor
     metadata = value.metadata()
     moved_as = _MOVED_AS.get(dtype, dtype)
     held = defaultdict(list)
@@ -95,7 +95,7 @@ def _gathered(value: ShardedTensor, dtype: torch.dtype) -> Tensor | None:
         holder = shard.placement.rank() if shard.placement is not None else None
         held[0 if holder is None else holder].append(shard)
     longest = max(sum(math.prod(one.shard_sizes) for one in shards) for shards in held.values())
-    device = value._get_preferred_device()  # noqa: SLF001 - that of the group's collectives
+    device = value._get_preferred_device()  # noqa: SLF001 - the device of the group's collectives
     own = torch.empty(longest, dtype=moved_as, device=device)
     at = 0
     for part in value.local_shards():

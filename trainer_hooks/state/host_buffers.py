@@ -189,8 +189,8 @@ def _kept(
             buffer.fill(part, looked)
         buffers.append(buffer)
     layout = _layout(tensor)
-    # The same object each time for a parameter: comparing takes longer than a small copy.
-    # (No reference to the parameter: model.to cannot move one with a weak reference.)
+    # A parameter has the same layout object each time, and == takes longer than a small copy.
+    # (Not the parameter itself: model.to cannot move a parameter that has a weak reference.)
     if old is not None and buffers == free and (layout is old.layout or layout == old.layout):
         return old
     copies = [buffer.copy for buffer in buffers]

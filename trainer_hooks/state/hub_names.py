@@ -76,7 +76,7 @@ class HubNames:
             return None
         try:
             return name_map_of(plain_model(inner, tensors) if base is None else base, tensors)
-        except Exception as error:  # noqa: BLE001 - any model's modules are copied: no save may fail by it
+        except Exception as error:  # noqa: BLE001 - copying a model's modules may fail, but no save must fail by it
             return _refused(f"its modules cannot be copied: {type(error).__name__}: {error}")
 
 
@@ -87,8 +87,8 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
     hub. If the model was not loaded, or came from a checkpoint with the model's own names, the
     model is saved under the names that transformers has for this type of model.
 
-    The model is without wrappers, on any device. Of ``tensors`` (by default the state dict) only
-    names, dtypes and shapes are used.
+    The model must have no wrappers; its device does not matter. Of ``tensors`` (by default the
+    state dict) only names, dtypes and shapes are used.
 
     Returns:
         The map; ``refused`` if transformers cannot convert the names, or if a tensor of the hub is
@@ -108,11 +108,11 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
     }
     asked: Any = copy.copy(model)  # the same modules; only its own attributes may change
     if not getattr(asked, "_weight_conversions", None):
-        asked._weight_conversions = None  # noqa: SLF001 - as of a model that was not loaded
+        asked._weight_conversions = None  # noqa: SLF001 - as if the model was not loaded
     try:
         with torch.no_grad(), _Views() as views:
             found = revert_weight_conversion(asked, dict(sources))
-    except Exception as error:  # noqa: BLE001 - any model's code may run: what it says goes into the record
+    except Exception as error:  # noqa: BLE001 - any model's code may run; the map records its error
         return _refused(f"transformers cannot convert its names: {type(error).__name__}: {error}")
     try:
         return NameMap(NameMapRecord(tensors=_Trace(sources, views).tensors(found)))
@@ -152,7 +152,7 @@ class _Views(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.joined: dict[int, tuple[int, Sequence[Tensor]]] = {}
-        self._kept: list[Tensor] = []  # so that no number is given twice
+        self._kept: list[Tensor] = []  # so that no id of memory is given twice
 
     def __torch_function__(
         self,
@@ -184,7 +184,7 @@ class _Place:
 
 
 class _Trace:
-    """Finds the trainer's tensors of which the hub's tensors are made."""
+    """Finds the trainer's tensors that the hub's tensors are made of."""
 
     def __init__(self, sources: Mapping[str, Tensor], views: _Views) -> None:
         self._sources = sources
@@ -278,7 +278,7 @@ def _pieces(places: Sequence[_Place], shape: Shape) -> tuple[HubPiece, ...]:
     groups: defaultdict[object, list[_Place]] = defaultdict(list)
     for place in places:
         same = place.index is not None, place.rows, place.transposed, place.at
-        # Without an index each is a separate piece.
+        # A place without an index is a separate piece.
         groups[(*same, None if same[0] else place.hub_name)].append(place)
     pieces = []
     for group in groups.values():

@@ -26,8 +26,8 @@ from trainer_hooks.state.state_dict import tensors_of, trained_names
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-#: LoRA initializations that change the base model's weights: the adapter then belongs to weights
-#: other than those of ``base_model_name_or_path``, and these cannot be reproduced bit for bit.
+#: LoRA initializations that change the base model's weights: the adapter then belongs to these
+#: changed weights, which cannot be reproduced bit for bit from ``base_model_name_or_path``.
 _CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
@@ -131,7 +131,7 @@ class PeftState:
     def merged(self) -> tuple[dict[str, Tensor], dict[str, Derived]]:
         """The full model that ``merge_and_unload()`` would make; the model stays as it is.
 
-        Two dicts, keyed by the names in the base model: this rank's part of each unmerged weight,
+        Return two dicts, keyed by the base model's names: this rank's part of each unmerged weight,
         and the way to compute each weight that adapters change.
 
         Raises:
@@ -248,7 +248,7 @@ def base_vocabulary(model: nn.Module) -> int | None:
     """The number of tokens of the adapters' base model, by its config; None if it is unknown.
 
     The config is read if ``base_model_name_or_path`` is a folder, or a model in the cache of
-    huggingface_hub. ``model`` has no wrappers that hide its attributes.
+    huggingface_hub. ``model`` must have no wrappers that hide its attributes.
     """
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - only PEFT's users have it
 
@@ -265,7 +265,7 @@ def base_vocabulary(model: nn.Module) -> int | None:
         try:
             found = json.loads(Path(str(path)).read_bytes()).get("vocab_size")
         except (OSError, ValueError, AttributeError):
-            continue  # no config, or not a language model's
+            continue  # no config, or it is not of a language model
         if isinstance(found, int):
             return found
     return None

@@ -42,7 +42,7 @@ _FLOATING: Final = frozenset({torch.float64, torch.float32, torch.float16, torch
 def merged_parts(
     plain: nn.Module, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], dict[str, Derived]]:
-    """The parts of the full model with its active adapters merged; ``plain`` is on ``meta``.
+    """The parts of the full model with its active adapters merged; ``plain`` must be on ``meta``.
 
     Returns:
         Two dicts, keyed by the names in the base model: each unmerged tensor's name in the state
@@ -137,7 +137,7 @@ class _Base:
     layers: list[_Layer] = field(default_factory=list)
 
     def look_into(self, module: nn.Module, path: str, out: str) -> None:
-        """Note a module's tensors; ``path`` is in the PEFT model, ``out`` in the base model."""
+        """Note a module's tensors; ``path`` and ``out`` are its paths in PEFT and base model."""
         from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - slow; with such a model it is imported already
         from peft.utils import AuxiliaryTrainingWrapper  # noqa: PLC0415 - likewise
 
@@ -175,7 +175,7 @@ class _Base:
             # KIND.ADAPTER, or KIND.ADAPTER.PARAMETER
             if not name.startswith("base_layer.") and (*name.split("."), "")[1] in active
         ]
-        parts = [name for name in parts if name in self.state]  # not all buffers are
+        parts = [name for name in parts if name in self.state]  # some buffers are not
         if not parts:
             return None
         base, where = module, path

@@ -26,10 +26,10 @@ def plain_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 
     Modules keep their classes and attributes. Dicts, lists and sets in attributes are copied at the
     first level, so that calling methods leaves the model unchanged. Hooks are kept, so do not call
-    ``forward``. If you will change tensors of the copy in place, do not pass the model's own.
+    ``forward``. If you will change tensors in place, do not pass the model's own tensors.
 
     A tensor with the name of a buffer becomes a buffer; any other tensor becomes a parameter that
-    is not trained. Buffers that are in no state dict are the model's own.
+    is not trained. Buffers that are in no state dict are shared with the model.
     """
     owned: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, value in tensors.items():
@@ -67,7 +67,7 @@ def _plain(
     held = owned.get(path, {})
     attributes = vars(plain)
     for name, value in vars(module).items():
-        # FSDP1 puts parameters there as plain tensors.
+        # FSDP1 puts parameters among the attributes, as plain tensors.
         if name not in held:
             attributes[name] = value.copy() if type(value) in _NOTES else value
     buffers = {

@@ -181,7 +181,7 @@ def _renames(module: nn.Module) -> bool:
     """Whether a module is a wrapper that adds a prefix to the names in its state dict."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return True
-    if "_orig_mod" not in module._modules:  # noqa: SLF001 - the only cheap question
+    if "_orig_mod" not in module._modules:  # noqa: SLF001 - there is no other cheap test
         return False
     from torch._dynamo import OptimizedModule  # noqa: PLC0415 - slow, and imported by now or unused
 

@@ -13,7 +13,7 @@ from trainer_hooks.writing.spool import Spool
 
 @dataclass(frozen=True, slots=True)
 class RankContents:
-    """Everything that one rank writes in one save. The tensors stay unchanged in host memory.
+    """Everything that one rank writes in one save. Its tensors, on the host, must not change.
 
     Attributes:
         model: the rank's part of the state dict; None if the rank writes no shard.

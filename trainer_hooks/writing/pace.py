@@ -100,8 +100,8 @@ class Pace:
 
     def _wait_for(self, before: int, save_id: SaveId, receipt_of: Callable[[int], str]) -> None:
         notes = Notes(self._job, self._job.layout.actor(save_id.step))
-        # Each rank before this one may take the timeout. So may each one after it, if it still
-        # writes the weights, or the save before, when this rank begins the rest.
+        # Each rank before this one may take the timeout. So may each later rank, because it may
+        # still write the weights, or the previous save, when this rank begins the other files.
         until = time.monotonic() + self._timeout * self._world_size
         ours = f"rank {self._rank} did not write its part of the save of step {save_id.step}"
         while notes.written(receipt_of(before)) != save_id:

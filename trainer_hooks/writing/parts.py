@@ -53,7 +53,7 @@ def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) 
         SaveFailedError: ``write`` did not write the file.
         ShardFormatError: the file was not written by ``torch.save``.
     """
-    # A process that has the previous file open goes on reading that one.
+    # Not overwritten, because another process may still read the previous file.
     storage.unlink_if_there(path)
     write()
     if not storage.exists(path):
@@ -187,7 +187,7 @@ def _with_crc32() -> Iterator[None]:
 def _on_pages() -> AbstractContextManager[object]:
     """Align records to pages, for the whole process, during a save."""
     try:
-        from torch.utils.serialization import config  # noqa: PLC0415 - torch 2.6 has none
+        from torch.utils.serialization import config  # noqa: PLC0415 - torch 2.6 lacks this module
     except ImportError:
         return nullcontext()
     patched: AbstractContextManager[object] = config.patch(  # type: ignore[attr-defined]  # put there at run time

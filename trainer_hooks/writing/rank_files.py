@@ -59,7 +59,7 @@ class RankFiles:
         """Create the step's folders, and ``.saving``, so that the pruner leaves the step alone."""
         folder, actor, notes = self._places(save_id)
         make_step_folder(self._job, save_id.step, mark=SAVING)
-        # One by one: a client that caches folder handles could write into a renamed folder.
+        # Level by level: with a cached handle, a client could continue in a renamed folder.
         for made in (actor, notes.folder):
             self._job.storage.make_folder(made, below=folder)
         make_mark(self._job.storage, folder / SAVING)
@@ -75,7 +75,7 @@ class RankFiles:
             self._job.storage.unlink_if_there(folder / FULL)
             if self._rank == 0:
                 self._drop_hugging_face(actor / HUGGINGFACE)
-        # Even if it was deleted before: the process that deleted it may not have synced the folder.
+        # Even if the mark is gone: the process that deleted it may not have synced the folder.
         self._job.storage.sync_folder(folder)
 
     def remove_receipts(self, save_id: SaveId) -> None:

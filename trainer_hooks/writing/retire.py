@@ -55,7 +55,7 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
         folder = job.layout.step(step)
         try:
             # The step is not being saved, because a newer checkpoint is complete. A killed trainer
-            # left the mark, which would keep the step for ever.
+            # left ``.saving``, which would keep the step for ever.
             job.storage.unlink_if_there(folder / SAVING)
             job.storage.rename(folder / FULL, folder / RETIRED)
             job.storage.sync_folder(folder)

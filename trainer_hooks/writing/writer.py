@@ -124,7 +124,7 @@ class RankWriter:
                 "published"
             ) from error
         except BaseException:
-            self._after_failure(attempt)  # for example a tokenizer that cannot be saved
+            self._after_failure(attempt)  # the error is e.g. of a tokenizer that cannot be saved
             raise
 
     def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
@@ -218,7 +218,7 @@ class RankWriter:
             with self._pace.turn(save_id, full_receipt_name):
                 written = files.write_rest(save_id, contents)
             kept = weights
-            if contents.trained is not None:  # nobody may resume from published weights
+            if contents.trained is not None:  # training must not resume from published weights
                 published = {shard_name(self._world_size, rank), FULL_STATE_DICT}
                 kept = [file for file in weights if file.name not in published]
             self._write_receipt(attempt, [*kept, *written], contents.sync_dtype, is_full=True)
@@ -229,7 +229,7 @@ class RankWriter:
             point(self._job, layout.checkpoint_pointer, step)
 
         size = 0
-        if contents.completes:  # all of the first half is there, except .saving
+        if contents.completes:  # the first half is done, but .saving is gone
             weights = self.again(save_id, lambda: files.begin_rest(save_id))
         else:
             weights = self.again(save_id, write_weights)
@@ -350,7 +350,7 @@ class RankWriter:
         try:
             if notes.failed(0) != last.save_id:
                 return
-            # If the weights were not announced, rank 0 deletes its receipt before it records that.
+            # Without an announcement, rank 0 deletes its receipt before it records the failure.
             last.weights_stay = notes.written(receipt_name(0)) == last.save_id
         except OSError as error:
             log.warning(
