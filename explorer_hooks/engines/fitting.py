@@ -122,7 +122,7 @@ def refuse(what: str, whose: str, wrong: Iterable[str], *, remedy: str = "") -> 
         what: the name of the refused version.
         whose: the engine's name.
         wrong: the differences; each is a clause of the message.
-        remedy: a sentence for the end of the message.
+        remedy: one or more sentences for the end of the message; empty for none.
 
     Raises:
         EngineMismatchError: there is a difference. The message lists the first five differences
