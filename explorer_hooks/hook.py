@@ -128,7 +128,8 @@ class ExplorerHook:
                     self._fast_path = ExplorerBroadcasts(self._sync, engine)
                 else:
                     log.warning(
-                        "%s: the engine takes no broadcasts; loading versions from files", name
+                        "%s: the engine cannot receive broadcasts; loading versions from files",
+                        name,
                     )
             self._pipeline = Pipeline(
                 self._sync,

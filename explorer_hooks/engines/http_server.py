@@ -223,8 +223,8 @@ class HttpServer:
             if error.status == httpx2.codes.UNAUTHORIZED:
                 raise
             raise ServerRefusedError(
-                f"{error}. The server does not list its routes. Start the server without the "
-                "option that turns off its API description (openapi.json)"
+                f"{error}. The server does not list its routes. Start the server so that it "
+                "serves its API description (openapi.json)"
             ) from error
         paths = told.get("paths") if isinstance(told, dict) else None
         if not isinstance(paths, dict):

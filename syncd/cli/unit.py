@@ -54,7 +54,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--budget",
             type=options.BytesRange(min=1),
-            help="With --follow: the most bytes that the copies in --stage may take.",
+            help="With --follow: the limit in bytes for all copies in --stage together.",
         ),
         click.option("--link", type=path, default=None, help="With --follow: see 'syncd follow'."),
         click.option("--command", "run", default=None, help="With --follow: see 'syncd follow'."),
@@ -66,7 +66,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             "more",
             multiple=True,
             metavar="OPTION",
-            help="With --follow: pass this option to 'syncd follow', such as --option=--ask.",
+            help="With --follow: another option of 'syncd follow'. Example: --option=--ask",
         ),
     )):  # fmt: skip
         command = option(command)

@@ -279,7 +279,8 @@ def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
         return warn(
             "hosts",
             f"{words}; {ours.filesystem} here, {theirs.filesystem} there",
-            "mount it in the same way on both hosts. One of the hosts can be the server",
+            "mount the storage in the same way on both hosts. If one host is the server, this "
+            "difference is normal",
         )
     return ok("hosts", words, answer=answer)
 

@@ -223,7 +223,7 @@ def shared(pair: tuple[Party, Party], room: str) -> Finding:
             wrong += verdicts.expected(f"{what} a folder of the other process", said, DONE)
     return verdicts.compare(
         "shared",
-        "each process may change the other's files",
+        "each process can change the other's files",
         wrong,
         "run both processes as one user, or share the job with a group that both users are in "
         "(--shared-group, umask 002)",
