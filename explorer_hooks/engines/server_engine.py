@@ -171,8 +171,8 @@ class ServerEngine(ServerCalls):
         if self._fits is None:
             log.warning(
                 "%s reports no model folder that exists on this host, so syncd cannot check "
-                "whether the first version fits. Pass the model folder that the server was "
-                "started with as base (--base)",
+                "whether the first version fits. As base (--base), pass the model folder that "
+                "the server was started with",
                 self._whose,
             )
         said = self._said_label()

@@ -356,7 +356,7 @@ def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
     if any(map(is_rank_metadata, names)):
         return (
             f"has a metadata file for each rank, but no {DCP_METADATA} for all ranks, because "
-            "it was saved with use_collectives=False. Save with use_collectives=True"
+            "the trainer saved with use_collectives=False. Save with use_collectives=True"
         )
     if files:
         return f"has no {DCP_METADATA} yet, which torch.distributed.checkpoint writes last"

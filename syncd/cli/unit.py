@@ -185,7 +185,7 @@ def _follower(
     config: Path | None,
 ) -> Instance:
     if config is not None:
-        raise click.UsageError("--config is for a daemon: leave it out with --follow")
+        raise click.UsageError("--config is for a daemon. With --follow, leave --config out")
     if (link is None) == (run is None):
         raise click.UsageError("with --follow give either --link PATH or --command CMD")
     words = ["follow", str(job), "--name", name]

@@ -156,9 +156,7 @@ def asked(pair: tuple[Party, Party], room: str) -> Finding:
         wrong += verdicts.expected("a replaced file", said, "new")
         said = onlooker.see("listing", here)
         wrong += verdicts.expected("a listing", said, "file/full/name")
-    promise = (
-        "after a process changes a folder, all its lookups in that folder are up to date at once"
-    )
+    promise = "after a process changes a folder, that process sees the folder's current content"
     return verdicts.compare("refresh", promise, wrong)
 
 

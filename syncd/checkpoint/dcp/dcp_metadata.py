@@ -114,8 +114,8 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
     selected = select_model(entries, prefix, where)
     for name in selected.others:
         raise ShardFormatError(
-            f"{where}: '{shown(name)}' is in the model's state dict but is not a tensor: leave "
-            "it out of the save"
+            f"{where}: '{shown(name)}' is in the model's state dict but is not a tensor. Leave "
+            "this entry out of the save"
         )
     tensors: dict[str, Stored] = {}
     for name, own in selected.names.items():
