@@ -46,8 +46,8 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
         if missing := next((name for name in masters if name not in names), None):
             raise SaveNotReadyError(
                 f"{actor} has no {missing}, but has other ranks' weights in the model's dtype. "
-                "The missing rank has only weights that were cast for explorers. Copy the whole "
-                "folder again"
+                "The rank of the missing file has only weights that were cast for explorers. Copy "
+                "the whole folder again"
             )
         return Shards(save.step, save.identity, masters) if masters else save
     if save.sync_dtype is None:
