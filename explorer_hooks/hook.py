@@ -445,7 +445,7 @@ class ExplorerHook:
     def _check_open(self) -> None:
         if self._closed:
             raise CancelledError(
-                f"the ExplorerHook {self._sync.name} is closed, and cannot load versions again. "
+                f"the ExplorerHook {self._sync.name} is closed, and loads no more versions. "
                 "Make a new ExplorerHook"
             )
 
