@@ -188,7 +188,7 @@ def command(
     memory_dir: Path | None,
     as_json: bool,
 ) -> None:
-    """Follow JOB for a server that runs already, by --engine, --command or --link.
+    """Load the versions of JOB into a running server (--engine, --command or --link).
 
     syncd verifies each version and copies it to this host (--stage). Then syncd does one of these:
 

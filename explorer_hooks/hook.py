@@ -19,7 +19,12 @@ from explorer_hooks.staging import Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.member import POLL, Seams
 from syncd.coordination.waiting import Cancellation
-from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, WaitTimeoutError
+from syncd.protocol.errors import (
+    CancelledError,
+    InvalidSettingsError,
+    JobUnavailableError,
+    WaitTimeoutError,
+)
 from syncd.protocol.policy import (
     RunningStatus,
     SyncMethod,
@@ -118,7 +123,8 @@ class ExplorerHook:
                     self._fast_path = ExplorerBroadcasts(self._sync, engine)
                 else:
                     log.warning(
-                        "%s: the engine takes no broadcasts; loading versions from files", name
+                        "%s: the engine cannot receive broadcasts; loading versions from files",
+                        name,
                     )
             self._pipeline = Pipeline(
                 self._sync,
@@ -326,7 +332,11 @@ class ExplorerHook:
         thread dies, the next :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or
         :meth:`wait_until_served` raises NotFollowingError, once. While the thread runs, a second
         call does nothing.
+
+        Raises:
+            CancelledError: the hook was cancelled or closed.
         """
+        self._check_open()
         self._cancel.check()
         asks = self._settings.style is SyncStyle.EXPLORER_DRIVEN
         self._follower.start(lambda cancel: self._puller.newest(None, asks=asks, cancel=cancel))
@@ -380,10 +390,18 @@ class ExplorerHook:
                 stack.callback(self._fast_path.close)
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CancelledError(
+                f"the ExplorerHook {self._sync.name} is closed, and loads no more versions. "
+                "Make a new ExplorerHook"
+            )
 
     def _say_starting(self, why: str) -> None:
         try:

@@ -396,7 +396,7 @@ class Pipeline:
             raise
         except Exception as error:
             if self.held is None:  # there was no version to fall back to
-                self._broken = f"the engine did not take its first version: {error}"
+                self._broken = f"the engine did not load its first version: {error}"
             raise
         except BaseException as error:
             self._broken = f"a load was interrupted by {type(error).__name__}"

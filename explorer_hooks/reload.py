@@ -153,7 +153,7 @@ class Reloader:
             raise
         except Exception as error:
             raise EngineBrokenError(
-                f"the engine still cannot load version {version.sequence} again: {error}"
+                f"another attempt to load version {version.sequence} has failed: {error}"
             ) from error
 
     def _load(self, version: LeasedVersion) -> None:

@@ -301,8 +301,8 @@ class Staging:
             return str(error)
         except Exception as error:  # a version is never refused because of its delta
             log.warning(
-                "copying all of version %d, because it cannot be made from an older version and "
-                "deltas: %s",
+                "copying all of version %d, because its copy cannot be computed from an older "
+                "version and deltas: %s",
                 version.sequence,
                 error,
                 exc_info=not isinstance(error, (NotStagedError, SyncdError, OSError, MemoryError)),

@@ -115,7 +115,7 @@ class Decisions:
             try:
                 work.wait(timedelta(seconds=min(timeout, _LONGEST)))
             except RuntimeError as error:
-                log.warning("a rank may not know what to save: %s", error)
+                log.warning("cannot tell whether each rank knows what to save: %s", error)
         self._sent = []
 
     def meet(self, name: str, *, timeout: float) -> str | None:

@@ -140,8 +140,8 @@ class SaveQueue:
         if left:
             errors.append(
                 SaveFailedError(
-                    f"{_being_written(left)} after {self._patience:g} s, and syncd cancelled this. "
-                    "Saves announced earlier are unaffected"
+                    f"{_being_written(left)} after {self._patience:g} s, so syncd cancelled the "
+                    "writing. Saves announced earlier are unaffected"
                 )
             )
         return errors

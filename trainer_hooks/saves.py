@@ -224,7 +224,7 @@ class Saver:
         published = peft.published_as(self._trained.lora)
         if published is not self._trained.lora and published is SaveLora.MERGED:
             if self._rank == 0 and not self._said_merged:
-                log.warning("adapters are merged into the weights: %s", peft.not_an_adapter)
+                log.warning("merging adapters into the weights, because %s", peft.not_an_adapter)
             self._said_merged = True
         return published is SaveLora.ADAPTER
 

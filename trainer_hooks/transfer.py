@@ -113,7 +113,7 @@ class Outgoing:
         if not self._group.agree(ok=True):
             self._say(self._meta.encode())
         if not self._group.agree(ok=True):
-            raise BroadcastError("an explorer cannot take the weights. See the explorer's log")
+            raise BroadcastError("an explorer cannot receive the weights. See the explorer's log")
 
     def _put(self, number: int, flat: Tensor) -> None:
         if self._tensors[number].copies:
@@ -142,7 +142,7 @@ class Outgoing:
             self._say(b"".join(self._digests))
         if not self._group.agree(self._fault is None):
             raise BroadcastError(
-                self._fault or "an explorer has not taken the weights: see the explorer's log"
+                self._fault or "an explorer did not receive the weights. See the explorer's log"
             )
 
     def _pack(self, bucket: Bucket, piece: BucketPiece, part: Tensor) -> None:

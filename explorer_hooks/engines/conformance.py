@@ -190,7 +190,7 @@ def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
             kind=kind,  # type: ignore[arg-type] # one of these three
             remote="elsewhere" if kind == "remote" else None,
         )
-        _refused(engine, version, f"a version of kind {kind}")
+        _refused(engine, version, f"kind {kind}")
         _serves(subject, engine, first)
     engine.close()
 
@@ -207,7 +207,7 @@ def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -
             failed = _fails(call, second)
             storage.place = None
             if call == engine.load:
-                _require(failed, f"load did not fail, although {place} could not be read")
+                _require(failed, f"load() did not fail, although {place} could not be read")
                 _survives(subject, engine, first)
             _serves(subject, engine, first)
         engine.load(second)
@@ -229,7 +229,7 @@ def a_file_that_is_cut_short_changes_nothing(subject: Subject, folder: Path) -> 
         for size in (len(whole) - 1, 9):
             storage.replace(path, whole[:size])
             _require(
-                _fails(engine.load, second), f"load did not fail, although {path} is truncated"
+                _fails(engine.load, second), f"load() did not fail, although {path} is truncated"
             )
             _survives(subject, engine, first)
             _serves(subject, engine, first)
@@ -278,7 +278,7 @@ def _refused(engine: Engine, version: LeasedVersion, what: str) -> None:
         engine.check(version)
     except EngineMismatchError:
         return
-    raise ConformanceError(f"check did not refuse a version with {what}")
+    raise ConformanceError(f"check() did not refuse a version with {what}")
 
 
 def _fails(call: Callable[[LeasedVersion], None], version: LeasedVersion) -> bool:

@@ -30,8 +30,8 @@ _POLL: Final = 0.5
 #: Seconds between two log lines that the server is still not up.
 _WORD: Final = 30.0
 _DISTRUSTED: Final = (
-    "this host does not trust the server's certificate. Pass the certificate of the authority "
-    "that signed it as cacert (--cacert)"
+    "this host does not trust the server's certificate. As cacert (--cacert), pass the "
+    "certificate of the authority that signed the server's certificate"
 )
 _WRONG_KEY: Final = (
     ": the server refuses the API key. Set SYNCD_API_KEY to the key that the server was started "
@@ -189,8 +189,8 @@ class HttpServer:
             if error.status == httpx2.codes.UNAUTHORIZED:
                 raise
             raise ServerRefusedError(
-                f"{error}. The server does not list its routes. Start the server without the "
-                "option that turns off its API description (openapi.json)"
+                f"{error}. The server does not list its routes. Start the server so that it "
+                "serves its API description (openapi.json)"
             ) from error
         paths = told.get("paths") if isinstance(told, dict) else None
         if not isinstance(paths, dict):

@@ -167,8 +167,8 @@ class ServerEngine(ServerCalls):
         if self._fits is None:
             log.warning(
                 "%s reports no model folder that exists on this host, so syncd cannot check "
-                "whether the first version fits. Pass the model folder that the server was "
-                "started with as base (--base)",
+                "whether the first version fits. As base (--base), pass the model folder that "
+                "the server was started with",
                 self._whose,
             )
         said = self._said_label()
@@ -180,7 +180,7 @@ class ServerEngine(ServerCalls):
             self._loaded = {"full": named}
         if not self._can_label() and self._may_be_paused():
             self._torn = (
-                "a load may have been interrupted, and this server cannot report whether it was"
+                "a load was perhaps interrupted, and this server cannot report interrupted loads"
             )
             self._model_is_torn = True
             log.warning("not resuming %s until the next load: %s", self._whose, self._torn)
@@ -351,7 +351,7 @@ class ServerEngine(ServerCalls):
         if now < self._others[1] + self._load_timeout:
             raise EngineBrokenError(
                 f"{self._whose} is in the middle of a load by another hook ({said}), but a server "
-                "may have only one hook. Stop the other hook. If the other hook was killed, "
+                "can have only one hook. Stop the other hook. If the other hook was killed, "
                 f"restart the server, or wait. This hook continues {self._load_timeout:g} s after "
                 "it first saw the load"
             )

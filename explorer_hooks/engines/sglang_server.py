@@ -112,7 +112,7 @@ class SGLangServer(ServerEngine):
             self._flush()
         except ServerRefusedError as error:
             log.info(
-                "resuming %s for a moment, because it cannot flush its caches now: %s",
+                "cannot flush the caches of %s now, so syncd resumes the server for a moment: %s",
                 self._whose,
                 error,
             )

@@ -30,6 +30,11 @@ _TO_CAST: Final = (
     "Set cast=True to cast floating values when they are loaded, or publish another dtype with "
     "syncd run --dtype"
 )
+#: The remedy if a tensor of the module is missing.
+_TO_COMPLETE: Final = (
+    "Build {whose} with the same tensors as the trainer's model, or let the trainer save every "
+    "tensor of {whose}. If only the names differ, use TorchModule with rename"
+)
 
 #: Maps a tensor's name in the version to its name in the module; None if the module has none.
 Rename = Callable[[str], str | None]
@@ -165,11 +170,12 @@ def find_targets(
                 wrong.append(f"{told} is not in {whose}")
             others[filling.part] = filling
     filled = {_memory(value) for name, value in tensors.items() if name in given}
-    wrong += [
-        f"{names.shown(name)} is not in the version"
+    missing = [
+        name
         for name, value in tensors.items()
         if name not in given and _memory(value) not in filled
     ]
+    wrong += [f"{names.shown(name)} is not in the version" for name in missing]
     targets: list[Target] = []
     unknown: list[tuple[str, str]] = []
     first: dict[object, DescribedTensor] = {}
@@ -195,7 +201,9 @@ def find_targets(
                 unknown.append((tied.name, entry.name))
             elif tied.digest != entry.digest or tied.dtype != entry.dtype:
                 wrong.append(differ(tied.name, entry.name, whose))
-    refuse(what, whose, wrong, remedy=_TO_CAST if castable and not cast else "")
+    remedies = [_TO_COMPLETE.format(whose=whose)] if missing else []
+    remedies += [_TO_CAST] if castable and not cast else []
+    refuse(what, whose, wrong, remedy=". ".join(remedies))
     return Fit(targets, unknown)
 
 

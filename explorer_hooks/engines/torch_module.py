@@ -251,7 +251,7 @@ class TorchModule(InProcessEngine):
     def _fit_received(self, meta: WeightMeta) -> Fit:
         if "full" not in self.kinds:
             raise EngineMismatchError(
-                f"the broadcast is of a full model, but {self._whose} takes only adapters"
+                f"the broadcast has a full model, but {self._whose} loads only adapters"
             )
         with self._lock_to_look():
             tensors = tensors_of(self._module)

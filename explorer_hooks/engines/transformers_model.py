@@ -175,8 +175,8 @@ class TransformersModel(TorchModule):
             self._said = told.name
             log.warning(
                 "version %d is an adapter for %s, and the model was loaded from %s. syncd cannot "
-                "tell whether these are the same model. Pass the name of the model as "
-                "TransformersModel(base_model=...)",
+                "tell whether these are the same model. Pass the base model's name: "
+                "TransformersModel(model, base_model=NAME)",
                 version.sequence,
                 shown(told.name),
                 shown(mine),
@@ -221,7 +221,7 @@ def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
     if adapter not in configs:
         raise EngineMismatchError(
             f"the model has no adapter {adapter!r}, only {', '.join(map(repr, configs))}. Pass "
-            "the name of the adapter to replace as TransformersModel(model, adapter=...)"
+            "the name of one of the model's adapters: TransformersModel(model, adapter=NAME)"
         )
     config: dict[str, Any] = configs[adapter].to_dict()
     told = {key: config[key] for key in _COMPUTES if key in config}

@@ -116,7 +116,7 @@ class TransferSession:
                 self._ask(_FINISH, {})  # for the workers that did not raise the last error
             except ServerRefusedError as refused:
                 log.debug(
-                    "a worker refused to end the update, as expected, because it had ended it: %s",
+                    "a worker refused to end an update that had ended already, as expected: %s",
                     refused,
                 )
         self._ask(_START)

@@ -51,7 +51,7 @@ def workers_of(parallel_config: object) -> int:
     told = _fields(parallel_config)
     if told.get("worker_extension_cls") != EXTENSION:
         log.warning(
-            "this vLLM takes no broadcasts, so it loads versions from files. To receive "
+            "this vLLM cannot receive broadcasts, so it loads versions from files. To receive "
             "broadcasts, start vLLM with --worker-extension-cls %s",
             EXTENSION,
         )
@@ -59,8 +59,8 @@ def workers_of(parallel_config: object) -> int:
     if told.get("data_parallel_size") != 1:
         # With data parallelism vLLM returns only the answers of one replica.
         log.warning(
-            "a vLLM with --data-parallel-size above 1 takes no broadcasts; loading versions from "
-            "files"
+            "a vLLM with --data-parallel-size above 1 cannot receive broadcasts; loading versions "
+            "from files"
         )
         return 0
     size = told.get("world_size")
@@ -237,12 +237,12 @@ def _left_by_reload(version: LeasedVersion) -> str | None:
         part = part.get("text_config")
     keys = [key for each in parts for key, value in each.items() if value]
     if any("expert" in name.lower() or "moe" in name.lower() for name in (*names, *keys)):
-        return "it has experts"
+        return "the model has experts"
     if not any(map(is_output_embedding, names)):
-        return "its output layer is tied to the embedding"
+        return "the model's output layer is tied to the embedding"
     said = [each.get("tie_word_embeddings") for each in parts]
     if True in said or False not in said:
-        return f"its output layer may be tied to the embedding (see its {MODEL_CONFIG})"
+        return f"the model's output layer is perhaps tied to the embedding (see {MODEL_CONFIG})"
     return None
 
 

@@ -210,7 +210,7 @@ def _names_on_hub(
             content = storage.read(folder / NAME_MAP, NAME_MAP_LIMIT)
             found: NameMap | None = NameMap.read(content, where)
         except RecordError as error:
-            raise CheckpointError(f"{error}: remove the file, and save the step again") from error
+            raise CheckpointError(f"{error}. Remove the file, and save the step again") from error
         except OSError as error:
             if not is_no_record(error):
                 raise
@@ -431,7 +431,7 @@ class FreeSpace:
             )
         if free.inodes is not None and free.inodes < _FEW_INODES:
             raise NoRoomError(
-                f"only {free.inodes} more files can be made in {self._root}, because its "
+                f"only {free.inodes} more files can be created in {self._root}, because its "
                 "filesystem is almost out of inodes. Remove some files"
             )
 

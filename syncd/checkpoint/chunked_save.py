@@ -126,7 +126,7 @@ def _read_metadata(
         if error.errno != errno.EFBIG:
             raise
         raise ShardFormatError(
-            f"{path} is larger than {_METADATA_MIB} MiB: save only the model, from fewer ranks"
+            f"{path} is larger than {_METADATA_MIB} MiB. Save only the model, or use fewer ranks"
         ) from None
     return parser.read_metadata(data, str(path), prefix=prefix)
 
@@ -226,5 +226,5 @@ def _check_count(path: Path, count: int, given: Opening) -> None:
     if count > given.tensor_limit:
         raise ShardFormatError(
             f"{path}: the save has over {given.tensor_limit} chunks of tensors, which would take "
-            "gigabytes of memory to merge. Save the model's own state dict, from fewer ranks"
+            "gigabytes of memory to merge. Save the model's own state dict, or use fewer ranks"
         )

@@ -41,9 +41,9 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
         names = storage.names(actor)
         if missing := next((name for name in masters if name not in names), None):
             raise SaveNotReadyError(
-                f"{actor} has no {missing}, but other ranks' weights in the model's dtype "
-                "are there. Copy the whole folder again, because the weights of this rank were "
-                "cast for explorers"
+                f"{actor} has no {missing}, but has other ranks' weights in the model's dtype. "
+                "The rank of the missing file has only weights that were cast for explorers. Copy "
+                "the whole folder again"
             )
         return Shards(save.step, save.identity, masters) if masters else save
     if save.sync_dtype is None:

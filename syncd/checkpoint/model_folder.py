@@ -78,7 +78,8 @@ def copy_model_files(
             copied.append(VersionFile(name=str(path), size=size, digest=digest))
         except pydantic.ValidationError as error:
             raise CheckpointError(
-                f"{source_hf}: {str(path)!r} cannot be the name of a published file: rename it"
+                f"{source_hf}: {str(path)!r} cannot be the name of a published file. Rename the "
+                "file"
             ) from error
     for made in folders:
         cancel()

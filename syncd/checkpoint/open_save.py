@@ -182,6 +182,6 @@ def _check_vouched(
 def _too_many(path: Path, limits: ParseLimits, what: str) -> ShardFormatError:
     return ShardFormatError(
         f"{path}: the shards up to this one have more than {limits.tensors} {what}, which "
-        "would take gigabytes of memory to merge. Save the model's own state dict, from "
-        "fewer ranks"
+        "would take gigabytes of memory to merge. Save the model's own state dict, or "
+        "use fewer ranks"
     )

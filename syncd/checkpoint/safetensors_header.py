@@ -150,14 +150,14 @@ def arrange(
             raise broken(where, f"the bytes of '{shown(entry.name)}' leave a gap or overlap")
         at = entry.end
     if at != size:
-        raise broken(where, f"the file has {size} bytes, but {at} by its header")
+        raise broken(where, f"the file has {size} bytes, but its header describes {at}")
     return tuple(entries)
 
 
 def broken(where: str, what: str) -> ShardFormatError:
     """The error for a file that is not a safetensors file."""
     return ShardFormatError(
-        f"{where} is not a whole safetensors file ({what}): save the file again"
+        f"{where} is not a whole safetensors file ({what}). Save the file again"
     )
 
 

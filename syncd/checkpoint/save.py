@@ -333,8 +333,8 @@ def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
         return (DCP_METADATA, *files)
     if any(map(is_rank_metadata, names)):
         return (
-            f"has a metadata file for each rank, but no {DCP_METADATA} for all ranks: save without "
-            "use_collectives=False"
+            f"has a metadata file for each rank, but no {DCP_METADATA} for all ranks, because "
+            "the trainer saved with use_collectives=False. Save with use_collectives=True"
         )
     if files:
         return f"has no {DCP_METADATA} yet, which torch.distributed.checkpoint writes last"

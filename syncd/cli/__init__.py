@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _GROUPS: Final = {
     "Serve": {
         "run": "Serve a job: merge, publish, signal, prune.",
-        "follow": "Follow JOB for a server that runs already, by --engine, --command or --link.",
+        "follow": "Load the versions of JOB into a running server (--engine, --command or --link).",
     },
     "Look": {
         "status": "Show the published versions, the explorers that serve them, and current waits.",

@@ -60,7 +60,7 @@ class _Converted:
 )
 @click.option(
     "--step",
-    type=click.IntRange(min=0),
+    type=options.CountRange(min=0),
     default=None,
     help="Convert only this step; it must exist.  [default: all full checkpoints]",
 )

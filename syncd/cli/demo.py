@@ -58,7 +58,7 @@ _DOES: Final = {
 @click.command("demo", epilog="Example: syncd demo --no-tty --keep")
 @click.option(
     "--steps",
-    type=click.IntRange(min=2, max=200),
+    type=options.CountRange(min=2, max=200),
     default=8,
     show_default=True,
     help="Training steps; each one is saved.",

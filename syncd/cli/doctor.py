@@ -32,7 +32,7 @@ _INDENT: Final = 18
 @options.job
 @click.option(
     "--peer",
-    type=click.IntRange(min=0, max=1),
+    type=options.CountRange(min=0, max=1),
     default=None,
     metavar="HOST_NUMBER",
     help="Test between two hosts: give 0 on this host, and at the same time 1 on the other host.",

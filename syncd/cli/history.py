@@ -27,7 +27,7 @@ _GAP: Final = "  "
 @options.job
 @click.option(
     "--limit",
-    type=click.IntRange(min=1),
+    type=options.CountRange(min=1),
     default=20,
     show_default=True,
     help="Show this many of the newest versions.",

@@ -27,6 +27,23 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 _Number = TypeVar("_Number", int, float)
 
 
+class CountRange(click.IntRange):
+    """A whole number in a range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Convert a value to a whole number, and check the range."""
+        try:
+            number = int(value)
+        except ValueError:
+            raise click.BadParameter(
+                f"{value!r} is not a whole number. Give only digits, such as "
+                f"{self.max or self.min or 1}",
+                ctx,
+                param,
+            ) from None
+        return super().convert(number, param, ctx)
+
+
 class SecondsRange(click.FloatRange):
     """A duration: a number of seconds, or a number with a unit, such as ``500ms`` or ``5min``."""
 
@@ -163,7 +180,7 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     ),
     click.option(
         "--keep",
-        type=click.IntRange(min=1),
+        type=CountRange(min=1),
         default=_DEFAULTS.keep,
         show_default=True,
         help="How many of the newest versions to keep. Leased versions are kept in addition.",
@@ -180,7 +197,7 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     ),
     click.option(
         "--keep-deltas",
-        type=click.IntRange(min=1),
+        type=CountRange(min=1),
         default=_DEFAULTS.keep_deltas,
         show_default=True,
         help=(
@@ -292,7 +309,7 @@ max_shard_size = click.option(
 )
 copy_threads = click.option(
     "--copy-threads",
-    type=click.IntRange(min=1, max=64),
+    type=CountRange(min=1, max=64),
     default=_DEFAULTS.copy_threads,
     show_default=True,
     help="How many files to write at the same time, at most one for each processor.",

@@ -61,7 +61,7 @@ _DEFAULTS = RunConfig()
 )
 @click.option(
     "--concurrent-merges",
-    type=click.IntRange(min=1),
+    type=options.CountRange(min=1),
     default=_DEFAULTS.concurrent_merges,
     show_default=True,
     help="With --root: how many jobs can merge saves at the same time.",
@@ -123,7 +123,7 @@ _DEFAULTS = RunConfig()
 @options.policy
 @click.option(
     "--metrics-port",
-    type=click.IntRange(min=0, max=65535),
+    type=options.CountRange(min=0, max=65535),
     default=_DEFAULTS.metrics_port,
     show_default=True,
     help="Serve Prometheus metrics on this port of 127.0.0.1; 0 for none.",

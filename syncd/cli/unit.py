@@ -54,7 +54,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--budget",
             type=options.BytesRange(min=1),
-            help="With --follow: the most bytes that the copies in --stage may take.",
+            help="With --follow: the limit in bytes for all copies in --stage together.",
         ),
         click.option("--link", type=path, default=None, help="With --follow: see 'syncd follow'."),
         click.option("--command", "run", default=None, help="With --follow: see 'syncd follow'."),
@@ -66,7 +66,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             "more",
             multiple=True,
             metavar="OPTION",
-            help="With --follow: pass this option to 'syncd follow', such as --option=--ask.",
+            help="With --follow: another option of 'syncd follow'. Example: --option=--ask",
         ),
     )):  # fmt: skip
         command = option(command)
@@ -185,7 +185,7 @@ def _follower(
     config: Path | None,
 ) -> Instance:
     if config is not None:
-        raise click.UsageError("--config is for a daemon: leave it out with --follow")
+        raise click.UsageError("--config is for a daemon. With --follow, leave --config out")
     if (link is None) == (run is None):
         raise click.UsageError("with --follow give either --link PATH or --command CMD")
     words = ["follow", str(job), "--name", name]

@@ -54,7 +54,11 @@ def command(path: Path, *, as_json: bool) -> None:
             if parse_version_folder(name) is not None
         ]
     if not folders:
-        raise InvalidSettingsError(f"{path} is neither a version nor a job with published versions")
+        raise InvalidSettingsError(
+            f"{path} is neither a version nor a job with published versions. If this is "
+            f"a job, 'syncd status {path}' shows what the daemon waits for. If this is no job, "
+            "give the folder of a version or of a job"
+        )
     deltas = [] if folders == [path] else [job.layout.delta(one) for one in delta_sequences(job)]
     results = []
     for folder in (*folders, *deltas):

@@ -21,14 +21,14 @@ _PORT: Final = 8460
 @click.argument("jobs", nargs=-1, type=click.Path(path_type=Path, file_okay=False))
 @click.option(
     "--port",
-    type=click.IntRange(0, 65535),
+    type=options.CountRange(0, 65535),
     default=_PORT,
     show_default=True,
     help="The port of the page on 127.0.0.1; 0 for any free port.",
 )
 @click.option(
     "--limit",
-    type=click.IntRange(min=1),
+    type=options.CountRange(min=1),
     default=200,
     show_default=True,
     help="Show this many of each job's newest versions.",

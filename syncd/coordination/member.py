@@ -338,9 +338,9 @@ class Member(Generic[Report]):
             checked_name(name, "the explorer's name")
         elif role != "trainer":
             raise InvalidSettingsError(
-                f"no saved state can have role {role!r} and name {name!r}: call "
-                "load_state() for your own state, or load_state('trainer') or "
-                "load_state('explorer', NAME) for the state of another participant"
+                f"no saved state can have role {role!r} and name {name!r}. For your own state, "
+                "call load_state(). For the state of another participant, call "
+                "load_state('trainer') or load_state('explorer', NAME)"
             )
         path = self._job.layout.saved_state(role, name or "")
         return StateFile(self._job, path).load()

@@ -44,7 +44,7 @@ class StateFile:
             content = _readable(iteration, state)
         except (TypeError, ValueError, RecursionError, RecordError) as error:
             raise InvalidSettingsError(
-                f"the state to be saved in {self._path} is not plain JSON that can be read again: "
+                f"the state to be saved in {self._path} is not plain JSON, or cannot be read back: "
                 f"{error}"
             ) from None
         self._job.storage.make_folder(self._path.parent, below=self._job.layout.state)

@@ -191,7 +191,7 @@ class Turns:
         if found_late:
             for waiting in to_wake:
                 waiting.wake()
-        told = f"its merge has taken {now - merging.began:.0f} s (limit: {limit:.0f} s)"
+        told = f"the merge has taken {now - merging.began:.0f} s (limit: {limit:.0f} s)"
         if in_the_way:
             self._end(job, merging, put_off=True)
             raise LateError(

@@ -53,7 +53,7 @@ def rmdir(here: Here) -> Finding:
     here.must("create", "leases/one")
     wrong = verdicts.full("rmdir of a folder that holds something", here.attempt("rmdir", "leases"))
     said = here.see("exists", "leases/one")
-    wrong += verdicts.expected("a file in a folder that rmdir may not remove", said, "True")
+    wrong += verdicts.expected("a file in a folder that rmdir must not remove", said, "True")
     here.attempt("unlink", "leases/one")
     said = here.attempt("rmdir", "leases")
     wrong += verdicts.expected("rmdir of an empty folder", said, DONE)

@@ -36,14 +36,14 @@ def mount(facts: Facts, name: str = "mount") -> Finding:
         return warn(
             name,
             f"mounted soft: {words}; while the server is slow, reads and writes fail",
-            "mount it hard, so that syncd waits for storage, and logs that it waits",
+            "mount the storage hard, so that syncd waits for a slow server, and logs the wait",
             **told,
         )
     if "nocto" in options:
         return warn(
             name,
             f"mounted nocto: {words}; a changed file may be seen only after the cache expires",
-            "mount it without nocto",
+            "mount the storage without nocto",
             **told,
         )
     return ok(name, words, **told)
@@ -211,7 +211,7 @@ def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
         )
     for path, mode, _, _ in writers:
         if mode & _OTHERS_WRITE:
-            sticky = ", but delete only their own files" if mode & _STICKY else ""
+            sticky = ", but can delete only their own files" if mode & _STICKY else ""
             return warn(
                 "others",
                 f"every user can write to {printable(path)}{sticky} (mode {mode:04o}): every user "
@@ -253,7 +253,8 @@ def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
         return warn(
             "hosts",
             f"{words}; {ours.filesystem} here, {theirs.filesystem} there",
-            "mount it in the same way on both hosts. One of the hosts can be the server",
+            "mount the storage in the same way on both hosts. If one host is the server, this "
+            "difference is normal",
         )
     return ok("hosts", words, answer=answer)
 

@@ -152,9 +152,7 @@ def asked(pair: tuple[Party, Party], room: str) -> Finding:
         wrong += verdicts.expected("a replaced file", said, "new")
         said = onlooker.see("listing", here)
         wrong += verdicts.expected("a listing", said, "file/full/name")
-    promise = (
-        "after a process changes a folder, all its lookups in that folder are up to date at once"
-    )
+    promise = "after a process changes a folder, that process sees the folder's current content"
     return verdicts.compare("refresh", promise, wrong)
 
 
@@ -219,7 +217,7 @@ def shared(pair: tuple[Party, Party], room: str) -> Finding:
             wrong += verdicts.expected(f"{what} a folder of the other process", said, DONE)
     return verdicts.compare(
         "shared",
-        "each process may change the other's files",
+        "each process can change the other's files",
         wrong,
         "run both processes as one user, or share the job with a group that both users are in "
         "(--shared-group, umask 002)",

@@ -20,7 +20,7 @@ _ELSEWHERE: Final = (
     "put the job on storage with POSIX semantics: a local disk, NFS 4 (vers=4.1 or 4.2), "
     "CephFS, Lustre, WekaFS"
 )
-_MOUNT: Final = "mount it without nocto, and with a shorter attribute cache (actimeo=3)"
+_MOUNT: Final = "mount the storage without nocto, and with a shorter attribute cache (actimeo=3)"
 #: If a process sees replaced files later than this many seconds, the finding is a warning.
 _SLOW: Final = 5.0
 #: If a sync takes longer than this many seconds, the finding is a warning.
@@ -273,7 +273,7 @@ def remembered(late: Mapping[str, Sequence[float | None]], limit: float) -> Find
         f"{what} {_late(seconds) if seconds is not None else f'more than {limit:.0f} s late'}"
         for what, seconds in longest.items()
     )
-    return ok("memory", f"{told}; syncd asks the server before it decides", **longest)
+    return ok("memory", f"{told}; before each decision, syncd asks the server", **longest)
 
 
 def events(heard: Sequence[float | None], *, two_hosts: bool) -> Finding:

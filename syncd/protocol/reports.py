@@ -122,8 +122,12 @@ class SyncTerms(BaseModel):
             compared.append(("style", self.style, explorer.style))
         if self.style == explorer.style != asked and self.style != follows:
             ours, theirs = self, explorer
-            compared.append(("the trainer's interval", *_both(ours, theirs, "trainer_interval")))
-            compared.append(("the explorer's interval", *_both(ours, theirs, "explorer_interval")))
+            if all(one.trainer_interval == one.explorer_interval for one in (ours, theirs)):
+                compared.append(("sync_interval", *_both(ours, theirs, "trainer_interval")))
+            else:
+                for side in ("trainer", "explorer"):
+                    name = f"{side}_sync_interval (default: sync_interval)"
+                    compared.append((name, *_both(ours, theirs, f"{side}_interval")))
         return ", ".join(
             f"{name} is {ours} for the trainer and {theirs} for the explorer"
             for name, ours, theirs in compared

@@ -206,7 +206,7 @@ def no_folder(path: object) -> JobUnavailableError:
     """The error for a folder that does not exist, or is no folder."""
     if os.path.exists(str(path)) and not os.path.isdir(str(path)):
         return JobUnavailableError(f"{path} is not a folder: give the folder of a job")
-    return JobUnavailableError(f"no such folder: {path}: create it, or mount its storage")
+    return JobUnavailableError(f"no such folder: {path}. Create the folder, or mount its storage")
 
 
 @contextmanager

@@ -40,7 +40,7 @@ export function isSilent(answer, now) {
 
 /** That it has. */
 export function silence(answer, now, ...more) {
-  return note("bad", "No answer of its storage since ", moment(answer.silent_since, now), ` (${
+  return note("bad", "The job's storage has not answered since ", moment(answer.silent_since, now), ` (${
     span(now - answer.silent_since)}).`, more);
 }
 

@@ -6,7 +6,7 @@ import { extent, isSilent, median, silence, sorted, table } from "./parts.js";
 import { many, moment, percent, printable, said, size, span } from "./words.js";
 
 const NARROW = matchMedia("(max-width: 640px)");
-const LOOKING = "They are looked at for the first time…";
+const LOOKING = "Reading the versions for the first time…";
 /** How many versions the charts show, at least. */
 const LEAST = 20;
 /** How many versions are shown first, and the other choices. */
@@ -23,7 +23,7 @@ export function timeline(status, history, versions, chosen, now) {
       ? said(history.history.unseen) : LOOKING));
   } else if (!versions.length) {
     parts.push(h("p", { class: "empty" },
-      "Nothing is published yet. A version appears once a trainer has saved a step whole, and a daemon has merged it."));
+      "Nothing is published yet. A version appears once a trainer has saved a complete step, and a daemon has merged the save."));
   } else {
     parts.push(choices(versions.length, chosen), ...rows(status, versions, chosen, now));
   }
@@ -160,7 +160,7 @@ export function charts(status, versions, chosen, now) {
   const older = status.latest ? live.filter((each) => each.behind > 0) : [];
   return h("div", { class: "charts", "data-key": "charts" },
     one("Lag", "From LATEST to live", (version) => later.get(version), ({ seconds }) => seconds,
-      "No explorer was seen to go from one version to the next yet."),
+      "No explorer has changed from one version to the next yet."),
     one("Pause", "An engine did not serve", ({ live }) => live, ({ pause }) => pause,
       "No explorer has reported a load yet."),
     older.length ? h("p", { class: "charts-note" }, `${older.length} of ${many(live.length,

@@ -16,8 +16,8 @@ export function freshness(known, now) {
     return [h("span", { class: "beat", "aria-hidden": "true" }), h("span", null, "live, every 2 s")];
   }
   const since = known.overview === null
-    ? "No answer of the server of this page"
-    : [`Not updated since ${clock(known.overview.now, now)}: no answer of the server of this page`];
+    ? "The server of this page does not answer"
+    : [`Not updated since ${clock(known.overview.now, now)}: the server of this page does not answer`];
   return [
     h("strong", { class: "bad" }, since, ". Does ", h("code", null, "syncd web"), " still run?"),
     h("button", { id: "again", type: "button" }, "Ask again"),
@@ -37,7 +37,7 @@ export function announced(job, lost, now) {
   }
   const status = job?.status;
   if (!status || status.unseen || isSilent(job, now)) {
-    return { job: job?.job, text: "The job cannot be seen." };
+    return { job: job?.job, text: "The job cannot be read." };
   }
   const latest = status.latest ? `Version ${status.latest.sequence} is the latest` : "Nothing is published";
   return { job: job.job, text: `${latest}; the daemon: ${stateOf(job, now).word}.` };
@@ -71,24 +71,24 @@ export function jobsTable(jobs, shown, now) {
 /** The chosen job. */
 export function page(job, history, chosen, now) {
   if (job === null) {
-    return note("warn", "No job is named.");
+    return note("warn", "There is no job to show.");
   }
   const { status } = job;
   const title = h("header", { class: "job" },
     h("h1", null, said(job.name)), h("p", { class: "path" }, said(job.job)));
   const notes = [];
   if (isSilent(job, now)) {
-    notes.push(silence(job, now, status ? [" What follows is as of ", moment(job.read, now), "."] : ""));
+    notes.push(silence(job, now, status ? [" This page shows the job as of ", moment(job.read, now), "."] : ""));
   }
   if (status && notes.length === 0 && now - job.read > LATE) {
-    notes.push(note("warn", "What follows is as of ", moment(job.read, now), ": its storage is slow."));
+    notes.push(note("warn", "The job's storage is slow. This page shows the job as of ", moment(job.read, now), "."));
   }
   if (!status) {
-    return [title, notes.length ? notes : note("", "It is looked at for the first time…")];
+    return [title, notes.length ? notes : note("", "Reading the job for the first time…")];
   }
   if (status.unseen) {
-    return [title, notes, note("bad", "It cannot be seen: ", said(status.unseen), ". Where it is new, a "
-      + "daemon makes it a job: ", command(`syncd run ${job.job}`))];
+    return [title, notes, note("bad", "The job cannot be read: ", said(status.unseen), ". If the job is new, "
+      + "start its daemon: ", command(`syncd run ${job.job}`))];
   }
   const versions = history?.history?.versions ?? null;
   const { memory } = status;
@@ -108,7 +108,7 @@ export function page(job, history, chosen, now) {
 
 function second(memory, chosen, now) {
   const parts = memory.unseen
-    ? note("", "It cannot be seen from here: ", said(memory.unseen))
+    ? note("", "This directory cannot be read from this host: ", said(memory.unseen))
     : [
         h("p", { class: "path" }, said(memory.job)),
         tiles(null, memory, null, now),
@@ -123,14 +123,14 @@ function warnings(job, status, now) {
   const { daemon, paused } = status;
   const found = [];
   if (daemon === null) {
-    found.push(note("warn", "No daemon has worked here yet: nothing is merged or published. Start one: ",
+    found.push(note("warn", "No daemon has worked here yet: nothing is merged or published. Start a daemon: ",
       command(`syncd run ${job.job}`)));
   } else if (daemon.state === "stopped") {
-    found.push(note("warn", "The daemon has stopped, ", ago(daemon.heard ?? daemon.time, now),
-      ": saves wait until one is started: ", command(`syncd run ${job.job}`)));
+    found.push(note("warn", "The daemon stopped ", ago(daemon.heard ?? daemon.time, now),
+      ", so saves wait. Start a daemon: ", command(`syncd run ${job.job}`)));
   } else if (isQuiet(status, now)) {
-    found.push(note("bad", "The daemon was heard last ", ago(daemon.heard ?? daemon.time, now),
-      ". If it is dead, another one takes over by itself where one stands by; else start one: ",
+    found.push(note("bad", "The daemon's last report came ", ago(daemon.heard ?? daemon.time, now),
+      ". If the daemon has ended, a standby daemon takes over. Without a standby daemon, start a daemon: ",
       command(`syncd run ${job.job}`)));
   }
   if (paused) {
@@ -138,9 +138,8 @@ function warnings(job, status, now) {
       ": nothing is published or pruned until ", command(`syncd resume ${job.job}`)));
   }
   if (status.quarantined.length) {
-    found.push(note("warn", `${many(status.quarantined.length, "save")} could not be published, and ${
-      status.quarantined.length === 1 ? "is" : "are"} on record in .syncd/quarantine: `,
-      said(status.quarantined.join(", "))));
+    found.push(note("warn", `${many(status.quarantined.length, "save")} could not be published (`,
+      said(status.quarantined.join(", ")), "). The reasons are in .syncd/quarantine."));
   }
   return found;
 }
@@ -154,7 +153,7 @@ function tiles(job, status, versions, now) {
     tile("Latest version", latest ? `v${latest.sequence}` : "none yet",
       latest ? [`step ${latest.step}`, latest.kind === "full" ? "" : `, ${latest.kind}`,
         latest.dtype ? `, ${latest.dtype}` : "", ", ",
-        publishedAgo(status, now, versions)] : "It comes with the first save that is whole."),
+        publishedAgo(status, now, versions)] : "It appears after the first complete save."),
     tile("Slowest explorer", slowest ? (slowest.behind > 0 ? `${slowest.behind} behind` : "up to date") : "none yet",
       slowest ? [slowest.behind > 0 ? [slowest.behind_steps ? `or ${many(slowest.behind_steps, "step")}: ` : "",
         said(slowest.name), ", of "] : "of ", many(live.length, "explorer")] : "No explorer serves this job."),
@@ -163,10 +162,10 @@ function tiles(job, status, versions, now) {
     tile("Trainer", trainer ? words(trainer.status) : "not known", trainer
       ? [trainer.step === null ? "" : `announced step ${trainer.step}, `,
         `${many(trainer.world_size, "rank")}, heard `, ago(trainer.time, now)]
-      : "It has no hook of syncd's, or has not begun."),
+      : "No trainer with a hook of syncd has started."),
     tile("Daemon", daemon ? badge(stateOf({ status, silent_since: null }, now)) : "none yet", daemon
       ? [said(daemon.host), ` pid ${daemon.pid}, epoch ${daemon.epoch}, heard `, ago(daemon.heard ?? daemon.time, now)]
-      : "None has worked here yet."),
+      : "No daemon has worked here yet."),
     tile("Disk", freeOf(status), diskNote(status, versions)),
   ];
   return [
@@ -197,7 +196,7 @@ function diskNote(status, versions) {
   const bytes = on.reduce((sum, one) => sum + (one.bytes ?? 0), 0);
   const files = status.free?.inodes;
   return [
-    status.free ? "free on the job's filesystem" : "The filesystem does not say.",
+    status.free ? "free on the job's filesystem" : "The filesystem does not report its free space",
     files === null || files === undefined ? "" : `, and ${files.toLocaleString("en")} files`,
     `; ${many(status.versions.length, "version")}`,
     bytes ? ` of ${size(bytes)}` : "",
@@ -227,9 +226,9 @@ function explorers(status, chosen, now) {
   return h("section", { class: "panel", "data-key": key },
     h("h2", null, "Explorers"),
     rows.length
-      ? table("Explorers, those furthest behind first, those that stopped last",
+      ? table("Explorers: furthest behind first, stopped last",
           ["explorer", "status", "version", "step", "behind", "pause", "heard", ...(saying ? ["says"] : [])], rows, "stack")
-      : h("p", { class: "empty" }, "No explorer has reported yet: one begins with ExplorerHook or Reader, or beside a "
+      : h("p", { class: "empty" }, "No explorer has reported yet. Start one with ExplorerHook or Reader, or beside a "
           + "server with ", command(`syncd follow ${status.job} --name server-0 --engine vllm --url URL`)),
     all.length > FEW ? h("button", { id: "all-explorers", type: "button" }, chosen.allExplorers
       ? `Show the ${FEW} furthest behind` : `Show all ${all.length}`) : null);

@@ -228,6 +228,18 @@ def test_a_folder_that_is_no_job_says_so(tmp_path: Path) -> None:
     assert "is neither a version nor a job with published versions" in str(result.exception)
 
 
+def test_a_job_without_a_version_is_not_verified_and_the_remedy_is_named(job: SmallJob) -> None:
+    told = str(syncd("verify", job.layout.root).exception)
+    assert f"'syncd status {job.layout.root}' shows what the daemon waits for" in told
+
+
+def test_a_count_that_is_no_number_is_refused_with_an_example(tmp_path: Path) -> None:
+    result = syncd("prune", tmp_path, "--keep", "three")
+    assert result.exit_code == 2
+    assert "'three' is not a whole number. Give only digits, such as 1" in result.output
+    assert "0 is not in the range x>=1" in syncd("prune", tmp_path, "--keep", 0).output
+
+
 # -- for scripts -----------------------------------------------------------------------------------
 
 

@@ -253,3 +253,15 @@ def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: SmallJob, engine: En
     with pytest.raises(CancelledError):
         hook.pull(0)
     assert report(job).status == "stopped"
+
+
+def test_a_closed_hook_is_neither_entered_nor_started_again(job: SmallJob, engine: Engine) -> None:
+    with ExplorerHook(job.layout.root, "explorer", engine, storage=job.explorers) as hook:
+        hook.start()
+    with pytest.raises(CancelledError, match=r"is closed.* Make a new ExplorerHook"), hook:
+        pass
+    with pytest.raises(CancelledError, match=r"is closed.* Make a new ExplorerHook"):
+        hook.start()
+    publish(job, 1)
+    with ExplorerHook(job.layout.root, "explorer", engine, storage=job.explorers) as hook:
+        assert hook.pull(0) == Version(1, 1)

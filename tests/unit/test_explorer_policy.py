@@ -190,7 +190,7 @@ def test_an_engine_that_takes_no_broadcasts_follows_the_versions_and_holds_nobod
 ) -> None:
     publish(job, 1)
     with hook_of(job, engine, settings={"method": "nccl"}) as hook:
-        assert "takes no broadcasts" in caplog.text
+        assert "cannot receive broadcasts" in caplog.text
         assert hook.pull(0) == Version(1, 1)
         assert (trainer.takers().working, trainer.takers().by_broadcast) == (1, 0)
         assert trainer.ready_to_nccl_sync(2) is None  # at once

@@ -384,7 +384,7 @@ def test_a_name_that_no_manifest_can_hold_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "huggingface" / "a\nb").touch()
     (tmp_path / "version").mkdir()
-    with pytest.raises(CheckpointError, match="rename it"):
+    with pytest.raises(CheckpointError, match="Rename the file"):
         copy_model_files(
             STORAGE, tmp_path / "huggingface", tmp_path / "version", cancel=lambda: None
         )

@@ -298,7 +298,7 @@ def test_a_name_that_cannot_be_a_file_name_is_refused_at_construction(job: Small
 
 
 def test_a_job_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(JobUnavailableError, match="create it, or mount its storage"):
+    with pytest.raises(JobUnavailableError, match="Create the folder, or mount its storage"):
         Reader(tmp_path / "job", "explorer")
     assert not (tmp_path / "job").exists()
 

@@ -70,7 +70,7 @@ def test_a_state_that_could_not_be_read_again_is_refused_and_changes_nothing(
     monkeypatch.setattr(saved_state, "LONG_RECORD_LIMIT", 1000)
     file = state_file(job)
     file.save(1, {"key": nested(100)})
-    with pytest.raises(InvalidSettingsError, match="can be read again"):
+    with pytest.raises(InvalidSettingsError, match="cannot be read back"):
         file.save(2, {"key": value})
     assert iteration(file) == 1
 

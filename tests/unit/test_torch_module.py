@@ -124,6 +124,13 @@ class FewerNames(Net):
         del self.norm
 
 
+def test_a_version_that_lacks_a_tensor_is_refused_with_a_remedy(version: LeasedVersion) -> None:
+    with pytest.raises(EngineMismatchError, match=r"Build the module with .* TorchModule with ren"):
+        TorchModule(MoreNames()).check(version)
+    with pytest.raises(EngineMismatchError, match=r"unchanged$"):
+        TorchModule(FewerNames()).check(version)
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [(Wider, r"embed.weight is \[6, 4\], but the module has \[6, 5\]"),

@@ -349,7 +349,7 @@ def test_a_step_that_is_no_whole_number_is_refused_by_every_method(
 def test_a_job_that_is_not_there_is_refused_at_construction(
     tmp_path: Path, model: nn.Module
 ) -> None:
-    with pytest.raises(JobUnavailableError, match="create it, or mount its storage"):
+    with pytest.raises(JobUnavailableError, match="Create the folder, or mount its storage"):
         TrainerHook(tmp_path / "job", model)
     assert os.listdir(tmp_path) == []
 

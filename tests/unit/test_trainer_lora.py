@@ -215,7 +215,7 @@ def test_two_active_adapters_are_merged_and_never_one_of_them_saved_alone() -> N
     model.base_model.set_adapter(["default", "other"])
     state = state_of(trained(model))
     assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
-    with pytest.raises(InvalidSettingsError, match=r"adapters are: 'default', 'other'.*merged"):
+    with pytest.raises(InvalidSettingsError, match=r"adapters are 'default', 'other'.*merged"):
         state.published_as(SaveLora.ADAPTER)
     same(merged(state), dict(copy.deepcopy(model).merge_and_unload().state_dict()))
 

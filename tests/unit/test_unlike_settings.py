@@ -12,6 +12,7 @@ from explorer_hooks.hook import ExplorerHook
 from syncd.coordination import TrainerSynchronizer
 from syncd.protocol.errors import WaitTimeoutError
 from syncd.protocol.policy import RunningStatus, SyncSettings
+from syncd.protocol.reports import SyncTerms
 from tests.jobs import SmallJob
 
 Settings = dict[str, Any]
@@ -27,8 +28,8 @@ ALIKE: list[tuple[Settings, Settings | None]] = [
     ({"sync_interval": 3}, None),
 ]
 UNLIKE: list[tuple[Settings, Settings, str]] = [
-    ({"sync_interval": 4}, {"sync_interval": 3}, "interval is 4 for the trainer and 3 for the exp"),
-    ({"sync_interval": 2}, {"trainer_sync_interval": 2}, "the explorer's interval is 2 for the tr"),
+    ({"sync_interval": 4}, {"sync_interval": 3}, "sync_interval is 4 for the trainer and 3 for"),
+    ({"sync_interval": 2}, {"trainer_sync_interval": 2}, " explorer_sync_interval (default: sync_"),
     ({}, {"style": "explorer_driven"}, "style is fixed for the trainer and explorer_driven for th"),
     ({"style": "explorer_driven"}, {"style": "fully_async"}, "style is explorer_driven for the tr"),
 ]
@@ -70,6 +71,25 @@ def test_whoever_comes_second_says_it_at_once(
     assert line.startswith("trainer grpo and explorer e have different SyncSettings")
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "names"),
+    [
+        ({"sync_interval": 4}, {}, ["sync_interval"]),
+        ({"trainer_sync_interval": 4}, {}, ["trainer_sync_interval"]),
+        ({"explorer_sync_interval": 4}, {"sync_interval": 2},
+         ["trainer_sync_interval", "explorer_sync_interval"]),
+        ({"style": "trainer_driven", "sync_interval": 4}, {}, ["style"]),
+    ],
+)  # fmt: skip
+def test_each_difference_has_the_name_of_its_setting(
+    ours: Settings, theirs: Settings, names: list[str]
+) -> None:
+    trainer, explorer = (SyncTerms.of(SyncSettings(**one)) for one in (ours, theirs))
+    assert trainer is not None
+    assert explorer is not None
+    assert [told.split()[0] for told in trainer.unlike(explorer).split(", ")] == names
+
+
 @pytest.mark.parametrize(("ours", "theirs"), ALIKE)
 def test_what_goes_together_is_not_complained_of(
     job: SmallJob, caplog: pytest.LogCaptureFixture, ours: Settings, theirs: Settings | None
@@ -92,7 +112,7 @@ def test_a_sync_that_waits_by_the_defaults_says_it_at_once_and_at_its_end(
             explorer.after_step(1)
     with explorer_of(job, None) as explorer, trainer_of(job, {"sync_interval": 4}):
         assert said(caplog) == []
-        with pytest.raises(WaitTimeoutError, match="differ: the trainer's interval is 4 for the t"):
+        with pytest.raises(WaitTimeoutError, match="differ: sync_interval is 4 for the trainer "):
             explorer._sync.wait_new_model_state_dict(None, timeout=0.2)
         with pytest.raises(WaitTimeoutError, match="SyncSettings of trainer and explorer differ"):
             explorer._sync.wait_new_model_state_dict(None, timeout=0.01)

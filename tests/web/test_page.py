@@ -209,7 +209,7 @@ def test_every_state_fits_the_page_and_can_be_read(
             ground = page.run("return getComputedStyle(document.body).backgroundColor")
             assert (sum(map(int, ground[4:-1].split(","))) < 200) == dark
             said = {"busy": "Paused by me@login", "empty": "syncd run ", "well": "v3",
-                    f"dead-{'long-' * 12}": "was heard last 3 h ago"}[job]  # fmt: skip
+                    f"dead-{'long-' * 12}": "last report came 3 h ago"}[job]  # fmt: skip
             page.sees(said, "main")
 
 
@@ -399,7 +399,7 @@ def test_a_job_whose_storage_hangs_is_said_beside_those_that_are_well(
     try:
         with shown(page, well.layout.root, hung.layout.root, patience=0.2) as server:
             page.open(f"{server.address}#{hung.layout.root}")
-            page.sees("No answer of its storage since", "main")
+            page.sees("The job's storage has not answered since", "main")
             page.sees("no answer", "nav tbody tr:nth-child(2)")
             page.sees("v3 · step 3", "nav tbody tr:nth-child(1)")
             ended.set()
@@ -503,7 +503,7 @@ def test_a_daemon_whose_clock_is_wrong_is_not_taken_for_dead_nor_a_dead_one_for_
             return "watching" in page.text("nav tbody tr:nth-child(1)")
 
         wait_until(goes_on, "a daemon that goes on")
-        assert "was heard last" not in page.text("main")
+        assert "last report came" not in page.text("main")
         # The other one does not: by its own clock it is not dead for another eleven minutes.
         later = "const before = window.fetch; window.fetch = async (...all) => {"
         later += "  const answer = await before(...all); const told = await answer.json();"

@@ -165,8 +165,7 @@ class SavedFiles:
         except (pickle.UnpicklingError, RuntimeError) as error:
             first = str(error).partition("\n")[0]
             raise CheckpointError(
-                f"{path} was not written by trainer_hooks, because it cannot be loaded ({first}). "
-                f"{ADVICE}"
+                f"{path} cannot be loaded ({first}), so trainer_hooks did not write it. {ADVICE}"
             ) from error
 
     def reader(self, checked: Sequence[int]) -> tuple[SourceReader, dict[int, int]]:

@@ -109,7 +109,7 @@ def torch_optimizer_state(
     except KeyError as error:
         raise InvalidSettingsError(
             f"{kind} updates a parameter (number {error}) that the model does not have. Pass the "
-            "model for which the optimizer was made"
+            "model whose parameters the optimizer updates"
         ) from error
     return found
 
@@ -158,8 +158,8 @@ def checked(value: Any, where: str, depth: int = 0) -> Any:
                 checked(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)
             )
     raise InvalidSettingsError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which could not be loaded again "
-        "without running code. Use only tensors, numbers, text, lists and dicts. Convert arrays "
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which can be loaded only by "
+        "running code. Use only tensors, numbers, text, lists and dicts. Convert arrays "
         "with torch.from_numpy"
     )
 

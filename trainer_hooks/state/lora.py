@@ -80,7 +80,7 @@ class PeftState:
         why = None if chosen is SaveLora.MERGED else self.not_an_adapter
         if chosen is SaveLora.ADAPTER and why is not None:
             raise InvalidSettingsError(
-                f"the adapter's files would not hold everything that is trained: {why}. Set "
+                f"the model cannot be published as an adapter, because {why}. Set "
                 "SaveSettings(lora='merged')"
             )
         if chosen is SaveLora.AUTO:
@@ -91,19 +91,18 @@ class PeftState:
     def not_an_adapter(self) -> str | None:
         """The reason why publishing only the adapter is impossible; None if it is possible."""
         if len(self.active) != 1:
-            told = ", ".join(map(repr, self.active)) or "none"
-            return (
-                f"an adapter's file holds exactly one adapter, but the active adapters are: {told}"
-            )
+            active = ", ".join(map(repr, self.active))
+            told = f"the active adapters are {active}" if active else "no adapter is active"
+            return f"only a single active adapter can be published, but {told}"
         if (method := self._changed_base) is not None:
             return (
                 f"{method} changed the base model's weights when training began, so the adapter "
-                "does not fit the base model that it names"
+                "does not fit the base model that its config names"
             )
         adapter = set(self._names(self.active[0]).values())
         left = [min(names) for names in self._trained if not names & adapter]
         if left:
-            more = f" and {len(left) - 1} more are" if len(left) > 1 else " is"
+            more = f" and {len(left) - 1} more tensors are" if len(left) > 1 else " is"
             return f"{shown(min(left))}{more} trained, but in no file of the adapter"
         return None
 

@@ -71,7 +71,7 @@ class Spool:
         if self._error is not None:
             raise self._error
         if self._file is None:
-            raise AssertionError("a stream that was written has a receipt")
+            raise AssertionError("the written stream has no receipt")
         if not self._named:
             self._job.storage.rename(self._draft.temporary, self.path)
             self._named = True

@@ -83,7 +83,7 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
     stored, places = said.get("state_dict_metadata"), said.get("storage_data")
     if not isinstance(stored, dict) or not isinstance(places, dict):
         raise ShardFormatError(
-            f"{where} is not the metadata of torch.distributed.checkpoint: save again with dcp.save"
+            f"{where} is not the metadata of torch.distributed.checkpoint. Save again with dcp.save"
         )
     paths = said.get("planner_data")
     entries = {
@@ -94,13 +94,13 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
     selected = select_model(entries, prefix, where)
     for name in selected.others:
         raise ShardFormatError(
-            f"{where}: '{shown(name)}' is in the model's state dict but is not a tensor: leave "
-            "it out of the save"
+            f"{where}: '{shown(name)}' is in the model's state dict but is not a tensor. Leave "
+            "this entry out of the save"
         )
     tensors: dict[str, Stored] = {}
     for name, own in selected.names.items():
         if check_name(own, where) in tensors:
-            raise ShardFormatError(f"{where}: '{shown(own)}' is listed twice: save again")
+            raise ShardFormatError(f"{where}: '{shown(own)}' is listed twice. Save again")
         tensors[own] = _stored(name, stored[name], items, where)
     return StoredModel(tensors, selected.is_all)
 
@@ -118,13 +118,13 @@ def _path(name: object, paths: object) -> tuple[str, ...]:
 def _dimensions(name: object, value: object, where: str) -> int | None:
     kind = type(value).__name__ if isinstance(value, Inert) else ""
     if not isinstance(name, str) or kind not in {"TensorStorageMetadata", "BytesStorageMetadata"}:
-        raise ShardFormatError(f"{where}: '{shown(name)}' is of an unknown kind: save again")
+        raise ShardFormatError(f"{where}: '{shown(name)}' is of an unknown kind. Save again")
     if kind == "BytesStorageMetadata":
         return None
     assert isinstance(value, Inert)  # noqa: S101 - for the type checker
     shape = shape_of(value.state.get("size"))
     if shape is None:
-        raise ShardFormatError(f"{where}: '{shown(name)}' has no shape: save again")
+        raise ShardFormatError(f"{where}: '{shown(name)}' has no shape. Save again")
     return len(shape)
 
 
@@ -133,13 +133,13 @@ def _items(places: dict[Any, Any], where: str) -> dict[tuple[str, Shape | None],
     found: dict[tuple[str, Shape | None], _Place] = {}
     for index, place in places.items():
         if not isinstance(index, Inert) or not isinstance(place, Inert):
-            raise ShardFormatError(f"{where} lists its items in an unknown form: save again")
+            raise ShardFormatError(f"{where} lists its items in an unknown form. Save again")
         name, told = index.state.get("fqn"), index.state.get("offset")
         offsets = shape_of(told)
         if not isinstance(name, str) or (told is not None and offsets is None):
-            raise ShardFormatError(f"{where} lists an item without a name or offsets: save again")
+            raise ShardFormatError(f"{where} lists an item without a name or offsets. Save again")
         if (name, offsets) in found:
-            raise ShardFormatError(f"{where} lists an item of '{shown(name)}' twice: save again")
+            raise ShardFormatError(f"{where} lists an item of '{shown(name)}' twice. Save again")
         found[name, offsets] = _place(name, place, where)
     _check_disjoint(((*place, name) for (name, _), place in found.items()), where)
     return found
@@ -149,16 +149,16 @@ def _place(name: str, place: Inert, where: str) -> _Place:
     file, at, length = (place.state.get(key) for key in ("relative_path", "offset", "length"))
     if place.state.get("transform_descriptors"):
         raise ShardFormatError(
-            f"{where}: '{shown(name)}' was transformed while it was written (by an extension, such "
-            "as compression): save without extensions"
+            f"{where}: '{shown(name)}' was transformed while it was written, for example "
+            "compressed by an extension. Save without extensions"
         )
     if not is_distcp(file):
         raise ShardFormatError(
             f"{where}: '{shown(name)}' lies in {shown(file)!r}, which is no .distcp file of this "
-            "folder: save with torch.distributed.checkpoint's FileSystemWriter"
+            "folder. Save with torch.distributed.checkpoint's FileSystemWriter"
         )
     if not is_offset(at) or not is_offset(length) or at + length >= NUMBER_LIMIT:
-        raise ShardFormatError(f"{where}: '{shown(name)}' lies at an impossible offset: save again")
+        raise ShardFormatError(f"{where}: '{shown(name)}' lies at an impossible offset. Save again")
     return str(file), at, length
 
 
@@ -168,7 +168,7 @@ def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> 
     for file, at, length, name in sorted(places):
         if file == before and at < end:
             raise ShardFormatError(
-                f"{where}: '{shown(other)}' and '{shown(name)}' overlap in {file}: save again, in "
+                f"{where}: '{shown(other)}' and '{shown(name)}' overlap in {file}. Save again, in "
                 "the default format of FileSystemWriter (TORCH_SAVE)"
             )
         if file != before or at + length >= end:
@@ -183,7 +183,7 @@ def _stored(
     told = properties.state if isinstance(properties, Inert) else {}
     dtype = told.get(0, told.get("dtype"))
     if shape is None or not isinstance(dtype, DType) or not isinstance(chunks, list):
-        raise ShardFormatError(f"{where}: '{shown(name)}' cannot be read: save again")
+        raise ShardFormatError(f"{where}: '{shown(name)}' cannot be read. Save again")
     if dtype.name not in DTYPES:
         raise ShardFormatError(
             f"{where}: '{shown(name)}' has dtype {dtype.name}, which syncd does not merge"
@@ -199,7 +199,7 @@ def _stored(
         place = items.get((name, offsets))
         if place is None:
             raise CoverageError(
-                f"{where}: the chunk of '{shown(name)}' at {offsets} is in no file: save again"
+                f"{where}: the chunk of '{shown(name)}' at {offsets} is in no file. Save again"
             )
         found[Chunk(offsets, sizes, *place)] = None
     return Stored(DTYPES[dtype.name][0], shape, tuple(found))

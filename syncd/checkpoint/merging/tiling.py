@@ -228,7 +228,7 @@ class _Tiling:
         """
         if dim == len(self._shape):
             if not blocks:
-                raise self._gap("all of the tensor is", "no rank has a part")
+                raise self._gap("the whole tensor is", "no rank has a part of it")
             return (blocks[0].run,)
         bands: dict[tuple[int, int], list[Block]] = {}
         for block in blocks:

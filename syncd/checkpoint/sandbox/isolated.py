@@ -134,7 +134,7 @@ class IsolatedParser:
             wire.TENSOR, asked, where, "data.pkl", lambda rows: list(map(wire.read_bare, rows))
         )
         if len(found) != 1:
-            raise ShardFormatError(f"{where}: '{shown(name)}' cannot be read: save the file again")
+            raise ShardFormatError(f"{where}: '{shown(name)}' cannot be read. Save the file again")
         return found[0]
 
     def read_metadata(self, data: bytes, where: str, *, prefix: str | None) -> StoredModel:

@@ -167,7 +167,7 @@ def read_bare(row: Row) -> Piece:
         piece = _read_piece(row[1:], {})
         if piece.position is None:
             return piece
-    raise ValueError("the answer is not a tensor without a name")
+    raise ValueError("the answer is not one whole, unnamed tensor")
 
 
 def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:

@@ -211,7 +211,7 @@ def sharding(spec: Spec, mesh: Mesh | None, *, tensor: str, file: str) -> Shardi
     if mesh is None or spec.placed is None or len(spec.placed) != len(mesh.shape):
         raise PlacementError(
             f"{file}: {tensor} is on a device mesh from a torch release whose format this "
-            "syncd does not know: report this as a bug of syncd, and keep the save"
+            "syncd does not know. Report this as a bug of syncd, and keep the save"
         )
     if spec.shape is None or spec.told_shape != spec.shape:
         raise ShardFormatError(f"{file}: '{tensor}' is a DTensor whose global shape cannot be read")
@@ -226,7 +226,7 @@ def sharding(spec: Spec, mesh: Mesh | None, *, tensor: str, file: str) -> Shardi
     if spec.unordered and len(cut) > len(set(cut)):
         raise PlacementError(
             f"{file}: {tensor} has one dimension that is sharded by several mesh "
-            "dimensions, but torch before 2.5 does not save the order of these cuts: save "
+            "dimensions, but torch before 2.5 does not save the order of these cuts. Save "
             "with a newer torch"
         )
     if mesh.coordinate is None:

@@ -366,7 +366,7 @@ def load_inert(data: bytes, where: str, *, intact: bool) -> object:
         # Any error comes from the bytes: nothing else takes part, not even a disk.
         raise ShardFormatError(
             f"{where} has a pickle that cannot be read ({type(error).__name__}: "
-            f"{shown(str(error))}): save the file again"
+            f"{shown(str(error))}). Save the file again"
         ) from error
 
 

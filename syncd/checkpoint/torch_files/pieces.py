@@ -122,7 +122,7 @@ def check_name(name: object, where: str) -> str:
     if name.endswith(_FLAT_PARAMETER) and name.rpartition(".")[2] == _FLAT_PARAMETER:
         raise PlacementError(
             f"{where}: {shown(name)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT), which "
-            "does not contain the names of its tensors: save with "
+            "does not contain the names of its tensors. Save with "
             "StateDictType.SHARDED_STATE_DICT"
         )
     return name
@@ -162,7 +162,7 @@ class _Reader:
             case ShardedTensorRef():
                 return self._sharded(name, value)
         raise self._wrong(
-            name, f"is a {type(value).__name__}, not a tensor: leave it out of the save"
+            name, f"is a {type(value).__name__}, not a tensor. Leave this entry out of the save"
         )
 
     def bare(self, name: str, value: object) -> Piece:
@@ -211,7 +211,7 @@ class _Reader:
             if not isinstance(local, TensorRef) or not isinstance(told, Inert):
                 raise PlacementError(
                     f"{self._where}: {shown(name)} is a ShardedTensor whose chunks are not tensors "
-                    "(FSDP1 on top of another sharding), which syncd does not merge: build FSDP "
+                    "(FSDP1 on top of another sharding), which syncd does not merge. Build FSDP "
                     "with a device_mesh, or use fully_shard"
                 )
             part = self._part(name, local)
@@ -239,7 +239,7 @@ class _Reader:
         if not isinstance(storage, StorageRef) or shape is None or stride is None:
             raise self._wrong(name, "is a tensor that cannot be read")
         if tensor.bits:
-            fault = "is a negated or conjugated view: save the result of resolve_neg()"
+            fault = "is a negated or conjugated view. Save the result of resolve_neg()"
             raise self._wrong(name, f"{fault} or resolve_conj()")
         dtype = self._dtype(name, tensor)
         if (shape, stride) not in self._contiguous:

@@ -137,7 +137,7 @@ class ShardFile:
         record = self.records.get("data.pkl")
         if record is None or record.size > PICKLE_LIMIT:
             raise ShardFormatError(
-                f"{self.path} has no data.pkl, or its data.pkl is larger than 256 MiB: save "
+                f"{self.path} has no data.pkl, or its data.pkl is larger than 256 MiB. Save "
                 "the file again"
             )
         data = self._storage.pread_all(self.fd, record.size, record.offset)
