@@ -273,7 +273,8 @@ class Member(Generic[Report]):
             SaveFailedError: the daemon has refused the save.
             WaitTimeoutError: the step was not published within ``timeout``.
             InvalidSettingsError: this participant is an explorer, but a trainer is running, or
-                another explorer follows the job and would load the step too.
+                another explorer follows the job and would load the step too. Or the daemon follows
+                the pointer from which the trainer resumes.
         """
         if step is None:
             return self._versions.newest()
@@ -289,6 +290,7 @@ class Member(Generic[Report]):
                     self._versions.check_on_disk(step)
                     is_on_disk = True
                 if self._versions.pointed() != step:
+                    self._versions.check_may_point(step)
                     self._point(step)
                 if self._versions.is_refused(step):
                     raise SaveFailedError(

@@ -13,13 +13,21 @@ from syncd.coordination.holds import Holds
 from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.protocol.errors import (
     EngineMismatchError,
+    InvalidSettingsError,
     SaveNotReadyError,
     VersionGoneError,
 )
-from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, parse_pointer, receipt_name, shard_name
+from syncd.protocol.names import (
+    FULL_STATE_DICT,
+    RECEIPTS,
+    STATE_POINTER,
+    parse_pointer,
+    receipt_name,
+    shard_name,
+)
 from syncd.protocol.policy import Pull, Version, pull_decision
 from syncd.protocol.records import Receipt, SaveOutcome, SaveOutcomes, encode
-from syncd.protocol.reports import TrainerReport
+from syncd.protocol.reports import DaemonReport, TrainerReport
 from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import LONG_RECORD_LIMIT
 from syncd.storage.job import Job, daemon_hint
@@ -227,13 +235,32 @@ class Versions:
                 )
 
     def pointed(self) -> int | None:
-        """The step that the pointer names; None if the pointer names no step."""
+        """The step that the daemon's pointer names; None if the pointer names no step."""
         try:
-            return parse_pointer(self.job.storage.read(self.job.layout.state_pointer))
+            return parse_pointer(self.job.storage.read(self._pointer()))
         except OSError as error:
             if is_gone(error):
                 return None
             raise
+
+    def check_may_point(self, step: int) -> None:
+        """Check that the daemon follows the pointer that :meth:`point` writes.
+
+        Raises:
+            InvalidSettingsError: the daemon follows the pointer from which the trainer resumes.
+        """
+        pointer = self._pointer()
+        if pointer != self.job.layout.state_pointer:
+            raise InvalidSettingsError(
+                f"step {step} cannot be published on request: the daemon publishes the step that "
+                f"{pointer} names. The trainer resumes from this step, so syncd never changes that "
+                "file. Load the step with ExplorerHook.load_step, or start the daemon without "
+                "--pointer"
+            )
+
+    def _pointer(self) -> Path:
+        daemon = self.job.read(DaemonReport, self.job.layout.daemon_report)
+        return self.job.layout.root / (STATE_POINTER if daemon is None else daemon.pointer)
 
     def point(self, step: int) -> None:
         """Write the step into the pointer."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import CoreSchema, core_schema
 
 from syncd.checkpoint.tensor_rules import Cast
-from syncd.protocol.names import STATE_POINTER
+from syncd.protocol.names import STATE_POINTER, PointerName
 from syncd.protocol.records import LONGEST_LEASE_TIME, SHORTEST_LEASE_TIME, Names
 
 if TYPE_CHECKING:
@@ -119,9 +119,7 @@ class DaemonConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    pointer: Literal["latest_state_dict_iteration.txt", "latest_checkpointed_iteration.txt"] = (
-        STATE_POINTER
-    )
+    pointer: PointerName = STATE_POINTER
     tick: Annotated[Seconds, Field(gt=0, le=60)] = 1.0
     keep: Annotated[Count, Field(ge=1)] = 2
     deltas: Literal["auto", "on", "off"] = "auto"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 import unicodedata
-from typing import Final
+from typing import Final, Literal
 
 from syncd.protocol.errors import InvalidSettingsError
 
 STATE_POINTER: Final = "latest_state_dict_iteration.txt"
 CHECKPOINT_POINTER: Final = "latest_checkpointed_iteration.txt"
+#: The pointers that a daemon can follow.
+PointerName = Literal["latest_state_dict_iteration.txt", "latest_checkpointed_iteration.txt"]
 
 #: The folders of a step: one for the model that is published, one for the critic.
 ACTOR: Final = "actor"

@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from syncd.protocol.names import STATE_POINTER, PointerName
 from syncd.protocol.policy import SyncSettings, SyncStyle, Version
 from syncd.protocol.records import Names, Record, Seconds, Sequence, SessionId, Size, Step, Text
 
@@ -279,6 +280,7 @@ class DaemonReport(Record):
         release: the daemon's release; None if the release has no bench requests.
         names: the origin of the tensor names in LATEST's version; None if the hub's names and the
             trainer's names are the same.
+        pointer: the name of the pointer that this daemon follows.
     """
 
     session: str
@@ -295,4 +297,5 @@ class DaemonReport(Record):
     merge: MergeProgress | None = None
     release: Text | None = None
     names: Names | None = None
+    pointer: PointerName = STATE_POINTER
     time: float

@@ -12,7 +12,8 @@ from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from syncd.coordination import TrainerSynchronizer
 from syncd.coordination.member import Seams
-from syncd.protocol.errors import SaveNotReadyError
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.errors import InvalidSettingsError, SaveNotReadyError
 from syncd.protocol.names import FULL
 from syncd.protocol.policy import RunningStatus, Version
 from tests.explorers import LONG, publish
@@ -64,6 +65,24 @@ def test_a_trainer_that_asks_for_a_step_that_is_not_on_disk_announces_nothing(
         with pytest.raises(SaveNotReadyError, match="step 99 is not on disk"):
             trainer.set_model_state_dict_with_step_num(99)
         assert trainer._me.record.step is None
+
+
+@pytest.mark.parametrize("ask", ["pull_step", "set_model_state_dict_with_step_num"])
+def test_the_pointer_from_which_a_trainer_resumes_is_never_changed(
+    job: SmallJob, hook: ExplorerHook, ask: str
+) -> None:
+    for step in (4, 8):
+        job.save(step, point=False)
+        (job.layout.step(step) / FULL).touch()  # else they are pruned
+    resumed_from = job.layout.checkpoint_pointer
+    job.put(resumed_from, b"8\n")
+    with job.daemon(DaemonConfig(pointer=resumed_from.name)) as loop:
+        loop.run_once()
+        with pytest.raises(InvalidSettingsError, match=rf"the step that {resumed_from} names"):
+            ASKS[ask](hook, 4)
+        assert ASKS[ask](hook, 8) is not None
+    assert resumed_from.read_text() == "8\n"
+    assert not job.layout.state_pointer.exists()
 
 
 def test_a_step_that_has_just_come_is_found_though_its_client_remembers_that_it_was_not_there(

@@ -88,6 +88,7 @@ class Reporter:
                 "merge": merge,
                 "release": __version__,
                 "names": self._publisher.naming.newest,
+                "pointer": self._publisher.config.pointer,
                 "time": 0.0,
             }
         )
