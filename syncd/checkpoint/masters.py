@@ -1,7 +1,7 @@
 """The weights of a full checkpoint in the model's dtype, if the published weights were cast.
 
-The full receipts name the files (``master_world_size_W_rank_R.pt``). If a folder was copied without
-its receipts, the names of the files count instead.
+The full checkpoint's own receipts ("full receipts") list these weights' files, which are called
+``master_world_size_W_rank_R.pt``. Without receipts, syncd looks for files with such names.
 """
 
 from __future__ import annotations
