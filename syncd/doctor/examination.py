@@ -40,7 +40,7 @@ class Deadlines(NamedTuple):
 
     @property
     def probe(self) -> float:
-        """The time limit in seconds of one probe, which measures in two directions."""
+        """The time limit of one probe, in seconds: a look and an answer in each direction."""
         return 2 * (self.look + self.answer)
 
 
