@@ -41,7 +41,7 @@ class Instance:
         reads: files and folders that the unit must be able to read.
         groups: supplementary groups.
         command: syncd's arguments; empty to keep the arguments in the template.
-        check: the arguments of the check of the configuration before a reload; empty for none.
+        check: syncd's arguments to check the configuration before a reload; empty for no check.
         hang_time: after how many seconds without progress the daemon ends itself; None to keep the
             template's timeout.
     """
