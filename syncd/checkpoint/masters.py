@@ -30,8 +30,8 @@ from syncd.storage.fsio import Storage
 def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedWeights:
     """Replace cast weights by the weights in the model's dtype.
 
-    The result is ``save`` itself if its weights were not cast, and for a LoRA model, because no
-    file holds a whole LoRA model in the model's dtype.
+    The result is ``save`` itself if its weights were not cast. The same holds for a LoRA model,
+    because no file holds a whole LoRA model in the model's dtype.
 
     Raises:
         SaveNotReadyError: the weights in the model's dtype, or the full receipts, are not whole.
