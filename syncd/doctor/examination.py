@@ -252,7 +252,7 @@ class Examination:
 
 
 def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
-    """Call ``work`` in a thread, because a call that hangs in storage cannot be ended.
+    """Call ``work`` in a thread, so that this function can give up if ``work`` hangs in storage.
 
     ``until`` returns the deadline, which can change while the work runs.
     """
