@@ -77,7 +77,7 @@ class Control:
     def roll_back(self, sequence: int) -> int | str:
         """Publish an old version again, as LATEST under a new sequence.
 
-        Later saves, and a newest save that was not published yet, are published as usual. To keep
+        Later saves, and the newest save if it is not published yet, are published as usual. To keep
         serving the old weights, call :meth:`pause` first.
 
         Returns the sequence of the new version. If no daemon has answered, returns a message for
