@@ -81,7 +81,7 @@ def is_untouched(text: str) -> bool:
 
 
 def program() -> tuple[str, ...]:
-    """The words of the ``syncd`` command of this Python interpreter."""
+    """The words that run ``syncd`` with this Python interpreter on a command line."""
     script = Path(sysconfig.get_path("scripts")) / "syncd"
     return (str(script),) if os.access(script, os.X_OK) else (sys.executable, "-m", "syncd")
 
