@@ -5,5 +5,5 @@
   that the pieces make a whole model.
 - :mod:`~syncd.checkpoint.merging.merge` copies the bytes.
 
-Functions that read or write storage raise OSError if storage fails, even if they do not say so.
+If storage fails, any function that uses it raises OSError, even if its docstring does not say so.
 """

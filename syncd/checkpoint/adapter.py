@@ -77,7 +77,7 @@ class AdapterConfig(pydantic.BaseModel):
     Attributes:
         peft_type: PEFT's method, e.g. ``LORA``. PEFT loads no adapter without this key.
         bias: the base model's biases that the adapter trains: ``none``, ``all`` or ``lora_only``.
-        base_model_name_or_path: None or empty if the trainer made the base model from a config.
+        base_model_name_or_path: the base model; None or empty if it was made from a config.
     """
 
     model_config = pydantic.ConfigDict(frozen=True)
@@ -117,7 +117,7 @@ class Adapter:
     Attributes:
         name: the adapter's name. None if the tensors have the names of PEFT's files.
         modules: the names of the modules that the adapter changes.
-        prefix: :data:`PREFIX` if the names lack it (a model outside a PeftModel); else empty.
+        prefix: put before each saved name: :data:`PREFIX` if the tensors' names lack it, or empty.
         others: the names of the other adapters in the state dict.
     """
 
@@ -182,7 +182,7 @@ def is_peft_model(names: Iterable[str]) -> bool:
 def find_adapter(names: Iterable[str]) -> Adapter | None:
     """The LoRA adapter of a state dict with these names; None if there is no LoRA adapter.
 
-    Of several adapters, the result is ``default``, which PEFT saves directly into the folder.
+    If there are several adapters, the result is the adapter with the name ``default``.
 
     Raises:
         CheckpointError: there are several adapters, and none is ``default``; the PeftModel is

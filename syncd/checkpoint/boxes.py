@@ -68,7 +68,7 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, part: Box) -> list[Box]:
-    """Subtract a part from the box around it: disjoint boxes, at most two for each dimension."""
+    """The rest of ``box`` without ``part``: disjoint boxes, at most two for each dimension."""
     left = []
     offsets, shape = list(box.offsets), list(box.shape)
     for dim, (begin, size) in enumerate(zip(*part, strict=True)):

@@ -252,7 +252,7 @@ def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
 
 @contextmanager
 def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
-    """Let a CheckpointError of the ``with`` block pass only if the save has not changed."""
+    """Turn a CheckpointError of the block into SaveNotReadyError if the save has changed."""
     try:
         yield
     except CheckpointError:
@@ -400,7 +400,7 @@ class FreeSpace:
     ) -> None:
         """Refuse a merge if its result does not fit on the disk.
 
-        A quota that the filesystem does not report is not checked: the merge fails later.
+        If the filesystem does not report a quota, a merge that exceeds the quota fails later.
 
         Raises:
             NoRoomError: there is not enough space for this save's version.

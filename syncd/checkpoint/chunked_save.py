@@ -71,7 +71,8 @@ def open_dcp(given: Opening) -> ChunkedSave:
 
     Raises:
         ShardFormatError: a file cannot be read, or contradicts the metadata.
-        PlacementError, CoverageError: the metadata, or a chunk, cannot be merged.
+        PlacementError: a tensor is a flat parameter of FSDP1.
+        CoverageError: a chunk is in no file, or its dtype or shape contradicts the metadata.
         CheckpointError: syncd cannot find out which tensors are the model's.
     """
     path = given.actor / DCP_METADATA
@@ -141,7 +142,7 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
         ShardFormatError: a file is not a whole safetensors file, or lacks the places of its chunks.
         PlacementError: a tensor is a flat parameter of FSDP1.
         CoverageError: two files disagree about a tensor.
-        CheckpointError: no name begins with the prefix, or the save holds more than a model.
+        CheckpointError: no name begins with the prefix, or there is an optimizer but no prefix.
     """
     prefix = given.prefix or ""
     found: dict[str, list[Chunked]] = {}
@@ -205,7 +206,7 @@ def _indexes(
     parts: Sequence[Mapping[str, Sequence[Local]]],
     whole: Mapping[str, tuple[str, Shape]],
 ) -> list[ShardIndex]:
-    """The parts in each file.
+    """The index of each file, made from the parts that the file holds.
 
     The first index lists all tensors, so that the plan keeps the order of their names, and detects
     tensors that have no part in any file.

@@ -86,7 +86,7 @@ class SaveContents:
         )
 
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
-        """The sources for the plan; if the shards hold an adapter, only this adapter's records."""
+        """The open files for the plan. For an adapter, they list only the adapter's records."""
         if opened.full is not None:
             return [SourceFile(opened.full.path, opened.full.fd)]
         if self.adapter is None:

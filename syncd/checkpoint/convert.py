@@ -199,7 +199,7 @@ def convert_step(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Manifest | None:
-    """Merge a full checkpoint into its ``huggingface/`` folder; None for shards of a LoRA adapter.
+    """Merge a full checkpoint into ``huggingface/``; return the manifest, or None for an adapter.
 
     The files are made in a temporary folder and renamed into ``huggingface/``: first
     ``manifest.json``, then the weights, last the index. If the call is cut off, ``huggingface/``
@@ -260,7 +260,7 @@ def _is_full(job: Job, step: int) -> bool:
 
 
 def _has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:
-    """True if a ``huggingface/`` folder has a save's weights, or whole weights of the trainer."""
+    """True if ``folder`` has weights that a merge of ``save`` wrote, or the trainer's own model."""
     try:
         manifest = read_manifest(storage, folder)
     except RecordError:

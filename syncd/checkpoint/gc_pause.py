@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turn the garbage collector off in a ``with`` block: collections would take half the time.
+    """Turn garbage collection off in a ``with`` block, because it would take half the block's time.
 
     All threads share the collector. If several threads are in such blocks, the first thread that
     leaves can turn the collector on again. Then the other threads run slower.

@@ -1,7 +1,7 @@
 """The weights of a full checkpoint in the model's dtype, if the published weights were cast.
 
-The full receipts name the files (``master_world_size_W_rank_R.pt``). If a folder was copied without
-its receipts, the names of the files count instead.
+The full checkpoint's own receipts ("full receipts") list these weights' files, which are called
+``master_world_size_W_rank_R.pt``. Without receipts, syncd looks for files with such names.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from syncd.storage.fsio import Storage
 def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedWeights:
     """Replace cast weights by the weights in the model's dtype.
 
-    The result is ``save`` itself if its weights were not cast, and for a LoRA model, because no
-    file holds a whole LoRA model in the model's dtype.
+    The result is ``save`` itself if its weights were not cast. The same holds for a LoRA model,
+    because no file holds a whole LoRA model in the model's dtype.
 
     Raises:
         SaveNotReadyError: the weights in the model's dtype, or the full receipts, are not whole.

@@ -102,7 +102,7 @@ def says_tied(config: object) -> bool:
     """True if the content of a ``config.json`` sets ``tie_word_embeddings``.
 
     The result is False if the value in ``text_config`` differs, because readers disagree on which
-    value counts. A missing key is ignored, because a config file leaves out the class's defaults.
+    value counts. One of the two values may be missing, because a config file leaves out defaults.
     """
     told = []
     while isinstance(config, dict):

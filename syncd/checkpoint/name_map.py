@@ -169,7 +169,7 @@ class NameMap:
     def trainer(self, hub_name: str) -> list[TrainerPart]:
         """The places of a hub's tensor in the trainer's tensors, in the order of the hub's rows.
 
-        The result is empty if only the trainer's model has this name.
+        If only the trainer's model has a tensor of this name, the result is empty.
         """
         found = self._of_hub.get(hub_name)
         if found is not None:

@@ -30,8 +30,8 @@ class Shard:
 class StridedShard:
     """The mesh dimension splits the tensor along ``dim``, after other mesh dimensions.
 
-    The mesh dimensions to its right have already cut ``dim`` into ``split_factor`` blocks. FSDP2
-    records this placement for tensors that tensor parallelism has already cut.
+    Mesh dimensions to the right of this one have already cut ``dim`` into ``split_factor`` blocks.
+    FSDP2 records this placement for tensors that tensor parallelism has already cut.
     """
 
     dim: int

@@ -24,9 +24,9 @@ def republish(
 ) -> None:
     """Fill a folder with a published version's files, sync the folder, and write the manifest last.
 
-    The files are linked, or copied if this storage has no hard links. The files of a version never
-    change, so it does not matter which version is deleted first. No other process may read
-    ``folder``, and the caller must sync its parent.
+    The files are linked, or copied if this storage has no hard links. The two versions can share
+    files, because no file of a version ever changes. No other process may read ``folder``, and the
+    caller must sync its parent.
 
     Raises:
         VerificationError: a file's size differs from the size in the manifest.

@@ -51,7 +51,7 @@ class SafetensorsFile:
 
     Attributes:
         path: the path of the file when it was opened.
-        signature: the signature of the file when it was opened.
+        signature: :func:`~syncd.storage.fsio.signature` of the file when it was opened.
         header: the first bytes of the file: the header's length and its JSON.
         entries: the tensors in the order of their bytes.
     """
@@ -93,7 +93,7 @@ class SafetensorsFile:
     def told_content(self) -> str | None:
         """The header's :func:`content_digest`, in hexadecimal digits; None if it is missing.
 
-        The header is not parsed, because it may be untrusted: only the usual place is searched.
+        The header may be untrusted, so only its beginning is searched, and nothing is parsed.
         """
         told = _TOLD.match(self.header, 8)
         return told[1].decode() if told is not None else None

@@ -116,7 +116,7 @@ def _field(name: str, field: object, where: str) -> HeaderEntry:
 def checked_entry(
     name: object, dtype: object, shape: object, begin: object, end: object
 ) -> HeaderEntry | None:
-    """An entry with these values; None if a value is not valid, or the length does not fit."""
+    """An entry with these values; None if a value is invalid, or the bytes do not fit the shape."""
     sizes = shape_of(shape)
     if (
         isinstance(name, str)

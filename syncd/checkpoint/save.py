@@ -82,7 +82,7 @@ class Unfinished:
 
     @property
     def known_as(self) -> str | None:
-        """The key under which a wait for a remote path is recorded; None for any other state."""
+        """The daemon's key for a folder that still lacks a remote path; None for other folders."""
         return "no-remote-path" if self.awaits_path else None
 
 
@@ -104,7 +104,7 @@ class _WholeSave:
 
     @property
     def known_as(self) -> str:
-        """The key under which the save is recorded."""
+        """The key under which the daemon records this save's outcome."""
         return self.identity
 
     def vouched(self) -> dict[str, ReceiptFile]:
@@ -139,7 +139,7 @@ class FullStateDict(_WholeSave):
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter(_WholeSave):
-    """The adapter in ``lora_adapter/``, with or without files beside that folder."""
+    """The adapter in ``lora_adapter/``. Other weights may be beside that folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def look_at_save(storage: Storage, actor: Path, step: int) -> Unfinished | Saved
 
 
 def confirm_unchanged(storage: Storage, actor: Path, save: Unfinished | SavedWeights) -> None:
-    """Examine a save again, and open its files again by name.
+    """Check that ``actor`` still holds this save, unchanged.
 
     Raises:
         SaveNotReadyError: the folder now holds another save, or the save is no longer whole.

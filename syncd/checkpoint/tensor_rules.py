@@ -73,7 +73,7 @@ def is_offset(value: object) -> TypeGuard[int]:
 
 
 def name_fault(name: object) -> str | None:
-    """The fault of a tensor's name, for the end of a sentence; None if the name is valid."""
+    """The fault of a tensor's name, as a verb phrase for an error message; None if it is valid."""
     if not isinstance(name, str):
         return "is a key that is not text"
     if name.isascii() and name.isprintable() and len(name) <= NAME_LIMIT and name != METADATA:

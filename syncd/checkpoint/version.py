@@ -171,7 +171,7 @@ def copy_file(
     told: Mapping[str, TensorEntry],
     cancel: Check,
 ) -> None:
-    """Copy and verify one file of a version, as :func:`copy_version` does.
+    """Copy and verify one file as :func:`copy_version` does; ``told`` has its tensors' entries.
 
     Raises:
         VerificationError: the file is missing, or differs from the manifest.

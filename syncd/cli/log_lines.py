@@ -102,7 +102,7 @@ class Flood(logging.Filter):
 
 
 class _Lines(logging.StreamHandler):  # type: ignore[type-arg] # generic in its stub alone
-    """The handler that :func:`set_up` makes. A second call changes only this handler."""
+    """A class of its own, so that :func:`set_up` finds the handler that it made before."""
 
 
 def set_up(form: str = "human", level: str = "info") -> None:

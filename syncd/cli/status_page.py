@@ -220,7 +220,7 @@ def _done(counters: dict[str, int]) -> str:
 
 
 def _counted(name: str) -> str:
-    """A counter's name in words. As in the log, a retired and deleted version is "pruned"."""
+    """A counter's name in words. Retired versions are called "pruned", as in the log."""
     return "versions pruned" if name == "versions_retired" else name.replace("_", " ")
 
 

@@ -217,7 +217,7 @@ def _follower(
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder to make writable for the unit: ``path`` if it is a mount, else its parent."""
+    """The folder in which the unit must write to make ``path``: a mount itself, else the parent."""
     if path.is_mount():
         return path
     if path.parent == Path(path.anchor):

@@ -91,9 +91,9 @@ def changed_positions(
 ) -> Iterator[tuple[TensorEntry, NDArray[np.int64]]]:
     """The positions of all elements that any delta of a chain from ``base`` to ``target`` changes.
 
-    Use this for a tensor whose elements come from several versions of the chain: if you copy the
-    elements at these positions from a verified copy of the target, the whole tensor has the
-    target's values.
+    Use this to update a tensor whose elements may come from several versions from ``base`` on. If
+    you copy the elements at these positions from a verified copy of the target, the whole tensor
+    has the target's values.
 
     Yields:
         A tensor, and at most 2^20 ascending positions (int64) in the flattened tensor. A tensor may

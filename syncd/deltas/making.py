@@ -50,8 +50,7 @@ class DeltaChild:
     and reads the files. Nobody may delete the base while the child works.
 
     Attributes:
-        done: the bytes of the target's tensors that were compared so far. While this number grows,
-            the child works.
+        done: the bytes of the target's tensors that were compared so far.
         total: the bytes of all tensors of the target.
 
     Raises:

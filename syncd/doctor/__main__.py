@@ -1,4 +1,4 @@
-"""A helper of ``syncd doctor``: ``python -m syncd.doctor JOB ROOM NUMBER PARENT``, on one host."""
+"""A helper process of ``syncd doctor``: ``python -m syncd.doctor JOB ROOM NUMBER PARENT``."""
 
 from __future__ import annotations
 

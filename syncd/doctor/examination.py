@@ -40,7 +40,7 @@ class Deadlines(NamedTuple):
 
     @property
     def probe(self) -> float:
-        """The time limit in seconds of one probe, which measures in two directions."""
+        """The time limit of one probe, in seconds: a look and an answer in each direction."""
         return 2 * (self.look + self.answer)
 
 
@@ -252,7 +252,7 @@ class Examination:
 
 
 def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
-    """Call ``work`` in a thread, because a call that hangs in storage cannot be ended.
+    """Call ``work`` in a thread, so that this function can give up if ``work`` hangs in storage.
 
     ``until`` returns the deadline, which can change while the work runs.
     """

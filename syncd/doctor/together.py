@@ -100,7 +100,7 @@ def seen(pair: tuple[Party, Party], room: str, limit: float, lease_time: float) 
 
 
 def remembered(pair: tuple[Party, Party], room: str, limit: float) -> Finding:
-    """Measure the delay of a client's caches: of a status, a listing and a missing name."""
+    """Measure for how long a client's caches show an old status, listing or missing name."""
     late: dict[str, list[float | None]] = {"a status": [], "a listing": [], "a new name": []}
     limit = min(limit, _MEMORY)
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
@@ -126,7 +126,7 @@ def remembered(pair: tuple[Party, Party], room: str, limit: float) -> Finding:
 
 
 def asked(pair: tuple[Party, Party], room: str) -> Finding:
-    """Check that a client asks the server again after its own change, as Storage.refresh needs."""
+    """Check that a client's own change to a folder makes its caches ask the server again."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"

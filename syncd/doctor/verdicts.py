@@ -132,7 +132,7 @@ def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) 
 def owner(made: tuple[int, int], us: tuple[int, int]) -> Finding:
     """Judge whether new files belong to this user, with the requested permissions.
 
-    ``made`` and ``us`` are pairs of a user and the user's permissions.
+    ``made`` has the owner of a new file, and the owner's permissions; ``us`` the expected values.
     """
     if made[0] != us[0]:
         return warn(
@@ -186,8 +186,8 @@ def race(
 def replaced(counts: Sequence[Mapping[str, int]]) -> Finding:
     """Judge whether a reader always finds a file whole while the file is being replaced.
 
-    ``counts`` has the numbers of each reader's reads, by their result. ``stale`` is harmless: the
-    file must be opened again. ``different`` means changed since the previous read.
+    ``counts`` has each reader's number of reads, by result. ``stale`` (ESTALE) is harmless, because
+    a reader can open the file again. ``different`` means other content than the previous read.
     """
     kinds = ("read", "missing", "torn", "stale", "different")
     total = {kind: sum(one.get(kind, 0) for one in counts) for kind in kinds}

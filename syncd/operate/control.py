@@ -55,8 +55,9 @@ class Control:
     def pause(self) -> str:
         """Stop publishing and pruning until :meth:`resume` is called.
 
-        A merge that has begun is finished before the daemon confirms the pause. If a daemon has
-        built a version and dies before LATEST names it, the next daemon may still publish it.
+        A merge that has begun is finished before the daemon confirms the pause. If a daemon dies
+        before LATEST names a version that it has built, the next daemon may publish this version
+        despite the pause.
 
         Returns a message for the user if no daemon has answered, else an empty string.
         """
@@ -76,7 +77,7 @@ class Control:
     def roll_back(self, sequence: int) -> int | str:
         """Publish an old version again, as LATEST under a new sequence.
 
-        Later saves, and a newest save that was not published yet, are published as usual. To keep
+        Later saves, and the newest save if it is not published yet, are published as usual. To keep
         serving the old weights, call :meth:`pause` first.
 
         Returns the sequence of the new version. If no daemon has answered, returns a message for

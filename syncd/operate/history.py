@@ -25,7 +25,7 @@ class Live:
     """An explorer's load of a version.
 
     Attributes:
-        time: about when, in seconds since the epoch by the daemon's clock; None if not recorded.
+        time: an approximate time in seconds since the epoch, by the daemon's clock; or None.
         seconds: the time from the update of LATEST to the load; None if unknown.
         pause: for how many seconds the engine did not serve during the load, if reported.
         delta_bytes: the bytes of the deltas that the explorer read instead of the version's files.

@@ -41,7 +41,7 @@ class Instance:
         reads: files and folders that the unit must be able to read.
         groups: supplementary groups.
         command: syncd's arguments; empty to keep the arguments in the template.
-        check: the arguments of the check of the configuration before a reload; empty for none.
+        check: syncd's arguments to check the configuration before a reload; empty for no check.
         hang_time: after how many seconds without progress the daemon ends itself; None to keep the
             template's timeout.
     """
@@ -81,7 +81,7 @@ def is_untouched(text: str) -> bool:
 
 
 def program() -> tuple[str, ...]:
-    """The words of the ``syncd`` command of this Python interpreter."""
+    """The words that run ``syncd`` with this Python interpreter on a command line."""
     script = Path(sysconfig.get_path("scripts")) / "syncd"
     return (str(script),) if os.access(script, os.X_OK) else (sys.executable, "-m", "syncd")
 

@@ -60,8 +60,8 @@ class Jobs:
     def overview(self) -> dict[str, Any]:
         """The status of all jobs: ``now``, in seconds since the epoch, and the list ``jobs``.
 
-        ``status`` is the output of ``syncd status --json``, or null before the first answer. The
-        keys ``read`` and ``silent_since`` are those of :class:`LastRead`.
+        Each job has ``status``, which is the output of ``syncd status --json``, or null before the
+        first answer; and ``read`` and ``silent_since``, which are those of :class:`LastRead`.
         """
         jobs = self._current()
         for job in jobs:

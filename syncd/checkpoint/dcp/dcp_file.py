@@ -39,7 +39,7 @@ class DcpFile:
     """An open ``.distcp`` file whose items are looked up one by one.
 
     The caller must close it. It owns its descriptor, and reads all bytes through this descriptor.
-    The merge checks the bytes of the tensors.
+    It does not check the bytes of the tensors, because the merge checks them.
 
     Attributes:
         path: the path of the file when it was opened.

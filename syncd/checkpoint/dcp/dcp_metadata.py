@@ -163,7 +163,7 @@ def _place(name: str, place: Inert, where: str) -> _Place:
 
 
 def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> None:
-    """Refuse overlapping items. In FileSystemWriter's second format, all items begin at 0."""
+    """Refuse overlapping items. So torch's format in which all items begin at 0 is refused too."""
     before, end, other = "", 0, ""
     for file, at, length, name in sorted(places):
         if file == before and at < end:
@@ -245,10 +245,10 @@ def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: st
 
     - With a prefix: the tensors whose names begin with the prefix, which is cut off.
     - With an empty prefix: the tensors at the top level.
-    - With None: the tensors of the only parent that can be a model. Parents
-      with names of optimizers, schedulers, data loaders and the like do not count. The top level
-      does not count if it has only scalars beside a dict of tensors. If several parents remain, the
-      parent called ``model`` counts.
+    - With None: the tensors of the only parent that can be a model. Parents with names of
+      optimizers, schedulers, data loaders and the like do not count. If there are other parents,
+      a top level with only scalars does not count either. If several parents remain, but not the
+      top level, the parent called ``model`` counts.
 
     Raises:
         CheckpointError: the model has no tensors, or several dicts may be the model's.

@@ -1,7 +1,7 @@
 """Casting tensors with torch, in a child process.
 
 This process never imports torch. It exchanges bytes with the child through shared memory. Each
-thread has two slots in this memory. It fills or empties one slot while the child uses the other.
+thread has two slots in this memory, and uses one slot while the child uses the other.
 """
 
 from __future__ import annotations

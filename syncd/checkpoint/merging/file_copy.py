@@ -4,8 +4,8 @@ Each range is written in the cheapest possible way (``docs/performance.md`` has 
 
 - With reflinks (XFS, btrfs, NFS 4.2), the output file *shares* blocks with the shard, and nothing
   is copied. Such a range must begin at a page in both files, so our trainer hook and the merge
-  begin large tensors at pages. Blocks of a file that another trainer may still change are not
-  shared.
+  begin large tensors at pages. Only shards with receipts of our hook are shared, because another
+  trainer may still change its shards.
 - The kernel copies the bytes (``Storage.copy_range``) if a file server can do the copy and nothing
   is computed from the bytes.
 - Otherwise the bytes are copied through a buffer.
@@ -180,7 +180,7 @@ class FileCopy:
                 self._flush()
 
     def _cast(self, tensor: PlannedTensor, hasher: xxhash.xxh3_128 | None) -> None:
-        """Copy a tensor through the child that casts; small tiles also pass through the buffer."""
+        """Cast a tensor in the child, and write the result."""
         assert self._caster is not None  # noqa: S101 - run_plan requires it
         stream = self._compared(tensor)
         count = tensor.length // ITEMSIZE[tensor.dtype]

@@ -26,7 +26,7 @@ def unheard(done: int, total: int) -> None:
 def may_copy_remotely(fd: int) -> bool:
     """True if the kernel can ask a file server to copy into this file (NFS 4.2, SMB).
 
-    It is False for a block device, where the kernel itself copies page by page.
+    False if the file's ``st_dev`` is a block device, because the kernel then copies page by page.
     """
     return os.major(os.fstat(fd).st_dev) == 0
 

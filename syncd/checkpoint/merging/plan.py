@@ -28,7 +28,7 @@ class Duplicate(NamedTuple):
     """A tensor whose bytes must equal the bytes of a planned tensor.
 
     ``tied`` is the name of a tensor that is left out because it is tied to the planned tensor. It
-    is None if this is the planned tensor itself in another rank's file.
+    is None if the duplicate is the planned tensor itself, in another rank's file.
     """
 
     tied: str | None

@@ -39,7 +39,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """An open file as a source: without CRC-32s, or with only the records to read and check."""
+    """An open file as a source. ``records`` may list only the records that the merge needs."""
 
     path: Path
     fd: int

@@ -221,10 +221,10 @@ class _Tiling:
         self._labels = labels
 
     def parts(self, blocks: list[Block], dim: int, rows: int) -> tuple[Part, ...]:
-        """The bytes, in order, of blocks with the same offsets and sizes before ``dim``.
+        """The bytes, in order, of blocks that are equal in all dimensions before ``dim``.
 
-        The blocks must differ in offsets or shape. ``rows`` is the product of the blocks' sizes
-        from the dimension that was cut last (else dimension 0) to the dimension before ``dim``.
+        The blocks must differ in ``dim`` or later. If their bytes are interleaved, ``rows`` is the
+        number of turns of the :class:`Weave`.
         """
         if dim == len(self._shape):
             if not blocks:

@@ -40,8 +40,8 @@ class ChildProcess:
 
     ``run()`` of ``module`` finds the ``arguments`` in ``sys.argv[2:]``. ``where`` (a file) and
     ``task`` (a verb) are for messages. The child inherits the descriptors ``pass_fds``. ``cancel``
-    is called every 50 ms while the child works, and raises an error to stop. The argument
-    ``cancel`` of a method replaces it for the call. ``wall_seconds`` is the longest time for an
+    is called every 50 ms while the child works, and raises an error to stop. A method that
+    gets its own ``cancel`` calls that one instead. ``wall_seconds`` is the longest time for an
     answer, in case the machine hangs.
 
     Raises:

@@ -162,7 +162,7 @@ class IsolatedParser:
     ) -> T:
         """Send bytes to the child, and pass the rows of the answer to ``read``.
 
-        If ``read`` raises a ValueError, the child is killed.
+        If ``read`` raises ValueError, the answer is invalid, so the child is killed.
         """
         try:
             child = self._child or self._start(where)
@@ -253,7 +253,7 @@ class IsolatedParser:
         raise wire.ERRORS[kind](f"{where}{separator}{message}")
 
     def _fault(self, error: EndedError) -> str:
-        """The effect of the file on the child, for the end of a sentence."""
+        """End the child; return the harm that the file did, as a verb phrase for a message."""
         limits = self._limits
         assert self._child is not None  # noqa: S101 - for the type checker
         status = self._child.end()

@@ -66,7 +66,7 @@ Row = Any
 
 
 def asked(word: str | None, data: bytes) -> bytes:
-    """The content of a request that has a word before its bytes."""
+    """The content of a request: a word (a tensor's name, or a prefix), then the bytes."""
     return json.dumps(word).encode() + b"\n" + data
 
 

@@ -171,7 +171,7 @@ class Spec(NamedTuple):
     """The recorded layout of a DTensor, without the mesh. An unreadable attribute is None.
 
     Attributes:
-        told_shape: the shape in the spec's ``tensor_meta``; else ``shape``.
+        told_shape: the shape in the spec's ``tensor_meta``; equal to ``shape`` if there is none.
         unordered: True if the torch release does not record the order of the placements.
         order: the ``shard_order``; None if there is none.
     """
@@ -264,7 +264,7 @@ def _is_number(value: object) -> TypeGuard[int]:
 
 
 def _order(spec: Mapping[Any, Any]) -> Order | None:
-    """A spec's ``shard_order``, or None. An unreadable order becomes an order that never fits."""
+    """A spec's ``shard_order``; None if missing; :data:`_UNREADABLE` if it cannot be read."""
     told = spec.get("shard_order")
     if told is None:
         return None

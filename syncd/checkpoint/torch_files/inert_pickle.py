@@ -133,14 +133,13 @@ class _StateDict(dict[Any, Any]):
 
 
 class _Call(_Sealed):
-    """A stand-in for a callable. ``BUILD`` could change a function, but not this object."""
+    """A stand-in for a callable. It is no plain function, because ``BUILD`` could change that."""
 
     __slots__ = ()
     __call__: Callable[..., object]
 
 
 def _call(function: Callable[..., object]) -> _Call:
-    """A stand-in with a class of its own, so that Python calls the function directly."""
     members = {"__slots__": (), "__call__": staticmethod(function)}
     made = type(function.__name__, (_Call,), members)()
     assert isinstance(made, _Call)  # noqa: S101 - for the type checker
@@ -333,7 +332,7 @@ class _Fast(_Loading, pickle.Unpickler):
 
 
 class _Frugal(_Loading, pickle._Unpickler):  # noqa: SLF001 - the only one without that array
-    """The unpickler in Python, which is ten times slower. Its memo is a dict."""
+    """The unpickler in Python: ten times slower, but its memo is a dict, which stays small."""
 
 
 class _Peekable(io.BytesIO):

@@ -34,12 +34,12 @@ class ShardFile:
     """An open shard file with a valid zip directory.
 
     The object owns its descriptor: close the object, or use it as a context manager. The object
-    reads all bytes through this descriptor, so renaming or deleting the file has no effect. The
-    merge checks the bytes of the tensors.
+    reads all bytes through this descriptor, so renaming or deleting the file has no effect. It
+    does not check the bytes of the tensors, because the merge checks them.
 
     Attributes:
         path: the path of the file when it was opened.
-        signature: the signature of the file when it was opened.
+        signature: :func:`~syncd.storage.fsio.signature` of the file when it was opened.
         directory_digest: xxh3-128 of the raw central directory, 32 hexadecimal digits.
         records: the zip's records by name, without torch's leading folder.
         has_crc: False if the trainer switched CRC-32 off, so that the CRC-32 of every record is 0.

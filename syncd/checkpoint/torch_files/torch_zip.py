@@ -193,7 +193,7 @@ def read_records(
 
 
 def _near(entries: Sequence[_Entry], nexts: Sequence[int], number: int) -> int:
-    """The end of the next local headers that lie close together and fit in the window."""
+    """The end of a read that begins at entry ``number`` and includes headers close after it."""
     begin = entries[number].header
     end = begin + _LOCAL.size + len(entries[number].name)
     for at in range(number + 1, len(entries)):
@@ -251,7 +251,7 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
 
 
 def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tuple[int, int, int]:
-    """``size``, ``packed``, ``header``: from the extra field if a value exceeds 32 bits."""
+    """``size``, ``packed``, ``header``; values over 32 bits are replaced from the extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
