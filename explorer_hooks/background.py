@@ -48,7 +48,7 @@ def follow(
         poll: seconds to wait after the first failure. Each further failure doubles the wait, up to
             4 s.
         is_away: called after a failure; True if the engine does not answer at all. Then the
-            function waits for the engine: a pull could read a whole version in vain.
+            function waits for the engine, because a pull could read a whole version in vain.
     """
     poll = min(poll, _LONGEST_PAUSE)
     seconds = poll

@@ -84,7 +84,7 @@ class Arriving(Generic[T]):
         self._digests: list[bytes] = []
 
     def fill_image(self, content: Tensor) -> None:
-        """Receive the whole transfer into one block of host memory, in the layout of the image."""
+        """Receive all tensors into ``content``, in host memory, at the offsets of :attr:`image`."""
         if self._group.device.type == "cpu":
             for _ in self._buckets(content):
                 pass

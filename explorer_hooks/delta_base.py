@@ -38,7 +38,7 @@ _SILENCE: Final = 10 * DELTA_SIGN
 
 @dataclass(frozen=True, slots=True)
 class DeltaBase:
-    """A held ``copy`` on this host, and the deltas, in order, that make a newer version from it."""
+    """A locked ``copy`` on this host, and the deltas, in order, that make a newer version of it."""
 
     copy: StagedCopy
     version: WholeVersion
@@ -89,7 +89,7 @@ class DeltaBases:
         why_no_room: Callable[[str], str | None],
         cancel: Callable[[], None],
     ) -> DeltaBase:
-        """Hold the copy that needs the fewest bytes of deltas to become the version.
+        """Find and lock the copy that becomes ``target`` with the fewest bytes of deltas.
 
         If the daemon is still making a delta from a copy on this host, wait for it, at most
         ``patience`` seconds. Do not wait if ``why_no_room`` returns a reason why the version does

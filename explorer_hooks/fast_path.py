@@ -50,7 +50,7 @@ class ExplorerBroadcasts:
         return self._engine.workers
 
     def meet(self, cancel: Cancellation) -> Transfer:
-        """Get the weight group of the last agreed broadcast, within the ``broadcast_timeout``."""
+        """Wait for the group of the agreed broadcast, at most ``broadcast_timeout`` seconds."""
         rendezvous, rank_offset = self._sync.rendezvous(cancel=cancel)
         save_id = SaveId.parse(rendezvous.save_id)
         if save_id is None:

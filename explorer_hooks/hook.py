@@ -420,7 +420,7 @@ class ExplorerHook:
             raise refused.error from refused.error.__cause__
 
     def _waits(self, step: int) -> bool:
-        """Whether to wait for a due sync; with broadcasts the answer depends on the trainer."""
+        """Whether to wait for a sync. If the trainer drives broadcasts: only if it requires one."""
         if self._fast_path is None:
             return True
         try:

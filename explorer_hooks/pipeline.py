@@ -153,7 +153,7 @@ class Pipeline:
             return self.version
 
     def ends_bench(self) -> None:
-        """If the held version is published, stop counting that version as an evaluation."""
+        """If the evaluated version is published, report it as served, not as an evaluation."""
         held = self.held
         if self._benches and held is not None and held.sequence:
             self._benches = False
@@ -269,11 +269,7 @@ class Pipeline:
         self._take(leased, cancel, benches=True)
 
     def _take(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
-        """Load a leased version into the engine; release the version if the load fails.
-
-        Before this call, in this order, the pull has read LATEST, created the lease (the empty file
-        ``leases/VERSION/EXPLORER.SESSION``), and read ``manifest.json``.
-        """
+        """Load a leased version into the engine; release the version if the load fails."""
         using = [leased]  # to release if the load fails
         blames = True
         try:

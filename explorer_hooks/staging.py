@@ -157,7 +157,7 @@ class Staging:
     def base(self) -> int | None:
         """The sequence of the last staged version, if deltas can be applied to its copy.
 
-        It is None if the copy was removed, or if the job is on the same filesystem as the copy.
+        It is None if the copy was removed, or has links to the job's files on the same filesystem.
         """
         copy = self._base
         try:

@@ -245,7 +245,7 @@ class WeightsReader:
 
 
 class _OpenFile(NamedTuple):
-    """An open file. ``memory`` is None if files are not mapped; tensors keep it alive."""
+    """An open file, whose tensors keep ``memory`` alive; None if files are not mapped."""
 
     file: SafetensorsFile
     entries: dict[str, HeaderEntry]

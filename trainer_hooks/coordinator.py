@@ -157,7 +157,7 @@ class CheckpointCoordinator:
         queue.raise_failure()
 
     def check_path(self, local_path: str | Path, global_step: int) -> None:
-        """Check that the daemon looks in ``local_path`` for the weights of ``global_step``.
+        """Check that the daemon would find a save of ``global_step`` in ``local_path``.
 
         Raises:
             InvalidSettingsError: the daemon looks for the step in another folder.

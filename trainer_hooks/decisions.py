@@ -38,9 +38,9 @@ class Plan(IntFlag):
     - ``SYNC``, ``FULL``: save the weights for explorers, or a full checkpoint. If both are set,
       they are one save, except if the sync is written to a memory folder.
     - ``COMPLETE``: extend the existing save of this step to a full checkpoint.
-    - ``AGAIN``: like ``COMPLETE``, but the weights are written again.
-    - ``HUGGING_FACE``: the full checkpoint also gets the full weights. Without ``FULL``, the full
-      weights are added to an existing full checkpoint.
+    - ``AGAIN``: like ``COMPLETE``, but the weights are written again, because files are missing.
+    - ``HUGGING_FACE``: the full checkpoint also gets the weights as a Hugging Face model. Without
+      ``FULL``, this model is added to an existing full checkpoint.
     - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the save is due, but the writer is busy, so the save
       stays due.
     - ``BROADCAST``: send the weights to the weight group that rank 0 has opened. In the decision

@@ -68,7 +68,7 @@ class Cadence:
         return self._passed is None or self._passed + 1 >= self._checkpoint_every
 
     def may_try(self) -> bool:
-        """Whether to try to broadcast this sync; each result False shortens the back-off by one."""
+        """Whether to broadcast this sync; each call that returns False shortens the back-off."""
         if not self._not_tried:
             return True
         self._not_tried -= 1
@@ -102,8 +102,8 @@ class TrainerBroadcasts:
     logged once with its reason. Then the step is saved as files. Not promised: that training
     continues if a collective of the trainer's own ranks fails.
 
-    Each rank counts the ``broadcasts`` and ``failures`` that it knows of. Only rank 0 has
-    ``explorers``.
+    The counts ``broadcasts`` and ``failures`` are exact only on rank 0, because the other ranks do
+    not learn of every failure. Only rank 0 has ``explorers``.
     """
 
     def __init__(
@@ -239,8 +239,8 @@ class WeightSender:
     - No rank waits in a collective that another rank has left: if the weight group fails, the
       remaining tensors are still gathered.
 
-    By default receivers check the ``digests`` of buckets only if the group is on the CPU. With
-    ``cast`` None the model's dtypes are kept.
+    With ``digests`` None, receivers check digests of the buckets only if the group is on the CPU.
+    With ``cast`` None, the model's dtypes are kept.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class WeightSender:
 
         Raises:
             BroadcastError: some receivers may lack the weights; raised only on rank 0. Leave the
-                group.
+                group, because it cannot be used any more.
             SaveFailedError: the ranks' tensors differ, or a tensor cannot be sent; raised on all
                 ranks. Leave the group.
             Exception: a gathering failed, perhaps only on this rank. The other ranks may still wait

@@ -251,7 +251,7 @@ class Planner:
     def _is_missed(self) -> bool:
         """Whether the last sync was only broadcast, and a stale explorer missed the broadcast.
 
-        This explorer waits for the next sync, while the trainer waits for its data.
+        Such an explorer waits for a sync, while the trainer waits for the explorer's data.
         """
         sent = self.last_sync
         return (

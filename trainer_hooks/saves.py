@@ -45,8 +45,8 @@ class Trained:
     Attributes:
         critic, critic_optimizer: another model, saved only in full checkpoints.
         sync_dtype: the dtype that explorers' weights are cast to; None to keep their dtype.
-        base_vocabulary: for a model with PEFT adapters, the number of tokens of the base model;
-            None if it is unknown.
+        base_vocabulary: the argument of :class:`~trainer_hooks.state.lora.PeftState`; not used
+            for a model without PEFT adapters.
     """
 
     model: nn.Module

@@ -182,7 +182,7 @@ class Outgoing:
         self._group.broadcast(told).wait()
 
     def _unless_failed(self, work: Callable[[], None]) -> None:
-        """Call ``work``, and keep its error until :meth:`end`, so that no rank hangs."""
+        """Call ``work``; keep an error until :meth:`end`, because the other ranks still gather."""
         if self.error is not None:
             return
         try:
@@ -201,7 +201,7 @@ class Buffers:
         self._made: deque[_BucketBuffer] = deque()
 
     def next(self, size: int, device: torch.device, source: torch.device) -> Tensor:
-        """Return ``size`` bytes of the next buffer, on ``device``, for data from ``source``."""
+        """Return ``size`` bytes of a buffer on ``device``; its data will come from ``source``."""
         buffer = self._made.popleft() if len(self._made) == AT_A_TIME else None
         if buffer is None or buffer.like != (device, source.type) or buffer.size < size:
             buffer = _BucketBuffer(size, device, source)

@@ -104,8 +104,8 @@ class WeightTaker(Protocol):
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Join the weight group with all workers, and take the weights of one transfer.
 
-        An engine that is already in this generation of the group stays in it. An engine that is in
-        an earlier generation leaves that one.
+        An engine that is already in the group of ``rendezvous`` stays in it. An engine that is in
+        an earlier group leaves that group first.
 
         Args:
             rendezvous: the record with the group's address.
@@ -113,8 +113,8 @@ class WeightTaker(Protocol):
             deadline: seconds to join the group. The transfer gets the same number of seconds.
 
         Raises:
-            BroadcastError: the engine has its old weights, and has left this generation of the
-                group. If the weights do not fit, ``__cause__`` is an EngineMismatchError.
+            BroadcastError: the engine has its old weights, and has left the group. If the
+                weights do not fit, ``__cause__`` is an EngineMismatchError.
             EngineBrokenError: the engine's weights are unknown.
         """
 

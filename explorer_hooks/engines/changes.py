@@ -1,7 +1,7 @@
 """Find the elements in which two versions differ, and write only these elements into tensors.
 
-The positions in a delta are not used. If a delta left an element out, that element would stay
-wrong, because no digest of the module is computed.
+Both versions are read and compared. The positions in a delta are not used: if a delta left an
+element out, that element would stay wrong unnoticed, because no digest of the module is computed.
 """
 
 from __future__ import annotations

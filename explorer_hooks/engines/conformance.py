@@ -69,7 +69,7 @@ class Subject:
         expected: returns the content that the engine must serve after it has loaded a version.
         kind: the kind of the versions.
         files: additional files in each version, by name.
-        names: the tensors' names. This matters only if ``files`` has a ``name_map.json``.
+        names: whose names ``tensors`` has; only used if ``files`` has a ``name_map.json``.
         all_or_nothing: whether a failed ``load`` changes nothing. If False, the engine only
             promises that the previous version can be loaded again.
     """

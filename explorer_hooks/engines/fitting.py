@@ -28,10 +28,9 @@ def tensor_specs(manifest: Manifest) -> dict[str, TensorSpec]:
 
 
 def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
-    """Check that an engine can load versions of this kind.
+    """Check that an engine can load versions of the kind of ``version``.
 
-    ``kinds`` are those that the engine can load: some of ``full``, ``adapter``, ``remote``. The
-    message names ``version``.
+    ``kinds`` are those that the engine can load: some of ``full``, ``adapter``, ``remote``.
 
     Raises:
         EngineMismatchError: the engine cannot load this kind. The message names a suitable engine.

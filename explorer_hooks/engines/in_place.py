@@ -141,7 +141,7 @@ def _read(reader: WeightsReader, batch: Sequence[_Part], check: Check) -> None:
 def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     """Group parts into batches of about equal size. A large part is cut along its first dimension.
 
-    Single reads are not listed, because a tensor cut along another dimension needs one per row.
+    A batch lists parts, not single reads, because a part can need one read for each row.
     """
     batch: list[_Part] = []
     size = 0

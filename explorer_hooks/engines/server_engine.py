@@ -409,7 +409,7 @@ class ServerEngine(ServerCalls):
         return True
 
     def _must(self, call: Callable[[], T]) -> T:
-        """Make a call; a refusal raises EngineBrokenError, because the version is not the cause."""
+        """Make a call; a refusal means a broken engine (EngineBrokenError), not a bad version."""
         try:
             return call()
         except ServerRefusedError as error:

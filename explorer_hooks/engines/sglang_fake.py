@@ -45,7 +45,7 @@ class FakeSGLang:
         model_path, weight_version: the folder and the label of the served model.
         adapters: maps each adapter's name to its path.
         loaded: the folders that were loaded, in order.
-        serves: maps each tensor's name to the last folder that it was loaded from, with ``knows``.
+        serves: tensor name → the folder it was last loaded from; empty without ``knows``.
         compiling: the number of requests that wait for a grammar. A paused server compiles none.
         aborted: the number of requests that were returned unfinished.
         faults: maps a request's path to the message of an answer that reports a failure.

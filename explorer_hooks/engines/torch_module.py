@@ -292,7 +292,7 @@ class TorchModule(InProcessEngine):
         return None
 
     def _holds_base(self, targets: list[Target]) -> bool:
-        """False if the module has changed since its last load; True if no last load is known."""
+        """False if the module changed since its last load, so that prepared changes do not fit."""
         return self._filled is None or self._filled.state == _state(targets)
 
     def _forget(self) -> None:
@@ -300,7 +300,7 @@ class TorchModule(InProcessEngine):
         self._prepared = self._changes = self._filled = None
 
     def _lock_to_look(self) -> AbstractContextManager[Any]:
-        """Return the lock for FSDP2: ``state_dict`` frees parameters that a forward needs."""
+        """The lock if FSDP2 is used: its ``state_dict`` frees parameters that a forward needs."""
         return self._lock if gathers(self._module) else nullcontext()
 
     @contextmanager

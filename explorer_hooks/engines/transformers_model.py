@@ -199,7 +199,7 @@ class TransformersModel(TorchModule):
 
 
 def _forget_prompts(module: Any, manager: Any) -> None:
-    """Drop the manager of continuous batching. The next ``generate_batch`` makes a new manager."""
+    """Drop continuous batching's manager, because its cache holds prompts of the old weights."""
     if manager.is_running():
         log.warning(
             "continuous batching runs while the weights change, so its output mixes old and new "

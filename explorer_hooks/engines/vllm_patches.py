@@ -40,7 +40,7 @@ class Worker:
         """The reason why this worker must load all elements; None if changed elements suffice.
 
         vLLM 0.32 can load changed elements only into weights that are stored as in the checkpoint.
-        Only the floating dtype of a weight may differ.
+        Only their floating dtype may differ from the checkpoint's.
         """
         config = self.vllm_config
         for is_so, why in (

@@ -61,8 +61,8 @@ class VLLMServer(ServerEngine):
     are returned unfinished. If the server has an adapter or will get one, ``keep`` works like
     ``wait``.
 
-    If a hook was killed during a load, the next hook keeps held requests, and does not finish them.
-    If they perhaps need an adapter, it aborts them.
+    If a hook was killed during a load, the next hook uses ``keep`` instead of ``wait``, because the
+    held requests would finish with unknown weights. If there may be adapters, it uses ``abort``.
 
     If the server was started with ``--weight-transfer-config '{"backend": "syncd"}'``, syncd's own
     weight transfer loads full models. Otherwise vLLM's ``reload_weights`` does. The server can take
@@ -74,7 +74,7 @@ class VLLMServer(ServerEngine):
         checksums: whether the server computes digests of its weights after each load. If a version
             is loaded again, its digests must be equal to those of its first load. The server stays
             paused while it computes the digests, on one core. On a CPU, some digests are of empty
-            tensors.
+            tensors, so they check nothing.
         sparse: whether to load only the changed elements, if the server has syncd's weight transfer
             and deltas lead from its version to the new version.
         options: see :class:`~explorer_hooks.engines.server_engine.ServerEngine`, which has the

@@ -55,8 +55,8 @@ class FolderTransfer:
     client that dies cannot leave a half-finished load.
 
     If any worker fails, only the last worker raises the error. vLLM stops reading answers at the
-    first error, and would take the other answers for answers to the next call. A client gets the
-    state of each worker by ``collective_rpc`` of vLLM's name for this object.
+    first error, and would take the other answers for answers to the next call. To get the state
+    of each worker, a client calls this object through ``/collective_rpc``.
     """
 
     init_info_cls: ClassVar[type] = TransferInit

@@ -1,8 +1,8 @@
 """Call the methods of :class:`~.vllm_worker.SyncdWorker` on all workers of a vLLM.
 
-This module needs no torch. Broadcasts do not use vLLM's own ``nccl`` transfer. Its waits have no
-deadline, so the server hangs if the trainer dies. It also changes the model before all weights have
-arrived, and works only on GPUs.
+This module needs no torch. Broadcasts do not use vLLM's own ``nccl`` transfer, because its waits
+have no deadline, so the server would hang if the trainer dies. vLLM's transfer also changes the
+model before all weights have arrived, and works only on GPUs.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
     """Whether vLLM finds tensors by the names that they have in a version.
 
     vLLM finds tensors by the names of the checkpoint that it was started with. For the model types
-    in ``_BY_BOTH``, vLLM 0.32 also finds experts by the trainer's names (measured). Other types are
-    not allowed, because vLLM could fail in the middle of the load.
+    in ``_BY_BOTH``, vLLM 0.32 also finds experts by the trainer's names, as tests showed. Other
+    types are not allowed, because vLLM could fail in the middle of the load.
 
     ``fits`` must describe the model that this vLLM serves; None if that model is unknown.
     """

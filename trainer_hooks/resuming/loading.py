@@ -48,10 +48,10 @@ class Loading(ABC):
 
     @abstractmethod
     def taken(self) -> set[str]:
-        """The names, of all names in the files, that this rank uses."""
+        """The names, in the files, of the values that this rank uses."""
 
     def unused(self) -> set[str]:
-        """The names, of all names in the files, that this rank does not use."""
+        """The names, in the files, of the values that this rank does not use."""
         return set(names_in(self.files.opened)) - self.taken()
 
     def too_many(self, names: Sequence[str]) -> CheckpointError:
@@ -169,14 +169,14 @@ class OptimizerLoading(Loading):
         )
 
     def load(self) -> None:
-        """Load the state. Collective for FSDP1. torch casts states to their parameters' dtype."""
+        """Load the state. Collective for FSDP1."""
         set_optimizer_state_dict(self._model, self._optimizer, self._state)
         if self._is_empty:
             self._optimizer.state.clear()  # saved before the first step
         self._state = {}
 
     def forget(self) -> None:
-        """Drop the state that ``prepare`` made, because that state would count as a step."""
+        """Drop the state that ``prepare`` made, because the optimizer would count it as a step."""
         if self._was_empty:
             self._optimizer.state.clear()
         self._state = {}
@@ -309,7 +309,7 @@ def _option(name: str) -> tuple[str, str] | None:
 
 
 def _comparable(options: Mapping[str, object]) -> dict[str, object]:
-    """Options in a comparable form: tensors by dtype and shape, not by their memory."""
+    """Options in a form to compare with ``==``: only dtype and shape of a tensor count."""
     return {
         key: (value.dtype, value.shape) if isinstance(value, Held) else value
         for key, value in options.items()

@@ -154,7 +154,7 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
 
 
 def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
-    """The shards with the model's dtype, or the full state dict if there are no shards."""
+    """The weights to resume from: shards in the model's own dtype, or else the full state dict."""
     shards = resumed_weights(names, world_size)
     if FULL_STATE_DICT in names and not names.keys() & set(shards):
         return (FULL_STATE_DICT,)

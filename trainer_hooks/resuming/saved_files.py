@@ -145,7 +145,7 @@ class SavedFiles:
     def loaded(self, number: int) -> Any:
         """The result of ``torch.load(weights_only=True)`` for a file, after a check of all bytes.
 
-        Only for files that hold no tensors of the model.
+        Only for files without tensors of the model, because the whole file is read into memory.
         """
         path = self.paths[number]
         told = self._told(path)

@@ -64,9 +64,9 @@ class FullStateStream:
             same names, in the same order, on every rank. Every ``_extra_state``, and values that
             are not tensors, are left out. The state must not change before :meth:`gather` returns.
         limit: the size of the buffer between the two threads, in bytes of host memory.
-        tied: whether to leave out the output embedding, as the merge of shards does. True if by the
-            config it is the input embedding (:func:`ties_embeddings`).
-        derived: name → a tensor to write instead, with the same dtype and shape.
+        tied: whether to leave out the output embedding, as the merge of shards does. Set it if
+            the config says that the two embeddings are the same (:func:`ties_embeddings`).
+        derived: name → a tensor to write instead of the one in ``state``; same dtype and shape.
         name: the name of the file, as in the receipt.
         cast: the dtype to which floating tensors are cast before they are gathered; derived tensors
             are cast after they are computed. None to keep their dtypes.

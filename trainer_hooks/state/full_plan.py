@@ -42,7 +42,7 @@ class FullPlan:
         yield from (str(copy.tied) for tensor in self.tensors for copy in tensor.copies)
 
     def header(self, content: bytes) -> bytes:
-        """The file's header with this digest. The header's length does not depend on the digest."""
+        """The file's header with the digest ``content``; its length is equal for all digests."""
         return header_bytes(header_entries(self.tensors), {CONTENT: content.hex()})
 
 

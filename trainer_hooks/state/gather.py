@@ -35,7 +35,7 @@ class Derived:
     Attributes:
         parts: this rank's parts of the tensors to gather; the keys are names for ``make``.
         make: called on rank 0 with the whole tensors, which may be the model's own, so it must not
-            change them. It returns a tensor of the announced dtype and shape.
+            change them. Its result has the dtype and shape of the tensor that it replaces.
     """
 
     parts: Mapping[str, Tensor]

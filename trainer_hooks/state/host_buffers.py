@@ -57,8 +57,8 @@ class HostCopy(dict[str, Any]):
 def nonfinite_names(state: Mapping[str, Any]) -> list[str]:
     """The names of the weights on the CPU whose part on this rank holds NaN or Inf.
 
-    Tensors that were not checked yet are read. A tensor subclass or a sparse tensor cannot be
-    checked, so it counts as finite.
+    Reads only the tensors that were not checked before they were copied. A tensor subclass or a
+    sparse tensor cannot be checked, so it counts as finite.
     """
     known = state.finite if isinstance(state, HostCopy) else {}
     return [
@@ -281,7 +281,7 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def _retyped(told: Any, dtype: torch.dtype) -> Any:
-    """The arguments for a DTensor of another dtype; they differ between releases of torch."""
+    """Replace the dtype in ``told`` if it has one; not all arguments of a DTensor have one."""
     if isinstance(told, TensorMeta):
         return told._replace(dtype=dtype)
     if isinstance(told, DTensorSpec):

@@ -192,7 +192,7 @@ class _Trace:
         self._source_of = {_memory(value): name for name, value in sources.items()}
 
     def tensors(self, found: Mapping[str, Tensor]) -> dict[str, MappedTensor]:
-        """The entries of the map. Tensors that are the same on the hub have no entry."""
+        """The map's entries; none for a tensor that the hub has unchanged under the same name."""
         places: defaultdict[str, list[_Place]] = defaultdict(list)
         for hub_name, value in found.items():
             for part, at in self._parts(hub_name, value):

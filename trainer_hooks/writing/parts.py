@@ -158,9 +158,9 @@ def _free(storage: Storage, path: Path) -> str:
 def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
     """Call ``torch.save``; if storage refuses a write, raise the storage's error.
 
-    The receipt's digest covers the CRC-32s of the records. On filesystems that share blocks between
-    files (XFS, btrfs, NFS 4.2) the merge shares records that begin at a page, and does not copy
-    them.
+    CRC-32s are on, because the receipt's digest covers them. Large tensors begin at a page, because
+    the merge then shares their blocks, and does not copy them, if the filesystem can share blocks
+    between files (XFS, btrfs, NFS 4.2).
     """
     sink = _Sink(draft)
     try:

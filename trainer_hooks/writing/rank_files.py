@@ -143,7 +143,7 @@ class RankFiles:
         notes.write_receipt(name, receipt)
 
     def is_vouched(self, save_id: SaveId, name: str) -> bool:
-        """True if other ranks can see this rank's receipt, or if storage fails."""
+        """True if other ranks see this rank's receipt, or perhaps see it, because storage fails."""
         _, _, notes = self._places(save_id)
         try:
             return notes.written(name) == save_id

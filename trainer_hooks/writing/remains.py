@@ -32,7 +32,7 @@ class Attempt:
 
     Attributes:
         weights_stay: True if the weights must not be deleted, because they are perhaps announced.
-        rest_stays: True if the other files for resuming are perhaps announced, or do not exist.
+        rest_stays: the same for the other files for resuming; also True if this save has none.
         trained: the name of the file with this rank's part of the trained model, if there is one.
     """
 

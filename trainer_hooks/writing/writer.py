@@ -191,7 +191,7 @@ class RankWriter:
     def _save(self, attempt: Attempt, contents: RankContents) -> int:
         """Write a save in the order of the protocol: files are durable before their receipt exists.
 
-        If storage refuses an operation, the innermost call of :meth:`again` repeats its function.
+        If storage fails, :meth:`again` repeats only the function that failed, not the whole save.
         """
         save_id, step, rank = attempt.save_id, attempt.save_id.step, self._rank
         layout, files = self._job.layout, self._files
