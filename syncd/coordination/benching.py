@@ -82,7 +82,7 @@ class Bench:
             raise
 
     def is_of(self, manifest: Manifest, step: int) -> bool:
-        """True if a version is of a step, and of the save in its folder, if there is a folder."""
+        """True if a version is of ``step``, and the step was not saved again since."""
         if manifest.step != step:
             return False
         folder = self._job.layout.step(step)

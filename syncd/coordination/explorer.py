@@ -181,7 +181,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         timeout: float | None = None,
         cancel: Cancellation | None = None,
     ) -> LeasedVersion:
-        """Hold a step on disk to evaluate it in this explorer only; others keep their versions.
+        """Hold a saved step, so that only this explorer evaluates it; others keep their versions.
 
         If the step is published, this method leases the published version. Otherwise the daemon
         builds the step once the step's save is complete, and deletes the build after the release.
@@ -439,7 +439,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         *,
         cancel: Cancellation | None = None,  # noqa: ARG002 # likewise
     ) -> None:
-        """Leave the weight group, before the trainer leaves it."""
+        """Leave the weight group at once. The arguments are ignored: only the trainer waits."""
         self.group_failed()
 
     def _point(self, step: int) -> None:

@@ -140,7 +140,7 @@ class Member(Generic[Report]):
 
     @property
     def session_id(self) -> str:
-        """The id of this participant's heartbeat in the job; leases may name this id."""
+        """The id of this participant's heartbeat in the job, to put into the names of leases."""
         return self._me.session.id
 
     @property
@@ -389,10 +389,7 @@ class Member(Generic[Report]):
         return self._job.storage.exists(self._job.layout.session(session))
 
     def _trainer_there(self) -> TrainerReport | None:
-        """The report of a trainer that seems to run; else None.
-
-        This does not use the roster, which would watch the trainer's heartbeat from now on.
-        """
+        """The report of a trainer that seems to run; else None."""
         try:
             found = self._job.read(TrainerReport, self._job.layout.trainer_report)
             stopped = found is None or found.status == RunningStatus.STOPPED.value

@@ -172,8 +172,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def save_is_on_its_way(self) -> bool:
         """True if the daemon has neither published nor refused the last announced save.
 
-        If this step was saved before, the method can mistake the outcome of the older save for the
-        new outcome. Explorers then ask for a sync once more.
+        If this step was saved before, the older save's outcome can make the result False too early.
+        The trainer may then answer that nothing newer will come, and explorers ask again.
         """
         if self._saved_step is None:
             return False
@@ -226,7 +226,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         Promised: if any participant returns the step, all live participants return the step, as
         long as their storage works. Not promised: that all participants take part in the transfer.
         A participant can die after the agreement, so a transfer needs its own timeout. This method
-        does not change versions; only :meth:`nccl_sync_succeeded` does.
+        does not report new weights; each explorer does so by its ``nccl_sync_succeeded``.
 
         Returns:
             The step; None if not all explorers are ready within ``timeout``, or if no explorer is
@@ -274,7 +274,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         )
 
     def goes_by_files(self, step: int) -> None:
-        """Announce that a step's weights come by files; waiting explorers stop waiting at once."""
+        """Announce that a step's weights come by files, so explorers expect no transfer."""
         self._transfer.by_files(step)
 
     # -- the weight group --------------------------------------------------------------------------

@@ -171,7 +171,7 @@ class Versions:
         )
 
     def _is_of_now(self, step: int, outcome: SaveOutcome) -> bool:
-        """True if an outcome is of the save in the step folder, or if no receipt can be read."""
+        """True unless the receipt in the step folder shows that the outcome is of another save."""
         path = self.job.layout.actor(step) / RECEIPTS / receipt_name(0)
         try:
             receipt = self.job.read(Receipt, path)
@@ -272,7 +272,7 @@ class Versions:
         self.job.storage.replace(self.job.layout.step(step) / name, content)
 
     def announce(self, report: TrainerReport) -> None:
-        """Report the next step to a memory directory's daemon; in a job directory do nothing."""
+        """Copy ``report`` into the memory directory, if there is one, for the daemon there."""
         if self._own is not None:
             here = report.model_copy(update={"session": self._own.id})
             path, room = self.job.layout.trainer_report, self.job.layout.drafts

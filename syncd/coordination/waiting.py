@@ -63,7 +63,7 @@ class Cancellation:
 
 
 class Wait:
-    """One wait, as a context manager. ``watcher`` ends pauses early; its owner must close it."""
+    """One wait, as a context manager. ``watcher`` ends pauses early; the wait does not close it."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Wait:
 
 
 class Waits:
-    """The waits of one participant, one at a time, so that each restores the participant's status.
+    """The waits of one participant: one at a time, because each wait changes its status.
 
     Args:
         worth_a_look: returns, for each folder, the names of the files whose change can end a wait.

@@ -144,7 +144,7 @@ class WeightWaits:
                 request.end(missed=missed)
 
     def _warn_without_daemon(self) -> None:
-        """Log once if no daemon works; a first look cannot tell a killed daemon from a live one."""
+        """Log once if no daemon works; a killed daemon counts as live for one lease time."""
         try:
             lives = self._versions.daemon_lives()
         except OSError as error:
@@ -256,7 +256,7 @@ class SyncRequest:
     def end(self, *, missed: bool) -> None:
         """Withdraw the request; errors of storage are logged, not raised.
 
-        The explorer's report counts the waits that have ``missed`` newer weights.
+        If ``missed``, the explorer's report counts this wait as one without newer weights.
         """
         me = self._me
         count = me.record.nothing_new + missed

@@ -73,14 +73,14 @@ class Tidying:
         self._keep_room()
 
     def after(self, error: Exception) -> None:
-        """Let :meth:`run_once` remove leftovers; if the disk is full, also free space now."""
+        """Let :meth:`run_once` delete unfinished files; if ``error`` is a full disk, free space."""
         self._untidy = True
         if isinstance(error, OSError):
             self.gave_up_deltas(error)
             self._reserve.relieve(error)
 
     def leftovers(self) -> None:
-        """Record that a failed delta may have left unfinished files; delete nothing now."""
+        """Let :meth:`run_once` delete the unfinished files that a failed delta may have left."""
         self._untidy = True
 
     def gave_up_deltas(self, error: Exception) -> bool:
@@ -155,7 +155,7 @@ class Collector:
     def run_once(self, leased: Iterable[str]) -> None:
         """If it is time, remove the leftovers that have not changed for ``grace``.
 
-        The pruner decides about leases, so heartbeats of the sessions in ``leased`` stay.
+        Heartbeats of the sessions in ``leased`` stay until the pruner has removed their leases.
         """
         self._leased = frozenset(leased)
         self._judge.lease_time = self.grace
@@ -227,7 +227,7 @@ class Collector:
             self._watched.discard(path)
 
     def _found(self) -> Iterator[Path | None]:
-        """Yield leftovers, also of filelock, and all heartbeats; None for each other look."""
+        """Yield leftovers, also of filelock, and all heartbeats; None for a check without one."""
         layout = self._job.layout
         for folder in (layout.drafts, layout.explorers, layout.quarantine, layout.requests):
             yield from self._temporaries(folder)

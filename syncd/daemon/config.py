@@ -102,7 +102,7 @@ PromFile = Annotated[Path, Suffix(".prom")]
 class DaemonConfig(BaseModel):
     """All keys of a daemon with their defaults; times are in seconds, sizes in bytes.
 
-    ``docs/configuration.md`` describes each key; an empty string there is None here. In addition:
+    ``docs/configuration.md`` describes each key. An optional key set to "" is None here.
 
     Attributes:
         deltas: explorers that stage on another filesystem read a delta instead of the version.

@@ -240,8 +240,8 @@ Action = (
 class Decision:
     """The actions of a round in order, and the reason for waiting if the daemon waits.
 
-    ``pending`` is True while something has to be published, answered or quarantined, even if all
-    participants leave. It is also True during a pause, because a person is at work.
+    ``pending`` is True if the daemon must not end as idle: something has to be published, answered
+    or quarantined, or the job is paused, so that a person is at work.
     """
 
     actions: tuple[Action, ...]

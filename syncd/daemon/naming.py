@@ -1,7 +1,7 @@
 """The names of tensors in versions: the hub's names, or the names of the trainer's module.
 
 A job keeps the names of its newest version, because its explorers were started for these names.
-LATEST repeats the names, because adapters and remote versions lack these names. A new job gets the
+LATEST records the choice, because adapters and remote versions do not show it. A new job gets the
 hub's names, which every server knows, if all its live explorers accept these names.
 """
 

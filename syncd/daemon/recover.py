@@ -137,7 +137,7 @@ class _Look:
         return self._job.read(model, path, _OURS, limit=limit)
 
     def _look_at(self, path: Path) -> None:
-        """Open a file before it is read, because the first open may still find the old content."""
+        """Open and close a file, because only the next open is sure to find the new content."""
         try:
             self._job.storage.release(self._job.storage.open_read(path))
         except OSError as error:

@@ -258,7 +258,7 @@ class Scanner:
         return found
 
     def _markers(self, folder: Path) -> list[str]:
-        """The names of the leases on a version; one empty name if the folder is unreadable."""
+        """The names of a version's leases; an unreadable folder counts as one unnamed lease."""
         try:
             return self._job.storage.names(folder)
         except OSError as error:

@@ -35,7 +35,7 @@ class Steering:
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
         """The unanswered requests in a fixed order; empty if this daemon cannot write answers.
 
-        Otherwise a request would stay unanswered, and the daemon would publish nothing else.
+        Until the daemon has answered the returned requests, it publishes nothing else.
         """
         if not self.asked():
             return ()

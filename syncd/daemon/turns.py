@@ -107,12 +107,12 @@ class Turns:
     A merge is *late* if it has taken :data:`FAIR_TIMES` times as long as its tensors should take,
     and at least :data:`LEAST` seconds. The first late merge continues *beside* the other merges: it
     no longer counts against the limit. A second merge that becomes late while a job waits is ended.
-    Its save is put off until no merge is beside the others, and is then merged beside them. So
+    When no merge is beside the others any more, its save is merged again, beside the others. So
     waiting jobs end the merge of a save at most once, and the second attempt delays no other job.
 
     A late merge also ends if its trainer has announced a newer save, which is merged instead. Each
-    consecutive late merge that is ended doubles the time after which a newer save can end the next
-    merge. So even if a trainer saves faster than its saves are merged, some saves are merged.
+    time a job's merge is ended, its next merge may take twice as long until a newer save can end
+    it. So even if a trainer saves faster than its saves are merged, some saves are merged.
 
     Args:
         silence: called with a merging job; returns for how many seconds its storage has not

@@ -33,8 +33,8 @@ class JournalLine(Record):
             - ``live``: an explorer began to serve the version;
             - ``refused``: the daemon refused a rollback;
             - ``delta``, ``no_delta``: the daemon made a delta to the version, or made none;
-            - ``names``: the origin of the tensor names has changed, or the hub's names and the
-              trainer's names differ for the first time.
+            - ``names``: new versions have the hub's tensor names instead of the trainer's, or the
+              reverse; or the hub's names and the trainer's names differ for the first time.
 
         kind, bytes: the kind and size of the published version.
         seconds: for ``published``: from the start of the merge until LATEST named the version. For

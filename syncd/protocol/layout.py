@@ -89,7 +89,7 @@ class JobLayout:
 
     @property
     def delta_progress(self) -> Path:
-        """The progress of the delta to LATEST's version, for explorers that wait for it."""
+        """The progress of the newest delta. Explorers that wait for this delta read the file."""
         return self.state / "delta_progress.json"
 
     @property
@@ -118,7 +118,7 @@ class JobLayout:
         return self.state / "leases"
 
     def lease_folder(self, sequence: int) -> Path:
-        """The folder with the leases of a version; only the publisher makes this folder."""
+        """The folder with the leases of a version; only the active daemon makes this folder."""
         return self.leases / version_folder(sequence)
 
     @property

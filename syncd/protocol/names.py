@@ -115,7 +115,7 @@ def shard_name(world_size: int, rank: int) -> str:
 
 
 def master_name(world_size: int, rank: int) -> str:
-    """The name of a rank's weights in the model's dtype, if its shard has another dtype."""
+    """The name of the file with a rank's uncast weights, if the weights in its shard are cast."""
     return f"master_world_size_{world_size}_rank_{rank}.pt"
 
 
@@ -201,7 +201,7 @@ def is_resumable_state(name: str) -> bool:
 
 
 def parse_pointer(content: bytes) -> int | None:
-    """The step in a pointer file; negative before any step, None for an empty or torn file."""
+    """The step in a pointer file; negative if no step exists yet; None if empty or torn."""
     match = _POINTER.fullmatch(content)
     return int(match[1]) if match else None
 

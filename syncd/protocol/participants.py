@@ -64,7 +64,7 @@ class Offer(Record):
 
     Attributes:
         members: all explorers that must join before the offer is decided.
-        decided: the verdict, repeated for waiting explorers; None while the offer is open.
+        decided: a copy of the verdict, which waiting explorers read; None while the offer is open.
             ``files``: the offer was never open, because the weights travel by the checkpoint path.
     """
 

@@ -373,8 +373,8 @@ def must_wait_for_explorers(
 ) -> bool:
     """True if the trainer waits for the slowest explorer (``settings.max_explorer_lag``).
 
-    ``held`` has the versions of the explorers to wait for. Only a published version counts as
-    ``newest``: otherwise both sides could wait for each other.
+    ``held`` has the versions of the explorers to wait for. ``newest`` must be published, because
+    explorers cannot load any other version, so the trainer would wait for them in vain.
     """
     most = settings.max_explorer_lag
     return most is not None and any(_lag(version, newest) > most for version in held)
@@ -384,7 +384,7 @@ def after_broadcast(held: Version, newest: Version) -> Version:
     """The version to assume for an explorer that received a broadcast of the present run.
 
     ``held`` has the newest sequence whose files the explorer loaded, and the broadcast's step. If
-    the step of ``newest`` is not after that step, the result has the higher of the two sequences.
+    ``newest`` has no later step, the explorer lacks nothing: the result has at least its sequence.
     """
     return (
         Version(max(held.sequence, newest.sequence), held.step)
@@ -394,7 +394,7 @@ def after_broadcast(held: Version, newest: Version) -> Version:
 
 
 def _lag(held: Version | None, newest: Version | None) -> int:
-    """The steps by which ``newest`` is ahead. A broadcast raises the step, not the sequence."""
+    """The steps by which ``newest`` is ahead. A broadcast changes only the step of ``held``."""
     if held is not None and newest is not None and held.sequence == newest.sequence:
         return max(0, newest.step - held.step)
     if pull_decision(held, newest) is not Pull.LOAD or newest is None:

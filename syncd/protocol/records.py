@@ -142,9 +142,9 @@ class Latest(Record):
     Attributes:
         delta_from: the base of the delta that the daemon planned when it wrote LATEST; None if it
             planned none. :class:`~.reports.DeltaProgress` tells whether the delta was made.
-        names: the origin of the tensor names that the job keeps, from the newest version for which
-            the hub's names and the trainer's names differ. None if there was no such version, or if
-            an older release wrote LATEST.
+        names: whose tensor names the job keeps: those in the newest version for which the hub's
+            names and the trainer's names differ. None if there was no such version, or if an older
+            release wrote LATEST.
     """
 
     sequence: Sequence
@@ -216,7 +216,7 @@ class NonFinite(BaseModel):
     """The tensors with NaN or Inf, of one or several files.
 
     Attributes:
-        count: the number of these tensors; a lower bound for the files of several ranks.
+        count: the number of these tensors; a lower bound for several files (:meth:`of_all`).
         names: at most four of their names, shortened, without control characters. The list is
             short, because a daemon reads the receipts of all ranks again and again.
     """
@@ -258,7 +258,7 @@ class Manifest(Record):
         checked: how the trainer's files were checked during the merge: ``receipt`` (the receipts of
             our hook), ``crc32`` (the CRC-32 of every record, without receipts), or ``stillness``
             (names, sizes and times did not change, without receipts and CRC-32).
-        names: the value is ``trainer`` also if the hub's names are the same, or unknown.
+        names: whose names the tensors have; ``trainer`` if the hub's are the same or unknown.
         nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody
             checked, as in a save without receipts.
         timings: seconds by the name of each part of the daemon's work.

@@ -254,7 +254,7 @@ class MergeProgress(BaseModel):
 
 
 class DeltaProgress(Record):
-    """``.syncd/delta_progress.json``: the state of the newest delta, to ``sequence``. Only a hint.
+    """``.syncd/delta_progress.json``: the state of the delta to version ``sequence``. Only a hint.
 
     While the daemon makes the delta, it replaces the file every :data:`DELTA_SIGN` seconds for as
     long as the work advances. ``done`` and ``total`` are bytes of the version's tensors. The state
@@ -277,7 +277,7 @@ class DaemonReport(Record):
         paused: the id of the pause that is in force; None if the daemon publishes.
         memory_dir: the memory directory: a second job, which the same process serves on its host.
         merge: the progress while the state is ``merging``, possibly some seconds old.
-        release: the daemon's release; None if the release has no bench requests.
+        release: the daemon's release; None if it is too old to build steps for benches.
         names: the origin of the tensor names in LATEST's version; None if the hub's names and the
             trainer's names are the same.
         pointer: the name of the pointer that this daemon follows.

@@ -1,4 +1,4 @@
-"""The record of a name map: a model's tensors by the names of the hub."""
+"""The record of a name map, which maps a trainer's tensors to the tensors on the hub."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MappedTensor(BaseModel):
 
 
 class NameMapRecord(Record):
-    """``name_map.json`` beside ``config.json``: a model's tensors by the names of the hub.
+    """``name_map.json`` beside ``config.json``: maps a trainer's tensors to the hub's tensors.
 
     Attributes:
         tensors: trainer's name → tensor. A tensor that is not listed is the same on the hub.

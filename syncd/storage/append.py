@@ -19,10 +19,10 @@ LIMIT: Final = 4 * 1024 * 1024
 
 
 def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: int = LIMIT) -> None:
-    """Append whole lines to a file. Make a missing file; move a foreign folder or link away first.
+    """Append whole lines to a file, which is made if it is missing.
 
     If ``durable``, the lines survive a power loss. Older lines may be lost if a superseded daemon
-    begins a new file at the same time.
+    begins a new file at the same time. A link or folder in its place is renamed first.
 
     Raises:
         OSError: the storage refused a call. A part of the data may be in the file.

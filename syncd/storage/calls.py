@@ -48,7 +48,7 @@ class Free(NamedTuple):
 class Calls:
     """The system calls, for paths that :class:`Beneath` resolves, with the job directory as root.
 
-    Without ``durable``, ``fsync`` does nothing. Use this only to measure copies without the disk.
+    If ``durable`` is False, :meth:`fsync` and :meth:`sync_folder` do nothing, to save their time.
     """
 
     def __init__(self, root: Path | None = None, *, durable: bool = True) -> None:
@@ -229,7 +229,7 @@ class Calls:
             raise
 
     def may_change(self, path: Path) -> bool:
-        """True if this user may make and delete names in a folder; False if NFS does not answer."""
+        """True if this user may make and delete names in a folder; False if the check fails."""
         with self._beneath.at(path) as (name, folder):
             return os.access(
                 name,
@@ -293,7 +293,7 @@ class Beneath:
 
     @contextmanager
     def at(self, path: Path) -> Iterator[Place]:
-        """Resolve a path for one system call inside the block. Its errors name the whole path.
+        """Resolve a path for one system call in the block, and add the path to the call's error.
 
         Raises:
             OSError: ``ELOOP`` if a folder on the way is a link; other errors of the system.

@@ -171,7 +171,7 @@ class _Holder:
         self.until = clock() + _PATIENCE * lease_time
 
     def is_dead(self) -> bool:
-        """Check the holder once more; True if the holder is dead. Sets :attr:`lives`."""
+        """True if the holder is dead. Sets :attr:`lives` if the holder's heartbeat has beaten."""
         # Look at the claim before reading it, so that no newer claim can be removed.
         marker = self._judge.look(self._path)
         session = read_claim(self._job.storage, self._path)

@@ -138,11 +138,11 @@ class Epoch:
         self._job.storage.sync_folder(target.parent)
 
     def publish_version(self, sequence: int) -> Path:
-        """Commit a built version by a rename to ``published/``, which also claims the sequence."""
+        """Commit a built version by a rename to ``published/``, so that its sequence is taken."""
         return self.commit_build(version_folder(sequence), self._job.layout.version(sequence))
 
     def commit_build(self, name: str, target: Path) -> Path:
-        """Commit a built folder by one rename. Raises SupersededError also if the target exists."""
+        """Commit a build by one rename; SupersededError also if another daemon made ``target``."""
         source = self.building / name
         before = self._job.storage.status(source)
 
@@ -180,9 +180,9 @@ class Epoch:
             self._job.storage.sync_folder(target.parent)
 
     def set_aside(self, path: Path) -> Path:
-        """Move a folder into this room's ``trash/``, to check its content once more.
+        """Move a folder into this room's ``trash/``, where nobody finds it, for a last check.
 
-        The caller must then :meth:`condemn` the folder at the returned path, or rename it back.
+        After the check, :meth:`condemn` the folder at the returned path, or rename it back.
 
         Raises:
             FileNotFoundError: the folder does not exist.
@@ -220,7 +220,7 @@ class Epoch:
             raise refused
 
     def is_live(self) -> bool:
-        """True if this room still exists. Use this for messages, never to decide on a commit."""
+        """True if this room still exists; only for messages, because it may vanish at any time."""
         folders = (self.building, self._trash, self._doomed)
         return all(self._job.storage.exists(folder) for folder in folders)
 
@@ -247,9 +247,9 @@ class Epoch:
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it, which ends all unfinished work there.
 
-        The folders of the room are removed, never moved. If they were moved, the room's daemon
-        could still rename files by the handles of the folders that it looked up before (always on
-        NFS, for a moment elsewhere). A handle becomes useless only when its folder is removed.
+        The folders of the room are removed, never moved. The room's daemon may know them by handles
+        (always on NFS, for a moment elsewhere), and with a handle it could rename files even in a
+        moved folder. A handle becomes useless only when its folder is removed.
         """
         homes = {
             room / "building": self._doomed,
@@ -283,7 +283,6 @@ class Epoch:
             raise
 
     def _removed(self, folder: Path) -> bool:
-        """Remove an empty folder; False if the folder has content that its listing did not show."""
         try:
             self._job.storage.rmdir(folder)
         except FileNotFoundError:
@@ -319,7 +318,7 @@ class Epoch:
         return target
 
     def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:
-        """Rename. After an error ask ``ours``, because perhaps only the answer was lost."""
+        """Rename; ignore an error if ``ours()`` shows that the rename has succeeded anyway."""
         try:
             self._job.storage.rename(source, target)
         except OSError as error:

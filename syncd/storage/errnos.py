@@ -50,7 +50,7 @@ def is_gone(error: OSError) -> bool:
 
 
 def is_no_record(error: OSError) -> bool:
-    """True if an error of a read says that there can be no record under this name."""
+    """True if a read failed because of a link, a folder, a pipe, or a file that is too long."""
     return error.errno in _NO_RECORD
 
 
@@ -60,5 +60,5 @@ def is_refused_here(error: OSError) -> bool:
 
 
 def is_unreadable(error: OSError) -> bool:
-    """True if an error says that a name exists, but this user can read no record there."""
+    """True for the errors of :func:`is_no_record` and of :func:`is_refused_here`."""
     return is_no_record(error) or is_refused_here(error)

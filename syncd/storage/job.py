@@ -127,11 +127,11 @@ class Job:
             raise JobUnavailableError(f"{path} cannot be read: {error}") from error
 
     def check_folders(self) -> None:
-        """Raise JobUnavailableError if a folder is a file or a link: filelock follows links."""
+        """Raise JobUnavailableError if one of syncd's folders is replaced by a file or a link."""
         at = self.layout
         for folder in (at.state, at.published, at.epochs, at.leases, at.sessions):
             status = self.storage.status(folder)
-            if status is not None and not stat.S_ISDIR(status.st_mode):
+            if status is not None and not stat.S_ISDIR(status.st_mode):  # filelock follows links
                 raise JobUnavailableError(
                     f"{folder} is a link or a file, and syncd needs a folder there: move it away"
                 )
@@ -195,7 +195,7 @@ class Job:
     def explorer_reports(
         self, names: Iterable[str], policy: ReadPolicy, *, most: int | None = None
     ) -> Iterator[ExplorerReport]:
-        """The reports in the first ``most`` files of these ``names``, without drafts."""
+        """The reports in the first ``most`` files of these ``names``, except temporary files."""
         for name in [name for name in names if not name.startswith(TEMPORARY)][:most]:
             report = self.read(ExplorerReport, self.layout.explorers / name, policy)
             if report is not None:
@@ -211,7 +211,7 @@ def no_folder(path: object) -> JobUnavailableError:
 
 @contextmanager
 def registering(layout: JobLayout) -> Iterator[None]:
-    """Raise JobUnavailableError for read-only storage, and NoRoomError for full storage."""
+    """Turn an OSError of read-only or full storage into JobUnavailableError or NoRoomError."""
     try:
         yield
     except OSError as error:
@@ -221,7 +221,7 @@ def registering(layout: JobLayout) -> Iterator[None]:
 
 
 def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
-    """The remedy for an error message that nothing was published in time.
+    """The end of an error message that nothing was published in time: the remedy.
 
     ``folder`` is a job or its memory directory. ``lives`` is True if a daemon seems to work there.
     """

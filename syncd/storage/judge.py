@@ -53,8 +53,8 @@ class Judge:
 
     A heartbeat is dead if its file has not changed for ``lease_time`` seconds. The time between
     two checks counts only if it is at most a third of a lease time, so that a pause of this process
-    does not count. If ``counts_pauses``, a longer time counts as a third of a lease time. Use this
-    only if a wrong judgement does no harm.
+    does not count. If ``counts_pauses``, a longer time counts as a third of a lease time. Then a
+    live heartbeat may be judged dead, so set ``counts_pauses`` only if this does no harm.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Lookout:
     in a lease time. A new heartbeat is checked at the next call, and a missing heartbeat is checked
     on the server. A result may be a third of a lease time old.
 
-    Use ``judge`` for nothing else. You can change ``tick``, the seconds between two calls.
+    No other object may use ``judge``. You can change ``tick``, the seconds between two calls.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ def unwritable(job: Job) -> Path | None:
 def unprunable(job: Job) -> str | None:
     """The reason, according to the file modes, why this user could not delete existing steps.
 
-    The result is a sentence before :data:`TO_DELETE`, empty without a reason, None without steps.
+    Empty if there is no such reason; None if there are no steps. The remedy is :data:`TO_DELETE`.
     """
     steps = step_folders(job)[-_FEW:]
     if not steps:

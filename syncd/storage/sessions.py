@@ -67,7 +67,7 @@ class Session:
             self._lock.release()
 
     def _renew_soon(self, lost: LeaseCompromise) -> None:
-        """Renew the heartbeat in a thread, after filelock ended it because it was not refreshed."""
+        """Start a thread that renews the heartbeat, because filelock no longer refreshes it."""
         why = lost.error or lost.reason
         log.warning(
             "the heartbeat of session %s stopped: %s",
@@ -106,7 +106,7 @@ class Session:
 
 
 class DaemonLock:
-    """The lock that elects the working daemon. :mod:`.epoch` stops the commits of others."""
+    """The lock that elects the working daemon; :mod:`.epoch` fences off a daemon that lost it."""
 
     def __init__(self, job: Job, lease_time: float, judge: Judge) -> None:
         self._job = job

@@ -61,9 +61,9 @@ def check_on_disk(job: Job, step: int) -> None:
 def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
     """Make the step's folder, if it is missing, by a rename out of ``drafts/``.
 
-    If the job is not mounted, nothing is made in its mount point. ``mark`` is the name of an empty
-    file that the folder has from the start. Without it, the rename of another process that makes
-    the folder at the same time would replace the empty folder.
+    If the job is not mounted, nothing is made in its mount point. ``mark`` names an empty file that
+    the folder has from the start. A folder without this file is empty, so another process that
+    makes the folder at the same time can replace it.
     """
     folder = job.layout.step(step)
     for left in reversed(range(_ATTEMPTS)):

@@ -52,7 +52,7 @@ class Watcher:
     """Wakes its owner when a watched name in a watched folder changes.
 
     ``names``: folder → the names in it to watch; links are followed. If a folder's storage
-    does not answer, only this watcher blocks.
+    does not answer, the call that begins to watch it blocks, but other watchers do not.
 
     If a folder is moved, replaced or unmounted, its watchers get no more events. While such a
     folder is still watched, watchers of a new folder with the same name get no events either.
@@ -155,7 +155,7 @@ class _Observer(InotifyObserver):
 class _Shared:
     """The observer that all watchers of a process share; it ends with the last watcher.
 
-    An observer needs an inotify instance. By default Linux allows a user 128 instances on a host.
+    It is shared because each observer takes one of the user's inotify instances (by default 128).
     """
 
     of_this_process: _Shared

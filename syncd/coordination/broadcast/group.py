@@ -183,8 +183,8 @@ class WeightGroup:
         """Tell the other ranks if all weights arrived here; learn if they arrived at all ranks.
 
         Promised: all ranks that get an answer get the same answer. Rank 0 gets True only after all
-        other ranks got True. If it is possible that a rank missed the answer, rank 0 gets an error.
-        In that case all ranks get the weights from the published files.
+        other ranks got True. If a rank may have missed the answer, rank 0 gets an error, so that
+        the trainer can send the weights as published files instead.
 
         Raises:
             BroadcastError: not all ranks answered within the transfer's deadline, or the store is

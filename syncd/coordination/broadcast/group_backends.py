@@ -80,7 +80,7 @@ def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> 
 
 
 def connect(rendezvous: Rendezvous, deadline: float) -> Store:
-    """Connect to rank 0's store, to this group's keys. Calls on one connection run one by one."""
+    """Connect to this group's keys in rank 0's store. A call that waits blocks later calls."""
     store = dist.TCPStore(  # type: ignore[attr-defined] # likewise
         rendezvous.address,
         rendezvous.port,
@@ -101,7 +101,7 @@ def make_backend(
 def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
     """Destroy a backend in the background, because its destructor waits for unfinished work.
 
-    The list ``backends`` must hold the last reference to the one backend in it.
+    The caller must keep no reference to the backend except ``backends``, a list of one.
     """
 
     def work() -> None:

@@ -76,7 +76,7 @@ class WeightSpec(NamedTuple):
 
     @property
     def digest(self) -> None:
-        """Always None: a tensor of a transfer has no digest yet."""
+        """Always None, because nobody knows a tensor's digest before its transfer."""
         return None
 
 

@@ -387,8 +387,8 @@ def share_what_is_made(config: DaemonConfig) -> None:
 def _for_memory(config: DaemonConfig) -> DaemonConfig:
     """The configuration for the memory directory, which has no full checkpoints and no deltas.
 
-    Explorers of the memory directory write their reports into the first job. By default versions
-    there have the trainer's names, because such a version is the trainer's own file.
+    By default its versions have the trainer's names, because such a version is the trainer's own
+    file. A choice by ``naming.py`` is impossible: explorers report only to the first job.
     """
     told: dict[str, object] = {"pointer": STATE_POINTER, "memory_dir": None, "deltas": "off"}
     return config.model_copy(update=told | {"names": config.names or "trainer"})

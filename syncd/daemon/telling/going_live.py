@@ -143,8 +143,8 @@ class GoingLive:
     def _read_journal(self) -> None:
         """Read the recorded loads from the end of the journal.
 
-        The unread part may have loads of a version that was published before the first line that is
-        read. So all loads of such a version count as journaled.
+        Loads of versions that were published before the first line read may be in the unread part.
+        So all loads of those versions count as journaled.
         """
         path = self._job.layout.journal
         told: dict[str, int] = {}

@@ -30,9 +30,9 @@ _WRITE: Final = 15.0
 class Exporter:
     """Serves metrics over HTTP, and writes them to a file, while it is open.
 
-    The file is replaced as a whole, at ticks, so it does not change during a merge. It belongs to
-    this host, not to the job's storage. Nothing is served if ``port`` is 0, and no file is written
-    if ``textfile`` is None.
+    The file is replaced as a whole, at ticks, so it does not change during a merge. It should be on
+    a disk of this host, whose node exporter reads it. Nothing is served if ``port`` is 0, and no
+    file is written if ``textfile`` is None.
 
     Raises:
         InvalidSettingsError: the port cannot be used.
