@@ -360,7 +360,7 @@ class Pipeline:
             self._broken, self._received, self._is_verified = None, None, True
         self.report()
 
-    def look(self) -> None:
+    def check_engine(self) -> None:
         """Raise EngineBrokenError if the engine has lost its version. Checks at most every 2 s."""
         now = time.monotonic()
         held = self.held

@@ -204,7 +204,7 @@ class Puller:
         """
         if not self._pipeline.is_broken:
             try:
-                self._pipeline.look()
+                self._pipeline.check_engine()
             except EngineBrokenError as error:
                 log.warning("%s", error)
         try:
@@ -222,7 +222,7 @@ class Puller:
 
     def _look(self) -> None:
         self._pipeline.restore()
-        self._pipeline.look()
+        self._pipeline.check_engine()
 
     def _give_back(self) -> None:
         try:

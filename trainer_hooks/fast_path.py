@@ -31,8 +31,6 @@ from trainer_hooks.writing.model_files import unwrapped
 if TYPE_CHECKING:
     from torch import nn
 
-    from syncd.coordination.broadcast.group import WeightGroup
-
 
 log = logging.getLogger(__name__)
 #: The most syncs by files between two broadcasts that fail.

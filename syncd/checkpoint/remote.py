@@ -1,4 +1,4 @@
-"""Saves without weights. A Tinker-style trainer writes a line with the path of the weights."""
+"""Looks into a step's folder, which has weights, or a line with the path of weights elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from syncd.storage.fsio import Storage
 _LONGEST: Final = 4096
 
 
-def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
+def look_into_step(storage: Storage, folder: Path, step: int) -> Save:
     """The save in a step's folder: weights, or a line with their path.
 
     The folder may have any name. No content of the folder causes an exception.
@@ -48,7 +48,7 @@ def write_remote(
     Raises:
         SaveNotReadyError: the folder now holds another save.
     """
-    now = look_at_weights(storage, source, save.step)
+    now = look_into_step(storage, source, save.step)
     if not isinstance(now, Remote) or now.identity != save.identity:
         raise SaveNotReadyError(f"{source / REMOTE_PATH} changed while syncd published it")
     manifest = Manifest(

@@ -1,7 +1,8 @@
 """Coordination: trainers and explorers agree, through files, when weights are transferred.
 
 The package imports ``checkpoint``, ``storage`` and ``protocol``; only the hooks import the package.
-To learn the code, read ``synchronizer.py`` first, then ``member.py``.
+To learn the code, read ``explorer.py`` first, then ``weight_waits.py``. ``synchronizer.py`` is a
+facade with the names of Trinity-RFT.
 """
 
 from syncd.coordination.explorer import ExplorerSynchronizer

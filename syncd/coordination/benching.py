@@ -9,7 +9,7 @@ import time
 from typing import Final
 
 from syncd import __version__
-from syncd.checkpoint.remote import look_at_weights
+from syncd.checkpoint.remote import look_into_step
 from syncd.checkpoint.version import read_manifest
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.versions import Versions
@@ -86,7 +86,7 @@ class Bench:
         if manifest.step != step:
             return False
         folder = self._job.layout.step(step)
-        save = look_at_weights(self._job.storage, folder, step)
+        save = look_into_step(self._job.storage, folder, step)
         return save.identity == manifest.save_id or not self._job.storage.exists(folder)
 
     def _lease_published(self, step: int) -> LeasedVersion | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from syncd.checkpoint.remote import look_at_weights
+from syncd.checkpoint.remote import look_into_step
 from syncd.checkpoint.save import Unfinished, WholeSave
 from syncd.daemon.attempts import Attempts
 from syncd.daemon.collect import Tidying
@@ -230,7 +230,7 @@ class Benches:
         if self._is_built(request):
             return None
         step = self._job.layout.step(request.step)
-        save = look_at_weights(self._job.storage, step, request.step)
+        save = look_into_step(self._job.storage, step, request.step)
         if isinstance(save, Unfinished):
             asked.identity, asked.why = None, save.reason
             if not self._is_there(request.step):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from syncd.checkpoint.chunked_save import holds_model_only
-from syncd.checkpoint.remote import look_at_weights
+from syncd.checkpoint.remote import look_into_step
 from syncd.checkpoint.save import Save
 from syncd.protocol.events import Event
 from syncd.protocol.records import Manifest, Quarantine, SaveOutcome, SaveOutcomes, encode
@@ -99,7 +99,7 @@ class Outcomes:
             if is_gone(error):
                 return
             raise
-        now = look_at_weights(self._job.storage, self._job.layout.step(step), step)
+        now = look_into_step(self._job.storage, self._job.layout.step(step), step)
         if now.identity == outcome.identity:
             self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from syncd.checkpoint.remote import look_at_weights
+from syncd.checkpoint.remote import look_into_step
 from syncd.checkpoint.save import Save, Unfinished, is_saved_over
 from syncd.daemon.complaints import LetBe
 from syncd.daemon.config import DaemonConfig
@@ -178,7 +178,7 @@ class Scanner:
             and self._clock() - self._settled_at < LOOK_AGAIN
         ):
             return
-        save = look_at_weights(self._job.storage, self._job.layout.step(pointer.step), pointer.step)
+        save = look_into_step(self._job.storage, self._job.layout.step(pointer.step), pointer.step)
         outcome = known.outcomes.get(save.step)
         if (
             outcome is not None

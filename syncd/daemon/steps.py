@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from syncd.checkpoint.remote import look_at_weights
+from syncd.checkpoint.remote import look_into_step
 from syncd.checkpoint.save import Save
 from syncd.daemon.complaints import LetBe
 from syncd.daemon.decide import Pointer, StepSeen
@@ -142,7 +142,7 @@ class Steps:
         folder = self._job.layout.step(step)
         if self._job.storage.exists(folder / FULL) or self._job.storage.exists(folder / SAVING):
             return None
-        save = look_at_weights(self._job.storage, folder, step)
+        save = look_into_step(self._job.storage, folder, step)
         passed = bool(save.receipts) or step in self._passed
         return save if save.identity is not None and passed else None
 
@@ -173,7 +173,7 @@ def look_at_step(
     kept = full or SAVING in names or PINNED in names
     protected = kept or (((resumable and not unread) or critic) and not retired)
     # A protected folder is never pruned, so its files need no look.
-    found = None if protected else look_at_weights(storage, folder, step).identity
+    found = None if protected else look_into_step(storage, folder, step).identity
     return StepSeen(
         step=step,
         outcome=outcome.outcome,

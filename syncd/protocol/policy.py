@@ -197,21 +197,17 @@ class SyncSettings:
         return self.explorer_sync_interval or self.sync_interval
 
     def normalised(
-        self, *, lora: bool = False, tinker: bool = False, alone: bool = False
+        self, *, lora: bool = False, tinker: bool = False
     ) -> tuple[SyncSettings, str | None]:
         """These settings, but with method ``checkpoint`` if method ``nccl`` is impossible.
 
-        It is impossible with LoRA (``lora``), with a remote trainer that only gives paths
-        (``tinker``), and without a trainer or an explorer (``alone``: bench, serve, train alone).
+        It is impossible with LoRA (``lora``), and with a remote trainer that only gives paths
+        (``tinker``).
 
         Returns:
             The settings, and a warning for the caller to log; None if no setting was changed.
         """
-        reasons = {
-            "with LoRA": lora,
-            "with a Tinker trainer": tinker,
-            "without a trainer or an explorer": alone,
-        }
+        reasons = {"with LoRA": lora, "with a Tinker trainer": tinker}
         why = [reason for reason, holds in reasons.items() if holds]
         if self.method is not SyncMethod.NCCL or not why:
             return self, None

@@ -109,18 +109,18 @@ def test_a_value_out_of_its_range_or_type_is_refused_by_name(name: str, value: o
 
 
 @pytest.mark.parametrize("method", SyncMethod)
-@pytest.mark.parametrize("reasons", [*itertools.product([False, True], repeat=3)])
+@pytest.mark.parametrize("reasons", [*itertools.product([False, True], repeat=2)])
 def test_only_nccl_changes_to_checkpoint_and_with_a_warning(
-    method: SyncMethod, reasons: tuple[bool, bool, bool]
+    method: SyncMethod, reasons: tuple[bool, bool]
 ) -> None:
     settings = SyncSettings(method=method, sync_interval=7)
-    lora, tinker, alone = reasons
-    found, warning = settings.normalised(lora=lora, tinker=tinker, alone=alone)
+    lora, tinker = reasons
+    found, warning = settings.normalised(lora=lora, tinker=tinker)
     changed = method is SyncMethod.NCCL and any(reasons)
     assert found.method is (SyncMethod.CHECKPOINT if changed else method)
     assert found.sync_interval == 7
     assert (warning is not None) is changed
-    for word, holds in (("LoRA", lora), ("Tinker", tinker), ("without a trainer", alone)):
+    for word, holds in (("LoRA", lora), ("Tinker", tinker)):
         assert (word in (warning or "")) is (changed and holds)
 
 

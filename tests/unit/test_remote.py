@@ -11,7 +11,7 @@ from torch import nn
 
 from explorer_hooks import ExplorerHook, TorchModule
 from explorer_hooks.reader import Reader
-from syncd.checkpoint.remote import look_at_weights, write_remote
+from syncd.checkpoint.remote import look_into_step, write_remote
 from syncd.checkpoint.save import Remote, Unfinished
 from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
@@ -167,7 +167,7 @@ def test_a_folder_without_weights_and_path_is_never_put_on_record_as_skipped(
 def test_a_path_that_changes_while_it_is_published_is_looked_at_again(job: SmallJob) -> None:
     point_to(job, 9, TINKER.encode())
     folder = job.layout.step(9)
-    save = look_at_weights(STORAGE, folder, 9)
+    save = look_into_step(STORAGE, folder, 9)
     point_to(job, 9, b"tinker://other")
     room = job.layout.root / "room"
     room.mkdir()

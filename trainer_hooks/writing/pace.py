@@ -30,7 +30,7 @@ class Pace:
     Promised: with ``per_node``, only one rank of this job and user writes at a time on each host.
     With ``one_at_a_time``, the ranks write one by one in rank order, if each rank takes less than
     ``timeout`` seconds. Not promised: an order under ``per_node``. Hosts that share a temporary
-    folder (``hosts_folder``) count as one host. The event ``stopped`` ends a wait.
+    folder count as one host. The event ``stopped`` ends a wait.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class Pace:
         *,
         timeout: float,
         stopped: threading.Event,
-        hosts_folder: Path | None = None,
     ) -> None:
         self._concurrency = concurrency
         self._job = job
@@ -50,7 +49,6 @@ class Pace:
         self._world_size = world_size
         self._timeout = timeout
         self._stopped = stopped
-        self._hosts_folder = hosts_folder or Path(tempfile.gettempdir())
 
     @property
     def in_turns(self) -> bool:
@@ -79,7 +77,7 @@ class Pace:
     def _alone_here(self, save_id: SaveId) -> Iterator[None]:
         job = hashlib.sha256(os.fsencode(self._job.layout.root)).hexdigest()[:16]
         # One per user: in a shared temporary folder, another user's lock could not be opened.
-        lock = FileLock(self._hosts_folder / f"syncd-{os.geteuid()}-{job}.lock")
+        lock = FileLock(Path(tempfile.gettempdir(), f"syncd-{os.geteuid()}-{job}.lock"))
         until = time.monotonic() + self._timeout
         while True:
             try:

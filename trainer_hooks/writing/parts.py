@@ -1,4 +1,4 @@
-"""Writes the files of a save; each file is complete and durable before it gets its name.
+"""Writes one file of a save: it is complete and durable before it gets its name.
 
 ``torch.save`` writes CRC-32s and aligns large tensors to pages, which makes the merge faster.
 Functions raise an OSError that names the file if storage fails.

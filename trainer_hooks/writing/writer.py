@@ -267,9 +267,9 @@ class RankWriter:
     ) -> None:
         """Write the receipt: these files are complete and durable.
 
-        An OSError means that no other rank has seen the receipt. A SaveFailedError means that other
-        ranks can see the receipt, although it may not be durable. Then rank 0 may have announced
-        the files, so they must not be deleted or rewritten.
+        On ranks other than 0, an OSError means that no other rank has seen the receipt. A
+        SaveFailedError means that other ranks can see the receipt, although it may not be durable.
+        Then rank 0 may have announced the files, so they must not be deleted or rewritten.
         """
         save_id = attempt.save_id
         name = full_receipt_name(self._rank) if is_full else receipt_name(self._rank)
