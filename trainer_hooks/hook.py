@@ -23,7 +23,7 @@ from trainer_hooks.save_queue import SaveQueue, patience_of
 from trainer_hooks.saves import Saver, Trained
 from trainer_hooks.settings import SaveAsHf, SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful
-from trainer_hooks.trainer_job import TrainerJob, served
+from trainer_hooks.trainer_job import TrainerJob, effective_settings
 from trainer_hooks.writing.model_files import Pretrained, model_files
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class TrainerHook:
         name: str = "trainer",
         storage: Storage | None = None,
     ) -> None:
-        self._settings = served(
+        self._settings = effective_settings(
             given_or_default("settings", SyncSettings, settings), model, memory_dir
         )
         self._saving = given_or_default("saving", SaveSettings, saving)

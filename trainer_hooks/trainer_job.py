@@ -204,7 +204,9 @@ def _nothing(_: SaveId) -> None:
     pass
 
 
-def served(settings: SyncSettings, model: nn.Module, memory_dir: str | Path | None) -> SyncSettings:
+def effective_settings(
+    settings: SyncSettings, model: nn.Module, memory_dir: str | Path | None
+) -> SyncSettings:
     """Check the settings; return the settings that take effect.
 
     Raises:

@@ -180,7 +180,7 @@ def test_a_step_that_is_named_announced_changed_or_quarantined_is_never_pruned(
 
 @many
 @given(observations(), CONFIGS)
-def test_foreign_saves_of_plain_verl_go_only_when_that_was_asked_for(
+def test_a_foreign_step_is_pruned_only_if_asked_for(
     seen: Observation, config: DaemonConfig
 ) -> None:
     for action in of(decide(seen, config), PruneStep):
@@ -277,11 +277,3 @@ def test_only_whole_saves_are_put_on_record_as_skipped(
 ) -> None:
     skipped = {(action.step, action.identity) for action in of(decide(seen, config), Skip)}
     assert skipped == {(s.step, s.identity) for s in seen.unrecorded if s.identity is not None}
-
-
-@many
-@given(observations(), CONFIGS)
-def test_the_same_observation_gives_the_same_decision(
-    seen: Observation, config: DaemonConfig
-) -> None:
-    assert decide(seen, config) == decide(seen, config)
