@@ -98,8 +98,8 @@ def fsdp_upload_state_dict(
     Rank 0 holds the whole state dict in host memory, and training waits until the state dict is
     written. The other ranks wait in a collective of the default process group, so the timeout of
     that group (10 minutes for NCCL by default) must be longer than the write. A
-    :class:`~trainer_hooks.hook.TrainerHook` with method ``memory`` needs neither this memory nor
-    this wait.
+    :class:`~trainer_hooks.hook.TrainerHook` with ``method="memory"`` writes the tensors while it
+    gathers them: rank 0 never holds all of them, and training does not wait for storage.
 
     On rank 0, ``synchronizer`` must be a ``TrainerSynchronizer`` of syncd with a
     :class:`StateDictWriter`, not a Ray actor; on other ranks it is None. If ``global_step`` is 0,

@@ -272,9 +272,9 @@ class Member(Generic[Report]):
             SaveNotReadyError: a shard or the step's folder is missing. The pointer was not changed.
             SaveFailedError: the daemon has refused the save.
             WaitTimeoutError: the step was not published within ``timeout``.
-            InvalidSettingsError: this participant is an explorer, but a trainer is running, or
-                another explorer follows the job and would load the step too. Or the daemon follows
-                the pointer from which the trainer resumes.
+            InvalidSettingsError: the daemon follows the pointer from which the trainer resumes. An
+                explorer also gets this error while a trainer runs, or while another explorer, which
+                would load the step too, follows the job.
         """
         if step is None:
             return self._versions.newest()

@@ -148,7 +148,7 @@ def _prunings(decision: Decision) -> list[Pruning]:
 
 
 def _known(job: Job) -> Known:
-    """The daemon's knowledge of the job, from its records, which must all be readable."""
+    """Read what the daemon knows of the job from the job's records; all must be readable."""
     try:
         latest = parse(Latest, job.storage.read(job.layout.latest), job.layout.latest)
         served = read_manifest(job.storage, job.layout.version(latest.sequence))

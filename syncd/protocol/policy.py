@@ -369,8 +369,8 @@ def must_wait_for_explorers(
 ) -> bool:
     """True if the trainer waits for the slowest explorer (``settings.max_explorer_lag``).
 
-    ``held`` has the versions of the explorers to wait for. ``newest`` must be published, because
-    explorers cannot load any other version, so the trainer would wait for them in vain.
+    ``held`` has the versions of the explorers to wait for. ``newest`` must be a published version,
+    because explorers cannot load an unpublished one: the trainer would wait for ever.
     """
     most = settings.max_explorer_lag
     return most is not None and any(_lag(version, newest) > most for version in held)

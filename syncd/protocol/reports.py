@@ -161,8 +161,9 @@ class ExplorerReport(Record):
             ``sequence``, ``step`` and ``reload`` are None, and nobody waits for the explorer.
         starting: the reason why the explorer waits before it runs for the first time. Its status is
             then ``stopped``, so that nobody waits for it.
-        delta_base: the newest version to which a delta can be applied, because the explorer's host
-            has a whole copy outside the job's filesystem. None also in releases without deltas.
+        delta_base: the newest version that the explorer's host has as a whole copy outside the
+            job's filesystem. A delta can be applied to this copy. None also in releases without
+            deltas.
         hub_names: True if the explorer also accepts versions with the hub's names.
     """
 
