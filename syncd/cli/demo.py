@@ -189,7 +189,8 @@ class _Run:
             different = _differences(self.room / "truth.safetensors", self._held(name))
             if different:
                 raise VerificationError(
-                    f"explorer {name} does not hold the trainer's weights: {', '.join(different)}"
+                    f"explorer {name} differs from the trainer in these tensors: "
+                    f"{', '.join(different)}"
                 )
 
     def _start(self, called: str, /, *module: str, **options: object) -> None:

@@ -49,7 +49,10 @@ _INDENT: Final = 18
     type=options.SecondsRange(min=1, max=600),
     default=_LIMITS.look,
     show_default=True,
-    help="How long to wait for a change before it counts as not visible.",
+    help=(
+        "How long to wait until another process sees a change. A change that is not seen within "
+        "this time counts as not visible."
+    ),
 )
 @options.as_json
 def command(job: Path, peer: int | None, wait: float, limit: float, *, as_json: bool) -> None:
@@ -59,8 +62,8 @@ def command(job: Path, peer: int | None, wait: float, limit: float, *, as_json: 
     only below .syncd/doctor, and removes them at the end. It takes less than a minute if the
     storage works. It needs no daemon, and does not disturb a running daemon.
 
-    Exits with 19 if syncd cannot keep one of its promises on this storage. Warnings do not change
-    the exit code.
+    Exits with 19 if a test fails: syncd cannot work correctly on such storage. Warnings do not
+    change the exit code.
     """
     root = job.resolve()
     examined = Job.at(root)
@@ -79,7 +82,7 @@ def command(job: Path, peer: int | None, wait: float, limit: float, *, as_json: 
         click.echo(", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Severity))
     if failed:
         raise UnfitStorageError(
-            f"{printable(root)}: syncd cannot keep its promises on this storage: "
+            f"{printable(root)}: syncd cannot work correctly on this storage. Failed tests: "
             f"{', '.join(failed)}"
         )
 

@@ -46,7 +46,7 @@ class HumanLines(logging.Formatter):
             line += f"[{os.path.basename(job)}] "
         line += record.getMessage()
         if held_back := getattr(record, "held_back", 0):
-            line += f" (and {held_back} times before)"
+            line += f" ({held_back} earlier repeats were not logged)"
         below = [self.formatException(record.exc_info)] if record.exc_info else []
         below += [record.stack_info] if record.stack_info else []
         traces = (f"  {printable(one)}" for text in below for one in text.split("\n"))

@@ -94,7 +94,7 @@ def command(
             except OSError as error:
                 if error.errno in NOT_EMPTY:
                     raise InvalidSettingsError(
-                        f"another process has written to {out_dir} meanwhile: give a new folder"
+                        f"another process wrote to {out_dir} during the merge: give a new folder"
                     ) from error
                 raise
             storage.sync_folder(out.parent)

@@ -253,7 +253,10 @@ def policy(command: Callable[..., Any]) -> Callable[..., Any]:
 prefix = click.option(
     "--prefix",
     default=None,
-    help="The prefix of the model in a torch.distributed.checkpoint save.  [default: detect]",
+    help=(
+        "For a torch.distributed.checkpoint save: the beginning of the names of the model's "
+        "tensors, such as 'model.'.  [default: detect]"
+    ),
 )
 names = click.option(
     "--names",
@@ -298,7 +301,10 @@ dtype = click.option(
     "cast",
     type=click.Choice(["bf16", "fp16", "fp32"]),
     default=None,
-    help="Cast floating-point tensors, except fp8, as torch does.  [default: as saved]",
+    help=(
+        "Cast floating-point tensors to this dtype, rounded as in torch. fp8 tensors are not "
+        "cast.  [default: as saved]"
+    ),
 )
 max_shard_size = click.option(
     "--max-shard-size",

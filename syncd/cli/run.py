@@ -91,7 +91,10 @@ _DEFAULTS = RunConfig()
 @click.option(
     "--dcp-prefix",
     default=None,
-    help="The prefix of the model in a torch.distributed.checkpoint save.  [default: detect]",
+    help=(
+        "For a torch.distributed.checkpoint save: the beginning of the names of the model's "
+        "tensors, such as 'model.'.  [default: detect]"
+    ),
 )
 @click.option(
     "--hang-time",

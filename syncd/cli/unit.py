@@ -20,6 +20,7 @@ from syncd.storage.job import no_folder
 from syncd.units.files import FOLLOWER, Instance, is_untouched, owner_of, unit_files
 
 _SYSTEMD: Final = Path("/etc/systemd/system")
+_AS_FOLLOW: Final = "With --follow: the option {} of 'syncd follow'."
 
 
 @click.group("unit", epilog="Example: syncd unit install qwen-grpo")
@@ -50,16 +51,16 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="JOB",
             help="Make a unit for an explorer of this job (syncd follow), not for a daemon.",
         ),
-        click.option("--stage", type=path, default=None, help="With --follow: see 'syncd follow'."),
+        click.option("--stage", type=path, default=None, help=_AS_FOLLOW.format("--stage")),
         click.option(
             "--budget",
             type=options.BytesRange(min=1),
             help="With --follow: the limit in bytes for all copies in --stage together.",
         ),
-        click.option("--link", type=path, default=None, help="With --follow: see 'syncd follow'."),
-        click.option("--command", "run", default=None, help="With --follow: see 'syncd follow'."),
+        click.option("--link", type=path, default=None, help=_AS_FOLLOW.format("--link")),
+        click.option("--command", "run", default=None, help=_AS_FOLLOW.format("--command")),
         click.option(
-            "--memory-dir", type=path, default=None, help="With --follow: see 'syncd follow'."
+            "--memory-dir", type=path, default=None, help=_AS_FOLLOW.format("--memory-dir")
         ),
         click.option(
             "--option",

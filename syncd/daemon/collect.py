@@ -207,7 +207,7 @@ class Collector:
                 self._job.layout.session(session)
             )
         except OSError as error:
-            log.debug("leaving %s alone for now: %s", path, error)
+            log.debug("cannot check whether %s is orphaned: %s", path, error)
             return False
 
     def _look(self, path: Path) -> None:
@@ -221,7 +221,7 @@ class Collector:
                     extra=Event.LEFTOVER_REMOVED(path=path),
                 )
         except OSError as error:
-            log.debug("leaving %s alone for now: %s", path, error)
+            log.debug("cannot check or remove %s now: %s", path, error)
             liveness = Liveness.MISSING
         if liveness is Liveness.MISSING:
             self._watched.discard(path)
@@ -267,14 +267,14 @@ class Collector:
         try:
             yield from left_rooms(self._job)
         except OSError as error:
-            log.debug("leaving %s alone for now: %s", self._job.layout.doctor, error)
+            log.debug("cannot remove leftovers in %s now: %s", self._job.layout.doctor, error)
 
     def _temporaries(self, folder: Path, *, depth: int = 0) -> Iterator[Path]:
         try:
             found = self._job.storage.kinds(folder)
         except OSError as error:
             if not is_gone(error):
-                log.debug("leaving %s alone for now: %s", folder, error)
+                log.debug("cannot list %s now: %s", folder, error)
             return
         for name, kind in found.items():
             if kind is Kind.FILE and (name.startswith(TEMPORARY) or ".lock.break." in name):

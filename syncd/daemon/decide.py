@@ -325,7 +325,7 @@ def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:
             yield DropLease(
                 lease.sequence,
                 lease.marker,
-                f"its session has been dead for {lease.dead_for:.0f} s",
+                f"its explorer has been dead for {lease.dead_for:.0f} s",
             )
 
 

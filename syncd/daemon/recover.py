@@ -84,7 +84,7 @@ def look_back(job: Job) -> FoundVersions:
         if found.adopted is not None:
             break
         if look.has_content(job.layout.lease_folder(sequence)):
-            _let_be(job.layout.version(sequence), "it is incomplete, but leased")
+            _let_be(job.layout.version(sequence), "it is incomplete, but an explorer has leased it")
         else:
             found.unfinished.append(sequence)
     found.deltas_above = look.deltas_above(found.adopted.sequence if found.adopted else known)
@@ -93,7 +93,8 @@ def look_back(job: Job) -> FoundVersions:
             found.served = look.finished(found.latest.sequence)
         except ProtocolMismatchError as error:
             log.error(
-                "%s; the save that the pointer names will be published again",
+                "%s. The daemon cannot use this version, so it publishes the trainer's newest "
+                "save again",
                 error,
                 extra=Event.VERSION_DAMAGED(
                     path=job.layout.version(found.latest.sequence), reason=error

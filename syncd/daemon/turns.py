@@ -195,12 +195,15 @@ class Turns:
         if in_the_way:
             self._end(job, merging, put_off=True)
             raise LateError(
-                f"{told} while other jobs wait and another late merge runs: this merge begins "
-                "again when the other late merge has ended"
+                f"{told}. Other jobs wait, and another late merge runs, so the daemon stops this "
+                "merge. It starts this merge again when the other late merge has ended"
             )
         if now - merging.began >= limit * 2**ended and is_overtaken():
             self._end(job, merging, put_off=False)
-            raise LateError(f"{told}, and a newer save is announced: merging that save instead")
+            raise LateError(
+                f"{told}, and a newer save is announced. The daemon stops this merge, and "
+                "merges the newer save"
+            )
         return found_late
 
     def leave(self, job: str) -> None:

@@ -155,7 +155,7 @@ def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
         return warn(
             "clock",
             f"the storage's clock differs from this host's clock by {ahead:+.0f} s: ages in "
-            "'syncd status' are wrong by this time",
+            "'syncd status' are wrong by this amount",
             advice,
             **measured,
         )

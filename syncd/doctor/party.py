@@ -57,7 +57,7 @@ class Party(ABC):
         said = self.attempt(change, name, other, text)
         if said != DONE:
             code = getattr(errno, said, errno.EIO)
-            raise OSError(code, f"{change} was refused: {os.strerror(code)}", name)
+            raise OSError(code, f"storage refused the call {change}: {os.strerror(code)}", name)
 
     def see(self, how: How, name: str) -> str:
         """Look at a name once; return the observation, or ``!`` and the name of an error."""
@@ -82,7 +82,10 @@ class Party(ABC):
         """The facts about this process."""
         found = self._ask(PartyCall(do="tell")).facts
         if found is None:
-            raise JobUnavailableError("the other process does not identify itself")
+            raise JobUnavailableError(
+                "the other measuring process did not report its host and its release of syncd. "
+                "Install the same release on both hosts"
+            )
         return found
 
 

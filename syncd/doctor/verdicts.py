@@ -40,7 +40,7 @@ def expected(what: str, said: str, wanted: str | frozenset[str]) -> list[str]:
     """The wrong results of an attempt: one sentence, or nothing if the result is ``wanted``."""
     if said in ({wanted} if isinstance(wanted, str) else wanted):
         return []
-    shown = "was done" if said == DONE else f"gave {said!r}"
+    shown = "succeeded, but must fail" if said == DONE else f"gave {said!r}"
     return [f"{what} {shown}"]
 
 
@@ -273,7 +273,12 @@ def remembered(late: Mapping[str, Sequence[float | None]], limit: float) -> Find
         f"{what} {_late(seconds) if seconds is not None else f'more than {limit:.0f} s late'}"
         for what, seconds in longest.items()
     )
-    return ok("memory", f"{told}; before each decision, syncd asks the server", **longest)
+    return ok(
+        "memory",
+        f"cached answers: {told}. A delay is harmless here, because syncd asks the "
+        "server before each decision",
+        **longest,
+    )
 
 
 def events(heard: Sequence[float | None], *, two_hosts: bool) -> Finding:

@@ -197,7 +197,7 @@ def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
         well.save(3)
         wait_for_step(well.layout.root, 3)
         assert daemon.terminate() == 0
-        daemon.wait_for_log(f"ending in the middle of the work on {sick.layout.root}")
+        daemon.wait_for_log(f"exiting before the work on {sick.layout.root} has ended")
 
 
 _SOON_LATE = """

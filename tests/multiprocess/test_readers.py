@@ -119,7 +119,7 @@ def test_a_dead_readers_version_goes_after_the_grace_and_not_before(
             reader.communicate()
         if grace < 60:
             wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
-            daemon.wait_for_log("its session has been dead")
+            daemon.wait_for_log("its explorer has been dead")
         else:
             trainer.save(3)
             wait_until(lambda: not layout.version(2).exists(), "version 2 is pruned")

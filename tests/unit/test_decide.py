@@ -193,7 +193,7 @@ def test_deltas_beyond_half_a_version_or_the_number_to_keep_go_newest_first(
 
 def test_a_dead_lease_is_dropped_after_the_grace() -> None:
     seen = job(leases=(LeaseSeen(2, "a.s", 299.0), LeaseSeen(2, "b.s", 300.0)))
-    assert actions(seen) == [DropLease(2, "b.s", "its session has been dead for 300 s")]
+    assert actions(seen) == [DropLease(2, "b.s", "its explorer has been dead for 300 s")]
 
 
 def test_a_published_or_skipped_step_goes() -> None:

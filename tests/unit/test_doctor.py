@@ -366,9 +366,9 @@ def test_a_local_disk_keeps_every_promise_to_one_process(tmp_path: Path, name: s
 @pytest.mark.parametrize(
     ("name", "storage", "verdict", "said"),
     [
-        ("rename", Merging(), FAIL, "onto a folder that holds something was done"),
-        ("rmdir", GreedyRmdir(), FAIL, "rmdir of a folder that holds something was done"),
-        ("rmdir", Resurrecting(), FAIL, "making a file in a removed folder was done"),
+        ("rename", Merging(), FAIL, "onto a folder that holds something succeeded"),
+        ("rmdir", GreedyRmdir(), FAIL, "rmdir of a folder that holds something succeeded"),
+        ("rmdir", Resurrecting(), FAIL, "making a file in a removed folder succeeded"),
         ("links", Refusing(errno.EPERM, "link"), FAIL, "EPERM"),
         ("sync", Refusing(errno.EINVAL, "sync_folder"), FAIL, "fsync of a folder: EINVAL"),
         ("sync", Refusing(errno.EIO, "fsync"), FAIL, "fsync of a file: EIO"),

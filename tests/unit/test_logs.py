@@ -282,7 +282,11 @@ def test_a_flood_of_the_same_line_is_held_back_and_counted(
     finally:
         log.removeFilter(flood)
     assert json.loads(JsonLines().format(records[-1]))["held_back"] == 15
-    assert HumanLines().format(records[-1]).endswith("the disk is full (and 15 times before)")
+    assert (
+        HumanLines()
+        .format(records[-1])
+        .endswith("the disk is full (15 earlier repeats were not logged)")
+    )
     assert HumanLines().format(records[0]).endswith("WARNING the disk is full")
 
 

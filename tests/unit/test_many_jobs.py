@@ -157,7 +157,7 @@ def test_a_late_merge_goes_on_beside_the_others_and_no_second_one() -> None:
     assert not ill.check(never)  # it holds up nobody yet
     assert not last.take("d")
     merging.clock.advance(1)
-    with pytest.raises(LateError, match="other jobs wait"):
+    with pytest.raises(LateError, match="Other jobs wait"):
         ill.check(never)
     ill.leave()
     assert last.take("d")

@@ -154,5 +154,5 @@ class Discovery:
         try:
             return any(map(self._storage.exists, (layout.state, layout.root / self._pointer)))
         except OSError as error:  # for example another user's folder
-            log.debug("leaving %s alone for now: %s", layout.root, error)
+            log.debug("cannot check whether %s is a job: %s", layout.root, error)
             return False

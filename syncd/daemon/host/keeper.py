@@ -103,7 +103,8 @@ class Keeper:
                 )
             except Exception:
                 log.exception(
-                    "the daemon of %s failed: a bug in syncd",
+                    "the daemon of %s failed because of a bug in syncd. It starts again. Please "
+                    "report the traceback",
                     self.root,
                     extra=Event.FAULT(job=self.root),
                 )

@@ -353,7 +353,7 @@ class RootServices:
             while served.thread.is_alive():
                 if self._guard.silence(str(path)) >= patience:
                     log.error(
-                        "ending in the middle of the work on %s: its storage does not answer",
+                        "exiting before the work on %s has ended: its storage does not answer",
                         path,
                         extra=Event.JOB_HANGS(job=path, seconds=self._guard.silence(str(path))),
                     )

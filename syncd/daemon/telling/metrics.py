@@ -52,7 +52,7 @@ class Metrics:
         info.labels(__version__).set(1)
         self.reloaded = Gauge(
             "syncd_config_last_reload_successful",
-            "1 if all settings of the last reading are in force, else 0.",
+            "1 if all settings of the last configuration reload are in force, else 0.",
             registry=self.registry,
         )
         self.reloaded.set(1)
