@@ -60,7 +60,7 @@ def follow(
         except (RefusedError, WaitTimeoutError):
             seconds = poll
         except (OSError, OnRemoteError, JobUnavailableError, EngineBrokenError) as error:
-            log.warning("cannot load now, trying again in %.3g s: %s", seconds, error)
+            log.warning("cannot load a version. Trying again in %.3g s: %s", seconds, error)
             if pause(seconds) or _await(is_away, pause):
                 return
             seconds = min(2 * seconds, _LONGEST_PAUSE)
@@ -150,8 +150,8 @@ class Follower:
         if self.is_on:
             raise InvalidSettingsError(
                 f"a background thread of {self._name} already follows the job. To get the "
-                "versions of that thread, read the attribute version or call wait_until_served(). "
-                "To pull yourself, call stop() first"
+                "versions of that thread, read hook.version or call hook.wait_until_served(). To "
+                "call pull() yourself, call stop() first"
             )
 
     def wait_until_served(
@@ -186,7 +186,9 @@ class Follower:
             work()
         except BaseException as error:  # check() raises it in the caller's thread
             log.error(
-                "the background thread died, so this explorer does not follow the job any more",
+                "the background thread of %s died, so this explorer does not follow the job any "
+                "more. To continue, call start() or pull()",
+                self._name,
                 exc_info=True,
             )
             if self._thread is not threading.current_thread():

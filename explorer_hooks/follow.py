@@ -108,12 +108,13 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     "--lora-name",
     default="syncd",
     show_default=True,
-    help="The model name under which adapters are loaded.",
+    help="The model name under which the server serves adapters.",
 )
 @click.option(
     "--spans-hosts",
     is_flag=True,
-    help="Use this option if the server also reads weights on other hosts.",
+    help="Use this option if the server also reads weights on other hosts. syncd then ignores "
+    "--stage.",
 )
 @click.option(
     "--stage",
@@ -128,7 +129,8 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--base",
     type=_FOLDER,
-    help="The model folder that the server was started with. Versions that do not fit are refused.",
+    help="The model folder that the server was started with. syncd refuses versions that do not "
+    "fit this model.",
 )
 @click.option(
     "--timeout",
@@ -151,12 +153,14 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--broadcast-timeout",
     type=options.SecondsRange(min=0, min_open=True),
-    help="How long to wait until a broadcast begins, and until it arrives. Use the trainer's "
-    "value.  "
+    help="How long to wait for a broadcast to begin, and then for its end. Give the same value "
+    "as in the trainer's settings.  "
     f"[default: {SyncSettings().broadcast_timeout:g}]",
 )
 @click.option(
-    "--memory-dir", type=_FOLDER, help="The job's second directory, which holds the versions."
+    "--memory-dir",
+    type=_FOLDER,
+    help="The memory directory of a job with method memory. The versions are in this directory.",
 )
 @click.option(
     "--json",

@@ -407,7 +407,12 @@ class ExplorerHook:
         try:
             self._sync.report(None, starting=why)
         except OSError as error:
-            log.warning("%s cannot report that it is starting: %s", self._sync.name, error)
+            log.warning(
+                "%s cannot report to the job that its server is still starting, so 'syncd status' "
+                "may not show it: %s",
+                self._sync.name,
+                error,
+            )
 
     def _step(
         self, take: Callable[[int, float], Version], step: int, timeout: float | None

@@ -193,7 +193,12 @@ class Pipeline:
                 group=self._fast_path.group if self._fast_path else None,
             )
         except OSError as error:
-            log.warning("%s cannot write its report: %s", self._sync.name, error)
+            log.warning(
+                "%s cannot report its version to the job, so 'syncd status' may show an older "
+                "version: %s",
+                self._sync.name,
+                error,
+            )
 
     # -- the next version: one thread at a time --------------------------------------------------
 

@@ -115,7 +115,11 @@ class Decisions:
             try:
                 work.wait(timedelta(seconds=min(timeout, _LONGEST)))
             except RuntimeError as error:
-                log.warning("cannot tell whether each rank knows what to save: %s", error)
+                log.warning(
+                    "rank 0 cannot confirm that all ranks received its decision about what to "
+                    "save: %s. Check whether another rank has ended",
+                    error,
+                )
         self._sent = []
 
     def meet(self, name: str, *, timeout: float) -> str | None:
@@ -145,7 +149,7 @@ class Decisions:
         try:
             within(end, lambda: store.compare_set("outcome", "", f"rank {self.ranks.rank} {why}"))
         except (RuntimeError, TimeoutError) as error:
-            log.debug("cannot tell the other ranks that this rank %s: %s", why, error)
+            log.debug("this rank %s, and could not tell the other ranks: %s", why, error)
 
     def _meet(self, name: str, end: float, timeout: float) -> str:
         store, rank, world_size = self._store(name), self.ranks.rank, self.ranks.world_size
@@ -188,6 +192,10 @@ class Decisions:
             work = dist.broadcast(word, src=0, group=self._group, async_op=True)
         except RuntimeError as error:
             # If a rank has died, the save reports that, because the rank's receipt is missing.
-            log.warning("cannot tell all ranks what to save: %s", error)
+            log.warning(
+                "rank 0 could not send its decision about what to save: %s. Check whether another "
+                "rank has ended",
+                error,
+            )
         else:
             self._sent.append((work, word))

@@ -214,8 +214,8 @@ def effective_settings(
     """
     if not isinstance(model, nn.Module):
         raise InvalidSettingsError(
-            f"model is a {type(model).__name__}, but it must be a torch.nn.Module. The arguments "
-            "of TrainerHook are first the job directory, and then the model"
+            f"model is of type {type(model).__name__}, but it must be a torch.nn.Module. The "
+            "arguments of TrainerHook are first the job directory, and then the model"
         )
     adapters = adapters_of(model)
     check_methods(adapters)

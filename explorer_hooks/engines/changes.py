@@ -139,7 +139,8 @@ def write_changes(targets: Sequence[Target], changes: Changes) -> None:
 def _check_alike(before: TensorEntry | None, now: TensorEntry, base: LeasedVersion) -> None:
     if before is None or (before.dtype, before.shape) != (now.dtype, now.shape):
         raise CannotCompareError(
-            f"the tensors of version {base.sequence} have different names, shapes or dtypes"
+            f"version {base.sequence} has tensors with other names, shapes or dtypes than the new "
+            "version"
         )
 
 

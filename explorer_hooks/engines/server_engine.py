@@ -166,9 +166,9 @@ class ServerEngine(ServerCalls):
             self._fits = fits_if_here(named, self._whose)
         if self._fits is None:
             log.warning(
-                "%s reports no model folder that exists on this host, so syncd cannot check "
-                "whether the first version fits. As base (--base), pass the model folder that "
-                "the server was started with",
+                "%s reports no model folder that exists on this host. Therefore syncd cannot check "
+                "whether the first version fits the server's model. For this check, set base "
+                "(--base) to the model folder that the server was started with",
                 self._whose,
             )
         said = self._said_label()
@@ -351,9 +351,9 @@ class ServerEngine(ServerCalls):
         if now < self._others[1] + self._load_timeout:
             raise EngineBrokenError(
                 f"{self._whose} is in the middle of a load by another hook ({said}), but a server "
-                "can have only one hook. Stop the other hook. If the other hook was killed, "
-                f"restart the server, or wait. This hook continues {self._load_timeout:g} s after "
-                "it first saw the load"
+                "can have only one hook. If the other hook still runs, stop it. If it was killed, "
+                "restart the server. Or wait: this hook loads its own version "
+                f"{self._load_timeout:g} s after it first saw the other load"
             )
         self._was_left(said)
 

@@ -112,7 +112,8 @@ class SGLangServer(ServerEngine):
             self._flush()
         except ServerRefusedError as error:
             log.info(
-                "cannot flush the caches of %s now, so syncd resumes the server for a moment: %s",
+                "%s cannot flush its caches while it is paused. syncd resumes the server for a "
+                "moment, and tries again: %s",
                 self._whose,
                 error,
             )

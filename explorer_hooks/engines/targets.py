@@ -96,7 +96,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     if copies:
         raise EngineMismatchError(
             f"{shown(copies[0])} in the module's state dict cannot be filled in place, because it "
-            "is not a parameter or buffer of the module. A state_dict hook computes this tensor"
+            "is not a parameter or buffer of the module. A state_dict hook computes this tensor. "
+            "Serve a module without that hook"
         )
     return tensors
 

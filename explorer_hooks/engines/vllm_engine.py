@@ -145,5 +145,5 @@ class VLLMEngine(InProcessEngine):
         if not self._llm.reset_prefix_cache():
             raise EngineBrokenError(
                 "vLLM's prefix cache still holds entries of the old weights, because vLLM is still "
-                "generating"
+                "generating. Call pull() only between calls of generate()"
             )

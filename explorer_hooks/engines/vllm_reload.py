@@ -55,7 +55,9 @@ def _reload_packed(reload_weights: Callable[[], object], model: Any, vllm_config
         method.moe_kernel = None  # vLLM then packs them as it did when it started
     reload_weights()
     if any(method.moe_kernel is None for method in experts):
-        raise RuntimeError("vLLM has not packed all experts again: restart vLLM")
+        raise RuntimeError(
+            "after the reload, vLLM did not pack all experts for the CPU. Restart vLLM"
+        )
     sharing: dict[int, list[Any]] = {}
     for module in modules:
         if hasattr(module, "cpu_linear"):

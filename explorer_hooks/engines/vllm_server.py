@@ -361,8 +361,9 @@ class VLLMServer(ServerEngine):
         self._digests = dict([*self._digests.items(), (key, before)][-2:])
         if before != found:
             raise ServerRefusedError(
-                f"the digests of the server's weights of version {version.sequence} differ "
-                "from the digests after the first load of this version",
+                f"the server loaded version {version.sequence} again, but the digests of its "
+                "weights differ from the digests after the first load. One of the two loads was "
+                "wrong",
                 answer=told,
             )
 

@@ -116,7 +116,8 @@ class TransferSession:
                 self._ask(_FINISH, {})  # for the workers that did not raise the last error
             except ServerRefusedError as refused:
                 log.debug(
-                    "a worker refused to end an update that had ended already, as expected: %s",
+                    "no action is needed: a worker had already ended its update, and refused to "
+                    "end it again: %s",
                     refused,
                 )
         self._ask(_START)
@@ -127,7 +128,9 @@ class TransferSession:
         states = told.get("results") if isinstance(told, dict) else None
         wanted = {"is_open", "holds", "content", "why_full"}
         if not states or not all(isinstance(one, dict) and wanted <= one.keys() for one in states):
-            raise ServerError(f"{self._whose} gave an unexpected state of its transfer: {told}")
+            raise ServerError(
+                f"{self._whose} gave an unexpected answer about its weight transfer: {told}"
+            )
         return list(states)
 
     def _ask(self, route: str, body: object = None) -> Any:

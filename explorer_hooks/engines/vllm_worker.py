@@ -137,7 +137,8 @@ class Membership:
         received, self._received = self._received, None
         if received is None:
             raise RuntimeError(
-                "this worker has no received weights to load, because another worker received them"
+                "this worker has no received weights to load. It did not receive the broadcast, or "
+                "has left the weight group since"
             )
         return received
 

@@ -106,7 +106,8 @@ class VLLMWorkers:
                 self._warned = True
                 log.warning(
                     "%s does not report whether it runs on a CPU. On a CPU, a reload may keep "
-                    "old weights in a tied output layer or in experts",
+                    "old weights in a tied output layer or in experts. On a GPU, ignore this "
+                    "warning",
                     self._whose,
                 )
         elif str(device).startswith("cpu"):
@@ -185,7 +186,10 @@ class VLLMWorkers:
             failed = str(error)
         if failed:
             log.warning(
-                "the workers of %s may still be in the weight group: %s", self._whose, failed
+                "the workers of %s did not confirm that they left the weight group. They may hold "
+                "received weights in memory until the next broadcast: %s",
+                self._whose,
+                failed,
             )
 
     def _ask(

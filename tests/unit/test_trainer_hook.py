@@ -325,7 +325,7 @@ def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
     [
         ({"settings": {"sync_interval": 2}}, "^settings is a dict: it must be a SyncSettings"),
         ({"saving": SyncSettings()}, "^saving is a SyncSettings: it must be a SaveSettings"),
-        ({"model": "job"}, r"^model is a str, but it must be a torch\.nn\.Module. .* first"),
+        ({"model": "job"}, r"^model is of type str, but it must be a torch\.nn\.Module. .* first"),
     ],
 )
 def test_an_argument_of_another_type_is_refused_by_name(

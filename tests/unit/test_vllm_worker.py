@@ -175,7 +175,7 @@ def test_on_a_cpu_what_vllm_has_packed_is_packed_anew() -> None:
 
 def test_experts_that_nobody_can_pack_anew_on_a_cpu_are_an_error() -> None:
     worker = OnCPU(Packs(packs_anew=False))
-    assert "restart vLLM" in str(worker.syncd_load_folder("folder")["failed"])
+    assert "Restart vLLM" in str(worker.syncd_load_folder("folder")["failed"])
     del worker.moe.quant_method.moe_kernel  # as of another release
     assert "of a kind" in str(worker.syncd_load_folder("folder")["failed"])
 

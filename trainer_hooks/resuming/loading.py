@@ -198,7 +198,7 @@ class OptimizerLoading(Loading):
         if not options:
             raise CheckpointError(
                 f"{self.files.paths[0]} is not the state of a torch.optim.Optimizer that "
-                "trainer_hooks saved. Load without optimizer, or load another save"
+                "trainer_hooks saved. Load with optimizer=None, or load another save"
             )
         return names, options
 
@@ -217,8 +217,8 @@ class OptimizerLoading(Loading):
                 state[key] = names[name]
             else:
                 raise CheckpointError(
-                    f"{self.files.paths[0]} has no plain value '{shown(name)}', but {self.whose} "
-                    "needs this value. The file belongs to another optimizer"
+                    f"{self.files.paths[0]} has no plain value (such as a number) '{shown(name)}', "
+                    f"but {self.whose} needs this value. The file belongs to another optimizer"
                 )
         return found
 
@@ -271,8 +271,8 @@ class RawOptimizerLoading(Loading):
         found = self.files.loaded(self._own)
         if not isinstance(found, dict) or found.keys() != {RAW}:
             raise CheckpointError(
-                f"{self.files.paths[self._own]} does not hold the state of a {self.whose}. Load "
-                "the file into an optimizer of the saved kind"
+                f"{self.files.paths[self._own]} holds no saved state of {self.whose}. The file "
+                "belongs to an optimizer of another class. Load it into an optimizer of that class"
             )
         self._state = found[RAW]
 

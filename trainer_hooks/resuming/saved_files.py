@@ -165,7 +165,8 @@ class SavedFiles:
         except (pickle.UnpicklingError, RuntimeError) as error:
             first = str(error).partition("\n")[0]
             raise CheckpointError(
-                f"{path} cannot be loaded ({first}), so trainer_hooks did not write it. {ADVICE}"
+                f"another program wrote {path}, not trainer_hooks. torch.load(weights_only=True) "
+                f"refuses the file ({first}). {ADVICE}"
             ) from error
 
     def reader(self, checked: Sequence[int]) -> tuple[SourceReader, dict[int, int]]:
@@ -211,7 +212,7 @@ class SavedFiles:
         except ShardFormatError as error:
             what = "the state of a torch.optim.Optimizer" if self._is_optimizer else "a state dict"
             raise CheckpointError(
-                f"{error}. The file should be {what} as trainer_hooks saves it. {ADVICE}"
+                f"{error}. The file must contain {what}, saved by trainer_hooks. {ADVICE}"
             ) from error
 
     def _shard(self, path: Path, told: ReceiptFile | None) -> OpenFile:

@@ -85,8 +85,8 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
             flat[name] = value.item()
         elif not isinstance(value, Tensor | ShardedTensor) and not is_plain(value):
             raise InvalidSettingsError(
-                f"{kind} has a {type(value).__name__} as {name}, which cannot be saved. Use only "
-                "tensors, numbers, text, and tuples of these"
+                f"{kind} has {name} of type {type(value).__name__}, which cannot be saved. Use "
+                "only tensors, numbers, text, and tuples of these"
             )
     return flat
 
@@ -158,7 +158,7 @@ def checked(value: Any, where: str, depth: int = 0) -> Any:
                 checked(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)
             )
     raise InvalidSettingsError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which can be loaded only by "
+        f"{where} is of type {kind.__module__}.{kind.__qualname__}, which can be loaded only by "
         "running code. Use only tensors, numbers, text, lists and dicts. Convert arrays "
         "with torch.from_numpy"
     )

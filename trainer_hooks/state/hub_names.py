@@ -202,7 +202,7 @@ class _Trace:
         for name, value in self._sources.items():
             told = places.get(name)
             if told is None:
-                raise _NotRowsError(f"{shown(name)} does not occur in any tensor of the hub")
+                raise _NotRowsError(f"no tensor of the hub contains {shown(name)}")
             if told != [_Place(name, name, None, None, False, None)]:
                 shape = tuple(value.shape)
                 tensors[name] = MappedTensor(shape=shape, pieces=_pieces(told, shape))
@@ -223,7 +223,7 @@ class _Trace:
             placed.append((part, at))
             at += part.shape[0]
         if at != value.shape[0]:
-            raise _NotRowsError(f"{shown(hub_name)} is only a part of several joined tensors")
+            raise _NotRowsError(f"{shown(hub_name)} covers only some rows of joined tensors")
         return placed
 
     def _place(self, hub_name: str, value: Tensor, at: int | None) -> _Place:
@@ -308,8 +308,8 @@ def _counted(group: Sequence[_Place], shape: Shape) -> tuple[str, int]:
             if names == [f"{before}{first + index}{after}" for index in range(shape[0])]:
                 return f"{before}{{}}{after}", first
     raise _NotRowsError(
-        f"{shown(group[0].source)} has several names on the hub, such as {shown(names[0])}, "
-        "that are not numbered"
+        f"on the hub, {shown(group[0].source)} is several tensors, and their names (such as "
+        f"{shown(names[0])}) are not numbered consecutively"
     )
 
 

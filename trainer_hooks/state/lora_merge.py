@@ -163,7 +163,7 @@ class _Base:
         kind = next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
         if (kind.__module__, kind.__qualname__) not in _MERGED:
             raise InvalidSettingsError(
-                f"{shown(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be "
+                f"{shown(path)} is of type {kind.__module__}.{kind.__qualname__}, which cannot be "
                 "merged into a weight of the base model's dtype. Save the adapter instead, by "
                 "SaveSettings(lora='adapter')"
             )
