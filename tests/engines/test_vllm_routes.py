@@ -398,9 +398,9 @@ HEAD = ("model.embed_tokens.weight", "lm_head.weight")
     ("tensors", "config", "why"),
     [
         (("model.embed_tokens.weight",), UNTIED, "is tied"),
-        (HEAD, TIED, "may be"),
-        (HEAD, "{}", "may be"),
-        (HEAD, f'{{"tie_word_embeddings": false, "text_config": {TIED}}}', "may be"),
+        (HEAD, TIED, "perhaps"),
+        (HEAD, "{}", "perhaps"),
+        (HEAD, f'{{"tie_word_embeddings": false, "text_config": {TIED}}}', "perhaps"),
         ((*HEAD, "model.layers.0.mlp.experts.3.up_proj.weight"), UNTIED, "experts"),
         (HEAD, '{"tie_word_embeddings": false, "num_local_experts": 8}', "experts"),
         (HEAD, UNTIED, None),

@@ -173,7 +173,7 @@ def syncd_with(entry_point: str, folder: Path, *arguments: str) -> subprocess.Co
 def test_a_package_adds_commands_and_replaces_none(tmp_path: Path) -> None:
     ours = "follow2 = explorer_hooks.follow:command\nstatus = explorer_hooks.follow:command"
     listed = syncd_with(ours, tmp_path, "--help").stdout
-    assert "follow2 Follow JOB for a server" in " ".join(listed.split())
+    assert "follow2 Load the versions of JOB into a running server" in " ".join(listed.split())
     assert syncd_with(ours, tmp_path, "follow2", "--help").returncode == 0
     assert "the explorers that serve" in syncd_with(ours, tmp_path, "status", "--help").stdout
 
