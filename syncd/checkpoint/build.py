@@ -279,7 +279,10 @@ def _one_file(
         # The name may have been replaced since the file was opened and checked.
         status = storage.status(target)
         if status is None or signature(status)[:2] != file.signature[:2]:
-            raise SaveNotReadyError(f"{actor / name} was replaced while syncd linked it")
+            raise SaveNotReadyError(
+                f"{actor / name} was replaced by another file while syncd linked it. Perhaps the "
+                "trainer saved the step again"
+            )
     merged = digest_safetensors(
         storage,
         file,

@@ -244,7 +244,10 @@ def convert_step(
                 return None
             confirm_unchanged(job.storage, actor, found.save)
             if job.storage.exists(job.layout.step(found.step) / SAVING):
-                raise SaveNotReadyError(f"{job.layout.step(found.step)} is being saved again")
+                raise SaveNotReadyError(
+                    f"{job.layout.step(found.step)} is being saved again. Run 'syncd convert' "
+                    "again after the save"
+                )
             _put_in_place(job.storage, room, actor / HUGGINGFACE, manifest)
         finally:
             job.storage.remove_tree(room)

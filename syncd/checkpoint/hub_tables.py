@@ -117,7 +117,8 @@ def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
             left = shape[1:] if "first" in told else shape
             if not left:
                 raise RecordError(
-                    f"{shown(name)} has {len(shape)} dimensions, so it has no rows to cut"
+                    f"{shown(name)} has {len(shape)} dimensions, so syncd cannot split its rows "
+                    "into the hub's tensors"
                 )
             size = left[0] // count
             piece["rows"] = (number * size, (number + 1) * size)

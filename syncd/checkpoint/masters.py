@@ -41,9 +41,9 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
         names = storage.names(actor)
         if missing := next((name for name in masters if name not in names), None):
             raise SaveNotReadyError(
-                f"{actor} has no {missing}, but has other ranks' weights in the model's dtype. "
-                "The rank of the missing file has only weights that were cast for explorers. Copy "
-                "the whole folder again"
+                f"{actor} has no {missing}, so it has the weights of this rank only as they were "
+                "cast for explorers. It has other ranks' weights in the model's dtype. Copy the "
+                "whole folder again"
             )
         return Shards(save.step, save.identity, masters) if masters else save
     if save.sync_dtype is None:
@@ -55,12 +55,12 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
             full.append(receipt)
     except (FileNotFoundError, RecordError) as error:
         raise _without_receipts(actor, str(error)) from error
-    for receipt in full:
+    for rank, receipt in enumerate(full):
         if receipt.save_id != save.identity:
             raise _without_receipts(
                 actor,
-                f"a full receipt belongs to save {receipt.save_id}, but the weights belong to save "
-                f"{save.identity}",
+                f"{full_receipt_name(rank)} belongs to save {receipt.save_id}, but the cast "
+                f"weights belong to save {save.identity}",
             )
     told = {file.name for one in full for file in one.files}
     weights = resumed_weights(told, len(full))
@@ -106,7 +106,7 @@ def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[
 
 def _without_receipts(actor: Path, why: str) -> SaveNotReadyError:
     return SaveNotReadyError(
-        f"{actor} holds weights that were cast for explorers, and its full receipts do not "
-        f"name the weights in the model's dtype: {why}. Copy the folder again, together "
-        f"with {actor / RECEIPTS}"
+        f"{actor} holds weights that were cast for explorers. The full receipts, which list the "
+        f"files in the model's dtype, cannot be used: {why}. Copy the folder again, together with "
+        f"{actor / RECEIPTS}"
     )

@@ -208,8 +208,11 @@ class NameMap:
             if begin != at or (end <= begin and piece.rows is not None):
                 raise self._wrong(f"the pieces of {shown(name)} overlap or leave a gap at row {at}")
             at = end
-        if at != (left[0] if left else 1):
-            raise self._wrong(f"the pieces of {shown(name)} end at row {at}")
+        rows = left[0] if left else 1
+        if at != rows:
+            raise self._wrong(
+                f"the pieces of {shown(name)} end at row {at}, but must end at row {rows}"
+            )
 
     def _check_unique(self) -> None:
         for hub_name, parts in self._of_hub.items():
@@ -226,7 +229,10 @@ class NameMap:
         at = 0
         for begin, shape in sorted(parts):
             if begin != at or shape[1:] != parts[0][1][1:]:
-                raise self._wrong(f"the parts of {shown(hub_name)} do not follow each other")
+                raise self._wrong(
+                    f"the parts of {shown(hub_name)} do not follow each other: they overlap, leave "
+                    "a gap, or differ in shape"
+                )
             at += shape[0]
 
     def _wrong(self, fault: str) -> RecordError:

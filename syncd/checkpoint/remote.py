@@ -50,7 +50,10 @@ def write_remote(
     """
     now = look_into_step(storage, source, save.step)
     if not isinstance(now, Remote) or now.identity != save.identity:
-        raise SaveNotReadyError(f"{source / REMOTE_PATH} changed while syncd published it")
+        raise SaveNotReadyError(
+            f"{source / REMOTE_PATH} changed while syncd published it. Perhaps the trainer saved "
+            "the step again"
+        )
     manifest = Manifest(
         sequence=sequence,
         step=save.step,

@@ -166,4 +166,6 @@ class _Build:
         if self._job.storage.unlink_if_there(self._path):
             return
         if not self._job.storage.exists(self._job.layout.format):  # for example unmounted
-            raise FileNotFoundError(errno.ENOENT, "the job's folder is missing", str(self._path))
+            raise FileNotFoundError(
+                errno.ENOENT, "the job's folder is missing, perhaps unmounted", str(self._path)
+            )

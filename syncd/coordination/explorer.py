@@ -384,7 +384,10 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         offer, self._transfer.agreed = self._transfer.agreed, None
         self._met = None
         if offer is None:
-            raise BroadcastError("no transfer was agreed, so no weight group is formed")
+            raise BroadcastError(
+                "no transfer was agreed, so no weight group is formed. Call ready_to_nccl_sync "
+                "first, and continue only if it returns a step"
+            )
         with self._wait(self.settings.broadcast_timeout, cancel) as wait:
             self._met, rank = self._group.rendezvous(offer, wait)
         return self._met, rank

@@ -54,7 +54,10 @@ class Holds:
         """Hold a version again; raise VersionGoneError if the participant released it meanwhile."""
 
         def gone() -> Hold:
-            raise VersionGoneError(f"{version.folder} is no longer leased")
+            raise VersionGoneError(
+                f"{version.folder} is no longer leased: this process has already released it. "
+                "Hold the newest version instead"
+            )
 
         return self.share(version.folder, version.sequence, gone)
 

@@ -310,7 +310,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """
         agreed, self._transfer.agreed = self._transfer.agreed, None
         if agreed is None:
-            raise BroadcastError("no transfer was agreed, so no weight group is formed")
+            raise BroadcastError(
+                "no transfer was agreed, so no weight group is formed. Call ready_to_nccl_sync "
+                "first, and continue only if it returns a step"
+            )
         deadline = self.settings.broadcast_timeout
         return self._group.open(agreed, str(save_id), deadline=deadline, device=device)
 

@@ -126,7 +126,7 @@ class Versions:
             if not version.manifest.tensors:
                 raise EngineMismatchError(
                     f"version {version.sequence} (step {version.step}) is {version.kind}: its "
-                    "weights are not in its folder"
+                    "weights are not in its folder. Load the weights from its remote_path"
                 )
             yield from stream(version)
 
@@ -252,10 +252,10 @@ class Versions:
         pointer = self._pointer()
         if pointer != self.job.layout.state_pointer:
             raise InvalidSettingsError(
-                f"step {step} cannot be published on request: the daemon publishes the step that "
-                f"{pointer} names. The trainer resumes from this step, so syncd never changes that "
-                "file. Load the step with ExplorerHook.load_step, or start the daemon without "
-                "--pointer"
+                f"step {step} cannot be published on request. The daemon publishes the step that "
+                f"{pointer} names. syncd never changes {pointer}, because the trainer resumes from "
+                "the step in it. Load the step with ExplorerHook.load_step, or start the daemon "
+                "without --pointer"
             )
 
     def _pointer(self) -> Path:

@@ -251,7 +251,9 @@ class SyncRequest:
                 require_sync(me, requests=asked)
             self._said = said
         except (JobUnavailableError, OSError) as error:
-            log.warning("%s cannot ask for weights now: %s", me.record.name, error)
+            log.warning(
+                "%s cannot ask for weights now, and will try again: %s", me.record.name, error
+            )
 
     def end(self, *, missed: bool) -> None:
         """Withdraw the request; errors of storage are logged, not raised.

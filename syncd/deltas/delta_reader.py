@@ -17,6 +17,7 @@ from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.deltas.delta_folder import BLOCK, BLOCKS, ENTRY, INDEX, checked_files
 from syncd.deltas.encoding import BlockError, Decoder, Elements, Positions
 from syncd.deltas.ends import NoDeltaError, elements_of
+from syncd.protocol.names import DELTA
 from syncd.protocol.records import Delta, TensorEntry
 from syncd.storage.fsio import Storage
 
@@ -53,7 +54,7 @@ class DeltaReader:
             raise self._broken("its index has more entries than the version has blocks")
         index = storage.read(folder / INDEX, files[INDEX].size)
         if xxhash.xxh3_128_hexdigest(index) != files[INDEX].digest:
-            raise self._broken("the digest of its index is not the digest in its record")
+            raise self._broken(f"the digest of its index is not the digest in {DELTA}")
         if len(index) % ENTRY.size:
             raise self._broken("its index does not hold a whole number of entries")
         self._entries = np.frombuffer(index, _ENTRIES)
@@ -65,7 +66,7 @@ class DeltaReader:
             raise self._broken("its index has a block twice")
         status = storage.status(folder / BLOCKS)
         if status is None or status.st_size != files[BLOCKS].size:
-            raise self._broken("the size of its blocks is not the size in its record")
+            raise self._broken(f"the size of the file {BLOCKS} is not the size in {DELTA}")
         self._fd = storage.open_read(folder / BLOCKS)
 
     def _checked(
@@ -79,7 +80,7 @@ class DeltaReader:
             raise self._broken("its index names a tensor that the version does not have")
         left = counts[tensors] - blocks * BLOCK
         if (left <= 0).any():
-            raise self._broken("its index names a block that its tensor does not have")
+            raise self._broken("its index has a block beyond the end of the tensor")
         inside = np.minimum(left, BLOCK)
         if (changed < 1).any() or (changed > inside).any():
             raise self._broken("its index has a block with no change or with too many changes")
@@ -88,7 +89,9 @@ class DeltaReader:
         if int(lengths.sum()) != size:
             raise self._broken("its blocks together are not as long as the file that holds them")
         if int(changed.sum()) != delta.changed or int(counts.sum()) != delta.elements:
-            raise self._broken("its record and its index count different numbers of elements")
+            raise self._broken(
+                f"the numbers of elements in {DELTA} do not fit the index or the version"
+            )
         return np.cumsum(lengths) - lengths
 
     def __enter__(self) -> Self:

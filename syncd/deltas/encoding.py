@@ -253,7 +253,7 @@ class Decoder:
             raise BlockError("it has changes of more than one byte, but its elements have one byte")
         large = self._part(block[begin:], more * width).view(UINT[width])
         if more and (large.min() < _MORE or large.max() == np.iinfo(large.dtype).max):
-            raise BlockError("a change that is stored as large is not large")
+            raise BlockError("a value in the part for large changes is out of range")
         return self._positions(gaps, count, elements), changes, large
 
     def _part(self, stored: memoryview, length: int) -> _Bytes:

@@ -341,7 +341,7 @@ class Beneath:
             return []
         parts = text[len(self._root) + 1 :].split("/")
         if ".." in parts:
-            raise OSError(errno.EINVAL, "the path leads back out of its folder", text)
+            raise OSError(errno.EINVAL, "the path contains '..', so syncd refuses it", text)
         return parts
 
 

@@ -232,7 +232,7 @@ class Epoch:
             and self._job.storage.exists(self._job.layout.epochs)
         ):
             raise SupersededError(
-                f"another daemon has taken over {self._job.layout.root}: epoch "
+                f"another daemon has taken over {self._job.layout.root}: this daemon's epoch "
                 f"{self.number} is gone"
             ) from error
 

@@ -73,7 +73,9 @@ class Lease:
             return
         leases = self._path.parent.parent
         if not self._storage.exists(leases):  # for example unmounted: the lease still exists
-            raise FileNotFoundError(errno.ENOENT, "the job's folder is missing", str(leases))
+            raise FileNotFoundError(
+                errno.ENOENT, "the job's folder is missing, perhaps unmounted", str(leases)
+            )
 
 
 def pin_version(job: Job, sequence: int) -> None:

@@ -33,7 +33,7 @@ def ask_server(job: Job) -> None:
             raise
         # A user who may only read the job sees changes when this client's cache expires.
         log.debug(
-            "cannot refresh %s, so reading the content that this client has cached: %s",
+            "cannot refresh %s. Reads may get older content, until this host's cache expires: %s",
             job.layout.root,
             error,
         )

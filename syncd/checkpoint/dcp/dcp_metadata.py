@@ -118,7 +118,9 @@ def _path(name: object, paths: object) -> tuple[str, ...]:
 def _dimensions(name: object, value: object, where: str) -> int | None:
     kind = type(value).__name__ if isinstance(value, Inert) else ""
     if not isinstance(name, str) or kind not in {"TensorStorageMetadata", "BytesStorageMetadata"}:
-        raise ShardFormatError(f"{where}: '{shown(name)}' is of an unknown kind. Save again")
+        raise ShardFormatError(
+            f"{where}: '{shown(name)}' is neither a tensor nor bytes. Save again with dcp.save"
+        )
     if kind == "BytesStorageMetadata":
         return None
     assert isinstance(value, Inert)  # noqa: S101 - for the type checker
@@ -193,7 +195,9 @@ def _stored(
         state = chunk.state if isinstance(chunk, Inert) else {}
         offsets, sizes = shape_of(state.get("offsets")), shape_of(state.get("sizes"))
         if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
-            raise ShardFormatError(f"{where}: '{shown(name)}' has a chunk with wrong dimensions")
+            raise ShardFormatError(
+                f"{where}: '{shown(name)}' has a chunk with wrong dimensions. Save again"
+            )
         if 0 in sizes:
             continue
         place = items.get((name, offsets))

@@ -206,7 +206,8 @@ class IsolatedParser:
                 )
             if self._answered > self._limits.answers:
                 raise ValueError(
-                    f"the index of this save is longer than {self._limits.answers // _MIB} MiB"
+                    "all answers about this save are together longer than "
+                    f"{self._limits.answers // _MIB} MiB"
                 )
             rows = wire.read_rows(content)
             count += len(rows)

@@ -245,7 +245,8 @@ class _Reader:
         if (shape, stride) not in self._contiguous:
             if len(shape) != len(stride) or not _contiguous(shape, stride):
                 sizes = f"(shape {shape}, stride {stride})"
-                raise self._wrong(name, f"is not contiguous {shown(sizes)}: save a copy")
+                fault = f"is not contiguous {shown(sizes)}"
+                raise self._wrong(name, f"{fault}: save a copy, made with tensor.contiguous()")
             self._contiguous.add((shape, stride))
         key, offset = storage.key, tensor.offset
         if not (key.isascii() and key.isprintable()) or len(key) > _KEY_LIMIT:

@@ -119,7 +119,7 @@ class WeightGroup:
         """
         if not 0 <= rank < rendezvous.world_size:
             raise BroadcastError(
-                f"there is no rank {rank} in a weight group of {rendezvous.world_size}"
+                f"there is no rank {rank} in a weight group of {rendezvous.world_size} ranks"
             )
         end = time.monotonic() + deadline
         where = f"{rendezvous.address} port {rendezvous.port}"
@@ -201,7 +201,9 @@ class WeightGroup:
                 lambda: self._decide(store, key, ok=ok and self._left() > 0),
             )
             if not verdict and self._left() <= 0:
-                raise self._fail(f"no confirmation in time from {self._named(late)}")
+                raise self._fail(
+                    f"{self._named(late)} did not confirm in time that all weights arrived"
+                )
             if not verdict:
                 return False
             if self.rank:

@@ -128,7 +128,11 @@ def _abort(backend: Any) -> None:
     try:
         backend.abort()
     except RuntimeError as error:
-        log.warning("NCCL took long to end a weight group: %s", error)
+        log.warning(
+            "NCCL could not abort an old weight group. syncd frees the group when its transfers "
+            "have ended; you need not act. NCCL's error: %s",
+            error,
+        )
 
 
 def _has_ended(work: dist.Work) -> bool:

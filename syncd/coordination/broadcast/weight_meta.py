@@ -129,7 +129,7 @@ def _spec(told: object) -> WeightSpec:
         if name_fault(name) is None and is_dtype and shape is not None:
             return WeightSpec(name, dtype, shape)
         raise BroadcastError(
-            f"the tensor list of a transfer has {shown(name)}, which cannot be sent"
+            f"the tensor list of a transfer has {shown(name)} with an invalid name, dtype or shape"
         )
     raise BroadcastError("the tensor list of a transfer has an entry that is not a tensor")
 
