@@ -280,7 +280,7 @@ class ExplorerHook:
         return self._step(self._puller.step_alone, step, timeout)
 
     def sync_is_due(self, step: int) -> bool:
-        """Whether :meth:`after_step` will sync. Before a sync, finish running requests."""
+        """Whether :meth:`after_step` will sync. If so, first let running requests finish."""
         return explorer_sync_is_due(self._settings, step)
 
     def after_step(self, step: int) -> Version | None:

@@ -1,4 +1,4 @@
-"""The unfinished saves of one rank, with their memory and their outcomes."""
+"""The queue of the saves that one rank still has to write."""
 
 from __future__ import annotations
 

@@ -78,7 +78,9 @@ class VLLMEngine(InProcessEngine):
             self._fits = fits_if_here(named, "this vLLM")
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare a version with the LLM's base model, or else with the first loaded version.
+        """Compare a version with the LLM's base model.
+
+        If there is no base model, compare the version with the first version that was loaded.
 
         Raises:
             EngineMismatchError: the version, its kind or its names do not fit. Or vLLM runs on a

@@ -1,4 +1,4 @@
-"""Load folders by syncd's weight transfer in a vLLM server, over HTTP and without torch."""
+"""The client of syncd's weight transfer in a vLLM server. It needs no torch."""
 
 from __future__ import annotations
 

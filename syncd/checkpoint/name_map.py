@@ -88,7 +88,8 @@ class NameMap:
     ``refused`` is the reason why there is no mapping; None if there is a mapping.
 
     Raises:
-        RecordError: a name is not valid or unique, pieces do not fit, or there are too many.
+        RecordError: a name is not valid, a name is not unique, pieces do not fit, or there are
+            too many names or pieces.
     """
 
     def __init__(self, record: NameMapRecord, where: object = "the name map") -> None:

@@ -261,7 +261,9 @@ def _adapter_of(names: Container[str]) -> str | None:
 def _foreign_save(
     storage: Storage, actor: Path, step: int, names: list[str]
 ) -> Unfinished | SavedWeights:
-    """A save of another trainer: all shards of one world size, a single file, or DCP's files.
+    """A save that was not written by syncd's hook.
+
+    It consists of all shards of one world size, a single file, or DCP's files.
 
     An adapter beside shards is published instead of the shards. The shards must be whole too,
     because the trainer may still be writing the adapter and the shards.

@@ -311,7 +311,7 @@ max_shard_size = click.option(
     type=BytesRange(min=1),
     default=_DEFAULTS.max_shard_size,
     show_default=True,
-    help="The largest size of one file, in bytes of tensors.",
+    help="The most bytes of tensors in one file.",
 )
 copy_threads = click.option(
     "--copy-threads",

@@ -192,6 +192,8 @@ def _manifest(storage: Storage, sequence: int, folder: Path) -> Manifest:
         raise VerificationError(str(error), sequence=sequence) from error
     if manifest.sequence != sequence:
         raise VerificationError(
-            f"{folder}: its manifest belongs to version {manifest.sequence}", sequence=sequence
+            f"{folder}: expected the manifest of version {sequence}, found that of version "
+            f"{manifest.sequence}",
+            sequence=sequence,
         )
     return manifest

@@ -12,7 +12,7 @@ from syncd.protocol.records import Record, Step, Text
 
 
 class Claim(Record):
-    """``.syncd/claims/…``: the session that holds a participant's name; ``name`` is for people."""
+    """The session that holds a participant's name. ``name`` is for people who read the file."""
 
     session: str
     name: Text | None = None

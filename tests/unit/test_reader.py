@@ -279,7 +279,7 @@ def test_a_manifest_of_another_version_is_refused_and_its_lease_let_go(
     publish(job, 3, 4)
     manifest = job.layout.version(2) / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"sequence":2', b'"sequence":1'))
-    with pytest.raises(VerificationError, match="its manifest belongs to version 1"):
+    with pytest.raises(VerificationError, match="found that of version 1"):
         reader.next_version(1, 0)
     assert markers(job, 2) == []
 

@@ -217,8 +217,8 @@ class OptimizerLoading(Loading):
                 state[key] = names[name]
             else:
                 raise CheckpointError(
-                    f"{self.files.paths[0]} has no plain value (such as a number) '{shown(name)}', "
-                    f"but {self.whose} needs this value. The file belongs to another optimizer"
+                    f"{self.files.paths[0]} lacks the value '{shown(name)}', which {self.whose} "
+                    "needs. The file belongs to another optimizer"
                 )
         return found
 

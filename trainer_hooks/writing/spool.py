@@ -26,8 +26,8 @@ class Spool:
     The temporary file is in ``.syncd/drafts/``, so it needs no step folder and waits for no other
     save. If this process is killed, the daemon deletes the temporary file.
 
-    Promised: the file gets its name only once it is complete and durable. Not promised: a second
-    attempt, because the gathered tensors are freed as they are written. ``size`` (bytes) is
+    The file gets its final name when it is complete and durable, not before. A failed write is not
+    repeated, because the gathered tensors are freed as they are written. ``size`` (bytes) is
     approximate, for the message on a full disk.
     """
 
