@@ -7,7 +7,9 @@ Live: four FSDP shards in bf16, with the shapes of Qwen2.5-1.5B at another width
 step's folder. A round moves the trainer's pointer, and ends when the explorer, another process, has
 the weights in its model. A daemon (``syncd run``) publishes. ``naive`` is the usual script without
 syncd: look at the pointer each second, ``torch.load``, ``torch.cat``, ``load_state_dict``. The
-explorers take turns, each with its own daemon; all input is in the page cache.
+explorers take turns, each with its own daemon; all input is in the page cache. Each round also
+copies the shards beside the job and calls fsync; "x copy" is the time to live weights in times of
+this copy, the least that a merge to the disk can take.
 
 In place: one version, loaded again and again into a module on the CPU, beside ``memmove`` and
 ``Tensor.copy_`` of as many bytes. The order rotates from round to round. A ratio is the median of
@@ -122,6 +124,18 @@ class _Trainer:
             (actor / RECEIPTS / receipt_name(rank)).write_bytes(content)
         return self._step
 
+    def copy(self) -> float:
+        """The seconds that a copy of the shards takes, with fsync."""
+        target = self._template.with_name("copied")
+        begun = time.monotonic()
+        for shard in self._template.glob("*.pt"):
+            shutil.copyfile(shard, target)
+            with target.open("rb") as file:
+                os.fsync(file.fileno())
+        seconds = time.monotonic() - begun
+        target.unlink()
+        return seconds
+
     def announce(self) -> float:
         begun = time.monotonic()
         self._point(self._step)
@@ -138,7 +152,7 @@ class _Trainer:
 
 def _live(trainer: _Trainer, name: str, given: argparse.Namespace) -> dict[str, list[float]]:
     kind, stages = _ENGINES[name]
-    found: dict[str, list[float]] = {"live": [], "pause": [], "load": []}
+    found: dict[str, list[float]] = {"live": [], "pause": [], "load": [], "copy": []}
     with ExitStack() as stack:
         if kind != NAIVE:
             stack.enter_context(daemon(trainer.layout.root))
@@ -152,6 +166,7 @@ def _live(trainer: _Trainer, name: str, given: argparse.Namespace) -> dict[str, 
         explorer.hear()
         for number in range(given.rounds + 1):
             step = trainer.make_ready()
+            copied = trainer.copy()
             os.sync()
             time.sleep(random.random())  # noqa: S311 - not in step with polls once a second
             begun = trainer.announce()
@@ -159,6 +174,7 @@ def _live(trainer: _Trainer, name: str, given: argparse.Namespace) -> dict[str, 
             while told["step"] != step:
                 told = explorer.hear()
             if number:  # the first one makes the files that the others use again
+                found["copy"].append(copied)
                 found["live"].append(told["live"] - begun)
                 found["pause"].append(told["pause"])
                 found["load"].append(told["load"])
@@ -173,7 +189,7 @@ def _percentile(values: list[float], part: float) -> float:
 def _print_live(report: Report, trainer: _Trainer, given: argparse.Namespace) -> None:
     table = report.table(
         f"Pointer moved -> weights live, {given.rounds} rounds",
-        ("live", "p50 ms", "p99 ms", "pause ms", "longest", "load ms"),
+        ("live", "p50 ms", "p99 ms", "pause ms", "longest", "load ms", "copy ms", "x copy"),
         [(name,) for name in given.engines],
     )
     for name in given.engines:
@@ -181,7 +197,9 @@ def _print_live(report: Report, trainer: _Trainer, given: argparse.Namespace) ->
         live = found["live"]
         cells = (_percentile(live, 0.5), _percentile(live, 0.99))
         cells += (median(found["pause"]), max(found["pause"]), median(found["load"]))
-        table.row(name, *(f"{1000 * seconds:.0f}" for seconds in cells))
+        cells += (median(found["copy"]),)
+        ratio = f"{median_ratio(live, found['copy']):.2f}"
+        table.row(name, *(f"{1000 * seconds:.0f}" for seconds in cells), ratio)
 
 
 def _print_copying(report: Report, trainer: _Trainer, given: argparse.Namespace) -> None:
