@@ -214,7 +214,10 @@ def _names_on_hub(
         except OSError as error:
             if not is_no_record(error):
                 raise
-            raise CheckpointError(f"{where} is too long: remove the file") from error
+            raise CheckpointError(
+                f"{where} is longer than {NAME_MAP_LIMIT} bytes, the limit for a name map. Remove "
+                "the file"
+            ) from error
     else:
         found = map_by_type(config, contents.shapes())
     wanted = options.names == "hub" and not options.may_keep
@@ -355,8 +358,9 @@ def _adapter_config(
     config = read_config(content, f"the {ADAPTER_CONFIG} of {actor}")
     if contents.adapter is not None and config.peft_type != "LORA":
         raise CheckpointError(
-            f"the {ADAPTER_CONFIG} of {actor} is for a {shown(config.peft_type)} adapter, but "
-            "the shards hold a LORA adapter. Save the config and the shards from the same model"
+            f"the {ADAPTER_CONFIG} of {actor} is for an adapter of type "
+            f"{shown(config.peft_type)}, but the shards hold a LoRA adapter. Save the config and "
+            "the shards from the same model"
         )
     return config
 

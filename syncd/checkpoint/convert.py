@@ -130,7 +130,11 @@ def look_at_step(job: Job, step: int) -> FoundCheckpoint:
         )
     save = look_at_save(job.storage, actor, step)
     if job.storage.exists(job.layout.step(step) / SAVING):
-        return FoundCheckpoint(step, save, why_not="the trainer is writing it, or was cut off")
+        return FoundCheckpoint(
+            step,
+            save,
+            why_not="the trainer is still writing it, or ended before the save was complete",
+        )
     if save.identity is None:
         raise SaveNotReadyError(save.reason)
     if isinstance(save, LoraAdapter):

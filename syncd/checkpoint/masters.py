@@ -41,9 +41,9 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
         names = storage.names(actor)
         if missing := next((name for name in masters if name not in names), None):
             raise SaveNotReadyError(
-                f"{actor} has no {missing}, so it has the weights of this rank only as they were "
-                "cast for explorers. It has other ranks' weights in the model's dtype. Copy the "
-                "whole folder again"
+                f"{actor} has no {missing}, the file of one rank's weights in the model's dtype. "
+                "The folder has such files of other ranks. For this rank, it has only weights that "
+                "were cast for explorers. Copy the whole folder again"
             )
         return Shards(save.step, save.identity, masters) if masters else save
     if save.sync_dtype is None:
@@ -97,8 +97,9 @@ def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[
     if len(sizes) > 1 or not isinstance(save, Shards | FullStateDict):
         told = " and ".join(map(str, sorted(sizes)[:5]))
         raise SaveNotReadyError(
-            f"{actor} has {master_name(max(found), 0)} beside weights of another save (world sizes "
-            f"{told}): remove the files of the older save"
+            f"{actor} holds files of several saves: {master_name(max(found), 0)} does not belong "
+            f"to the other weights there (world sizes found: {told}). Remove the files of the "
+            "older save"
         )
     (world_size,) = sizes
     return tuple(master_name(world_size, rank) for rank in range(world_size))

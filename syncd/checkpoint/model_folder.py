@@ -79,7 +79,7 @@ def copy_model_files(
         except pydantic.ValidationError as error:
             raise CheckpointError(
                 f"{source_hf}: {str(path)!r} cannot be the name of a published file. Rename the "
-                "file"
+                "file: the name must be valid UTF-8, without control characters, and not too long"
             ) from error
     for made in folders:
         cancel()

@@ -110,7 +110,7 @@ class NameMap:
                     f"more than {NAMES_LIMIT} characters"
                 )
         if record.refused is not None and record.tensors:
-            raise self._wrong("it has a reason in 'refused', but also lists tensors")
+            raise self._wrong("'refused' tells why the map is empty, but the map lists tensors")
         joined: dict[str, list[tuple[int, Shape]]] = {}
         for name, tensor in record.tensors.items():
             for part in _parts(tensor):

@@ -91,7 +91,7 @@ def read_fields(header: bytes, where: str) -> list[HeaderEntry]:
     try:
         fields = json.loads(header[8:].decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise broken(where, f"its header is not JSON ({shown(str(error))})") from None
+        raise broken(where, f"its header is not valid JSON ({shown(str(error))})") from None
     if not isinstance(fields, dict) or not header.startswith(b"{", 8):
         raise broken(where, "its header is not a JSON object")
     metadata = fields.pop(METADATA, {})
@@ -164,5 +164,5 @@ def broken(where: str, what: str) -> ShardFormatError:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
+        raise ValueError("a key occurs twice")
     return found

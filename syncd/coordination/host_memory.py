@@ -74,4 +74,4 @@ def _forget_last_error() -> None:
     try:
         torch.ones(1, device="cuda")
     except RuntimeError as error:
-        log.debug("CUDA reported the error of cudaHostRegister again, as expected: %s", error)
+        log.debug("CUDA reported the failure of cudaHostRegister once more, as expected: %s", error)

@@ -60,12 +60,17 @@ class StateFile:
             return found
         previous = self._read(self._previous)
         if previous is not None and previous is not _TORN:
-            log.warning("%s is torn or missing: using its previous copy", self._path)
+            log.warning(
+                "%s is damaged or missing: loading the previous state, from %s",
+                self._path,
+                self._previous,
+            )
             return previous
         if found is previous is None:
             return None
         raise RecordError(
-            f"{self._path} and its previous copy are torn: remove both files to begin anew"
+            f"no saved state can be read: {self._path} and {self._previous} are damaged or "
+            "missing. Remove both files to begin without a saved state"
         )
 
     def _replace(self, path: Path, content: bytes) -> None:

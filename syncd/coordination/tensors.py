@@ -53,7 +53,8 @@ def check_header(
         expected = told.get(entry.name)
         if expected is None or (expected.dtype, expected.shape) != (entry.dtype, entry.shape):
             raise VerificationError(
-                f"{file.path}: {shown(entry.name)} is not what the manifest says",
+                f"{file.path}: the name, dtype or shape of {shown(entry.name)} is not what the "
+                "manifest says",
                 sequence=version.sequence,
             )
 

@@ -153,7 +153,12 @@ class WeightWaits:
         if lives or self._has_said_alone:
             return
         self._has_said_alone = True
-        log.warning("%s waits for weights, but %s", self._name, self._versions.daemon_hint())
+        log.warning(
+            "%s waits for weights from %s, but %s",
+            self._name,
+            self._root,
+            self._versions.daemon_hint(),
+        )
 
     def _why_nothing(self) -> str:
         why = self._versions.daemon_hint()
@@ -269,7 +274,7 @@ class SyncRequest:
                 me.update(nothing_new=count)
             except OSError as error:
                 log.warning(
-                    "%s cannot report that no newer version was published: %s",
+                    "%s got no newer version in time, and cannot count this in its report: %s",
                     me.record.name,
                     error,
                 )

@@ -194,8 +194,8 @@ class _FileMaking:
         for entry, digest in zip(published.entries, digests, strict=True):
             if self._tensor(entry) != digest:
                 raise NoDeltaError(
-                    f"the digest of {shown(entry.name)} differs from the manifest. The copy of the "
-                    "base or a delta is damaged"
+                    f"the digest of {shown(entry.name)} differs from the manifest. Either "
+                    "the copy of the base version or a delta is damaged"
                 )
 
     def _tensor(self, entry: HeaderEntry) -> bytes:

@@ -72,6 +72,7 @@ def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:
         or any(file.digest is None for file in delta.files)
     ):
         raise NoDeltaError(
-            f"{folder / DELTA} does not name the files {INDEX} and {BLOCKS} once each, with digests"
+            f"{folder / DELTA} must list exactly two files, {INDEX} and {BLOCKS}, with their "
+            "digests, but does not"
         )
     return files

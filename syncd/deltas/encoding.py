@@ -234,7 +234,7 @@ class Decoder:
                 )
             return None
         if block[0] != _SPARSE or len(block) < _HEAD.size:
-            raise BlockError("it begins with an unknown kind of block")
+            raise BlockError("it is an unknown kind of block, or is too short")
         _, *stored, gap_length = _HEAD.unpack_from(block)
         if _HEAD.size + sum(stored) != len(block):
             raise BlockError("the lengths of its parts do not sum up to its own length")

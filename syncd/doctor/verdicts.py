@@ -95,9 +95,11 @@ def copying(copies: str, shares: str) -> Finding:
 
     ``copies`` (in the kernel) and ``shares`` (of blocks) are each ``done`` or an error's name.
     """
-    kernel = "by the kernel" if copies == DONE else f"through this process ({copies})"
-    blocks = "whole blocks can be shared" if shares == DONE else f"blocks are copied ({shares})"
-    return ok("copying", f"files are copied {kernel}; {blocks}", copies=copies, shares=shares)
+    kernel = "the kernel copies files"
+    if copies != DONE:
+        kernel = f"syncd copies files itself, because the kernel cannot ({copies})"
+    blocks = "copies can share blocks" if shares == DONE else f"copies share no blocks ({shares})"
+    return ok("copying", f"{kernel}; {blocks}", copies=copies, shares=shares)
 
 
 def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) -> Finding:
@@ -114,10 +116,12 @@ def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) 
             _ELSEWHERE,
         )
     if not touched or step is None or step > lease_time / _WELL_ABOVE:
-        seen = "never" if step is None else f"only {_seconds(step)} after the previous touch"
+        seen = "never becomes visible"
+        if step is not None:
+            seen = f"becomes visible only if the last touch was at least {_seconds(step)} ago"
         return fail(
             "heartbeats",
-            f"a touch of a file becomes visible {seen}: live processes would count as dead",
+            f"a touch of a file {seen}: live processes would count as dead",
             _ELSEWHERE,
             step=step,
         )
@@ -194,8 +198,8 @@ def replaced(counts: Sequence[Mapping[str, int]]) -> Finding:
     if total["missing"] or total["torn"]:
         return fail(
             "replace",
-            f"a file that is replaced by a rename was missing in {total['missing']} and torn in "
-            f"{total['torn']} of {total['read']} reads",
+            f"while a rename replaced a file, {total['missing']} of {total['read']} reads found no "
+            f"file, and {total['torn']} reads found damaged content",
             _ELSEWHERE,
             **total,
         )

@@ -229,7 +229,7 @@ def given_or_default(name: str, kind: type[Given], value: object) -> Given:
         return kind()
     if not isinstance(value, kind):
         raise InvalidSettingsError(
-            f"{name} is a {type(value).__name__}: it must be a {kind.__name__}(...)"
+            f"{name} is of type {type(value).__name__}: it must be a {kind.__name__}(...)"
         )
     return value
 

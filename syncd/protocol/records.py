@@ -39,7 +39,10 @@ Names = Literal["hub", "trainer"]
 def _stays_inside(path: str) -> str:
     parts = path.split("/")
     if any(part in {"", ".", ".."} for part in parts) or has_control(path):
-        raise ValueError(f"{path!r} is not a plain path inside the folder")
+        raise ValueError(
+            f"{path!r} is not a plain path inside the folder: it must be relative, without '.', "
+            "'..' or control characters"
+        )
     return path
 
 
@@ -97,7 +100,7 @@ def parse(model: type[R], content: bytes, where: object) -> R:
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         wrong = f"{place[:_SHOWN]}: {first['msg'][:_SHOWN]}"
         raise RecordError(
-            f"{printable(where)} is not a {model.__name__} record: {printable(wrong)}"
+            f"{printable(where)} is not a valid {model.__name__} record: {printable(wrong)}"
         ) from None
     _refuse_newer_protocol(record, where)
     return record
@@ -284,7 +287,11 @@ class Manifest(Record):
     @model_validator(mode="after")
     def _says_where(self) -> Self:
         if (self.kind == "remote") != (self.remote is not None):
-            raise ValueError("a version has a remote path if, and only if, its kind is remote")
+            raise ValueError(
+                "the kind is remote, but there is no remote path"
+                if self.remote is None
+                else f"the version has a remote path, but its kind is {self.kind}"
+            )
         return self
 
     @property

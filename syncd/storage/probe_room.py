@@ -79,8 +79,9 @@ class ProbeRoom:
             if not is_gone(error):
                 raise
             raise JobUnavailableError(
-                f"{self._mark} disappeared during this run. A person removed it, the job was "
-                "unmounted, or a daemon with a --leftover-grace shorter than a probe removed it"
+                f"{self._mark} disappeared during this run. Perhaps somebody removed it, or "
+                "the job was unmounted. Or a daemon removed it, because its --leftover-grace is "
+                "shorter than one probe"
             ) from error
 
     def remove(self) -> None:

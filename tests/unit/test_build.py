@@ -312,7 +312,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "a config of another kind": (
         {SHARD: shard_of(*PEFT), TOLD: b'{"peft_type": "IA3"}'},
-        "is for a IA3 adapter, but the shards hold a LORA adapter",
+        "is for an adapter of type IA3, but the shards hold a LoRA adapter",
     ),
     "a pickle": ({"lora_adapter/adapter_model.bin": b"", TOLD: CONFIG}, "is a pickle"),
     "two adapters": (

@@ -202,10 +202,10 @@ def no_digest(given: Given) -> Link:
         (short_blocks, "is not the size in delta.json"),
         (long_blocks, "is not the size in delta.json"),
         (no_blocks, "is not the size in delta.json"),
-        (third_file, "does not name the files"),
-        (index_alone, "does not name the files"),
-        (named_twice, "does not name the files"),
-        (no_digest, "does not name the files"),
+        (third_file, "must list exactly two files"),
+        (index_alone, "must list exactly two files"),
+        (named_twice, "must list exactly two files"),
+        (no_digest, "must list exactly two files"),
     ],
 )
 def test_a_delta_that_breaks_a_rule_is_refused(
@@ -238,9 +238,9 @@ def test_a_block_that_is_none_is_named(given: Given) -> None:
     link = rewritten(given, packed(given.entries), blocks)
     with opened(given, link) as reader:
         elements = as_elements(memoryview(bytearray(6000)), 2)
-        with pytest.raises(NoDeltaError, match="block 0 of a: it begins with an unknown kind"):
+        with pytest.raises(NoDeltaError, match="block 0 of a: it is an unknown kind of block"):
             reader.apply(0, 0, elements, Decoder())
-        with pytest.raises(NoDeltaError, match="block 0 of a: it begins with an unknown kind"):
+        with pytest.raises(NoDeltaError, match="block 0 of a: it is an unknown kind of block"):
             reader.positions(0, 0, Decoder())
 
 

@@ -278,7 +278,10 @@ def test_who_waits_to_be_served_by_nobody_is_told_at_once(
         ),
         ({"engine": object()}, r"^engine is object, .* Pass TorchModule\(model\)"),
         ({"engine": None}, "^engine is NoneType, "),
-        ({"settings": {"sync_interval": 2}}, "^settings is a dict: it must be a SyncSettings"),
+        (
+            {"settings": {"sync_interval": 2}},
+            "^settings is of type dict: it must be a SyncSettings",
+        ),
         ({"staging": "/srv/copies"}, r"^staging is '/srv/copies': it must be a Staging, such as"),
         ({"name": 7}, "^the explorer's name 7 cannot be part of a file name"),
     ],

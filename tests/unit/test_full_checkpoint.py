@@ -417,7 +417,7 @@ def replace_by_another_saves(path: Path) -> None:
     ("damage", "what"),
     [
         (unlink, "is missing"),
-        (cut_short, "not the file that its receipt lists|cannot be|torn"),
+        (cut_short, "not the file that its receipt lists|cannot be|The file is incomplete"),
         (flip_a_bit_of_a_record, "does not match its CRC-32"),
         (replace_by_another_saves, "not the file that its receipt lists"),
     ],

@@ -90,7 +90,7 @@ def test_a_torn_receipt_is_not_yet_and_no_crash(job: SmallJob, content: bytes) -
     (job.layout.actor(4) / RECEIPTS / receipt_name(0)).write_bytes(content)
     save = look(job)
     assert save.identity is None
-    assert "rank_0.json is not a Receipt record" in save.reason
+    assert "rank_0.json is not a valid Receipt record" in save.reason
 
 
 def test_receipts_that_vouch_for_no_weights_are_no_save(job: SmallJob) -> None:

@@ -94,7 +94,7 @@ def test_when_both_are_torn_it_is_said_and_not_begun_anew(job: SmallJob) -> None
     path = job.layout.saved_state("explorer", "e")
     file.save(1, {})
     path.write_bytes(b"")
-    with pytest.raises(RecordError, match="remove both files to begin anew"):
+    with pytest.raises(RecordError, match="Remove both files to begin without a saved state"):
         file.load()
     path.write_bytes(b'{"protocol": 2, "iteration": 1}')
     with pytest.raises(ProtocolMismatchError):

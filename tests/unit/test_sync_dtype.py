@@ -400,9 +400,9 @@ def test_weights_of_two_saves_without_receipts_are_refused(job: SmallJob, size: 
     shutil.rmtree(actor / RECEIPTS)
     shutil.copy(actor / MASTER, actor / f"master_world_size_{size}_rank_0.pt")
     resumed, its = trained(2)
-    with pytest.raises(CheckpointError, match="remove the files of the older save"):
+    with pytest.raises(CheckpointError, match="Remove the files of the older save"):
         load_checkpoint(job.layout.root, resumed, optimizer=its)
-    with pytest.raises(SaveNotReadyError, match="remove the files of the older save"):
+    with pytest.raises(SaveNotReadyError, match="Remove the files of the older save"):
         look_at_step(Job(job.storage, job.layout), 1)
 
 

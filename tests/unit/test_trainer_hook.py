@@ -323,8 +323,11 @@ def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"settings": {"sync_interval": 2}}, "^settings is a dict: it must be a SyncSettings"),
-        ({"saving": SyncSettings()}, "^saving is a SyncSettings: it must be a SaveSettings"),
+        (
+            {"settings": {"sync_interval": 2}},
+            "^settings is of type dict: it must be a SyncSettings",
+        ),
+        ({"saving": SyncSettings()}, "^saving is of type SyncSettings: it must be a SaveSettings"),
         ({"model": "job"}, r"^model is of type str, but it must be a torch\.nn\.Module. .* first"),
     ],
 )

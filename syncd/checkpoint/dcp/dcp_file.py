@@ -118,7 +118,7 @@ class DcpFile:
         at = f"bytes {chunk.at} to {chunk.at + chunk.length}"
         return ShardFormatError(
             f"{self.path}: the item of '{shown(name)}' at {at} cannot be read ({what}). The file "
-            "is torn, or does not belong to the same save as .metadata. Save again"
+            "is incomplete, or does not belong to the same save as .metadata. Save again"
         )
 
 

@@ -188,7 +188,8 @@ def _stored(
         raise ShardFormatError(f"{where}: '{shown(name)}' cannot be read. Save again")
     if dtype.name not in DTYPES:
         raise ShardFormatError(
-            f"{where}: '{shown(name)}' has dtype {dtype.name}, which syncd does not merge"
+            f"{where}: '{shown(name)}' has dtype {dtype.name}, which syncd does not merge. "
+            "Save this tensor in another dtype, or leave it out of the save"
         )
     found: dict[Chunk, None] = {}
     for chunk in chunks:

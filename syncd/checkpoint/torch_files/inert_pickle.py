@@ -378,6 +378,7 @@ def load_state_dict(data: bytes, where: str, *, intact: bool) -> dict[Any, Any]:
     found = load_inert(data, where, intact=intact)
     if not isinstance(found, dict):
         raise ShardFormatError(
-            f"{where} holds a {type(found).__name__}, not a state dict: save model.state_dict()"
+            f"{where} holds an object of type {type(found).__name__}, not a state dict. Save "
+            "model.state_dict()"
         )
     return found

@@ -162,13 +162,14 @@ class _Reader:
             case ShardedTensorRef():
                 return self._sharded(name, value)
         raise self._wrong(
-            name, f"is a {type(value).__name__}, not a tensor. Leave this entry out of the save"
+            name,
+            f"is of type {type(value).__name__}, not a tensor. Leave this entry out of the save",
         )
 
     def bare(self, name: str, value: object) -> Piece:
         """The piece of a tensor that is not in a state dict."""
         if not isinstance(value, TensorRef):
-            raise self._wrong(name, f"is a {type(value).__name__}, not a tensor")
+            raise self._wrong(name, f"is of type {type(value).__name__}, not a tensor")
         return Piece(*self._part(name, value), None)
 
     def _wrong(self, name: object, what: str) -> ShardFormatError:
@@ -202,7 +203,11 @@ class _Reader:
         if not isinstance(tensor.dtype, DType) or shape is None or not isinstance(chunks, list):
             raise self._wrong(name, "is a ShardedTensor that cannot be read")
         if len(chunks) > _CHUNK_LIMIT:
-            raise self._wrong(name, f"is a ShardedTensor of {len(chunks)} chunks on one rank")
+            raise self._wrong(
+                name,
+                f"is a ShardedTensor of {len(chunks)} chunks on one rank, over the limit of "
+                f"{_CHUNK_LIMIT}",
+            )
         dtype = self._dtype(name, tensor.dtype)
         pieces = []
         for chunk in chunks:
@@ -230,7 +235,11 @@ class _Reader:
     def _dtype(self, name: str, tensor: TensorRef | DType) -> str:
         dtype = tensor.name if isinstance(tensor, DType) else tensor.dtype
         if dtype not in DTYPES:
-            raise self._wrong(name, f"has dtype {dtype}, which syncd does not merge")
+            raise self._wrong(
+                name,
+                f"has dtype {dtype}, which syncd does not merge. Save this tensor in another "
+                "dtype, or leave it out of the save",
+            )
         return DTYPES[dtype][0]
 
     def _part(self, name: str, tensor: TensorRef) -> tuple[str, Shape, str, int]:
@@ -252,7 +261,10 @@ class _Reader:
         if not (key.isascii() and key.isprintable()) or len(key) > _KEY_LIMIT:
             raise self._wrong(name, f"is in a storage with an impossible name, {shown(key)!r}")
         if not is_offset(offset):
-            raise self._wrong(name, f"lies outside its record data/{key}")
+            raise self._wrong(
+                name,
+                f"lies outside its record data/{key}. The file is damaged. Save the file again",
+            )
         return dtype, shape, key, offset
 
     def _mesh(self, mesh: Inert) -> Mesh | None:

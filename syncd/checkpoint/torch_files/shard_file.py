@@ -165,6 +165,9 @@ class ShardFile:
         dtype, shape, nbytes = kind
         begin = offset * ITEMSIZE[dtype]
         if record is None or (nbytes and begin + nbytes > record.size):
-            raise ShardFormatError(f"{self.path}: '{shown(name)}' lies outside its record {key}")
+            raise ShardFormatError(
+                f"{self.path}: '{shown(name)}' lies outside its record {key}. The file is damaged. "
+                "Save the file again"
+            )
         at = record.offset + begin if begin else record.offset  # reuse the int, to save memory
         return Local(dtype, shape, at, nbytes, key, position)
