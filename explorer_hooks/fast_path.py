@@ -54,7 +54,10 @@ class ExplorerBroadcasts:
         rendezvous, rank_offset = self._sync.rendezvous(cancel=cancel)
         save_id = SaveId.parse(rendezvous.save_id)
         if save_id is None:
-            raise BroadcastError(f"{rendezvous.save_id!r} is not a save id of a trainer's hook")
+            raise BroadcastError(
+                f"the announced save id is {rendezvous.save_id!r}, but a TrainerHook makes no such "
+                "save ids"
+            )
         return Transfer(save_id, lambda: self._take(rendezvous, rank_offset))
 
     def _take(self, rendezvous: Rendezvous, rank_offset: int) -> None:

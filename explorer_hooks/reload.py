@@ -153,7 +153,8 @@ class Reloader:
             raise
         except Exception as error:
             raise EngineBrokenError(
-                f"another attempt to load version {version.sequence} has failed: {error}"
+                "the engine is broken, and another attempt to load version "
+                f"{version.sequence} has failed: {error}"
             ) from error
 
     def _load(self, version: LeasedVersion) -> None:

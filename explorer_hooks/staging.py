@@ -177,7 +177,10 @@ class Staging:
         """
         again = self._held(copy.folder.name, copy)
         if again is None:
-            raise FileNotFoundError(f"{copy.folder} was removed")
+            raise FileNotFoundError(
+                f"another program removed the copy {copy.folder}, although this process holds it. "
+                "Load a newer version"
+            )
         return again
 
     def serves(self, folder: Path) -> None:

@@ -166,7 +166,7 @@ class CheckpointCoordinator:
         if Path(local_path).absolute() != actor:
             raise InvalidSettingsError(
                 f"step {global_step} cannot be saved to {local_path}, because the daemon looks "
-                f"for this step in {actor}. Save to the daemon's folder, or give the "
+                f"for this step in {actor}. Save to that folder, or give the "
                 "CheckpointCoordinator another job_dir"
             )
 

@@ -75,8 +75,9 @@ def announce_dcp(
     ]
     if others:
         raise InvalidSettingsError(
-            f"{actor} holds {others[0]} of another save, which the daemon would publish instead. "
-            "Remove the files of the other save, or give each save its own step"
+            f"{actor} already has {others[0]} of another save. Therefore the daemon would not "
+            "publish the new save. Remove the files of the other save, or give each save its own "
+            "step"
         )
     if is_elsewhere:
         files = sorted(filter(is_dcp_file, names)) if DCP_METADATA in names else parts

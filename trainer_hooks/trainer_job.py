@@ -180,7 +180,11 @@ class TrainerJob:
             )
         except OSError as error:
             # The next call retires them, because it reads the list of checkpoints from disk.
-            log.warning("cannot retire older full checkpoints now: %s", error)
+            log.warning(
+                "older full checkpoints could not be retired, so the daemon does not delete them. "
+                "The trainer tries again after the next full checkpoint: %s",
+                error,
+            )
 
     def are_weights_there(self, save_id: SaveId) -> bool:
         """On rank 0: whether a save that was announced still has all its weights."""

@@ -64,7 +64,8 @@ class SGLangServer(ServerEngine):
             self._info = next(route for route in _INFO if self._server.has(route))
         except StopIteration:
             raise InvalidSettingsError(
-                f"{self._whose} does not report the version that it serves"
+                f"{self._whose} does not report the version that it serves: it has no route "
+                f"{' or '.join(_INFO)}. Use SGLang 0.5 or newer"
             ) from None
         # An adapter is labelled by a separate request.
         takes = self._server.has(_LOAD_ADAPTER) and self._server.has(_LABEL)

@@ -203,13 +203,17 @@ def _forget_prompts(module: Any, manager: Any) -> None:
     if manager.is_running():
         log.warning(
             "continuous batching runs while the weights change, so its output mixes old and new "
-            "weights. Stop continuous batching during each load, or hold the lock"
+            "weights. Stop continuous batching during each load, or hold the lock of the "
+            "TransformersModel while continuous batching runs"
         )
         return
     try:
         module.destroy_cached_continuous_batching_manager()
     except Exception:  # with any error, its cache must not be used again
-        log.exception("a manager of continuous batching did not stop cleanly")
+        log.exception(
+            "the manager of continuous batching did not stop cleanly. syncd drops this manager, "
+            "and the next generation makes a new manager"
+        )
         del module._cached_continuous_batching_manager  # noqa: SLF001 - transformers' own
 
 

@@ -44,11 +44,17 @@ class Worker:
         """
         config = self.vllm_config
         for is_so, why in (
-            (config.quant_config is not None, "its weights are quantized"),
-            (config.lora_config is not None, "it was started with --enable-lora"),
-            (getattr(config.model_config, "enable_sleep_mode", False), "its sleep mode is enabled"),
-            (getattr(config.model_config, "is_moe", False), "it has experts"),
-            (any(_is_packed(module) for module in self.model.modules()), "its weights are packed"),
+            (config.quant_config is not None, "the model's weights are quantized"),
+            (config.lora_config is not None, "vLLM was started with --enable-lora"),
+            (
+                getattr(config.model_config, "enable_sleep_mode", False),
+                "vLLM's sleep mode is enabled",
+            ),
+            (getattr(config.model_config, "is_moe", False), "the model has experts"),
+            (
+                any(_is_packed(module) for module in self.model.modules()),
+                "vLLM keeps packed copies of the weights for the CPU",
+            ),
         ):
             if is_so:
                 return why

@@ -50,7 +50,10 @@ def _reload_packed(reload_weights: Callable[[], object], model: Any, vllm_config
     methods: list[Any] = [getattr(module, "quant_method", None) for module in modules]
     experts = [method for method in methods if hasattr(method, "moe_kernel")]
     if not experts and getattr(vllm_config.model_config, "is_moe", False):
-        raise RuntimeError("this vLLM has experts of a kind that cannot be reloaded on a CPU")
+        raise RuntimeError(
+            "this vLLM has experts of a kind that cannot be reloaded on a CPU. Restart vLLM from "
+            "each version's folder (syncd follow --command)"
+        )
     for method in experts:
         method.moe_kernel = None  # vLLM then packs them as it did when it started
     reload_weights()

@@ -114,7 +114,11 @@ class VLLMServer(ServerEngine):
             try:
                 self._world = self._find_workers()
             except ServerError as error:
-                log.warning("%s does not report its configuration: %s", self._whose, error)
+                log.warning(
+                    "%s does not report its configuration, so it receives no broadcasts now: %s",
+                    self._whose,
+                    error,
+                )
                 return 0
             self.leave()
         return self._world
@@ -216,7 +220,11 @@ class VLLMServer(ServerEngine):
         try:
             return self._find_config()
         except ServerRefusedError as error:
-            log.warning("%s does not report its configuration: %s", self._whose, error)
+            log.warning(
+                "%s does not report its configuration, so syncd's weight transfer is not used: %s",
+                self._whose,
+                error,
+            )
             return None
 
     def _forget_config(self) -> None:
@@ -229,7 +237,10 @@ class VLLMServer(ServerEngine):
         for route in (_PAUSE, _RESUME, _RPC, _RESET):
             self._server.require(route, "start vLLM (0.12 or newer) with VLLM_SERVER_DEV_MODE=1")
         if not (self._server.has(_GENERATE) or self._server.has(_COMPLETE)):
-            raise InvalidSettingsError(f"{self._whose} has no route to generate a test token")
+            raise InvalidSettingsError(
+                f"{self._whose} has no route to generate a test token: neither {_GENERATE} nor "
+                f"{_COMPLETE}. Start vLLM with a model that generates text"
+            )
         if self._checksums:
             self._server.require(
                 _CHECKER, "this vLLM cannot compute checksums of its weights; use checksums=False"

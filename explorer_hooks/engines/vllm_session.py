@@ -57,7 +57,8 @@ class TransferSession:
                 return f"has no route {route}"
         if (config.get("parallel_config") or {}).get("data_parallel_size") != 1:
             return (
-                "has --data-parallel-size above 1, but only one of its replicas reports its state"
+                "has --data-parallel-size above 1, but only one of the server's replicas reports "
+                "its state"
             )
         return None
 

@@ -217,7 +217,9 @@ def test_a_save_beside_weights_of_another_kind_is_not_announced(
         actor = of(1).write(job.layout.actor(step))
         (actor / name).mkdir()
         for folder in (None, own):
-            with pytest.raises(InvalidSettingsError, match="of another save, which the"):
+            with pytest.raises(
+                InvalidSettingsError, match=r"of another save\. Therefore the daemon"
+            ):
                 announce_dcp(job.layout.root, step, folder=folder)
     assert not job.layout.state_pointer.exists()
 

@@ -282,7 +282,7 @@ def test_layers_of_another_method_are_saved_as_an_adapter_and_not_merged() -> No
 
 def test_prompts_that_are_computed_are_refused_when_the_hook_is_made(job: SmallJob) -> None:
     model = get_peft_model(qwen(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(InvalidSettingsError, match="'default' is of PREFIX_TUNING, which Trainer"):
+    with pytest.raises(InvalidSettingsError, match="'default' uses the method PREFIX_TUNING"):
         TrainerHook(job.layout.root, model)
 
 

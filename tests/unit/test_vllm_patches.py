@@ -121,4 +121,5 @@ def test_a_worker_that_cannot_be_patched_says_why(options: Any, why: str | None)
     said = Worker(model, SimpleNamespace(**config | options)).why_full()
     assert (said is None) if why is None else (why in str(said))
     model.cpu_linear = lambda *_: None
-    assert Worker(model, SimpleNamespace(**config)).why_full() == "its weights are packed"
+    packed = "vLLM keeps packed copies of the weights for the CPU"
+    assert Worker(model, SimpleNamespace(**config)).why_full() == packed

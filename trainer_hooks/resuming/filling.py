@@ -254,9 +254,9 @@ def _copy(
         elif not _same(into, values):
             raise CheckpointError(
                 f"'{shown(copy.goal.name)}' has one value in {files.paths[copy.file]}, but a "
-                "different value in a file that was written on another device mesh. If ranks saved "
-                "different experts under one name, resume with the number of ranks and the mesh of "
-                "the save"
+                "different value in the file of a rank with another device mesh. Perhaps the ranks "
+                "saved different experts under one name. In that case, resume with the number of "
+                "ranks and the mesh of the save"
             )
     return read
 

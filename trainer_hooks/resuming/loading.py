@@ -89,8 +89,8 @@ class ModelLoading(Loading):
             self._state = get_model_state_dict(self._model)
         except AttributeError as error:
             raise CheckpointError(
-                "torch cannot load the model's state dict, because one of its names is no "
-                f"parameter or buffer of the model ({error}). Load the weights from a published "
+                "torch cannot load the model's state dict, because a name in the state dict is not "
+                f"a parameter or buffer of the model ({error}). Load the weights from a published "
                 "version"
             ) from error
         # A full state dict has only one name of tied tensors.
@@ -239,8 +239,9 @@ class OptimizerLoading(Loading):
             elif _comparable(options[name]) != _comparable(options[first]):
                 raise CheckpointError(
                     f"in {self.files.paths[0]}, '{shown(name)}' and '{shown(first)}' have "
-                    "different options, but this optimizer has them in one parameter group. Make "
-                    "the same parameter groups as at the save"
+                    "different options (such as the learning rate), but this optimizer has both "
+                    "parameters in one parameter group. Make the same parameter groups as at the "
+                    "save"
                 )
         found: dict[str, Tensor] = {}
         for key, value in options.get(first, {}).items() if first is not None else ():

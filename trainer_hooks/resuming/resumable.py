@@ -141,8 +141,12 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
     if RECEIPTS not in job.storage.names(actor):
         return _foreign(job, step, names, is_marked=is_pointed or FULL in names)
     if FULL not in names:
-        what = "its trainer has retired it" if RETIRED in names else "its save was cut off"
-        return f"{folder} has no {FULL}: either it holds no full checkpoint, or {what}"
+        what = (
+            "the trainer has retired the full checkpoint"
+            if RETIRED in names
+            else "the save of the full checkpoint was cut off"
+        )
+        return f"{folder} has no {FULL}: no full checkpoint was saved there, or {what}"
     try:
         receipts = _full_receipts(job.storage, actor)
     except RecordError as error:

@@ -246,7 +246,8 @@ def _optimizer_part(
     if own is None:
         raise CheckpointError(
             f"{files.paths[0]} holds the state of an optimizer that is not a "
-            f"torch.optim.Optimizer. Resume with {chosen.world_size} ranks, as many as at the save"
+            "torch.optim.Optimizer. syncd cannot split such a state for another number of ranks. "
+            f"Resume with {chosen.world_size} ranks, as many as at the save"
         )
     return RawOptimizerLoading(optimizer, files, own)
 
@@ -271,7 +272,8 @@ def _extra_state(job: Job, chosen: FullCheckpoint, own: int | None) -> dict[str,
     found = SavedFiles(job.storage, folder, [name], chosen.vouched.get(ACTOR)).loaded(0)
     if not isinstance(found, dict) or RNG not in found:
         raise CheckpointError(
-            f"{folder / name} is not the extra state of trainer_hooks. Load another save"
+            f"{folder / name} does not contain the extra state that trainer_hooks saves (such as "
+            "the states of random number generators). Load another save"
         )
     return found
 
@@ -292,7 +294,8 @@ def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> Non
     if differs is None:
         log.warning(
             "%s holds adapters that were trained on the base model %s, and the base model of "
-            "this process is %s. syncd cannot tell whether these base models are the same",
+            "this process is %s. syncd cannot tell whether these base models are the same. If they "
+            "differ, resume with the base model of the save",
             folder,
             shown(saved),
             shown(here),

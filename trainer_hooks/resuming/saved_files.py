@@ -194,8 +194,8 @@ class SavedFiles:
         told = self._vouched.get(path.name)
         if told is None:
             raise CheckpointError(
-                f"{path} is not listed in the receipts of its save, so it is not part of that "
-                f"save. {ADVICE}"
+                f"{path} is not listed in the receipts of this checkpoint, so the file is not part "
+                f"of the checkpoint. {ADVICE}"
             )
         return told
 

@@ -101,7 +101,7 @@ def agree_on_plan(
 def _outline(
     state: Mapping[str, Tensor], rank: int, *, tied: bool, derived: Mapping[str, Derived]
 ) -> _Outline:
-    fault = None if state else "it has no tensors"
+    fault = None if state else "the state dict has no tensors"
     hasher = xxhash.xxh3_128(b"tied" if tied else b"")
     memory = []
     seen: dict[object, int] = {}

@@ -77,7 +77,9 @@ class HubNames:
         try:
             return name_map_of(plain_model(inner, tensors) if base is None else base, tensors)
         except Exception as error:  # noqa: BLE001 - copying a model's modules may fail, but no save must fail by it
-            return _refused(f"its modules cannot be copied: {type(error).__name__}: {error}")
+            return _refused(
+                f"the model's modules cannot be copied: {type(error).__name__}: {error}"
+            )
 
 
 def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> NameMap | None:
@@ -113,7 +115,9 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
         with torch.no_grad(), _Views() as views:
             found = revert_weight_conversion(asked, dict(sources))
     except Exception as error:  # noqa: BLE001 - any model's code may run; the map records its error
-        return _refused(f"transformers cannot convert its names: {type(error).__name__}: {error}")
+        return _refused(
+            f"transformers cannot convert the model's tensor names: {type(error).__name__}: {error}"
+        )
     try:
         return NameMap(NameMapRecord(tensors=_Trace(sources, views).tensors(found)))
     except (_NotRowsError, RecordError) as error:

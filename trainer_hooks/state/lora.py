@@ -237,9 +237,9 @@ def check_methods(configs: Mapping[str, Any]) -> None:
     for name, config in configs.items():
         if getattr(config, "is_prompt_learning", False):
             raise InvalidSettingsError(
-                f"the adapter {name!r} is of {_method(config)}, which TrainerHook cannot save, "
-                "because the prompts are computed and are not in the state dict. Use LoRA, or "
-                "write lora_adapter/ with PeftModel.save_pretrained"
+                f"the adapter {name!r} uses the method {_method(config)}. TrainerHook cannot save "
+                "such an adapter, because its prompts are computed and are not in the state dict. "
+                "Use LoRA, or write lora_adapter/ with PeftModel.save_pretrained"
             )
 
 

@@ -94,8 +94,8 @@ class _Layer(NamedTuple):
             found = self._merged(target, wholes)
             if (found.dtype, found.shape) != (held.dtype, shape_of(held)):
                 raise SaveFailedError(
-                    f"{shown(self.path)}.{target} became {found.dtype} of shape "
-                    f"{tuple(found.shape)} when it was merged. Save the adapter instead"
+                    f"the merge changes {shown(self.path)}.{target} from {held.dtype} of shape "
+                    f"{tuple(shape_of(held))} to {found.dtype} of shape {tuple(found.shape)}"
                 )
             return found
 

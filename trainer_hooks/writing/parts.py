@@ -58,8 +58,8 @@ def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) 
     write()
     if not storage.exists(path):
         raise SaveFailedError(
-            f"the writer did not write {path}. Call torch.save with this rank's part of the state "
-            "dict and with that path"
+            f"the writer did not write {path}. In the writer function, call torch.save with this "
+            "rank's part of the state dict and with that path"
         )
     with storage.closing(storage.open_read(path)) as file:
         storage.fsync(file)

@@ -44,7 +44,8 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
     pointed = pointed_step(job)
     if pointed != newest:
         log.warning(
-            "%s names step %s instead of step %d, so no full checkpoint is retired",
+            "%s names step %s instead of step %d. Therefore older full checkpoints are not "
+            "retired, and the daemon does not delete them",
             job.layout.checkpoint_pointer, pointed, newest,
         )  # fmt: skip
         return []
@@ -63,7 +64,7 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
             if not is_gone(error):
                 raise
             continue  # someone deleted it
-        log.info("retired the full checkpoint of step %d", step)
+        log.info("retired the full checkpoint of step %d. The daemon deletes it later", step)
         retired.append(step)
     return retired
 

@@ -160,7 +160,14 @@ class RankWriter:
         try:
             self.again(save_id, record)
         except OSError as error:
-            log.warning("rank %d cannot tell the other ranks that it failed: %s", self._rank, error)
+            log.warning(
+                "rank %d has failed to save step %d, and cannot record this failure in storage. "
+                "The other ranks may wait for rank %d until the save_timeout: %s",
+                self._rank,
+                save_id.step,
+                self._rank,
+                error,
+            )
         if self._rank == 0:
             self._remains.unprotect(save_id.step)
 
@@ -354,7 +361,11 @@ class RankWriter:
             last.weights_stay = notes.written(receipt_name(0)) == last.save_id
         except OSError as error:
             log.warning(
-                "cannot read the outcome of the save of step %d: %s", last.save_id.step, error
+                "cannot check whether the save of step %d has failed, so rank %d does not delete "
+                "its files of that save: %s",
+                last.save_id.step,
+                self._rank,
+                error,
             )
             return
         self._remains.discard(last)
