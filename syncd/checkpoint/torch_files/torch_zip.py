@@ -77,8 +77,8 @@ class _Entry(NamedTuple):
 
 def _broken(path: Path, what: str) -> ShardFormatError:
     return ShardFormatError(
-        f"{path}: {what}. The file is incomplete, or not a torch.save file. Save "
-        "the file again with torch.save"
+        f"{path}: {what}. The file is incomplete or damaged, or torch.save did not "
+        "write it. Save the file again with torch.save"
     )
 
 
