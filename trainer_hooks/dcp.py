@@ -50,7 +50,7 @@ def announce_dcp(
     Raises:
         SaveNotReadyError: the folder has no finished save.
         InvalidSettingsError: the folder cannot be hard-linked into the job, or the step's folder
-            holds weights of another kind, which the daemon would publish instead.
+            holds weights of another kind, so the daemon would not publish this save.
         JobUnavailableError: the job directory is missing or not writable.
         OSError: storage failed.
     """

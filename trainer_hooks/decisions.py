@@ -130,7 +130,7 @@ class Decisions:
         Use each ``name`` only once.
         """
         if self._has_lost_its_group():
-            return "the process group of torch was destroyed before close() was called"
+            return "the process group was destroyed before close() was called"
         if self._group is None:
             return None
         end = time.monotonic() + min(timeout, _LONGEST)
