@@ -1,4 +1,4 @@
-"""Hold a whole copy of a version on this host by a shared flock, which prevents its removal."""
+"""A shared flock on this host's copy of a version: while it is held, nobody removes the copy."""
 
 from __future__ import annotations
 

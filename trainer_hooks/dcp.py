@@ -43,8 +43,8 @@ def announce_dcp(
         job_dir: the job directory; its folder ``.syncd`` is created if it is missing.
         step: the step that was saved.
         folder: the folder of the save on the same filesystem; ``JOB/global_step_N/actor`` by
-            default. The files of another folder are hard-linked into the job, so the trainer can
-            delete its own files, and ``latest_checkpointed_iteration.txt`` then names the step.
+            default. The files of any other folder are hard-linked into the job, so the trainer
+            may delete its own files. ``latest_checkpointed_iteration.txt`` then names the step.
         storage: set only by tests.
 
     Raises:

@@ -101,8 +101,8 @@ def read_model_config(storage: Storage, folder: Path, copied: Iterable[VersionFi
 def says_tied(config: object) -> bool:
     """True if the content of a ``config.json`` sets ``tie_word_embeddings``.
 
-    The result is False if the value in ``text_config`` differs, because readers disagree on which
-    value counts. One of the two values may be missing, because a config file leaves out defaults.
+    The result is False if ``text_config`` sets another value, because readers disagree on which
+    value counts. A missing value contradicts nothing, because a config file leaves out defaults.
     """
     told = []
     while isinstance(config, dict):

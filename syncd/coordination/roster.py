@@ -41,7 +41,7 @@ _SLICES_PER_ROUND: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Newer:
-    """A report of a newer protocol. It causes an error until its writer is known to be dead."""
+    """A report that a newer syncd wrote. It is an error until its writer is known to be dead."""
 
     session: str | None
     error: str

@@ -82,7 +82,7 @@ class Naming:
         return "trainer"
 
     def kept_with(self, manifest: Manifest) -> Names | None:
-        """The names that the job keeps when this version becomes its newest version."""
+        """The names that later versions keep if the version of ``manifest`` is published."""
         return manifest.names if _differ(manifest) else self._kept
 
     def takes_over(self, latest: Latest | None) -> None:
