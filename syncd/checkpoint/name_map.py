@@ -178,7 +178,7 @@ class NameMap:
         return [] if hub_name in self._record.tensors else [TrainerPart(hub_name)]
 
     def pieces(self, name: str) -> tuple[HubPiece, ...]:
-        """The pieces of the trainer's tensor ``name``; empty if the map does not list the tensor."""
+        """The pieces of the trainer's tensor ``name``; empty if the map does not list it."""
         tensor = self._record.tensors.get(name)
         return () if tensor is None else tensor.pieces
 

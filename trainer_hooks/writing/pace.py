@@ -111,6 +111,4 @@ class Pace:
                     f"{ours}, because rank {before} had to write first, and took too long"
                 )
             if self._stopped.wait(POLL):
-                raise SaveFailedError(
-                    f"{ours}, because training ended before this rank could write"
-                )
+                raise SaveFailedError(f"{ours}, because training ended before this rank wrote")
