@@ -193,10 +193,10 @@ class Job:
         return (report.loads or ())[-LOADS_KEPT:] if report else ()
 
     def explorer_reports(
-        self, names: Iterable[str], policy: ReadPolicy, *, most: int | None = None
+        self, names: Iterable[str], policy: ReadPolicy
     ) -> Iterator[ExplorerReport]:
-        """The reports in the first ``most`` files of these ``names``, except temporary files."""
-        for name in [name for name in names if not name.startswith(TEMPORARY)][:most]:
+        """The reports in the files of these ``names``, except temporary files."""
+        for name in (name for name in names if not name.startswith(TEMPORARY)):
             report = self.read(ExplorerReport, self.layout.explorers / name, policy)
             if report is not None:
                 yield report

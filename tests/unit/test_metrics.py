@@ -168,6 +168,39 @@ def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
         assert said.names("explorer_refuses") == {"new"}
 
 
+def test_a_round_reads_a_tenth_of_many_reports_and_ten_rounds_read_all(
+    job: SmallJob, clock: Clock, said: Measured
+) -> None:
+    everybody = {f"e{number}" for number in range(700)}
+    for name in everybody:
+        report(job, name, 1)
+    known = 0
+    for _ in range(10):
+        said.meter.round_ended(0.0)
+        before, known = known, len(said.names("explorer_refuses"))
+        assert known - before <= 71
+    assert said.names("explorer_refuses") == everybody
+    for name in everybody - {"e1"}:
+        (job.layout.explorers / f"{name}.json").unlink()
+    clock.advance(10)
+    said.meter.round_ended(0.0)
+    assert said.names("explorer_refuses") == {"e1"}
+
+
+def test_a_survey_of_explorers_ends_when_another_daemon_takes_over(
+    job: SmallJob, clock: Clock, said: Measured
+) -> None:
+    for number in range(200):
+        report(job, f"e{number}", 1)
+    said.meter.active(yes=True)
+    said.meter.round_ended(0.0)
+    assert len(said.names("explorer_refuses")) == 64
+    said.meter.active(yes=False)
+    clock.advance(1)
+    said.meter.round_ended(0.0)
+    assert said.names("explorer_refuses") == set()
+
+
 def test_explorers_that_measure_have_pause_and_load(job: SmallJob, said: Measured) -> None:
     reload = Reload(sequence=1, step=1, pause=0.5, load=0.25)
     report(job, "a", 1, reload=reload)

@@ -7,8 +7,9 @@ metrics come from its report, and are removed when the report is removed.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from syncd import __version__
 from syncd.daemon.decide import Observation
 from syncd.daemon.telling.meter import Meter
-from syncd.protocol.names import printable
+from syncd.protocol.names import TEMPORARY, printable
 from syncd.protocol.records import Latest, Manifest
 from syncd.protocol.reports import ExplorerReport
 from syncd.storage.job import Job
@@ -29,6 +30,9 @@ _MOST: Final = 1000
 JOB: Final = "job_dir"
 #: Seconds between two reads of files that only metrics need.
 _SURVEY: Final = 10.0
+#: The least number of reports that a round reads; many reports are read within ``_ROUNDS`` rounds.
+_AT_A_TIME: Final = 64
+_ROUNDS: Final = 10
 _SHORT: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _LONG: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 #: Names of ``DaemonCounters`` that are outcomes of saves.
@@ -174,6 +178,7 @@ class _JobMeter(Meter):
         self._wall = wall
         self._label = printable(job.layout.root)  # a name that is not UTF-8 can be no label
         self._survey_at = float("-inf")
+        self._survey: Iterator[None] = iter(())
         # Counters begin at 0, because alerts would miss a counter that appears with the value 1.
         for outcome in _OUTCOMES:
             metrics.saves.labels(self._label, outcome)
@@ -192,6 +197,7 @@ class _JobMeter(Meter):
     def active(self, *, yes: bool) -> None:
         self._metrics.active.labels(self._label).set(yes)
         if not yes:  # another daemon may serve the job, so its values may be outdated
+            self._survey = iter(())
             self._metrics.forget_state(self._label)
 
     def scanned(self, seen: Observation) -> None:
@@ -204,10 +210,15 @@ class _JobMeter(Meter):
 
     def round_ended(self, seconds: float) -> None:
         self._metrics.tick.labels(self._label).observe(seconds)
-        now = self._clock()
-        if now - self._survey_at >= _SURVEY:
-            self._survey_at = now
-            self._survey()
+        try:
+            for _ in self._survey:
+                return
+            if self._clock() - self._survey_at >= _SURVEY:
+                self._survey_at = self._clock()
+                self._survey = self._look()
+                next(self._survey, None)
+        except OSError as error:
+            self.failed(error)
 
     def counted(self, **more: int) -> None:
         metrics, job = self._metrics, self._label
@@ -245,16 +256,14 @@ class _JobMeter(Meter):
     def failed(self, error: BaseException) -> None:
         self._metrics.errors.labels(self._label, type(error).__name__).inc()
 
-    def _survey(self) -> None:
-        try:
-            free = self._job.storage.free(self._job.layout.state)
-            if free.bytes is not None:
-                self._metrics.free_bytes.labels(self._label).set(free.bytes)
-            if free.inodes is not None:
-                self._metrics.free_inodes.labels(self._label).set(free.inodes)
-            self._metrics.explorers.look(self._label, self._job)
-        except OSError as error:
-            self.failed(error)
+    def _look(self) -> Iterator[None]:
+        """Read the files that only metrics need. Each yield ends the work of a round."""
+        free = self._job.storage.free(self._job.layout.state)
+        if free.bytes is not None:
+            self._metrics.free_bytes.labels(self._label).set(free.bytes)
+        if free.inodes is not None:
+            self._metrics.free_inodes.labels(self._label).set(free.inodes)
+        yield from self._metrics.explorers.look(self._label, self._job)
 
 
 class ExplorerMetrics:
@@ -286,13 +295,21 @@ class ExplorerMetrics:
         )
         self._seen: dict[str, set[str]] = {}
 
-    def look(self, label: str, job: Job) -> None:
-        """Set the gauges from LATEST and the explorers' reports; OSError if storage is silent."""
-        latest = job.read(Latest, job.layout.latest, OF_OTHERS)
-        reports = job.explorer_reports(
-            job.storage.names(job.layout.explorers), OF_OTHERS, most=_MOST
-        )
-        found = {self._set(label, one, latest) for one in reports if one.status != "stopped"}
+    def look(self, label: str, job: Job) -> Iterator[None]:
+        """Set the gauges from LATEST and the explorers' reports; OSError if storage is silent.
+
+        Yields between two shares of the reports.
+        """
+        names = job.storage.names(job.layout.explorers)
+        names = [name for name in names if not name.startswith(TEMPORARY)][:_MOST]
+        share = max(_AT_A_TIME, math.ceil(len(names) / _ROUNDS))
+        found: set[str] = set()
+        for begin in range(0, len(names), share):
+            if begin:
+                yield
+            latest = job.read(Latest, job.layout.latest, OF_OTHERS)
+            reports = job.explorer_reports(names[begin : begin + share], OF_OTHERS)
+            found |= {self._set(label, one, latest) for one in reports if one.status != "stopped"}
         self._keep(label, found)
 
     def forget(self, job: str) -> None:
