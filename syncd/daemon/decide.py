@@ -161,7 +161,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Record that this save will never be published, because a newer save is published."""
+    """Record that this save will not be published, because the pointer names a newer step."""
 
     step: int
     identity: str

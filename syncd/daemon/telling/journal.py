@@ -192,11 +192,11 @@ class Journal:
         )
 
     def skipped(self, step: int) -> None:
-        """A save will never be published, because a newer save is published."""
+        """A save will not be published, because the pointer names a newer step."""
         self._count(skipped=1)
         self._file.note("skipped", step=step)
         extra = Event.SAVE_SKIPPED(step=step)
-        log.info("skipping step %d: a newer step is already published", step, extra=extra)
+        log.info("skipping step %d: the pointer names a newer step", step, extra=extra)
 
     def quarantined(self, save: Save, error: Exception, path: Path) -> None:
         """A save cannot be published; the record at ``path`` has the reason."""
