@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -110,6 +111,20 @@ def _watches_no_folder_any_more() -> Iterator[None]:
     left = watch._Shared.of_this_process._handlers - before
     folders = ", ".join(watched.raw_path for watched in left)
     assert not left, f"this test does not close its watchers of {folders}"
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory, where there is one: for tests of which calls are made, in what order.
+
+    A disk writes a file out when another is renamed over it, at many times the cost of the call.
+    """
+    memory = Path("/dev/shm")  # noqa: S108 - a folder of a random name in it
+    if not memory.is_dir() or not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory, prefix="syncd-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ class Disk:
     # -- looking ---------------------------------------------------------------------------------
 
     def covers(self, path: Path) -> bool:
-        return self.root in path.parents or path == self.root
+        return f"{path}/".startswith(f"{self.root}/")
 
     def folder(self, node: int) -> Folder:
         found = self.nodes[node]

@@ -22,7 +22,7 @@ CODES = (
     errno.ETIMEDOUT,
 )  # fmt: skip
 #: How far apart the calls that fail are at most, one a run; 1 for every call.
-STRIDE = int(os.environ.get("SYNCD_STRIDE", "59"))
+STRIDE = int(os.environ.get("SYNCD_STRIDE", "97"))
 #: How often whoever runs a process starts it again: the service, or the trainer's launcher.
 STARTS = 4
 
@@ -75,9 +75,9 @@ def work(job: SmallJob, scenario: Scenario, storage: FailingStorage, clock: Cloc
     return False
 
 
-def run(tmp_path: Path, scenario: Scenario, call: int, code: int, *, on: bool) -> bool:
+def run(in_memory: Path, scenario: Scenario, call: int, code: int, *, on: bool) -> bool:
     """Fail one call, and see that nothing is lost; False where there are not so many."""
-    job = SmallJob(tmp_path / "job")
+    job = SmallJob(in_memory / "job")
     scenario.prepare(job)
     before = look(job, rewritten=scenario.rewritten)
     storage, clock = FailingStorage(call, code, on=on), Clock()
@@ -88,19 +88,19 @@ def run(tmp_path: Path, scenario: Scenario, call: int, code: int, *, on: bool) -
         error.add_note(f"{errno.errorcode[code]} of call {call} of {scenario}: {storage.failed}")
         raise
     finally:
-        shutil.rmtree(tmp_path)
-        tmp_path.mkdir()
+        shutil.rmtree(in_memory)
+        in_memory.mkdir()
     return bool(storage.failed)
 
 
 @pytest.mark.parametrize("odd", [False, pytest.param(True, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_whatever_call_fails_nothing_is_lost_and_work_goes_on(
-    tmp_path: Path, scenario: Scenario, odd: bool
+    in_memory: Path, scenario: Scenario, odd: bool
 ) -> None:
     """The call fails once, or it and all later calls fail: this alternates."""
     number = call = 1
-    while run(tmp_path, scenario, call, CODES[number % len(CODES)], on=number % 2 == odd):
+    while run(in_memory, scenario, call, CODES[number % len(CODES)], on=number % 2 == odd):
         number += 1
         call += min(call, STRIDE)
     print(f"{number - 1} of {call} calls")
@@ -112,10 +112,10 @@ def steps(job: SmallJob) -> list[int]:
     return [step for step in found if step is not None]
 
 
-def goes_on(tmp_path: Path, scenario: Scenario, call: int, code: int) -> bool:
+def goes_on(in_memory: Path, scenario: Scenario, call: int, code: int) -> bool:
     """Fail one call of a daemon that works; the very same daemon must finish what is due."""
     storage, clock = FailingStorage(0, code, on=False), Clock()
-    job = SmallJob(tmp_path / "job")
+    job = SmallJob(in_memory / "job")
     scenario.prepare(job)
     before = look(job)
     job.storage = storage
@@ -143,8 +143,8 @@ def goes_on(tmp_path: Path, scenario: Scenario, call: int, code: int) -> bool:
                 error.add_note(f"{errno.errorcode[code]} of call {call}: {storage.failed}")
                 raise
         storage.mend()
-    shutil.rmtree(tmp_path)
-    tmp_path.mkdir()
+    shutil.rmtree(in_memory)
+    in_memory.mkdir()
     return failed
 
 
@@ -152,10 +152,10 @@ def goes_on(tmp_path: Path, scenario: Scenario, call: int, code: int) -> bool:
     "scenario", [s for s in SCENARIOS if s.name in {"merge and publish", "prune"}], ids=str
 )
 def test_whatever_call_fails_once_the_same_daemon_goes_on(
-    tmp_path: Path, scenario: Scenario
+    in_memory: Path, scenario: Scenario
 ) -> None:
     number = call = 1
-    while goes_on(tmp_path, scenario, call, CODES[number % len(CODES)]):
+    while goes_on(in_memory, scenario, call, CODES[number % len(CODES)]):
         number += 1
         call += min(call, STRIDE)
     assert number > 2
@@ -184,8 +184,8 @@ class OneByOne(FastStorage):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_short_reads_and_writes_change_nothing(tmp_path: Path, scenario: Scenario) -> None:
-    job, clock = SmallJob(tmp_path / "job"), Clock()
+def test_short_reads_and_writes_change_nothing(in_memory: Path, scenario: Scenario) -> None:
+    job, clock = SmallJob(in_memory / "job"), Clock()
     scenario.prepare(job)
     before = look(job, rewritten=scenario.rewritten)
     job.storage = OneByOne()

@@ -18,7 +18,7 @@ from tests.jobs import SmallJob
 from tests.storages import CHANGES, Clock, FastStorage, RuledStorage
 
 #: How far apart the moments are; 1 for every one.
-STRIDE = int(os.environ.get("SYNCD_KILL_STRIDE", "17"))
+STRIDE = int(os.environ.get("SYNCD_KILL_STRIDE", "31"))
 #: A guard against a child that hangs, in seconds.
 _HANGS = 60
 
@@ -85,13 +85,13 @@ def in_a_child(act: Callable[[], None], when: str) -> bool:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_whatever_call_is_the_last_one_a_restart_converges(
-    tmp_path: Path, scenario: Scenario
+    in_memory: Path, scenario: Scenario
 ) -> None:
     moment = 1 - STRIDE
     going_on = True
     while going_on:
         moment += STRIDE
-        job = SmallJob(tmp_path / "job")
+        job = SmallJob(in_memory / "job")
         scenario.prepare(job)
         before = look(job, rewritten=scenario.rewritten)
         going_on = killed(job, scenario, moment)
@@ -100,7 +100,7 @@ def test_whatever_call_is_the_last_one_a_restart_converges(
         except BaseException as error:
             error.add_note(f"after a kill at moment {moment} of {scenario}")
             raise
-        shutil.rmtree(tmp_path)
-        tmp_path.mkdir()
+        shutil.rmtree(in_memory)
+        in_memory.mkdir()
     assert moment > 5
     print(f"{moment} moments")

@@ -6,8 +6,6 @@ import os
 import random
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -52,7 +50,9 @@ _DEEP = "SYNCD_DEEP" in os.environ
 #: Between the two extremes of each moment, so many by chance.
 _BY_CHANCE = 6 if _DEEP else 1
 #: States of each scenario that are made real and restarted from; all of them where it is deep.
-_RESTARTS = 10
+_RESTARTS = 6
+#: Kills of each scenario at most; as many as it syncs folders where it is deep.
+_KILLS = 7
 #: No process has such a number.
 _NOBODY = b"pid=4194305"
 _ROOM = r"\.syncd/epoch/[^/]+"
@@ -364,17 +364,6 @@ def stand_by(job: SmallJob, clock: Clock) -> None:
     raise AssertionError("the lock of a daemon that is gone is not broken")
 
 
-@pytest.fixture
-def fast(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, where there is one: durability is the model's, not the disk's."""
-    memory = Path("/dev/shm")  # noqa: S108 - a folder of a random name in it
-    if not memory.is_dir() or not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory, prefix="syncd-power-") as folder:
-        yield Path(folder)
-
-
 def _put_back(job: SmallJob) -> None:
     """Two trainers' files of one step: one set aside by a daemon that died, one in use."""
     _DIRTY.prepare(job)
@@ -408,21 +397,21 @@ ALL = (
 
 @pytest.mark.parametrize("scenario", ALL, ids=str)
 def test_whatever_call_is_the_last_before_a_power_loss_a_restart_converges(
-    fast: Path, scenario: Scenario
+    in_memory: Path, scenario: Scenario
 ) -> None:
-    recorded = Recorded(fast / "recorded", scenario)
+    recorded = Recorded(in_memory / "recorded", scenario)
     recorded.act()
     recorded.check_finished()
     found = recorded.losses
     chosen = spaced(len(found), _RESTARTS)
     for number in chosen:
-        found[number].onto(fast / "lost" / "job")
+        found[number].onto(in_memory / "lost" / "job")
         try:
-            _restart_from(SmallJob(fast / "lost" / "job"), recorded)
+            _restart_from(SmallJob(in_memory / "lost" / "job"), recorded)
         except BaseException as error:
             error.add_note(f"after a power loss: {found[number].name}")
             raise
-        shutil.rmtree(fast / "lost")
+        shutil.rmtree(in_memory / "lost")
     print(f"{recorded.storage.calls} calls, {len(found)} states, {len(chosen)} restarted from")
 
 
@@ -436,9 +425,9 @@ def _restart_from(job: SmallJob, recorded: Recorded) -> None:
     check_converged(job, recorded.before)
 
 
-def before_each_sync(fast: Path, scenario: Scenario) -> list[int]:
-    """The calls that sync a folder: of each kind the first, or all where it is deep."""
-    counted = Recorded(fast / "counted", scenario)
+def before_each_sync(in_memory: Path, scenario: Scenario) -> list[int]:
+    """The calls that sync a folder: the first of some kinds, or all where it is deep."""
+    counted = Recorded(in_memory / "counted", scenario)
     calls: dict[object, int] = {}
     before = ""
 
@@ -450,18 +439,19 @@ def before_each_sync(fast: Path, scenario: Scenario) -> list[int]:
         before = method
 
     counted.act_until(0, seen=seen)
-    shutil.rmtree(fast / "counted")
-    return list(calls.values())
+    shutil.rmtree(in_memory / "counted")
+    kinds = list(calls.values())
+    return [kinds[number] for number in spaced(len(kinds), _KILLS)]
 
 
 @pytest.mark.parametrize("scenario", ALL, ids=str)
 def test_what_a_killed_process_left_unsynced_is_safe_before_anyone_relies_on_it(
-    fast: Path, scenario: Scenario
+    in_memory: Path, scenario: Scenario
 ) -> None:
-    chosen = before_each_sync(fast, scenario)
+    chosen = before_each_sync(in_memory, scenario)
     states = 0
     for number in chosen:
-        recorded = Recorded(fast / "recorded", scenario, by_chance=-1)
+        recorded = Recorded(in_memory / "recorded", scenario, by_chance=-1)
         recorded.act_until(number)
         try:
             recorded.act_again()
@@ -469,7 +459,7 @@ def test_what_a_killed_process_left_unsynced_is_safe_before_anyone_relies_on_it(
             error.add_note(f"killed before call {number} of {scenario}")
             raise
         states += len(recorded.losses)
-        shutil.rmtree(fast / "recorded")
+        shutil.rmtree(in_memory / "recorded")
     print(f"{len(chosen)} kills, {states} states")
 
 
@@ -520,9 +510,9 @@ BROKEN = (
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda b: f"{b.scenario}-{b.method}-{b.path}")
-def test_a_sync_that_is_left_out_is_found(fast: Path, broken: Broken) -> None:
+def test_a_sync_that_is_left_out_is_found(in_memory: Path, broken: Broken) -> None:
     recorded = Recorded(
-        fast / "recorded", _NAMED[broken.scenario], forgotten=broken.forgets, by_chance=0
+        in_memory / "recorded", _NAMED[broken.scenario], forgotten=broken.forgets, by_chance=0
     )
 
     def work() -> None:
@@ -537,11 +527,11 @@ def test_a_sync_that_is_left_out_is_found(fast: Path, broken: Broken) -> None:
 
 
 @pytest.fixture
-def storage(fast: Path) -> RecordingStorage:
+def storage(in_memory: Path) -> RecordingStorage:
     for name in ("here", "there"):
-        (fast / name).mkdir()
-    (fast / "here" / "old").write_bytes(b"old")
-    return RecordingStorage(fast, foreign=lambda _: False)
+        (in_memory / name).mkdir()
+    (in_memory / "here" / "old").write_bytes(b"old")
+    return RecordingStorage(in_memory, foreign=lambda _: False)
 
 
 def found(storage: RecordingStorage) -> dict[str, bytes]:
@@ -554,9 +544,9 @@ def test_what_was_there_before_is_durable(storage: RecordingStorage) -> None:
     assert found(storage) == {"here/old": b"old"}
 
 
-def test_a_file_is_as_of_its_last_fsync(storage: RecordingStorage, fast: Path) -> None:
-    fd = storage.create(fast / "here" / "new")
-    storage.sync_folder(fast / "here")
+def test_a_file_is_as_of_its_last_fsync(storage: RecordingStorage, in_memory: Path) -> None:
+    fd = storage.create(in_memory / "here" / "new")
+    storage.sync_folder(in_memory / "here")
     assert found(storage)["here/new"] == b""
     storage.write(fd, b"one")
     storage.fsync(fd)
@@ -564,90 +554,93 @@ def test_a_file_is_as_of_its_last_fsync(storage: RecordingStorage, fast: Path) -
     storage.pwrite(fd, b"O", 0)
     storage.close(fd)
     assert found(storage)["here/new"] == b"one"
-    assert storage.read(fast / "here" / "new") == b"Onetwo"
+    assert storage.read(in_memory / "here" / "new") == b"Onetwo"
 
 
 def test_a_synced_file_is_nowhere_before_its_folder_is_synced(
-    storage: RecordingStorage, fast: Path
+    storage: RecordingStorage, in_memory: Path
 ) -> None:
-    storage.write_new(fast / "here" / "new", b"new")
+    storage.write_new(in_memory / "here" / "new", b"new")
     assert "here/new" not in found(storage)
-    storage.sync_folder(fast / "here")
+    storage.sync_folder(in_memory / "here")
     assert found(storage)["here/new"] == b"new"
 
 
 def test_a_rename_is_durable_once_its_target_folder_is_synced(
-    storage: RecordingStorage, fast: Path
+    storage: RecordingStorage, in_memory: Path
 ) -> None:
-    storage.rename(fast / "here" / "old", fast / "there" / "new")
-    storage.sync_folder(fast / "here")
+    storage.rename(in_memory / "here" / "old", in_memory / "there" / "new")
+    storage.sync_folder(in_memory / "here")
     assert found(storage) == {"here/old": b"old"}
-    storage.sync_folder(fast / "there")
+    storage.sync_folder(in_memory / "there")
     assert found(storage) == {"there/new": b"old"}
 
 
 def test_a_name_that_is_used_again_takes_the_rename_before_with_it(
-    storage: RecordingStorage, fast: Path
+    storage: RecordingStorage, in_memory: Path
 ) -> None:
-    storage.rename(fast / "here" / "old", fast / "there" / "new")
-    storage.write_new(fast / "here" / "old", b"newer")
-    storage.sync_folder(fast / "here")
+    storage.rename(in_memory / "here" / "old", in_memory / "there" / "new")
+    storage.write_new(in_memory / "here" / "old", b"newer")
+    storage.sync_folder(in_memory / "here")
     assert found(storage) == {"there/new": b"old", "here/old": b"newer"}
 
 
 def test_an_unlink_is_undone_until_its_folder_is_synced(
-    storage: RecordingStorage, fast: Path
+    storage: RecordingStorage, in_memory: Path
 ) -> None:
-    storage.unlink(fast / "here" / "old")
+    storage.unlink(in_memory / "here" / "old")
     assert found(storage) == {"here/old": b"old"}
-    storage.sync_folder(fast / "here")
+    storage.sync_folder(in_memory / "here")
     assert found(storage) == {}
 
 
 def test_a_folder_that_ends_has_first_lost_what_was_taken_out(
-    storage: RecordingStorage, fast: Path
+    storage: RecordingStorage, in_memory: Path
 ) -> None:
-    storage.rename(fast / "here" / "old", fast / "there" / "new")
-    storage.rmdir(fast / "here")
-    storage.sync_folder(fast)
+    storage.rename(in_memory / "here" / "old", in_memory / "there" / "new")
+    storage.rmdir(in_memory / "here")
+    storage.sync_folder(in_memory)
     assert found(storage) == {"there/new": b"old"}
 
 
 def test_what_is_durable_in_a_folder_that_is_not_is_lost(
-    storage: RecordingStorage, fast: Path
+    storage: RecordingStorage, in_memory: Path
 ) -> None:
-    storage.mkdir(fast / "made")
-    storage.rename(fast / "here" / "old", fast / "made" / "old")
-    storage.sync_folder(fast / "made")
+    storage.mkdir(in_memory / "made")
+    storage.rename(in_memory / "here" / "old", in_memory / "made" / "old")
+    storage.sync_folder(in_memory / "made")
     assert found(storage) == {}
-    storage.sync_folder(fast)
+    storage.sync_folder(in_memory)
     assert found(storage) == {"made/old": b"old"}
 
 
-def test_a_link_is_a_second_name_of_the_same_bytes(storage: RecordingStorage, fast: Path) -> None:
-    storage.link(fast / "here" / "old", fast / "there" / "second")
+def test_a_link_is_a_second_name_of_the_same_bytes(
+    storage: RecordingStorage, in_memory: Path
+) -> None:
+    storage.link(in_memory / "here" / "old", in_memory / "there" / "second")
     assert found(storage) == {"here/old": b"old"}
-    storage.sync_folder(fast / "there")
-    storage.unlink(fast / "here" / "old")
-    storage.sync_folder(fast / "here")
+    storage.sync_folder(in_memory / "there")
+    storage.unlink(in_memory / "here" / "old")
+    storage.sync_folder(in_memory / "here")
     assert found(storage) == {"there/second": b"old"}
 
 
-def test_chance_never_splits_a_rename(storage: RecordingStorage, fast: Path) -> None:
-    storage.rename(fast / "here" / "old", fast / "there" / "new")
-    storage.rename(fast / "there" / "new", fast / "here" / "newest")
-    storage.write_new(fast / "there" / "new", b"other")
+def test_chance_never_splits_a_rename(storage: RecordingStorage, in_memory: Path) -> None:
+    storage.rename(in_memory / "here" / "old", in_memory / "there" / "new")
+    storage.rename(in_memory / "there" / "new", in_memory / "here" / "newest")
+    storage.write_new(in_memory / "there" / "new", b"other")
     for seed in range(50):
         for loss in losses(storage.disk, "", {}, random.Random(seed), 3):
             olds = [path for path in loss.tree if loss.content(path) == b"old"]
             assert len(olds) == 1, loss.name
 
 
-def test_a_loss_is_made_real_as_it_is(storage: RecordingStorage, fast: Path) -> None:
-    storage.link(fast / "here" / "old", fast / "there" / "second")
-    storage.write_new(fast / "there" / "zeros", bytes(100_000))
+def test_a_loss_is_made_real_as_it_is(storage: RecordingStorage, in_memory: Path) -> None:
+    storage.link(in_memory / "here" / "old", in_memory / "there" / "second")
+    storage.write_new(in_memory / "there" / "zeros", bytes(100_000))
     survived = Loss("", storage.disk.after_loss(list(storage.disk.pending), dropped), {})
-    survived.onto(fast / "real")
-    assert storage.disk.below(fast).keys() == Disk(fast / "real").below(fast / "real").keys()
-    assert (fast / "real" / "here" / "old").samefile(fast / "real" / "there" / "second")
-    assert (fast / "real" / "there" / "zeros").read_bytes() == bytes(100_000)
+    real = in_memory / "real"
+    survived.onto(real)
+    assert storage.disk.below(in_memory).keys() == Disk(real).below(real).keys()
+    assert (real / "here" / "old").samefile(real / "there" / "second")
+    assert (real / "there" / "zeros").read_bytes() == bytes(100_000)

@@ -1,4 +1,4 @@
-"""A trainer or an explorer as a process of its own: ``python -m tests.multiprocess.participants``.
+"""A trainer or an explorer as a process of its own, which a nursery forks.
 
 Each says what it does as JSON lines on stdout. A rollout or a training step is a sleep; a save is
 numbers that are all the step's, written without torch, which would take longer to import than all
@@ -171,7 +171,7 @@ class Explorer:
         say("pulled", sequence=leased.sequence, step=leased.step)
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["trainer", "explorer"])
     parser.add_argument("--job", type=Path, required=True)
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.1)
     parser.add_argument("--pipeline", action="store_true")
     parser.add_argument("--clock-offset", type=float, default=0.0)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     seams = Seams(
         clock=lambda: time.monotonic() + given.clock_offset,
         wall=lambda: time.time() + given.clock_offset,
@@ -194,7 +194,3 @@ def main() -> None:
         assert settings.method is SyncMethod.MEMORY
     role = Trainer if given.role == "trainer" else Explorer
     role(given, settings, seams).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -20,6 +20,7 @@ from syncd.protocol.errors import NameTakenError, ProtocolMismatchError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
 from syncd.protocol.reports import ExplorerReport
+from tests.multiprocess.nursery import nursery
 from tests.multiprocess.processes import (
     DEADLINE,
     ENVIRONMENT,
@@ -47,12 +48,9 @@ class Process:
             for key, value in options.items()
         ]
         self.name = name
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.multiprocess.participants", role, f"--job={job}",
-             f"--name={name}", f"--settings={json.dumps(settings)}", *flags],
-            stdout=subprocess.PIPE,
-            env=ENVIRONMENT,
-        )  # fmt: skip
+        self._process = nursery("tests.multiprocess.participants").start(
+            role, f"--job={job}", f"--name={name}", f"--settings={json.dumps(settings)}", *flags
+        )
         self.said: list[dict[str, Any]] = []
         self._heard = threading.Condition()
         self._listener = threading.Thread(target=self._listen)
@@ -74,7 +72,7 @@ class Process:
             return line
 
     def end(self, deadline: float = 3 * DEADLINE) -> None:
-        """Wait until it has ended, and well: all of its life, from the start of Python on."""
+        """Wait until it has ended, and well."""
         assert self._process.wait(deadline) == 0, f"{self.name}: {self.said}"
         self._listener.join(DEADLINE)
 
@@ -102,8 +100,7 @@ class Process:
         self._listener.join(DEADLINE)
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
+        with os.fdopen(self._process.stdout, "rb") as lines:
             for line in lines:
                 with self._heard:
                     self.said.append(json.loads(line))

@@ -404,10 +404,10 @@ def goes_away(job: SmallJob, scenario: Scenario, moment: int, behind: Path) -> i
 
 @pytest.mark.parametrize("scenario", RUNNING, ids=str)
 def test_whatever_call_is_the_last_one_nothing_is_made_in_an_empty_folder(
-    tmp_path: Path, scenario: Scenario
+    in_memory: Path, scenario: Scenario
 ) -> None:
     def attempt(moment: int) -> int:
-        root, behind = tmp_path / "job", tmp_path / "behind"
+        root, behind = in_memory / "job", in_memory / "behind"
         job = SmallJob(root)
         scenario.prepare(job)
         before = look(job, rewritten=scenario.rewritten)
@@ -422,11 +422,11 @@ def test_whatever_call_is_the_last_one_nothing_is_made_in_an_empty_folder(
         except BaseException as error:
             error.add_note(f"the job went away before call {moment} of {scenario}")
             raise
-        shutil.rmtree(tmp_path)
-        tmp_path.mkdir()
+        shutil.rmtree(in_memory)
+        in_memory.mkdir()
         return calls
 
     calls = attempt(10**9)
-    stride = 1 if DEEP else max(1, calls // 3)
+    stride = 1 if DEEP else max(1, calls // 2)
     for moment in range(1, calls + 1, stride):
         attempt(moment)
