@@ -1,6 +1,6 @@
-"""A trainer or an explorer as a process of its own, which a nursery forks.
+"""A trainer or an explorer as a process of its own.
 
-Each says what it does as JSON lines on stdout. A rollout or a training step is a sleep; a save is
+Each says what it does over a connection. A rollout or a training step is a sleep; a save is
 numbers that are all the step's, written without torch, which would take longer to import than all
 else that is done here: as shards, or as a full state dict into the memory folder.
 """
@@ -11,6 +11,7 @@ import argparse
 import json
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,12 @@ BEGUN = time.monotonic()
 #: Seconds between two looks of the watcher that pulls behind a ``fully_async`` explorer.
 _POLL = 0.5
 SAYING = threading.Lock()
+_heard: list[Connection] = []
 
 
 def say(event: str, **more: object) -> None:
-    line = json.dumps({"event": event, "at": time.monotonic() - BEGUN, **more})
     with SAYING:
-        print(line, flush=True)
+        _heard[0].send({"event": event, "at": time.monotonic() - BEGUN, **more})
 
 
 class Saver:
@@ -171,7 +172,8 @@ class Explorer:
         say("pulled", sequence=leased.sequence, step=leased.step)
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], heard: Connection) -> None:
+    _heard.append(heard)
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["trainer", "explorer"])
     parser.add_argument("--job", type=Path, required=True)

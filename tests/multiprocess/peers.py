@@ -23,7 +23,9 @@ from tests.multiprocess.processes import DEADLINE, wait_until
 
 CONTEXT = get_context("forkserver")
 # fully_shard would import the first one in each rank.
-CONTEXT.set_forkserver_preload(["torch._dynamo", "tests.multiprocess.broadcasting"])
+CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "tests.multiprocess.broadcasting", "tests.multiprocess.participants"]
+)
 
 
 class Told:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +20,8 @@ from syncd.protocol.errors import NameTakenError, ProtocolMismatchError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
 from syncd.protocol.reports import ExplorerReport
-from tests.multiprocess.nursery import nursery
+from tests.multiprocess import participants
+from tests.multiprocess.peers import CONTEXT
 from tests.multiprocess.processes import (
     DEADLINE,
     ENVIRONMENT,
@@ -48,9 +49,12 @@ class Process:
             for key, value in options.items()
         ]
         self.name = name
-        self._process = nursery("tests.multiprocess.participants").start(
-            role, f"--job={job}", f"--name={name}", f"--settings={json.dumps(settings)}", *flags
-        )
+        told = [role, f"--job={job}", f"--name={name}", *flags]
+        told.append(f"--settings={json.dumps(settings)}")
+        self._hears, says = CONTEXT.Pipe(duplex=False)
+        self._process = CONTEXT.Process(target=participants.main, args=(told, says))
+        self._process.start()
+        says.close()
         self.said: list[dict[str, Any]] = []
         self._heard = threading.Condition()
         self._listener = threading.Thread(target=self._listen)
@@ -73,12 +77,13 @@ class Process:
 
     def end(self, deadline: float = 3 * DEADLINE) -> None:
         """Wait until it has ended, and well."""
-        assert self._process.wait(deadline) == 0, f"{self.name}: {self.said}"
+        self._process.join(deadline)
+        assert self._process.exitcode == 0, f"{self.name}: {self.said}"
         self._listener.join(DEADLINE)
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(DEADLINE)
+        self._process.join(DEADLINE)
 
     def all(self, event: str, key: str) -> list[Any]:
         return [line[key] for line in self.said if line["event"] == event]
@@ -100,10 +105,11 @@ class Process:
         self._listener.join(DEADLINE)
 
     def _listen(self) -> None:
-        with os.fdopen(self._process.stdout, "rb") as lines:
-            for line in lines:
+        with self._hears, suppress(EOFError):
+            while True:
+                line = self._hears.recv()
                 with self._heard:
-                    self.said.append(json.loads(line))
+                    self.said.append(line)
                     self._heard.notify_all()
 
 
