@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Final
 
 from filelock import FileLock
 
+from tests.forked_programs import ROOT, Forked
+
 if TYPE_CHECKING:
     import pytest
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 ENVIRONMENT: Final = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Seconds: a guard against hanging, within that of a test; ranks wait for one that fails.
 DEADLINE: Final = 240.0
@@ -36,7 +37,7 @@ def written_by(
         factory: pytest's.
         module: what is run.
         check: whether it must end well. What it has said is in :data:`SAID` in any case.
-        environment: added to this process's own.
+        environment: added to this process's own; the program has an interpreter of its own then.
     """
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # each worker's own is inside the run's
@@ -62,6 +63,25 @@ def run_ranks(
     module: str, *arguments: object, said: Path, check: bool = True, **environment: str
 ) -> None:
     """Run a program to its end, and end the ranks with it; what it has said is in a file."""
+    if environment:  # which modules may read as they are imported
+        status = _run_afresh(module, arguments, said, environment)
+    else:
+        with open(os.devnull, "rb") as nothing, said.open("wb") as stderr:
+            files = nothing.fileno(), stderr.fileno(), stderr.fileno()
+            launcher = Forked(module, *arguments, files=files)
+        try:
+            status = launcher.wait(DEADLINE)
+        finally:
+            launcher.end()  # ranks that wait for each other outlive it
+    words = said.read_text(errors="replace")[-6000:]
+    assert status is not None, f"{module} has not ended in {DEADLINE:g} s: {words}"
+    assert status == 0 or not check, f"{module} ended with {status}: {words}"
+
+
+def _run_afresh(
+    module: str, arguments: tuple[object, ...], said: Path, environment: dict[str, str]
+) -> int | None:
+    """The same by an interpreter; returns None if it has not ended in time."""
     with said.open("wb") as stderr:
         launcher = subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
@@ -76,8 +96,6 @@ def run_ranks(
             status = launcher.wait(DEADLINE)
     finally:
         with contextlib.suppress(ProcessLookupError):  # all of them have ended
-            os.killpg(launcher.pid, signal.SIGKILL)  # ranks that wait for each other outlive it
+            os.killpg(launcher.pid, signal.SIGKILL)
         launcher.wait()
-    words = said.read_text(errors="replace")[-6000:]
-    assert status is not None, f"{module} has not ended in {DEADLINE:g} s: {words}"
-    assert status == 0 or not check, f"{module} ended with {status}: {words}"
+    return status

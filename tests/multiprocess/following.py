@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,7 +30,8 @@ from explorer_hooks import ExplorerHook, TorchModule
 from syncd.protocol.errors import WaitTimeoutError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import SAVING
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, explorer_report, wait_until
+from tests.forked_programs import Forked
+from tests.multiprocess.processes import DEADLINE, explorer_report, wait_until
 
 #: The explorer that trainers wait for.
 EXPLORER: Final = "explorer"
@@ -110,14 +109,12 @@ class Trainers:
     """A trainer program, started once."""
 
     def __init__(self, module: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,
-        )
+        theirs, orders = os.pipe()
+        answers, said = os.pipe()
+        self._program = Forked(module, files=(theirs, said, sys.__stderr__.fileno()))
+        os.close(theirs)
+        os.close(said)
+        self._orders, self._lines = os.fdopen(orders, "w"), os.fdopen(answers)
         self._answers: queue.Queue[str] = queue.Queue()
         self._listener = threading.Thread(target=self._listen)
         self._listener.start()
@@ -125,9 +122,8 @@ class Trainers:
     def begin(
         self, scenario: str, root: Path, *, world_size: int = 1, backend: str = "gloo"
     ) -> None:
-        assert self._process.stdin is not None
         told = {"scenario": scenario, "root": str(root), "world_size": world_size}
-        print(json.dumps({**told, "backend": backend}), file=self._process.stdin, flush=True)
+        print(json.dumps({**told, "backend": backend}), file=self._orders, flush=True)
 
     def wait(self) -> None:
         """Until the ranks are over; raises what one of them has raised."""
@@ -141,17 +137,13 @@ class Trainers:
             self._answers.put("")
 
     def end(self) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # ranks that wait for each other, too
-        self._process.wait(DEADLINE)
+        self._program.end()  # ranks that wait for each other, too
         self._listener.join(DEADLINE)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._orders.close()
+        self._lines.close()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._lines:
             if line.startswith('{"error"'):
                 self._answers.put(json.loads(line)["error"])
         self._answers.put("the trainer program is gone: see what it has said")

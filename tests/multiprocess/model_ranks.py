@@ -103,9 +103,14 @@ def wrapped(_: int) -> Made:
     truth = tensors(model)
     layers = model.model.layers
     layers[0] = checkpoint_wrapper(layers[0])
-    layers[1] = torch.compile(layers[1])
-    layers[2] = torch.compile(checkpoint_wrapper(layers[2]))
-    return _ddp(torch.compile(model)), truth
+    layers[1] = _compiled(layers[1])
+    layers[2] = _compiled(checkpoint_wrapper(layers[2]))
+    return _ddp(_compiled(model)), truth
+
+
+def _compiled(model: nn.Module) -> Any:
+    # Nothing runs here: the backend is one whose compiler each rank need not import.
+    return torch.compile(model, backend="eager")
 
 
 def _ddp(model: Any) -> nn.Module:
@@ -175,8 +180,8 @@ def fsdp2_wrapped(world_size: int) -> Made:
     truth = tensors(model)
     layers = model.model.layers
     layers[0] = fully_shard(checkpoint_wrapper(layers[0]), mesh=mesh(fsdp=world_size))
-    layers[1] = torch.compile(fully_shard(layers[1], mesh=mesh(fsdp=world_size)))
-    return torch.compile(fully_shard(model, mesh=mesh(fsdp=world_size))), truth
+    layers[1] = _compiled(fully_shard(layers[1], mesh=mesh(fsdp=world_size)))
+    return _compiled(fully_shard(model, mesh=mesh(fsdp=world_size))), truth
 
 
 def fsdp2_columns(world_size: int) -> Made:

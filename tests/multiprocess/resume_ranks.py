@@ -7,6 +7,7 @@ written to ``ROOT/passed/NAME`` by rank 0 when all ranks have passed it.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -56,11 +57,14 @@ from tests.multiprocess.resume_checks import (
     cast,
     exact,
     full,
+    is_usual,
     resharded,
 )
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveLayout
+
+DEEP: Final = "SYNCD_DEEP" in os.environ
 
 
 class Tied(nn.Module):
@@ -531,7 +535,8 @@ def rank(rank: int, world_size: int, root: Path, work: str) -> None:
             if size == world_size:
                 me.go_on(kind)
                 me.passed(exact(kind, size))
-            for other in RESUMED[world_size]:
+            ways = RESUMED[world_size]
+            for other in (one for one in ways if DEEP or is_usual((kind, size), one, world_size)):
                 me.reshard(kind, size, other)
                 me.passed(resharded(kind, size, other, world_size))
         for kind in FULL if world_size <= 2 else ():

@@ -24,7 +24,7 @@ from tests.rank_programs import written_by
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written_by(tmp_path_factory, "tests.lora_fixtures", HF_HUB_OFFLINE="1")
+    return written_by(tmp_path_factory, "tests.lora_fixtures")
 
 
 def gives_the_trainers_logits(written: Path, kind: str, folder: Path) -> None:

@@ -9,13 +9,22 @@ from tests.rank_programs import SAID, written_by
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], str]:
+def ran(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> tuple[set[str], str]:
     """The checks that all ranks have passed, and what the ranks said."""
-    root = written_by(tmp_path_factory, "tests.multiprocess.resume_ranks", check=False)
+    deep = {"SYNCD_DEEP": "1"} if pytestconfig.getoption("--deep") else {}
+    root = written_by(tmp_path_factory, "tests.multiprocess.resume_ranks", check=False, **deep)
     return {path.name for path in (root / "passed").glob("*")}, (root / SAID).read_text()
 
 
-@pytest.mark.parametrize("check", checks())
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=() if is_usual else pytest.mark.deep)
+        for check, is_usual in checks().items()
+    ],
+)
 def test_ranks_resume(ran: tuple[set[str], str], check: str) -> None:
     passed, said = ran
     assert check in passed, said[-6000:]

@@ -17,13 +17,28 @@ from syncd.protocol.names import CHECKPOINT_POINTER
 from syncd.storage.fsio import Storage
 from tests.doc_blocks import blocks
 from tests.multiprocess.following import assert_as_trained
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon
+from tests.multiprocess.processes import DEADLINE, Daemon
+from tests.rank_programs import ENVIRONMENT, ROOT, SAID, run_ranks
 
 #: A Python that has verl, which wants other releases than these tests: see
 #: ``benchmarks/verl_environment.py``.
 VERL = os.environ.get("SYNCD_VERL_PYTHON") or (
     sys.executable if importlib.util.find_spec("verl") else None
 )
+RANKS = "tests.multiprocess.verl_ranks"
+
+
+def run_verl(python: str, root: Path) -> None:
+    ranks = subprocess.run(
+        [python, "-m", RANKS, str(root), "--real"],
+        cwd=ROOT,
+        env={**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        capture_output=True,
+        text=True,
+        timeout=4 * DEADLINE,
+        check=False,
+    )
+    assert ranks.returncode == 0, ranks.stderr
 
 
 @pytest.mark.parametrize(
@@ -47,18 +62,11 @@ def test_what_verls_ranks_save_in_fsdp1_and_fsdp2_is_published_and_stays(
     options = said.split()[3:]
     assert options == ["--pointer", CHECKPOINT_POINTER]
     is_real = request.node.callspec.id == "verl"
-    command = [python, "-m", "tests.multiprocess.verl_ranks", str(tmp_path)]
     with Daemon(job, *options, "--keep", "20"):
-        ranks = subprocess.run(
-            [*command, "--real"] if is_real else command,
-            cwd=Path(__file__).parents[2],
-            env={**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            capture_output=True,
-            text=True,
-            timeout=4 * DEADLINE,
-            check=False,
-        )
-        assert ranks.returncode == 0, ranks.stderr
+        if is_real:
+            run_verl(python, tmp_path)
+        else:
+            run_ranks(RANKS, tmp_path, said=tmp_path / SAID)
     layout = JobLayout(job)
     for step in (1, 2):
         folder = layout.version(step)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -30,7 +29,8 @@ from syncd.protocol.errors import BroadcastError
 from syncd.protocol.participants import GroupMember, Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings
 from syncd.protocol.records import SaveId
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
+from tests.forked_programs import Forked
+from tests.multiprocess.processes import DEADLINE, wait_until
 
 CPU = torch.device("cpu")
 #: Bytes of a tensor: more than sockets hold, so that who sends needs who receives.
@@ -192,9 +192,7 @@ class Process:
     def hear(self) -> Answer:
         """What came of it."""
         assert self._connection.poll(3 * DEADLINE), f"process {self.pid} does not answer"
-        answer = self._connection.recv()
-        assert isinstance(answer, Answer), answer
-        return answer
+        return Answer(*self._connection.recv())
 
     def __call__(self, method: str, *given: Any, **more: Any) -> Any:
         """Do something, and well."""
@@ -262,10 +260,9 @@ def members(folder: Path) -> Iterator[Members]:
     """Members, all of which end with the block."""
     address = str(folder / "members")
     with Listener(address, "AF_UNIX") as listener:
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import main; main()", address],
-            env=ENVIRONMENT,
-        )
+        output = sys.__stderr__.fileno()
+        with open(os.devnull, "rb") as nothing:
+            process = Forked(__name__, address, files=(nothing.fileno(), output, output))
         found: Members | None = None
         try:
             with listener.accept() as zygote:
@@ -274,8 +271,7 @@ def members(folder: Path) -> Iterator[Members]:
         finally:
             if found is not None:
                 found.end()
-            process.kill()
-            process.wait(DEADLINE)
+            process.end()
 
 
 def _act(address: str) -> None:
@@ -293,7 +289,7 @@ def _act(address: str) -> None:
                 value = getattr(actor, method)(*given, **more)
             except BroadcastError as failed:
                 error = str(failed)
-            connection.send(Answer(value, error, time.monotonic() - begun))
+            connection.send((value, error, time.monotonic() - begun))
 
 
 def main() -> None:
@@ -311,3 +307,7 @@ def main() -> None:
                 asked.close()
                 _act(address)
                 return
+
+
+if __name__ == "__main__":
+    main()
