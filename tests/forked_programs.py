@@ -19,6 +19,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import warnings
@@ -114,6 +115,8 @@ def _serve(address: str) -> str:
             connection, _ = listening.accept()
             _reap(os.WNOHANG)
             with connection:
+                if not _is_ours(connection):
+                    continue
                 content, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
                 order = json.loads(content)
                 sys.path[:] = order["path"]
@@ -127,6 +130,13 @@ def _serve(address: str) -> str:
                     os.close(file)
     _reap(0)
     sys.exit()
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether a process of the same user asks: any user may connect to such an address."""
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", told)
+    return bool(user == os.getuid())
 
 
 def _reap(option: int) -> None:
