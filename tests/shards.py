@@ -68,9 +68,10 @@ def tensor(
     offset: object = 0,
     kind: str = "FloatStorage",
     key: str = "0",
+    numel: int = 6,
 ) -> Built:
     rebuild = Named("torch._utils", "_rebuild_tensor_v2")
-    return Built(rebuild, (Storage_(kind, key, 6), offset, shape, stride, False, OrderedDict()))
+    return Built(rebuild, (Storage_(kind, key, numel), offset, shape, stride, False, OrderedDict()))
 
 
 def dtensor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import mmap
 import os
@@ -30,6 +31,7 @@ from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import ShardFormatError
 from syncd.protocol.names import shard_name
 from syncd.storage.fsio import Storage
+from tests import shards
 from tests.jobs import nothing
 from tests.merging import build
 from tests.storages import FastStorage
@@ -211,8 +213,6 @@ def test_a_merged_file_over_four_gibibytes_is_read_by_safetensors(
 
 # -- very many tensors -------------------------------------------------------------------------
 
-COUNT: Final = 20_000
-
 
 def tensor_name(number: int) -> str:
     return f"model.layers.{number // 500}.mlp.experts.{number % 500}.down_proj.weight"
@@ -244,13 +244,14 @@ def save_rank(actor: Path, rank: int, whole: torch.Tensor) -> None:
         dist.destroy_process_group()
 
 
-def test_twenty_thousand_tensors_of_two_ranks_become_one_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [4_000, pytest.param(20_000, marks=pytest.mark.deep)])
+def test_thousands_of_tensors_of_two_ranks_become_one_model(tmp_path: Path, count: int) -> None:
     actor, out = tmp_path / "actor", tmp_path / "out"
     actor.mkdir()
-    whole = torch.arange(COUNT * 6, dtype=torch.int32).view(COUNT, 3, 2)
+    whole = torch.arange(count * 6, dtype=torch.int32).view(count, 3, 2)
     for rank in range(2):
         save_rank(actor, rank, whole)
-    manifest = build(actor, out, max_file_size=24 * COUNT // 3 + 24)
+    manifest = build(actor, out, max_file_size=24 * count // 3 + 24)
     assert manifest.checked == "crc32"
     index = json.loads((out / "model.safetensors.index.json").read_text())
     found = {}
@@ -261,20 +262,36 @@ def test_twenty_thousand_tensors_of_two_ranks_become_one_model(tmp_path: Path) -
         )
         found |= part
     assert len(set(index["weight_map"].values())) == 3
-    assert len(found) == COUNT == len(manifest.tensors)
-    assert torch.equal(torch.stack([found[tensor_name(n)] for n in range(COUNT)]), whole)
+    assert len(found) == count == len(manifest.tensors)
+    assert torch.equal(torch.stack([found[tensor_name(n)] for n in range(count)]), whole)
 
 
 def test_more_records_than_sixteen_bits_count_are_read(tmp_path: Path) -> None:
+    """The records are torch's own; the pickle names but the first and those that come last."""
     count = 2**16 + 3
     path = tmp_path / shard_name(1, 0)
-    torch.save({str(number): torch.tensor(number) for number in range(count)}, path)
+    named = (0, *range(2**16 - 3, count))
+    state = {
+        str(number): shards.tensor((1,), (1,), kind="LongStorage", key=str(number), numel=1)
+        for number in named
+    }
+    writer = torch._C.PyTorchFileWriter(str(path))
+    content = io.BytesIO()
+    shards.Pickler(content, 2).dump(state)
+    writer.write_record("data.pkl", content.getvalue(), len(content.getvalue()))
+    for number in range(count):
+        writer.write_record(f"data/{number}", number.to_bytes(8, "little"), 8)
+    writer.write_end_of_file()
     # The count in the old end of the directory is full; zip64's holds.
     assert path.read_bytes()[-22:].startswith(b"PK\5\6" + b"\0" * 4 + b"\xff" * 4)
+    assert torch.load(path, "cpu", weights_only=True)[str(count - 1)].item() == count - 1
     with ShardFile.open(STORAGE, path) as opened:
-        found = opened.tensors()
-        assert len(found) == count
         for number in range(count):
+            record = opened.records[f"data/{number}"]
+            assert os.pread(opened.fd, record.size, record.offset) == number.to_bytes(8, "little")
+        found = opened.tensors()
+        assert list(found) == list(state)
+        for number in named:
             local = found[str(number)]
             assert isinstance(local, Local)
             assert os.pread(opened.fd, 8, local.offset) == number.to_bytes(8, "little")

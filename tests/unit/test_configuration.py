@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from syncd.daemon.configuration import (
     written,
 )
 from syncd.protocol.errors import InvalidSettingsError
+from tests.commands import run_commands
 from tests.doc_blocks import blocks
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -246,11 +245,8 @@ def test_check_says_that_a_file_can_be_used(tmp_path: Path) -> None:
 
 def test_check_and_run_end_with_a_line_for_each_mistake(tmp_path: Path) -> None:
     path = file(tmp_path, "keep = 0\nkepe = 1\n")
-    for command in (["config", "check", path], ["run", tmp_path, "--config", path]):
-        done = subprocess.run(
-            [sys.executable, "-m", "syncd", *map(str, command)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+    commands = (["config", "check", path], ["run", tmp_path, "--config", path])
+    for done in run_commands(*commands, cwd=tmp_path):
         assert done.returncode == 2
         assert done.stderr.startswith(f"syncd: {path}: keep = 0")
         assert done.stderr.count("\n") == 2

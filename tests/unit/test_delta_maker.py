@@ -583,11 +583,13 @@ class TakeOver:
 
 @pytest.mark.slow
 def test_whichever_call_a_take_over_comes_before_there_is_a_whole_delta_or_none(
-    tmp_path: Path, hosts: Hosts
+    tmp_path: Path, hosts: Hosts, request: pytest.FixtureRequest
 ) -> None:
-    made, moment, going_on = [], 0, True
+    # The calls are the same on a lagging host: an ordinary run tries every fourth moment there.
+    stride = 4 if hosts.lags and not request.config.getoption("--deep") else 1
+    made, moment, going_on = [], 1 - stride, True
     while going_on:
-        moment += 1
+        moment += stride
         storage = hosts.ruled()
         job = SmallJob(tmp_path / f"{moment}", storage, hosts=hosts)
         other = TakeOver(job, moment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -14,20 +15,37 @@ _MODULE = "tests/model/test_lease_model.py"
 _DEEP = "test_no_version_is_removed_with_restarts_and_three_versions"
 
 
-def _selected(*options: str) -> set[str]:
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "--collect-only", *options, _MODULE]
+#: Collects once for each line of options: the imports of pytest and of the tests are shared.
+_COLLECTS = """
+import json, sys, pytest
+for options in map(json.loads, sys.argv[1:]):
+    code = pytest.main(["-n0", "-q", "--collect-only", *options])
+    assert code in {0, 5}, code  # 5: none of them
+    print("===")
+"""
+
+
+def _selected(*runs: list[str]) -> list[set[str]]:
+    given = [json.dumps([*options, _MODULE]) for options in runs]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", _COLLECTS, *given],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
-    assert done.returncode in {0, 5}, done.stdout + done.stderr  # 5: none of them
-    return {line for line in done.stdout.splitlines() if line.startswith(_MODULE)}
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = done.stdout.split("===\n")[:-1]
+    return [{line for line in one.splitlines() if line.startswith(_MODULE)} for one in found]
 
 
 @pytest.mark.slow
 def test_other_tests_than_unit_tests_are_slow_and_deep_ones_run_only_if_asked_for() -> None:
-    slow = _selected("-m", "slow")
+    slow, deep, none = _selected(
+        ["-m", "slow"], ["--deep", "-m", "slow and deep"], ["--deep", "-m", "not slow"]
+    )
     assert len(slow) > 5
     assert not any(_DEEP in name for name in slow)
-    (deep,) = _selected("--deep", "-m", "slow and deep")
-    assert deep == f"{_MODULE}::{_DEEP}"
-    assert _selected("--deep", "-m", "not slow") == set()
+    assert deep == {f"{_MODULE}::{_DEEP}"}
+    assert none == set()
