@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -25,7 +27,6 @@ from syncd.daemon.configuration import (
     written,
 )
 from syncd.protocol.errors import InvalidSettingsError
-from tests.commands import run_commands
 from tests.doc_blocks import blocks
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -245,8 +246,11 @@ def test_check_says_that_a_file_can_be_used(tmp_path: Path) -> None:
 
 def test_check_and_run_end_with_a_line_for_each_mistake(tmp_path: Path) -> None:
     path = file(tmp_path, "keep = 0\nkepe = 1\n")
-    commands = (["config", "check", path], ["run", tmp_path, "--config", path])
-    for done in run_commands(*commands, cwd=tmp_path):
+    for command in (["config", "check", path], ["run", tmp_path, "--config", path]):
+        done = subprocess.run(
+            [sys.executable, "-m", "syncd", *map(str, command)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
         assert done.returncode == 2
         assert done.stderr.startswith(f"syncd: {path}: keep = 0")
         assert done.stderr.count("\n") == 2

@@ -25,7 +25,6 @@ from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.web import jobs as web_jobs
 from syncd.web.jobs import Jobs, SharedLook
 from syncd.web.server import Server
-from tests.commands import run_commands
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
 from tests.web.served import explorer, served
@@ -314,9 +313,11 @@ def test_the_command_says_where_the_page_is_and_ends_when_it_is_told(shown: Smal
 def test_a_path_that_does_not_exist_is_refused_at_the_start(
     shown: SmallJob, tmp_path: Path
 ) -> None:
-    paths = (tmp_path / "typo", shown.layout.latest / "inside")
-    commands = (["web", shown.layout.root, missing, "--port", "0"] for missing in paths)
-    for missing, done in zip(paths, run_commands(*commands, cwd=tmp_path), strict=True):
+    for missing in (tmp_path / "typo", shown.layout.latest / "inside"):
+        argv = [sys.executable, "-m", "syncd", "web", str(shown.layout.root), str(missing)]
+        done = subprocess.run(
+            [*argv, "--port", "0"], capture_output=True, text=True, check=False, timeout=DEADLINE
+        )
         assert (done.returncode, done.stdout) == (JobUnavailableError.exit_code, "")
         assert f"{missing}: no such folder. Give a job's directory, or" in done.stderr
 
