@@ -30,10 +30,14 @@ class PointerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A pointer file as it was read; ``step`` is None if the file names no step."""
+    """A pointer file as it was read; ``step`` is None if the file names no step.
+
+    ``why`` is the reason of storage if the file cannot be read.
+    """
 
     state: PointerState
     step: int | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +302,8 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish | G
     """The save to publish: only the save that the pointer names, and each save only once."""
     if seen.pointer.step is None:
         why = f"{config.pointer} {seen.pointer.state.value}"
+        if seen.pointer.why:
+            why += f": {seen.pointer.why}"
         missing = seen.pointer.state is PointerState.MISSING
         if missing and seen.checkpoint.state is not PointerState.MISSING:
             why += f", but {CHECKPOINT_POINTER} is there: give --pointer {CHECKPOINT_POINTER}"

@@ -159,7 +159,7 @@ class Scanner:
         except OSError as error:
             if is_gone(error):
                 return Pointer(PointerState.MISSING), None
-            return Pointer(PointerState.UNREADABLE), None
+            return Pointer(PointerState.UNREADABLE, why=error.strerror or str(error)), None
         step = parse_pointer(content)
         if step is None:
             return Pointer(PointerState.TORN if content.strip() else PointerState.EMPTY), key

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import Observation, PointerState
+from syncd.daemon.decide import Observation, PointerState, decide
 from syncd.daemon.scan import Known, Scanner
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.names import CHECKPOINT_POINTER
+from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
 from syncd.protocol.records import SaveOutcome, encode
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.job import Job
@@ -82,6 +82,12 @@ def test_a_pointer_that_is_a_folder_or_a_link_names_no_step(
     job.layout.state_pointer.rmdir()
     job.layout.state_pointer.symlink_to("elsewhere")
     assert scanner.scan(NOTHING).pointer.state is PointerState.UNREADABLE
+
+
+def test_a_pointer_that_cannot_be_read_says_the_reason(job: SmallJob, scanner: Scanner) -> None:
+    job.layout.state_pointer.mkdir()
+    waiting_for = decide(scanner.scan(NOTHING), CONFIG).waiting_for
+    assert waiting_for == f"{STATE_POINTER} cannot be read: not a regular file"
 
 
 def test_a_pointer_to_a_step_that_is_not_there_is_not_yet(job: SmallJob, scanner: Scanner) -> None:
