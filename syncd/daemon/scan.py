@@ -17,7 +17,9 @@ from syncd.daemon.steering import Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import (
+    CHECKPOINT_POINTER,
     DCP_METADATA,
+    STATE_POINTER,
     parse_delta_folder,
     parse_lease_marker,
     parse_pointer,
@@ -99,6 +101,7 @@ class Scanner:
         return Observation(
             pointer=pointer,
             checkpoint=checkpoint,
+            instead=self._instead() if pointer.state is PointerState.MISSING else "",
             save=save,
             save_still_for=self._clock() - self._save_since,
             quarantined=outcome is not None
@@ -166,6 +169,14 @@ class Scanner:
         if step < 0:
             return Pointer(PointerState.NEGATIVE), key
         return Pointer(PointerState.STEP, step), key
+
+    def _instead(self) -> str:
+        """A hint if the configured pointer is missing but the other pointer is there."""
+        name = (
+            STATE_POINTER if self._pointer_file.name == CHECKPOINT_POINTER else CHECKPOINT_POINTER
+        )
+        there = self._job.storage.exists(self._job.layout.root / name)
+        return f"{name} is there: give --pointer {name}" if there else ""
 
     def _look_at_pointed(self, pointer: Pointer, key: Signature | None, known: Known) -> None:
         """Look at the save that the pointer names, if the save may have changed."""

@@ -11,7 +11,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Observation, PointerState, decide
 from syncd.daemon.scan import Known, Scanner
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
+from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, PointerName
 from syncd.protocol.records import SaveOutcome, encode
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.job import Job
@@ -88,6 +88,25 @@ def test_a_pointer_that_cannot_be_read_says_the_reason(job: SmallJob, scanner: S
     job.layout.state_pointer.mkdir()
     waiting_for = decide(scanner.scan(NOTHING), CONFIG).waiting_for
     assert waiting_for == f"{STATE_POINTER} cannot be read: not a regular file"
+
+
+@pytest.mark.parametrize("content", [b"", b"7", b"-1", b"x", None])
+@pytest.mark.parametrize("pointer", [STATE_POINTER, CHECKPOINT_POINTER])
+def test_a_job_with_the_other_pointer_alone_says_how_to_serve_it(
+    job: SmallJob, storage: RuledStorage, pointer: PointerName, content: bytes | None
+) -> None:
+    [other] = {STATE_POINTER, CHECKPOINT_POINTER} - {pointer}
+    if content is not None:
+        (job.layout.root / other).write_bytes(content)
+    config = DaemonConfig(pointer=pointer)
+    scanner = Scanner(Job(storage, job.layout), pointer, Judge(storage, LEASE_TIME))
+    job.hosts.settle()
+    hint = f", but {other} is there: give --pointer {other}"
+    waiting_for = decide(scanner.scan(NOTHING, config), config).waiting_for
+    assert waiting_for == f"{pointer} is not there" + (hint if content is not None else "")
+    job.point(4, pointer)
+    job.hosts.settle()
+    assert hint not in decide(scanner.scan(NOTHING, config), config).waiting_for
 
 
 def test_a_pointer_to_a_step_that_is_not_there_is_not_yet(job: SmallJob, scanner: Scanner) -> None:
