@@ -13,7 +13,6 @@ from syncd.checkpoint.convert import (
     FoundCheckpoint,
     convert_step,
     full_steps,
-    holds_job,
     lacks_config,
     look_at_step,
     take_model_files,
@@ -33,6 +32,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import Manifest, Names
 from syncd.storage.job import Job
+from syncd.storage.step_folders import holds_job
 from syncd.torch_extra import require_torch
 
 _Convert = Callable[[FoundCheckpoint, Progress], Manifest | None]

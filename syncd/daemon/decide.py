@@ -94,7 +94,8 @@ class Observation:
     Attributes:
         pointer: the pointer that names the step to publish.
         checkpoint: the pointer that names the step to resume from.
-        instead: a hint for people if ``pointer`` is missing but the other pointer is there.
+        instead: a hint for people if ``pointer`` is missing, but the other pointer is there, or a
+            subfolder looks like a job.
         save: the save that ``pointer`` names; None if ``pointer`` names no step.
         save_still_for: for how many seconds ``save`` has been seen unchanged.
         published_save: the identity of the save that LATEST was made from.

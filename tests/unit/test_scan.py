@@ -109,6 +109,33 @@ def test_a_job_with_the_other_pointer_alone_says_how_to_serve_it(
     assert hint not in decide(scanner.scan(NOTHING, config), config).waiting_for
 
 
+@pytest.mark.parametrize("mark", [STATE_POINTER, CHECKPOINT_POINTER, ".syncd", "global_step_4"])
+def test_a_folder_above_a_job_names_the_job_and_looks_for_it_only_once(
+    job: SmallJob, storage: RuledStorage, scanner: Scanner, mark: str
+) -> None:
+    root = job.layout.root
+    (root / "logs").mkdir()
+    (root / "qwen" / mark).mkdir(parents=True)
+    hint = f"{root}/qwen looks like a job: give its path, or --root {root}"
+    missing = f"{STATE_POINTER} is not there"
+    assert decide(scanner.scan(NOTHING), CONFIG).waiting_for == f"{missing}, but {hint}"
+    storage.calls.clear()
+    assert decide(scanner.scan(NOTHING), CONFIG).waiting_for == f"{missing}, but {hint}"
+    assert not any(str(root / "qwen") in str(given) for _, given in storage.calls)
+    served = Known(1, "run-4-0", {})
+    assert decide(scanner.scan(served), CONFIG).waiting_for == missing
+
+
+def test_a_new_job_without_a_job_below_waits_for_its_pointer(
+    job: SmallJob, scanner: Scanner
+) -> None:
+    (job.layout.root / "logs").mkdir()
+    (job.layout.root / "notes.txt").touch()
+    job.save(4, point=False)
+    waiting_for = decide(scanner.scan(NOTHING), CONFIG).waiting_for
+    assert waiting_for == f"{STATE_POINTER} is not there"
+
+
 def test_a_pointer_to_a_step_that_is_not_there_is_not_yet(job: SmallJob, scanner: Scanner) -> None:
     job.point(4)
     seen = scanner.scan(NOTHING)
