@@ -20,9 +20,9 @@ from syncd.checkpoint.convert import (
 from syncd.checkpoint.merging.options import MergeOptions, Progress
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli import options
-from syncd.cli.amounts import size, span
 from syncd.cli.bars import bar
 from syncd.cli.signals import cleaned_up
+from syncd.protocol.amounts import size, span
 from syncd.protocol.errors import SaveNotReadyError, SyncdError
 from syncd.protocol.names import (
     MODEL_CONFIG,

@@ -18,6 +18,7 @@ from syncd.daemon.delta_maker import DeltaOutcome
 from syncd.daemon.naming import NewNames
 from syncd.daemon.telling.going_live import SeenLive
 from syncd.daemon.telling.meter import Meter
+from syncd.protocol.amounts import size
 from syncd.protocol.errors import SyncdError
 from syncd.protocol.events import Event
 from syncd.protocol.journal_lines import JournalLine
@@ -119,10 +120,10 @@ class Journal:
             why=None if found is None else str(found),
         )
         log.info(
-            "published step %d as version %d: %.1f MB in %.2f s",
+            "published step %d as version %d: %s in %.2f s",
             manifest.step,
             manifest.sequence,
-            merged / 1e6,
+            size(merged),
             seconds,
             extra=Event.VERSION_PUBLISHED(
                 step=manifest.step,
@@ -270,10 +271,10 @@ class Journal:
         """A step was built for one explorer, at its request."""
         merged = sum(file.size for file in manifest.files)
         log.info(
-            "built step %d for the bench of explorer %s: %.1f MB in %.2f s",
+            "built step %d for the bench of explorer %s: %s in %.2f s",
             request.step,
             printable(request.by),
-            merged / 1e6,
+            size(merged),
             seconds,
             extra=Event.BENCH_BUILT(
                 step=request.step,
@@ -315,11 +316,10 @@ class Journal:
             seconds=round(outcome.seconds, 3),
         )
         log.info(
-            "made the delta to version %d from version %d: %.1f MB, %.2f %% of the elements, in "
-            "%.2f s",
+            "made the delta to version %d from version %d: %s, %.2f %% of the elements, in %.2f s",
             outcome.sequence,
             outcome.base,
-            delta.bytes / 1e6,
+            size(delta.bytes),
             100 * changed,
             outcome.seconds,
             extra=Event.DELTA_MADE(
