@@ -77,6 +77,31 @@ def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
     assert job.latest.step == 4
 
 
+def test_a_full_disk_is_a_warning_that_is_repeated_ever_more_seldom(
+    tmp_path: Path, clock: Clock, hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = hosts.ruled(refuse("create", errno.ENOSPC, where="building/v"))
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    job.save(4)
+    warned = []
+    with job.daemon(clock=clock) as loop:
+        for second in range(1000):
+            caplog.clear()
+            loop.run_once()
+            said = [one for one in caplog.records if one.msg == "waiting: %s"]
+            if any(one.levelname == "WARNING" for one in said):
+                assert "No space left" in said[0].getMessage()
+                warned.append(second)
+            clock.advance(1)
+        assert warned == [0, 60, 180, 420, 900]
+        storage.rules.clear()
+        clock.advance(30)
+        caplog.clear()
+        loop.run_once()
+        assert not [one for one in caplog.records if one.levelname == "WARNING"]
+    assert job.latest.step == 4
+
+
 @pytest.mark.slow
 @pytest.mark.local_only("it is about a thousand rounds, and about nothing that changes")
 def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(tmp_path: Path, hosts: Hosts) -> None:

@@ -58,6 +58,7 @@ class Journal:
         self.counters = DaemonCounters()
         self.waiting_for = ""
         self._no_delta_said = ""
+        self._no_room = Repeats(clock=clock)
 
     def began(self, root: Path, epoch: int) -> None:
         """This daemon has taken over."""
@@ -95,12 +96,12 @@ class Journal:
         """Write to the file all lines that were added since the previous call."""
         self._file.write()
 
-    def waiting(self, why: str) -> None:
-        """Log the reason why the daemon waits, if the reason has changed."""
-        if why != self.waiting_for:
-            self.waiting_for = why
-            if why:
-                log.info("waiting: %s", why, extra=Event.WAITING(reason=why))
+    def waiting(self, why: str, *, no_room: bool = False) -> None:
+        """Log the reason why the daemon waits, if it has changed; warn of a full disk at times."""
+        changed, self.waiting_for = why != self.waiting_for, why
+        level = logging.WARNING if no_room and self._no_room.due("no room") else logging.INFO
+        if why and (changed or level == logging.WARNING):
+            log.log(level, "waiting: %s", why, extra=Event.WAITING(reason=why))
 
     def published(self, manifest: Manifest, *, seconds: float, latency: float) -> None:
         """A save has become LATEST; the times are as in :meth:`Meter.published`."""
@@ -108,6 +109,7 @@ class Journal:
         found = manifest.nonfinite if manifest.nonfinite and manifest.nonfinite.count else None
         self._count(published=1, merged_bytes=merged)
         self.meter.published(manifest, seconds=seconds, latency=latency)
+        self._no_room.forget("no room")
         self._named(manifest)
         self._file.note(
             "published",
