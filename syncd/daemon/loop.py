@@ -210,6 +210,7 @@ class Loop:
         waiting_for = "; ".join(filter(None, (waiting_for, self._look_at_benches(refused))))
         self._look_who_is_live(seen)
         self._look_at_deltas()
+        self._publisher.look_at_latest()
         self._journal.write()
         self._tidy(refused, seen)
         waiting_for = lasting(waiting_for or next(iter(refused.values()), ""))

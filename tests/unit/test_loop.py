@@ -102,6 +102,29 @@ def test_a_full_disk_is_a_warning_that_is_repeated_ever_more_seldom(
     assert job.latest.step == 4
 
 
+@pytest.mark.parametrize("remedy", ["the next version", "a restart"])
+def test_a_damaged_latest_is_one_warning_that_names_what_replaces_it(
+    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture, remedy: str
+) -> None:
+    job.save(4)
+    with job.daemon(clock=clock) as loop:
+        loop.run_once()
+        job.layout.latest.write_bytes(b"{x")
+        for _ in range(10):
+            clock.advance(30)
+            loop.run_once()
+        [line] = [text for text in caplog.messages if "LATEST" in text]
+        assert line.startswith(f"{job.layout.latest} is not a valid Latest record: ")
+        assert "until the daemon publishes the next version or is restarted" in line
+        if remedy == "the next version":
+            job.save(5)
+            loop.run_once()
+            assert job.latest.step == 5
+    if remedy == "a restart":
+        with job.daemon(clock=clock):
+            assert job.latest.step == 4
+
+
 @pytest.mark.slow
 @pytest.mark.local_only("it is about a thousand rounds, and about nothing that changes")
 def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(tmp_path: Path, hosts: Hosts) -> None:
