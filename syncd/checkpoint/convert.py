@@ -56,7 +56,7 @@ from syncd.protocol.records import Manifest
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, no_folder
-from syncd.storage.step_folders import step_folders
+from syncd.storage.step_folders import holds_job, step_folders
 
 log = logging.getLogger(__name__)
 
@@ -104,13 +104,6 @@ def full_steps(job: Job) -> list[int]:
             "trainer's checkpoint folder, or one of its global_step_N folders"
         )
     return [step for step in step_folders(job) if _is_full(job, step)]
-
-
-def holds_job(job: Job) -> bool:
-    """True if any trainer has saved a step in this folder, or syncd has served the folder."""
-    at = job.layout
-    marks = (at.state, at.state_pointer, at.checkpoint_pointer)
-    return any(map(job.storage.exists, marks)) or bool(step_folders(job))
 
 
 def look_at_step(job: Job, step: int) -> FoundCheckpoint:

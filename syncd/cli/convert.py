@@ -13,7 +13,6 @@ from syncd.checkpoint.convert import (
     FoundCheckpoint,
     convert_step,
     full_steps,
-    holds_job,
     lacks_config,
     look_at_step,
     take_model_files,
@@ -21,9 +20,9 @@ from syncd.checkpoint.convert import (
 from syncd.checkpoint.merging.options import MergeOptions, Progress
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli import options
-from syncd.cli.amounts import size, span
 from syncd.cli.bars import bar
 from syncd.cli.signals import cleaned_up
+from syncd.protocol.amounts import size, span
 from syncd.protocol.errors import SaveNotReadyError, SyncdError
 from syncd.protocol.names import (
     MODEL_CONFIG,
@@ -33,6 +32,7 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import Manifest, Names
 from syncd.storage.job import Job
+from syncd.storage.step_folders import holds_job
 from syncd.torch_extra import require_torch
 
 _Convert = Callable[[FoundCheckpoint, Progress], Manifest | None]

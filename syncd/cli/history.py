@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from syncd.cli import options
-from syncd.cli.amounts import moment, size, span
 from syncd.operate.history import DeltaHistory, Live, VersionHistory, history, told
+from syncd.protocol.amounts import moment, size, span
 from syncd.protocol.names import printable
 from syncd.storage.job import Job
 

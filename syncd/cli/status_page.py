@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from syncd.cli.amounts import ago, moment, size, span
+from syncd.protocol.amounts import ago, moment, size, span
 from syncd.protocol.names import printable
 
 #: The most explorers and the most events that the page shows; JSON has more.

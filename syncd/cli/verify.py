@@ -10,11 +10,11 @@ import click
 
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli import options
-from syncd.cli.amounts import size
 from syncd.cli.bars import bar
 from syncd.deltas.delta_folder import read_delta, verify_delta
 from syncd.deltas.ends import NoDeltaError
 from syncd.operate.delta_state import changed_part, delta_sequences
+from syncd.protocol.amounts import size
 from syncd.protocol.errors import InvalidSettingsError, RecordError, VerificationError
 from syncd.protocol.names import MANIFEST, parse_version_folder, printable
 from syncd.storage.fsio import Storage

@@ -27,6 +27,7 @@ from syncd.protocol.errors import (
 from syncd.protocol.records import Manifest
 from syncd.protocol.reports import MergeProgress
 from syncd.protocol.requests import RollbackRequest
+from syncd.storage.errnos import NO_ROOM
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock
 
@@ -38,7 +39,11 @@ _ROLLBACK_ATTEMPTS: Final = 6
 
 
 class Attempts:
-    """Publishes saves, and carries out rollbacks; a failed rollback is tried again or refused."""
+    """Publishes saves, and carries out rollbacks; a failed rollback is tried again or refused.
+
+    Attributes:
+        no_room: True if the disk was too full for the last attempt to publish a save.
+    """
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class Attempts:
         self._deltas = deltas
         self._clock = clock
         self._steering = Steering(job)
+        self.no_room = False
         self._tried: str | None = None
         self._again_at = 0.0
         self._failures = 0
@@ -80,6 +86,7 @@ class Attempts:
             return self._journal.waiting_for
         if self._steering.is_paused():
             return "paused"
+        self.no_room = False
         begun, before = self._clock(), self._publisher.latest
         try:
             self._publisher.check_finite(save)
@@ -185,6 +192,8 @@ class Attempts:
         """Set the time of the next attempt; returns the reason why the save has to wait."""
         self._journal.meter.failed(error)
         self._tidying.after(error)
+        code = error.errno if isinstance(error, OSError) else None
+        self.no_room = isinstance(error, NoRoomError) or code in NO_ROOM
         wait = min(_LONGEST_WAIT, tick * 2**self._failures)
         self._failures = min(self._failures + 1, _MOST_DOUBLINGS)
         self._again_at = self._clock() + wait

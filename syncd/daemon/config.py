@@ -15,7 +15,12 @@ from pydantic_core import CoreSchema, core_schema
 
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.protocol.names import STATE_POINTER, PointerName
-from syncd.protocol.records import LONGEST_LEASE_TIME, SHORTEST_LEASE_TIME, Names
+from syncd.protocol.records import (
+    DEFAULT_LEASE_TIME,
+    LONGEST_LEASE_TIME,
+    SHORTEST_LEASE_TIME,
+    Names,
+)
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
@@ -140,7 +145,9 @@ class DaemonConfig(BaseModel):
     exit_when_idle: bool = False
     hang_time: Annotated[Seconds, Field(gt=0)] = 600.0
     shared_group: str | None = None
-    lease_time: Annotated[Seconds, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME)] = 30.0
+    lease_time: Annotated[Seconds, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME)] = (
+        DEFAULT_LEASE_TIME
+    )
 
 
 #: The keys that a running daemon reloads; all others need a restart. Add a new key here only if the

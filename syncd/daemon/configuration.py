@@ -34,6 +34,7 @@ _LIMIT: Final = 1024 * 1024
 _SHOWN: Final = 200
 #: How similar a name must be to a key for a suggestion.
 _ALIKE: Final = 0.7
+_NO_TABLES: Final = "write all keys at the top level of the file, without a table"
 
 
 @dataclass(frozen=True)
@@ -271,8 +272,9 @@ def _misplaced(key: str, one: GivenValue) -> str | None:
 def _refused(key: str, given: Mapping[str, GivenValue]) -> str:
     one = given[key]
     if key not in KEYS:
-        what = f"[{key}]" if isinstance(one.value, dict) else f"{key} = {_shown(one.value)}"
-        return f"{one.source}: {printable(what)}: {no_such_key(key)}"
+        if isinstance(one.value, dict):
+            return f"{one.source}: {printable(f'[{key}]')}: unknown key: {_NO_TABLES}"
+        return f"{one.source}: {printable(f'{key} = {_shown(one.value)}')}: {no_such_key(key)}"
     return _line(key, one, allowed(key))
 
 

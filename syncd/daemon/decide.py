@@ -13,7 +13,7 @@ from enum import Enum
 
 from syncd.checkpoint.save import Save, Unfinished, WholeSave
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, printable, version_folder
+from syncd.protocol.names import STATE_POINTER, printable, version_folder
 from syncd.protocol.requests import Pause, RollbackRequest
 
 
@@ -30,10 +30,14 @@ class PointerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A pointer file as it was read; ``step`` is None if the file names no step."""
+    """A pointer file as it was read; ``step`` is None if the file names no step.
+
+    ``why`` is the reason of storage if the file cannot be read.
+    """
 
     state: PointerState
     step: int | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class Observation:
     Attributes:
         pointer: the pointer that names the step to publish.
         checkpoint: the pointer that names the step to resume from.
+        instead: a hint for people if ``pointer`` is missing, but the other pointer is there, or a
+            subfolder looks like a job.
         save: the save that ``pointer`` names; None if ``pointer`` names no step.
         save_still_for: for how many seconds ``save`` has been seen unchanged.
         published_save: the identity of the save that LATEST was made from.
@@ -109,6 +115,7 @@ class Observation:
 
     pointer: Pointer
     checkpoint: Pointer = Pointer(PointerState.MISSING)
+    instead: str = ""
     save: Save | None = None
     save_still_for: float = 0.0
     quarantined: bool = False
@@ -298,9 +305,10 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish | G
     """The save to publish: only the save that the pointer names, and each save only once."""
     if seen.pointer.step is None:
         why = f"{config.pointer} {seen.pointer.state.value}"
-        missing = seen.pointer.state is PointerState.MISSING
-        if missing and seen.checkpoint.state is not PointerState.MISSING:
-            why += f", but {CHECKPOINT_POINTER} is there: give --pointer {CHECKPOINT_POINTER}"
+        if seen.pointer.why:
+            why += f": {seen.pointer.why}"
+        if seen.instead:
+            why += f", but {seen.instead}"
         return (), why
     save = seen.save
     if save is None:

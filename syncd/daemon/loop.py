@@ -97,6 +97,7 @@ class Loop:
         self.pruned: list[Pruning] = []
         self._cancel = cancel
         self._refused_turn = False
+        self._no_room = False  # the disk is too full for the save that the pointer names
         self._merging: int | None = None  # the step of the save that is merged now
         self._scanner = Scanner(job, config.pointer, judge, clock=clock)
         self._pruner = Pruner(job, epoch, session.id, needed=self._scanner.is_needed, wall=wall)
@@ -194,7 +195,7 @@ class Loop:
         merges = any(isinstance(action, Publish | Learn) for action in actions)
         if not (merges or self._benches.awaits_turn):
             self._turn.leave()
-        self._prunings_left = self._refused_turn = False
+        self._prunings_left = self._refused_turn = self._no_room = False
         for action in actions:
             self._cancel()
             if _is_pruning(action) and self._clock() - begun > config.tick:
@@ -209,10 +210,11 @@ class Loop:
         waiting_for = "; ".join(filter(None, (waiting_for, self._look_at_benches(refused))))
         self._look_who_is_live(seen)
         self._look_at_deltas()
+        self._publisher.look_at_latest()
         self._journal.write()
         self._tidy(refused, seen)
         waiting_for = lasting(waiting_for or next(iter(refused.values()), ""))
-        self._journal.waiting(waiting_for)
+        self._journal.waiting(waiting_for, no_room=self._no_room)
         self._reporter.pause = seen.pause.id if seen.pause else None
         self._reporter.report("watching", waiting_for)
         self._meter.round_ended(self._clock() - started)
@@ -354,6 +356,7 @@ class Loop:
         try:
             return self._attempts.publish(save, whole_since, self.config.tick, self._turn.progress)
         finally:
+            self._no_room = self._attempts.no_room
             self._merging = None
             self._turn.leave()
 

@@ -6,7 +6,9 @@ import logging
 import stat
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from syncd.checkpoint.build import FreeSpace, build_model_folder
 from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
@@ -36,8 +38,12 @@ from syncd.protocol.requests import BenchRequest, RollbackRequest
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import is_gone
 from syncd.storage.job import Job
+from syncd.storage.record_files import IF_ANY
 
 log = logging.getLogger(__name__)
+
+#: Seconds between two looks at LATEST.
+_LOOK_AGAIN: Final = 60.0
 
 #: Called with a version before LATEST names it; returns the base of the version's delta, if any.
 DeltaFrom = Callable[[Manifest], int | None]
@@ -82,6 +88,8 @@ class Publisher:
         self._cancel = cancel
         self._clock = clock
         self._floor = 0
+        self._looked_at = clock()
+        self._damaged: Latest | None = None  # LATEST as it was before the damage that was logged
         advice = "make room there, or lower --keep"
         self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root, advice=advice)
         self.latest: Latest | None = None
@@ -152,6 +160,22 @@ class Publisher:
                     error,
                     extra=Event.CLEANUP_DELAYED(reason=error),
                 )
+
+    def look_at_latest(self) -> None:
+        """Read LATEST about once a minute, and warn once if the file is damaged."""
+        if self.latest is not None and self._clock() - self._looked_at >= _LOOK_AGAIN:
+            self._looked_at = self._clock()
+            self._job.read(Latest, self._job.layout.latest, replace(IF_ANY, say=self._say_damaged))
+
+    def _say_damaged(self, path: Path, error: Exception) -> None:
+        if self._damaged != self.latest:
+            self._damaged = self.latest
+            log.warning(
+                "%s. Explorers find no new version until the daemon publishes the next version or "
+                "is restarted, because it then replaces this file",
+                error,
+                extra=Event.RECORD_LOST(path=path, reason=error),
+            )
 
     def check_room(self, save: WholeSave) -> None:
         """Raise NoRoomError if the disk lacks space; also raises the errors of :meth:`publish`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +19,9 @@ from syncd.daemon.steering import Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import (
+    CHECKPOINT_POINTER,
     DCP_METADATA,
+    STATE_POINTER,
     parse_delta_folder,
     parse_lease_marker,
     parse_pointer,
@@ -29,8 +33,13 @@ from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import Signature
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
+from syncd.storage.step_folders import holds_job
+
+log = logging.getLogger(__name__)
 
 _POINTER_LIMIT: Final = 4096
+#: How many names in a folder without a pointer are checked, to find a job below it.
+_MOST_BELOW: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,7 @@ class Scanner:
         self._steps = Steps(job, clock=clock)
         self._let_be = LetBe(clock=clock)
         self._steering = Steering(job)
+        self._below: str | None = None  # a hint about a job in a subfolder, once looked for
 
     def scan(self, known: Known, config: DaemonConfig) -> Observation:
         """Scan once; JobUnavailableError if the job's folder, or ``.syncd`` in it, is missing."""
@@ -99,6 +109,7 @@ class Scanner:
         return Observation(
             pointer=pointer,
             checkpoint=checkpoint,
+            instead=self._instead(known) if pointer.state is PointerState.MISSING else "",
             save=save,
             save_still_for=self._clock() - self._save_since,
             quarantined=outcome is not None
@@ -159,13 +170,39 @@ class Scanner:
         except OSError as error:
             if is_gone(error):
                 return Pointer(PointerState.MISSING), None
-            return Pointer(PointerState.UNREADABLE), None
+            return Pointer(PointerState.UNREADABLE, why=error.strerror or str(error)), None
         step = parse_pointer(content)
         if step is None:
             return Pointer(PointerState.TORN if content.strip() else PointerState.EMPTY), key
         if step < 0:
             return Pointer(PointerState.NEGATIVE), key
         return Pointer(PointerState.STEP, step), key
+
+    def _instead(self, known: Known) -> str:
+        """A hint if the other pointer is there, or if a subfolder looks like a job, else ""."""
+        name = (
+            STATE_POINTER if self._pointer_file.name == CHECKPOINT_POINTER else CHECKPOINT_POINTER
+        )
+        there = self._job.storage.exists(self._job.layout.root / name)
+        if there:
+            return f"{name} is there: give --pointer {name}"
+        if known.latest:
+            return ""
+        if self._below is None:
+            self._below = self._job_below()
+        return self._below
+
+    def _job_below(self) -> str:
+        root, storage = self._job.layout.root, self._job.storage
+        for name in islice(sorted(storage.names(root)), _MOST_BELOW):
+            try:
+                is_job = name[0] != "." and holds_job(Job.at(root / name, storage))
+            except OSError as error:  # for example another user's folder, or a file
+                log.debug("cannot check whether %s is a job: %s", root / name, error)
+                continue
+            if is_job:
+                return f"{root / name} looks like a job: give its path, or --root {root}"
+        return ""
 
     def _look_at_pointed(self, pointer: Pointer, key: Signature | None, known: Known) -> None:
         """Look at the save that the pointer names, if the save may have changed."""

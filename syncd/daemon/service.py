@@ -26,7 +26,6 @@ from syncd.protocol.errors import (
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
-from syncd.protocol.records import Format, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Storage
@@ -187,8 +186,7 @@ class Service:
     def _stand_by_and_serve(self) -> None:
         self._check_there()
         self._job.check_folders()
-        path = self._job.layout.format
-        lease_time = parse(Format, self._job.storage.read(path), path).lease_time
+        lease_time = self._job.read_format().lease_time
         if lease_time != self._lease_time:
             # A new job has replaced this job: forget the observations of the old participants.
             self._lease_time = lease_time

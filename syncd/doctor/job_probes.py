@@ -14,7 +14,7 @@ from syncd.doctor.finding import Finding
 from syncd.doctor.party_calls import Facts
 from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.names import parse_version_folder, printable
-from syncd.protocol.records import Format
+from syncd.protocol.records import DEFAULT_LEASE_TIME
 from syncd.protocol.reports import DaemonReport
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage, signature
@@ -30,13 +30,12 @@ _FEW: Final = 4
 
 def format_of(job: Job) -> tuple[Finding, float]:
     """A finding about the format, and the lease time in seconds (if unreadable, the default)."""
-    default = Format().lease_time
     try:
         if not job.storage.exists(job.layout.format):
-            return job_verdicts.format_of(None, None), default
+            return job_verdicts.format_of(None, None), DEFAULT_LEASE_TIME
         lease_time = job.lease_time()
     except (JobUnavailableError, RecordError, OSError) as error:
-        return job_verdicts.format_of(None, str(error)), default
+        return job_verdicts.format_of(None, str(error)), DEFAULT_LEASE_TIME
     return job_verdicts.format_of(lease_time, None), lease_time
 
 

@@ -27,6 +27,7 @@ Seconds = Annotated[float, Field(ge=0)]
 #: Seconds. A shorter lease time costs too much work: three heartbeats are written in it.
 SHORTEST_LEASE_TIME: Final = 0.05
 LONGEST_LEASE_TIME: Final = 3600
+DEFAULT_LEASE_TIME: Final = 30.0
 LeaseTime = Annotated[float, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME)]
 #: xxh3-128, as 32 hexadecimal digits.
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -131,7 +132,7 @@ def encode(record: Record) -> bytes:
 class Format(Record):
     """``.syncd/format.json``: written once, by the first process that needs it."""
 
-    lease_time: LeaseTime = 30.0
+    lease_time: LeaseTime
 
 
 #: The floating dtypes of a version by safetensors' names, the dtype with the most bytes first,

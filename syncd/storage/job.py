@@ -15,7 +15,7 @@ from typing import Self
 from syncd.protocol.errors import JobUnavailableError, ProtocolMismatchError, RecordError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import TEMPORARY, parse_step_folder
-from syncd.protocol.records import Format, R, encode, parse
+from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, R, encode, parse
 from syncd.protocol.reports import LOADS_KEPT, ExplorerReport, Load
 from syncd.storage.errnos import is_gone, is_no_record, unwritable_storage
 from syncd.storage.fsio import RECORD_LIMIT, Storage
@@ -115,7 +115,7 @@ class Job:
         self.check_folders()
         path = self.layout.format
         try:
-            return parse(Format, self.storage.read(path), path).lease_time
+            return self.read_format().lease_time
         except OSError as error:
             if is_gone(error):
                 if not self.storage.exists(self.layout.root):
@@ -140,7 +140,7 @@ class Job:
         """The format on disk. If it is missing, write it by a hard link, which replaces no file."""
         storage, layout = self.storage, self.layout
         if not storage.exists(layout.format):
-            ours = Format() if lease_time is None else Format(lease_time=lease_time)
+            ours = Format(lease_time=DEFAULT_LEASE_TIME if lease_time is None else lease_time)
             mine = layout.state / f"{TEMPORARY}format-{secrets.token_hex(6)}"
             storage.write_new(mine, encode(ours))
             try:
@@ -150,7 +150,24 @@ class Job:
             finally:
                 storage.unlink_if_there(mine)
             storage.sync_folder(layout.state)
-        return parse(Format, storage.read(layout.format), layout.format)
+        return self.read_format()
+
+    def read_format(self) -> Format:
+        """The format on disk.
+
+        Raises:
+            OSError: the file is missing or cannot be read.
+            RecordError: the file holds no valid record; a ProtocolMismatchError if it is newer.
+        """
+        path = self.layout.format
+        try:
+            return parse(Format, self.storage.read(path), path)
+        except ProtocolMismatchError:
+            raise
+        except RecordError as error:
+            raise RecordError(
+                f"{error}. Copy this file from another job with the same lease time"
+            ) from None
 
     def read(
         self,

@@ -24,6 +24,13 @@ def step_folders(job: Job) -> list[int]:
     return sorted(step for step in found if step is not None)
 
 
+def holds_job(job: Job) -> bool:
+    """True if any trainer has saved a step in this folder, or syncd has served the folder."""
+    at = job.layout
+    marks = (at.state, at.state_pointer, at.checkpoint_pointer)
+    return any(map(job.storage.exists, marks)) or bool(step_folders(job))
+
+
 def ask_server(job: Job) -> None:
     """Make the next reads of pointers and step folders ask the server, not this client's cache."""
     try:

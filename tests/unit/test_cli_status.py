@@ -20,11 +20,11 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from syncd.cli import cli, options
-from syncd.cli.amounts import size, span
 from syncd.cli.status_page import page
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.journal import JournalFile
 from syncd.operate.job_state import look
+from syncd.protocol.amounts import size, span
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.records import encode
 from syncd.protocol.reports import DaemonReport, ExplorerReport, MergeProgress, TrainerReport

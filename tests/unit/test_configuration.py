@@ -184,7 +184,10 @@ def test_durations_and_sizes_may_have_a_unit(
         ("remote_timeout = -1", "0 or more"),
         ("kepe = 3", "kepe = 3: unknown key; did you mean keep?"),
         ("keep-versions = 3", "keep-versions = 3: unknown key"),
-        ("[daemon]\nkeep = 3", "[daemon]: unknown key"),
+        (
+            "[syncd]\nkeep = 3",
+            "[syncd]: unknown key: write all keys at the top level of the file, without a table",
+        ),
         ('"" = 1', "unknown key"),
         ("day = 1979-05-27", 'day = "1979-05-27": unknown key'),
     ],

@@ -110,20 +110,6 @@ def test_a_pointer_that_names_nothing_says_so_and_stops_all_pruning_of_steps(
     assert decision.waiting_for == f"latest_state_dict_iteration.txt {state.value}"
 
 
-@pytest.mark.parametrize("state", PointerState)
-def test_a_job_with_the_other_pointer_alone_says_how_to_serve_it(state: PointerState) -> None:
-    other = "latest_checkpointed_iteration.txt"
-    seen = job(pointer=Pointer(PointerState.MISSING), checkpoint=Pointer(state), save=None)
-    hint = f", but {other} is there: give --pointer {other}"
-    waiting = "latest_state_dict_iteration.txt is not there"
-    if state is not PointerState.MISSING:
-        waiting += hint
-    assert decide(seen, CONFIG).waiting_for == waiting
-    told = CONFIG.model_copy(update={"pointer": other})
-    seen = job(pointer=Pointer(state), checkpoint=Pointer(state), save=None)
-    assert hint not in decide(seen, told).waiting_for
-
-
 def test_a_save_that_is_not_whole_says_what_is_missing() -> None:
     decision = decide(job(save=Unfinished(9, "no shard of rank 1")), CONFIG)
     assert decision.waiting_for == "no shard of rank 1"

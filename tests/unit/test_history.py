@@ -434,6 +434,17 @@ def test_who_loads_nothing_costs_no_look_and_many_are_looked_at_in_turn(
     assert sorted(name or "" for event, _, name in events(job) if event == "live") == sorted(names)
 
 
+def test_the_log_and_the_status_give_a_small_version_the_same_size(
+    job: SmallJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    with job.daemon() as loop, caplog.at_level("INFO"):
+        publish(job, loop, 1)
+    [line] = [text for text in caplog.messages if text.startswith("published step 1")]
+    told = line.removeprefix("published step 1 as version 1: ").split(" in ")[0]
+    assert told.endswith(" kB")
+    assert f"published step 1 as v1: {told} in " in syncd("status", job.layout.root).output
+
+
 def test_what_else_becomes_of_saves_is_an_event_in_the_status(job: SmallJob) -> None:
     with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
         publish(job, loop, 1, 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.storage.job import Job
 
 
@@ -40,3 +40,16 @@ def test_a_job_in_a_folder_of_jobs_or_of_another_job_is_one(tmp_path: Path) -> N
     inner.mkdir(parents=True)
     Job.at(inner.parent).open()
     Job.at(inner).open()
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"protocol": 1}', '{"lease_time": 0}'])
+def test_a_format_without_a_lease_time_names_its_file_and_its_remedy(
+    tmp_path: Path, content: str
+) -> None:
+    job = Job.at(tmp_path)
+    job.open(lease_time=3)
+    job.layout.format.write_text(content)
+    said = f"^{job.layout.format} is not a valid Format record: .* Copy this file from another job"
+    for read in (job.open, job.lease_time):
+        with pytest.raises(RecordError, match=said):
+            read()

@@ -77,6 +77,54 @@ def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
     assert job.latest.step == 4
 
 
+def test_a_full_disk_is_a_warning_that_is_repeated_ever_more_seldom(
+    tmp_path: Path, clock: Clock, hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = hosts.ruled(refuse("create", errno.ENOSPC, where="building/v"))
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    job.save(4)
+    warned = []
+    with job.daemon(clock=clock) as loop:
+        for second in range(1000):
+            caplog.clear()
+            loop.run_once()
+            said = [one for one in caplog.records if one.msg == "waiting: %s"]
+            if any(one.levelname == "WARNING" for one in said):
+                assert "No space left" in said[0].getMessage()
+                warned.append(second)
+            clock.advance(1)
+        assert warned == [0, 60, 180, 420, 900]
+        storage.rules.clear()
+        clock.advance(30)
+        caplog.clear()
+        loop.run_once()
+        assert not [one for one in caplog.records if one.levelname == "WARNING"]
+    assert job.latest.step == 4
+
+
+@pytest.mark.parametrize("remedy", ["the next version", "a restart"])
+def test_a_damaged_latest_is_one_warning_that_names_what_replaces_it(
+    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture, remedy: str
+) -> None:
+    job.save(4)
+    with job.daemon(clock=clock) as loop:
+        loop.run_once()
+        job.layout.latest.write_bytes(b"{x")
+        for _ in range(10):
+            clock.advance(30)
+            loop.run_once()
+        [line] = [text for text in caplog.messages if "LATEST" in text]
+        assert line.startswith(f"{job.layout.latest} is not a valid Latest record: ")
+        assert "until the daemon publishes the next version or is restarted" in line
+        if remedy == "the next version":
+            job.save(5)
+            loop.run_once()
+            assert job.latest.step == 5
+    if remedy == "a restart":
+        with job.daemon(clock=clock):
+            assert job.latest.step == 4
+
+
 class Days(Clock):
     def __call__(self) -> float:
         self.now += 31

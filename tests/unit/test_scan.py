@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import Observation, PointerState
+from syncd.daemon.decide import Observation, PointerState, decide
 from syncd.daemon.scan import Known, Scanner
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.names import CHECKPOINT_POINTER
+from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, PointerName
 from syncd.protocol.records import SaveOutcome, encode
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.job import Job
@@ -82,6 +82,58 @@ def test_a_pointer_that_is_a_folder_or_a_link_names_no_step(
     job.layout.state_pointer.rmdir()
     job.layout.state_pointer.symlink_to("elsewhere")
     assert scanner.scan(NOTHING).pointer.state is PointerState.UNREADABLE
+
+
+def test_a_pointer_that_cannot_be_read_says_the_reason(job: SmallJob, scanner: Scanner) -> None:
+    job.layout.state_pointer.mkdir()
+    waiting_for = decide(scanner.scan(NOTHING), CONFIG).waiting_for
+    assert waiting_for == f"{STATE_POINTER} cannot be read: not a regular file"
+
+
+@pytest.mark.parametrize("content", [b"", b"7", b"-1", b"x", None])
+@pytest.mark.parametrize("pointer", [STATE_POINTER, CHECKPOINT_POINTER])
+def test_a_job_with_the_other_pointer_alone_says_how_to_serve_it(
+    job: SmallJob, storage: RuledStorage, pointer: PointerName, content: bytes | None
+) -> None:
+    [other] = {STATE_POINTER, CHECKPOINT_POINTER} - {pointer}
+    if content is not None:
+        (job.layout.root / other).write_bytes(content)
+    config = DaemonConfig(pointer=pointer)
+    scanner = Scanner(Job(storage, job.layout), pointer, Judge(storage, LEASE_TIME))
+    job.hosts.settle()
+    hint = f", but {other} is there: give --pointer {other}"
+    waiting_for = decide(scanner.scan(NOTHING, config), config).waiting_for
+    assert waiting_for == f"{pointer} is not there" + (hint if content is not None else "")
+    job.point(4, pointer)
+    job.hosts.settle()
+    assert hint not in decide(scanner.scan(NOTHING, config), config).waiting_for
+
+
+@pytest.mark.parametrize("mark", [STATE_POINTER, CHECKPOINT_POINTER, ".syncd", "global_step_4"])
+def test_a_folder_above_a_job_names_the_job_and_looks_for_it_only_once(
+    job: SmallJob, storage: RuledStorage, scanner: Scanner, mark: str
+) -> None:
+    root = job.layout.root
+    (root / "logs").mkdir()
+    (root / "qwen" / mark).mkdir(parents=True)
+    hint = f"{root}/qwen looks like a job: give its path, or --root {root}"
+    missing = f"{STATE_POINTER} is not there"
+    assert decide(scanner.scan(NOTHING), CONFIG).waiting_for == f"{missing}, but {hint}"
+    storage.calls.clear()
+    assert decide(scanner.scan(NOTHING), CONFIG).waiting_for == f"{missing}, but {hint}"
+    assert not any(str(root / "qwen") in str(given) for _, given in storage.calls)
+    served = Known(1, "run-4-0", {})
+    assert decide(scanner.scan(served), CONFIG).waiting_for == missing
+
+
+def test_a_new_job_without_a_job_below_waits_for_its_pointer(
+    job: SmallJob, scanner: Scanner
+) -> None:
+    (job.layout.root / "logs").mkdir()
+    (job.layout.root / "notes.txt").touch()
+    job.save(4, point=False)
+    waiting_for = decide(scanner.scan(NOTHING), CONFIG).waiting_for
+    assert waiting_for == f"{STATE_POINTER} is not there"
 
 
 def test_a_pointer_to_a_step_that_is_not_there_is_not_yet(job: SmallJob, scanner: Scanner) -> None:

@@ -389,7 +389,7 @@ def test_a_copy_that_lacks_a_ranks_weights_in_the_models_dtype_is_refused(job: S
     resumed, its = trained(2)
     with pytest.raises(CheckpointError, match=r"master_world_size_2_rank_1\.pt is missing"):
         load_checkpoint(job.layout.root, resumed, optimizer=its)
-    with pytest.raises(SaveNotReadyError, match=r"has no master_world_size_2_rank_1\.pt"):
+    with pytest.raises(SaveNotReadyError, match=r"lacks master_world_size_2_rank_1\.pt"):
         look_at_step(Job(job.storage, job.layout), 1)
 
 

@@ -18,6 +18,7 @@ from syncd.daemon.delta_maker import DeltaOutcome
 from syncd.daemon.naming import NewNames
 from syncd.daemon.telling.going_live import SeenLive
 from syncd.daemon.telling.meter import Meter
+from syncd.protocol.amounts import size
 from syncd.protocol.errors import SyncdError
 from syncd.protocol.events import Event
 from syncd.protocol.journal_lines import JournalLine
@@ -57,6 +58,7 @@ class Journal:
         self.counters = DaemonCounters()
         self.waiting_for = ""
         self._no_delta_said = ""
+        self._no_room = Repeats(clock=clock)
 
     def began(self, root: Path, epoch: int) -> None:
         """This daemon has taken over."""
@@ -94,12 +96,12 @@ class Journal:
         """Write to the file all lines that were added since the previous call."""
         self._file.write()
 
-    def waiting(self, why: str) -> None:
-        """Log the reason why the daemon waits, if the reason has changed."""
-        if why != self.waiting_for:
-            self.waiting_for = why
-            if why:
-                log.info("waiting: %s", why, extra=Event.WAITING(reason=why))
+    def waiting(self, why: str, *, no_room: bool = False) -> None:
+        """Log the reason why the daemon waits, if it has changed; warn of a full disk at times."""
+        changed, self.waiting_for = why != self.waiting_for, why
+        level = logging.WARNING if no_room and self._no_room.due("no room") else logging.INFO
+        if why and (changed or level == logging.WARNING):
+            log.log(level, "waiting: %s", why, extra=Event.WAITING(reason=why))
 
     def published(self, manifest: Manifest, *, seconds: float, latency: float) -> None:
         """A save has become LATEST; the times are as in :meth:`Meter.published`."""
@@ -107,6 +109,7 @@ class Journal:
         found = manifest.nonfinite if manifest.nonfinite and manifest.nonfinite.count else None
         self._count(published=1, merged_bytes=merged)
         self.meter.published(manifest, seconds=seconds, latency=latency)
+        self._no_room.forget("no room")
         self._named(manifest)
         self._file.note(
             "published",
@@ -119,10 +122,10 @@ class Journal:
             why=None if found is None else str(found),
         )
         log.info(
-            "published step %d as version %d: %.1f MB in %.2f s",
+            "published step %d as version %d: %s in %.2f s",
             manifest.step,
             manifest.sequence,
-            merged / 1e6,
+            size(merged),
             seconds,
             extra=Event.VERSION_PUBLISHED(
                 step=manifest.step,
@@ -270,10 +273,10 @@ class Journal:
         """A step was built for one explorer, at its request."""
         merged = sum(file.size for file in manifest.files)
         log.info(
-            "built step %d for the bench of explorer %s: %.1f MB in %.2f s",
+            "built step %d for the bench of explorer %s: %s in %.2f s",
             request.step,
             printable(request.by),
-            merged / 1e6,
+            size(merged),
             seconds,
             extra=Event.BENCH_BUILT(
                 step=request.step,
@@ -315,11 +318,10 @@ class Journal:
             seconds=round(outcome.seconds, 3),
         )
         log.info(
-            "made the delta to version %d from version %d: %.1f MB, %.2f %% of the elements, in "
-            "%.2f s",
+            "made the delta to version %d from version %d: %s, %.2f %% of the elements, in %.2f s",
             outcome.sequence,
             outcome.base,
-            delta.bytes / 1e6,
+            size(delta.bytes),
             100 * changed,
             outcome.seconds,
             extra=Event.DELTA_MADE(
