@@ -32,6 +32,7 @@ from syncd.protocol.policy import (
     SyncStyle,
     Version,
     check_step,
+    check_timeout,
     explorer_sync_is_due,
     explorer_syncs,
     given_or_default,
@@ -239,6 +240,7 @@ class ExplorerHook:
             NotFollowingError: the background thread has died.
             InvalidSettingsError: a background thread follows the job (:meth:`start`).
         """
+        check_timeout(timeout)
         self._follower.check_off()
         try:
             return self._puller.newest(timeout, asks=True, cancel=self._cancel)
@@ -359,6 +361,7 @@ class ExplorerHook:
             NotFollowingError: the background thread has died.
             CancelledError: the hook was cancelled or closed.
         """
+        check_timeout(timeout)
         return self._follower.wait_until_served(timeout, newer_than, self._cancel)
 
     # -- the end -----------------------------------------------------------------------------------
@@ -417,6 +420,7 @@ class ExplorerHook:
     def _step(
         self, take: Callable[[int, float], Version], step: int, timeout: float | None
     ) -> Version:
+        check_timeout(timeout)
         self._follower.check_off()
         seconds = self._settings.sync_timeout if timeout is None else timeout
         try:

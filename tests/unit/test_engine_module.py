@@ -295,6 +295,24 @@ def test_an_unknown_way_of_loading_is_refused(net: Net) -> None:
         TorchModule(net, in_place="fast")  # type: ignore[arg-type] # that is the mistake
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"module": {}},
+            r"^module is of type dict, .* torch\.nn\.Module\. Pass the model itself",
+        ),
+        ({"rename": "emb"}, "^rename is 'emb': it must be a mapping, or a function"),
+        ({"cast": "bf16"}, "^cast is 'bf16': it must be True or False"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_name(
+    net: Net, wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidSettingsError, match=said):
+        TorchModule(**{"module": net, **wrong})
+
+
 @pytest.mark.parametrize("in_place", ["staged", "direct"])
 def test_casts_that_autocast_has_kept_are_forgotten(in_place: InPlace, tmp_path: Path) -> None:
     module = nn.Linear(3, 4, bias=False)

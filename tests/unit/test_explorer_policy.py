@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ def test_a_step_syncs_where_the_settings_say_so(job: SmallJob, engine: FakeEngin
             assert after == hook.version
         with pytest.raises(InvalidSettingsError, match=r"^step is '6': it must be a whole number"):
             hook.after_step("6")  # type: ignore[arg-type]
+
+
+def test_a_timeout_of_another_type_is_refused_by_name(job: SmallJob, engine: FakeEngine) -> None:
+    with hook_of(job, engine) as hook:
+        calls: list[Callable[[Any], Any]] = [
+            hook.pull, partial(hook.load_step, 1), partial(hook.pull_step, 1),
+            hook.wait_until_served,
+        ]  # fmt: skip
+        for call in calls:
+            with pytest.raises(InvalidSettingsError, match=r"^timeout is '5': it must be a number"):
+                call("5")
 
 
 def test_a_step_waits_for_the_trainer_until_it_has_something_or_says_that_it_has_not(
