@@ -4,7 +4,8 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -250,8 +251,14 @@ def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: SmallJob, engine: En
     hook = ExplorerHook(job.layout.root, "explorer", engine, storage=job.explorers)
     publish(job, 1)
     hook.close()
-    with pytest.raises(CancelledError):
-        hook.pull(0)
+    calls: list[Callable[[], object]] = [
+        partial(hook.pull, 0), partial(hook.after_step, 1), partial(hook.load_step, 1, 0),
+        partial(hook.wait_until_served, 0), partial(hook.get_weight, "a"),
+        partial(list, hook.state_dict_iterator()),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(CancelledError, match=r"is closed.* Make a new ExplorerHook"):
+            call()
     assert report(job).status == "stopped"
 
 
