@@ -136,6 +136,18 @@ def test_a_damaged_version_never_reaches_the_engine_and_is_not_tried_again(
     assert report(job).refused is None
 
 
+def test_a_truncated_version_has_a_remedy_for_its_readers(
+    job: SmallJob, hook: ExplorerHook
+) -> None:
+    publish(job, 1)
+    path = job.layout.version(1) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    remedy = r"\. Wait for the next version, or publish an older version with 'syncd rollback'\. "
+    with pytest.raises(VerificationError, match=remedy) as told:
+        hook.pull(0)
+    assert "Save the file again" not in str(told.value)
+
+
 @pytest.mark.parametrize("damage", ["no digest", "unlisted weights"])
 def test_a_version_that_nobody_vouches_for_never_reaches_the_engine(
     job: SmallJob, hook: ExplorerHook, engine: Engine, damage: str
