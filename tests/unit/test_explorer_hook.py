@@ -16,6 +16,7 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import (
     CancelledError,
     EngineMismatchError,
+    JobUnavailableError,
     SyncdError,
     VerificationError,
     WaitTimeoutError,
@@ -146,6 +147,13 @@ def test_a_truncated_version_has_a_remedy_for_its_readers(
     with pytest.raises(VerificationError, match=remedy) as told:
         hook.pull(0)
     assert "Save the file again" not in str(told.value)
+
+
+def test_a_user_without_rights_is_told_whose_rights_to_use(job: SmallJob, engine: Engine) -> None:
+    storage = job.hosts.ruled(refuse("link", errno.EACCES, where="/claims/"))
+    said = rf"/.* cannot be written by user {os.geteuid()}\. Run as the trainers' user, or "
+    with pytest.raises(JobUnavailableError, match=said):
+        ExplorerHook(job.layout.root, "explorer", engine, storage=storage)
 
 
 @pytest.mark.parametrize("damage", ["no digest", "unlisted weights"])
