@@ -172,6 +172,8 @@ class Follower:
                     "background. Call start() or pull() first"
                 )
             why = self._serving.fault or "run 'syncd status' to see what the daemon is waiting for"
+            if self._serving.refused is not None:
+                why = f"it refused {self._serving.refused}"
             raise WaitTimeoutError(
                 f"{self._name} served no version{newer} within {timeout:g} s: {why}"
             )

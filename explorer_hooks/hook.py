@@ -32,6 +32,7 @@ from syncd.protocol.policy import (
     SyncStyle,
     Version,
     check_step,
+    check_timeout,
     explorer_sync_is_due,
     explorer_syncs,
     given_or_default,
@@ -196,7 +197,9 @@ class ExplorerHook:
 
         Raises:
             InvalidSettingsError: no version is served yet, or the version has no such tensor.
+            CancelledError: the hook was closed.
         """
+        self._check_open()
         require_torch("ExplorerHook.get_weight")
         # Import torch only if tensors are wanted.
         from explorer_hooks.weights import WeightsReader  # noqa: PLC0415
@@ -211,7 +214,9 @@ class ExplorerHook:
 
         Raises:
             InvalidSettingsError: no version is served yet.
+            CancelledError: the hook was closed.
         """
+        self._check_open()
         require_torch("ExplorerHook.state_dict_iterator")
         from explorer_hooks.weights import WeightsReader  # noqa: PLC0415 # as above
 
@@ -239,6 +244,8 @@ class ExplorerHook:
             NotFollowingError: the background thread has died.
             InvalidSettingsError: a background thread follows the job (:meth:`start`).
         """
+        check_timeout(timeout)
+        self._check_open()
         self._follower.check_off()
         try:
             return self._puller.newest(timeout, asks=True, cancel=self._cancel)
@@ -302,6 +309,7 @@ class ExplorerHook:
                 with style ``fully_async``.
         """
         check_step(step)
+        self._check_open()
         self._follower.check()
         if self._settings.style is SyncStyle.FULLY_ASYNC and not self._follower.is_on:
             raise InvalidSettingsError("with style fully_async, call start() before the first step")
@@ -359,6 +367,8 @@ class ExplorerHook:
             NotFollowingError: the background thread has died.
             CancelledError: the hook was cancelled or closed.
         """
+        check_timeout(timeout)
+        self._check_open()
         return self._follower.wait_until_served(timeout, newer_than, self._cancel)
 
     # -- the end -----------------------------------------------------------------------------------
@@ -417,6 +427,8 @@ class ExplorerHook:
     def _step(
         self, take: Callable[[int, float], Version], step: int, timeout: float | None
     ) -> Version:
+        check_timeout(timeout)
+        self._check_open()
         self._follower.check_off()
         seconds = self._settings.sync_timeout if timeout is None else timeout
         try:

@@ -109,6 +109,12 @@ class Pipeline:
         return self._refused[0]
 
     @property
+    def refused(self) -> str | None:
+        """The newest version and why it was refused; None if no version was refused since then."""
+        refused = self._refused
+        return refused[1] if refused is not None and refused[0] == self.floor else None
+
+    @property
     def joins(self) -> bool:
         """Whether the engine takes part in broadcasts now.
 

@@ -64,7 +64,8 @@ class Puller:
             self._pipeline.ends_bench()
             while True:
                 left = None if timeout is None else max(0.0, deadline - time.monotonic())
-                newest = self._wait(left, asks=asks, cancel=cancel)
+                with self._names_refused():
+                    newest = self._wait(left, asks=asks, cancel=cancel)
                 was_broken = self._pipeline.is_broken
                 try:
                     if self._take(newest, cancel):
@@ -85,7 +86,8 @@ class Puller:
             while True:
                 left = max(0.0, deadline - time.monotonic())
                 try:
-                    newest = self._wait_until_told(left)
+                    with self._names_refused():
+                        newest = self._wait_until_told(left)
                     if newest is None or self._take(newest, self._cancel):
                         return
                 except (VersionGoneError, JobUnavailableError) as error:
@@ -161,6 +163,16 @@ class Puller:
             timeout=timeout,
             cancel=self._cancel,
         )
+
+    @contextmanager
+    def _names_refused(self) -> Iterator[None]:
+        try:
+            yield
+        except WaitTimeoutError as error:
+            refused = self._pipeline.refused
+            if refused is None:
+                raise
+            raise WaitTimeoutError(f"{error}; {self._sync.name} refused {refused}") from None
 
     def _joins(self) -> bool:
         return self._pipeline.joins

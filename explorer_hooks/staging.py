@@ -44,6 +44,7 @@ from syncd.protocol.errors import (
     VerificationError,
 )
 from syncd.protocol.names import MANIFEST, TEMPORARY, version_folder
+from syncd.protocol.policy import check_above_0
 from syncd.protocol.records import encode
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage
@@ -112,10 +113,14 @@ class Staging:
         storage: Storage | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if budget_bytes is not None and budget_bytes <= 0:
-            raise InvalidSettingsError(f"budget_bytes is {budget_bytes}: it must be more than 0")
-        if not patience > 0:
-            raise InvalidSettingsError(f"patience is {patience}: it must be more than 0 seconds")
+        if budget_bytes is not None:
+            check_above_0("budget_bytes", budget_bytes, "bytes")
+        check_above_0("patience", patience, "seconds")
+        if str(folder).startswith("~"):
+            raise InvalidSettingsError(
+                f"the stage folder is {str(folder)!r}, but only a shell expands '~'. Give the "
+                "whole path, or os.path.expanduser() of it"
+            )
         self.folder = Path(folder).absolute()
         self._budget = budget_bytes
         self._patience = patience

@@ -202,10 +202,25 @@ def find_targets(
                 unknown.append((tied.name, entry.name))
             elif tied.digest != entry.digest or tied.dtype != entry.dtype:
                 wrong.append(differ(tied.name, entry.name, whose))
-    remedies = [_TO_COMPLETE.format(whose=whose)] if missing else []
+    remedies = [_prefixed(given, tensors) or _TO_COMPLETE.format(whose=whose)] if missing else []
     remedies += [_TO_CAST] if castable and not cast else []
     refuse(what, whose, wrong, remedy=". ".join(remedies))
     return Fit(targets, unknown)
+
+
+def _prefixed(given: Iterable[str], wanted: Iterable[str]) -> str:
+    """The remedy if the names differ only by a prefix; empty if they differ otherwise."""
+    theirs, ours = sorted(given), sorted(wanted)
+    for longer, shorter, remedy in (
+        (theirs, ours, "The names in the version have the prefix {0!r}: use TorchModule with "
+                       "prefix={0!r}"),
+        (ours, theirs, "The names in the version lack the prefix {0!r}: use TorchModule with "
+                       "rename=lambda name: {0!r} + name"),
+    ):  # fmt: skip
+        prefix = longer[0].removesuffix(shorter[0]) if longer and shorter else ""
+        if prefix and longer == [prefix + name for name in shorter]:
+            return remedy.format(prefix)
+    return ""
 
 
 def _fillings(

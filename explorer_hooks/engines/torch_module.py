@@ -105,7 +105,8 @@ class TorchModule(InProcessEngine):
             before the first load.
 
     Raises:
-        InvalidSettingsError: ``in_place`` is neither ``staged`` nor ``direct``.
+        InvalidSettingsError: ``in_place`` is neither ``staged`` nor ``direct``, or an argument has
+            a wrong type.
     """
 
     _whose = "the module"
@@ -126,6 +127,21 @@ class TorchModule(InProcessEngine):
         if in_place not in _WAYS:
             raise InvalidSettingsError(
                 f"in_place is {in_place!r}: it must be one of {', '.join(_WAYS)}"
+            )
+        if not isinstance(module, torch.nn.Module):
+            raise InvalidSettingsError(
+                f"module is of type {type(module).__name__}, but it must be a torch.nn.Module. "
+                "Pass the model itself, not its state_dict()"
+            )
+        if not (rename is None or isinstance(rename, Mapping) or callable(rename)):
+            raise InvalidSettingsError(
+                f"rename is {rename!r}: it must be a mapping, or a function, from a version's name "
+                "of a tensor to the module's name"
+            )
+        if not isinstance(cast, bool):
+            raise InvalidSettingsError(
+                f"cast is {cast!r}: it must be True or False. With True, values are cast to the "
+                "dtypes that the module has"
             )
         self._module = module
         self._rename = rename

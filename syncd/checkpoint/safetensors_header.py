@@ -24,6 +24,8 @@ from syncd.checkpoint.tensor_rules import (
 )
 from syncd.protocol.errors import ShardFormatError
 
+#: The remedy for a damaged file of a save; a reader of a version cannot use this remedy.
+SAVE_AGAIN: Final = "Save the file again"
 #: The limit of the safetensors library itself.
 HEADER_LIMIT: Final = 100_000_000
 #: The number of a header's entries that are encoded at a time.
@@ -156,9 +158,7 @@ def arrange(
 
 def broken(where: str, what: str) -> ShardFormatError:
     """The error for a file that is not a safetensors file."""
-    return ShardFormatError(
-        f"{where} is not a whole safetensors file ({what}). Save the file again"
-    )
+    return ShardFormatError(f"{where} is not a whole safetensors file ({what}). {SAVE_AGAIN}")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from syncd.checkpoint.merging.merge import digest_safetensors
 from syncd.checkpoint.merging.options import Progress, unheard
 from syncd.checkpoint.parallel import Check, run_side_by_side, threads_here
 from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_header import SAVE_AGAIN
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
 from syncd.protocol.names import MANIFEST, is_weights_name, printable
@@ -27,6 +28,11 @@ from syncd.storage.fsio import LONG_RECORD_LIMIT, Draft, Storage
 _NOT_A_FILE: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO})
 WEIGHTS: Final = ".safetensors"
 _BUFFER: Final = 1024 * 1024
+#: The remedy for a damaged file of a version.
+_PUBLISH_AGAIN: Final = (
+    "Wait for the next version, or publish an older version with 'syncd rollback'. 'syncd verify' "
+    "lists all damaged versions"
+)
 
 
 def read_manifest(storage: Storage, folder: Path) -> Manifest:
@@ -215,7 +221,7 @@ def _verify(
         else:
             _verify_other(storage, path, file, copy)
     except (CheckpointError, SaveNotReadyError) as error:
-        raise VerificationError(str(error)) from error
+        raise VerificationError(str(error).replace(SAVE_AGAIN, _PUBLISH_AGAIN)) from error
     except OSError as error:
         if is_gone(error) or error.errno in _NOT_A_FILE:
             raise VerificationError(f"{path} is missing or not a file: {error}") from error

@@ -14,6 +14,7 @@ from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.protocol.errors import (
     EngineMismatchError,
     InvalidSettingsError,
+    JobUnavailableError,
     SaveNotReadyError,
     VersionGoneError,
 )
@@ -83,6 +84,10 @@ class Versions:
         latest = read_latest(self.job)
         found = Version(latest.sequence, latest.step) if latest is not None else None
         return known if pull_decision(known, found) is Pull.NOTHING_NEW else found
+
+    def is_latest_damaged(self) -> bool:
+        """True if LATEST exists, but names no version."""
+        return self.job.storage.exists(self.job.layout.latest) and read_latest(self.job) is None
 
     @contextmanager
     def held(self, wanted: Version | None = None) -> Iterator[LeasedVersion | None]:
@@ -213,7 +218,10 @@ class Versions:
     def daemon_hint(self) -> str:
         """The end of an error message: why nothing was published, and the remedy."""
         try:
+            self.job.check_is_there()
             lives = self.daemon_lives()
+        except JobUnavailableError as error:
+            return str(error)
         except OSError as error:
             return f"cannot check whether a daemon is running there: {error}"
         return daemon_hint(self.job.layout.root, lives=lives, is_memory=self._own is not None)

@@ -13,7 +13,7 @@ from syncd.coordination.participant import Participant, back_to_running, require
 from syncd.coordination.roster import Roster
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
-from syncd.protocol.errors import JobUnavailableError, WaitTimeoutError
+from syncd.protocol.errors import JobUnavailableError, SyncdError, WaitTimeoutError
 from syncd.protocol.participants import Offer
 from syncd.protocol.policy import RunningStatus, Version
 from syncd.protocol.reports import ExplorerReport, SyncTerms, TrainerReport
@@ -73,13 +73,7 @@ class WeightWaits:
         while current is None and not self.has_seen_trainer:
             if self._versions.newest() is not None or not self._has_trainer_stopped():
                 return
-            if not self._has_said_absent:
-                self._has_said_absent = True
-                log.warning(
-                    "%s waits for a trainer, or a first version: no trainer works in %s yet",
-                    self._name,
-                    self._root,
-                )
+            self._warn_without_trainer()
             if not wait.more():
                 raise WaitTimeoutError(
                     f"no trainer has registered in {self._root} in time, and no version is "
@@ -127,21 +121,37 @@ class WeightWaits:
                 if not wait.more():
                     if (offer := self._transfer.leave()) is not None:
                         return offer
-                    root = self._versions.job.layout.root
-                    told = (
-                        f"nothing newer than {current} was published in {root} in time"
-                        if current
-                        else f"no version was published in {root} in time"
-                    )
-                    raise WaitTimeoutError(f"{told}; {self._why_nothing()}")
+                    raise WaitTimeoutError(self._why_nothing(current))
                 if not watches_daemon:  # only a second look detects a killed daemon
                     watches_daemon = True
                     self._warn_without_daemon()
+                    self._warn_without_first(current)
         finally:
             try:
                 self._transfer.leave()
             finally:
                 request.end(missed=missed)
+
+    def _warn_without_trainer(self) -> None:
+        if not self._has_said_absent:
+            self._has_said_absent = True
+            log.warning(
+                "%s waits for a trainer, or a first version: no trainer works in %s yet",
+                self._name,
+                self._root,
+            )
+
+    def _warn_without_first(self, current: Version | None) -> None:
+        if current is None and self._lacks_trainer():
+            self._warn_without_trainer()
+
+    def _lacks_trainer(self) -> bool:
+        """True if no trainer is registered; False also if the trainer's report cannot be read."""
+        try:
+            return self._roster.trainer_status() is RunningStatus.STOPPED
+        except (OSError, SyncdError) as error:
+            log.debug("cannot check whether a trainer works in %s: %s", self._root, error)
+            return False
 
     def _warn_without_daemon(self) -> None:
         """Log once if no daemon works; a killed daemon counts as live for one lease time."""
@@ -160,8 +170,21 @@ class WeightWaits:
             self._versions.daemon_hint(),
         )
 
-    def _why_nothing(self) -> str:
-        why = self._versions.daemon_hint()
+    def _why_nothing(self, current: Version | None) -> str:
+        """The message of a wait that ended without a newer version than ``current``."""
+        versions = self._versions
+        root = versions.job.layout.root
+        why = f"no version was published in {root} in time"
+        if current is not None:
+            why = f"nothing newer than {current} was published in {root} in time"
+        if versions.is_latest_damaged():
+            why = (
+                f"no version was found in time, because {versions.job.layout.latest} is damaged. "
+                "The daemon writes this file again when it starts, and with each version"
+            )
+        why += f"; {versions.daemon_hint()}"
+        if self._lacks_trainer():
+            why += f"; no trainer is registered in {self._root}"
         if self.unlike:
             why += f"; the SyncSettings of trainer and explorer differ: {self.unlike}"
         return why

@@ -180,11 +180,7 @@ class SyncSettings:
         for name in ("max_staleness", "max_explorer_lag"):
             _check(name, getattr(self, name), 0, "0 or more steps", or_none=True)
         for name in ("sync_timeout", "save_timeout", "broadcast_timeout"):
-            seconds = getattr(self, name)
-            if not isinstance(seconds, Real) or not float(seconds) > 0:
-                raise InvalidSettingsError(
-                    f"{name} is {seconds!r}: it must be a number of seconds, more than 0"
-                )
+            check_above_0(name, getattr(self, name), "seconds")
 
     @property
     def trainer_interval(self) -> int:
@@ -241,6 +237,14 @@ def _check(name: str, value: object, least: int, needed: str, *, or_none: bool =
         raise InvalidSettingsError(f"{name} is {value!r}: it must be a whole number ({needed})")
 
 
+def check_above_0(name: str, value: object, unit: str) -> None:
+    """Raise InvalidSettingsError unless the argument ``name`` is a number above 0, in ``unit``."""
+    if not isinstance(value, Real) or not float(value) > 0:
+        raise InvalidSettingsError(
+            f"{name} is {value!r}: it must be a number of {unit}, more than 0"
+        )
+
+
 def check_step(step: object) -> None:
     """Check that the argument ``step`` of a hook's method is a training step.
 
@@ -248,6 +252,18 @@ def check_step(step: object) -> None:
         InvalidSettingsError: ``step`` is not a whole number, or is below 0.
     """
     _check("step", step, 0, "the number of the training step, such as 2")
+
+
+def check_timeout(timeout: object) -> None:
+    """Check that the argument ``timeout`` of a hook's method is a number of seconds, or None.
+
+    Raises:
+        InvalidSettingsError: ``timeout`` is of another type.
+    """
+    if timeout is not None and not isinstance(timeout, Real):
+        raise InvalidSettingsError(
+            f"timeout is {timeout!r}: it must be a number of seconds, or None"
+        )
 
 
 @dataclass(frozen=True, slots=True)

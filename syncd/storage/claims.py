@@ -73,12 +73,20 @@ class HeldName:
         # Parent folders are not made, because nothing may be made in an unmounted job.
         job.storage.make_folder(job.layout.claims, below=job.layout.state)
         watch = _Holder(job, held._path, session.lease_time, clock)
+        has_said = False
         while not held._create():
             if watch.is_dead():
                 watch.take_away()
                 continue
             if watch.lives or clock() >= watch.until:
                 raise NameTakenError(held._why_taken(role, watch.session))
+            if not has_said:
+                has_said = True
+                log.warning(
+                    "%s, or has died. Waiting about %g s to find out",
+                    held._told(role, watch.session),
+                    session.lease_time,
+                )
             pause(session.lease_time / (LOOKS_PER_LEASE + 1))
         return held
 
@@ -107,20 +115,27 @@ class HeldName:
             self._job.storage.unlink_if_there(self._path)
 
     def _why_taken(self, role: str, session: str | None) -> str:
+        # A job has only one trainer, so another name does not help.
+        trainer = role == "trainer"
+        other = "give this trainer another job directory" if trainer else "use another name"
+        return (
+            f"{self._told(role, session)}. Stop that process, or {other}. If that process has "
+            f"certainly ended, remove {self._path}"
+        )
+
+    def _told(self, role: str, session: str | None) -> str:
         try:
             holder = name_in(self._job.storage.read(self._path))
         except OSError:  # the claim is gone or unreadable: only the session is known
             holder = None
-        if role == "trainer":  # a job has only one trainer, so another name does not help
-            other = "give this trainer another job directory"
+        if role == "trainer":
             who = "a trainer" if holder is None else f"trainer {holder[:_SHOWN]!r}"
         else:
-            other, who = "use another name", f"{role} {self._name!r}"
+            who = f"{role} {self._name!r}"
         process = "" if session is None else process_of(session)
         return (
             f"{who} works in {self._job.layout.root} already ({process}session "
-            f"{session or 'unknown'}). Stop that process, or {other}. If that process has "
-            f"certainly ended, remove {self._path}"
+            f"{session or 'unknown'})"
         )
 
     def _create(self) -> bool:

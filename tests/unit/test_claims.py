@@ -106,6 +106,19 @@ def test_a_dead_participants_name_is_taken_after_a_lease_and_not_before(
     assert job.leftovers() == []
 
 
+def test_a_wait_for_a_name_is_logged_once(
+    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    take(job, Heartbeat(job, "node-7-4711-0a1b2c3d"), clock)
+    assert caplog.text == ""
+    take(job, Heartbeat(job, "second"), clock)
+    found = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert found == [
+        f"explorer 'x' works in {job.layout.root} already (process 4711 on host node-7, session "
+        f"node-7-4711-0a1b2c3d), or has died. Waiting about {LEASE_TIME:g} s to find out"
+    ]
+
+
 def test_a_name_whose_session_is_gone_is_taken_soon(job: SmallJob, clock: Clock) -> None:
     first = Heartbeat(job, "first")
     take(job, first, clock)

@@ -77,6 +77,25 @@ def test_names_are_mapped_by_a_prefix_a_mapping_or_a_function(net: Net, tmp_path
         TorchModule(net, prefix="modul.").check(version)
 
 
+def test_names_that_differ_by_a_prefix_have_a_remedy_that_works(net: Net, tmp_path: Path) -> None:
+    truth = random_tensors(SPECS, 1)
+    version = made(tmp_path, {f"module.{name}": value for name, value in truth.items()})
+    with pytest.raises(EngineMismatchError, match=r"use TorchModule with prefix='module\.'$"):
+        TorchModule(net).check(version)
+    TorchModule(net, prefix="module.").check(version)
+    wrapped = nn.ModuleDict({"module": net})
+    version = made(tmp_path, truth, 2)
+    renamed = r"with rename=lambda name: 'module\.' \+ name$"
+    with pytest.raises(EngineMismatchError, match=renamed):
+        TorchModule(wrapped).check(version)
+    TorchModule(wrapped, rename=lambda name: "module." + name).check(version)
+    other = {f"module.{name}": value for name, value in truth.items()} | {
+        "one": truth["one.weight"]
+    }
+    with pytest.raises(EngineMismatchError, match="If only the names differ, use TorchModule with"):
+        TorchModule(net).check(made(tmp_path, other, 3))
+
+
 def test_a_cast_is_made_only_where_it_is_asked_for(net: Net, tmp_path: Path) -> None:
     values = torch.tensor([1.0, 1.00390625, -3.14159, 65504.0, 1e-30])
     content = bits(values)
@@ -293,6 +312,24 @@ def test_inference_goes_on_with_inference_mode_and_requires_grad_as_it_was(
 def test_an_unknown_way_of_loading_is_refused(net: Net) -> None:
     with pytest.raises(InvalidSettingsError, match="staged, direct"):
         TorchModule(net, in_place="fast")  # type: ignore[arg-type] # that is the mistake
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"module": {}},
+            r"^module is of type dict, .* torch\.nn\.Module\. Pass the model itself",
+        ),
+        ({"rename": "emb"}, "^rename is 'emb': it must be a mapping, or a function"),
+        ({"cast": "bf16"}, "^cast is 'bf16': it must be True or False"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_name(
+    net: Net, wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidSettingsError, match=said):
+        TorchModule(**{"module": net, **wrong})
 
 
 @pytest.mark.parametrize("in_place", ["staged", "direct"])

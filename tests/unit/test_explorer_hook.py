@@ -4,7 +4,8 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import (
     CancelledError,
     EngineMismatchError,
+    JobUnavailableError,
     SyncdError,
     VerificationError,
     WaitTimeoutError,
@@ -135,6 +137,25 @@ def test_a_damaged_version_never_reaches_the_engine_and_is_not_tried_again(
     assert report(job).refused is None
 
 
+def test_a_truncated_version_has_a_remedy_for_its_readers(
+    job: SmallJob, hook: ExplorerHook
+) -> None:
+    publish(job, 1)
+    path = job.layout.version(1) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    remedy = r"\. Wait for the next version, or publish an older version with 'syncd rollback'\. "
+    with pytest.raises(VerificationError, match=remedy) as told:
+        hook.pull(0)
+    assert "Save the file again" not in str(told.value)
+
+
+def test_a_user_without_rights_is_told_whose_rights_to_use(job: SmallJob, engine: Engine) -> None:
+    storage = job.hosts.ruled(refuse("link", errno.EACCES, where="/claims/"))
+    said = rf"/.* cannot be written by user {os.geteuid()}\. Run as the trainers' user, or "
+    with pytest.raises(JobUnavailableError, match=said):
+        ExplorerHook(job.layout.root, "explorer", engine, storage=storage)
+
+
 @pytest.mark.parametrize("damage", ["no digest", "unlisted weights"])
 def test_a_version_that_nobody_vouches_for_never_reaches_the_engine(
     job: SmallJob, hook: ExplorerHook, engine: Engine, damage: str
@@ -250,8 +271,14 @@ def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: SmallJob, engine: En
     hook = ExplorerHook(job.layout.root, "explorer", engine, storage=job.explorers)
     publish(job, 1)
     hook.close()
-    with pytest.raises(CancelledError):
-        hook.pull(0)
+    calls: list[Callable[[], object]] = [
+        partial(hook.pull, 0), partial(hook.after_step, 1), partial(hook.load_step, 1, 0),
+        partial(hook.wait_until_served, 0), partial(hook.get_weight, "a"),
+        partial(list, hook.state_dict_iterator()),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(CancelledError, match=r"is closed.* Make a new ExplorerHook"):
+            call()
     assert report(job).status == "stopped"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,17 @@ def test_a_step_syncs_where_the_settings_say_so(job: SmallJob, engine: FakeEngin
             assert after == hook.version
         with pytest.raises(InvalidSettingsError, match=r"^step is '6': it must be a whole number"):
             hook.after_step("6")  # type: ignore[arg-type]
+
+
+def test_a_timeout_of_another_type_is_refused_by_name(job: SmallJob, engine: FakeEngine) -> None:
+    with hook_of(job, engine) as hook:
+        calls: list[Callable[[Any], Any]] = [
+            hook.pull, partial(hook.load_step, 1), partial(hook.pull_step, 1),
+            hook.wait_until_served,
+        ]  # fmt: skip
+        for call in calls:
+            with pytest.raises(InvalidSettingsError, match=r"^timeout is '5': it must be a number"):
+                call("5")
 
 
 def test_a_step_waits_for_the_trainer_until_it_has_something_or_says_that_it_has_not(
@@ -300,7 +313,10 @@ def test_a_pull_that_times_out_says_whether_a_daemon_works(
     root = tmp_path / "a job"
     root.mkdir()
     with ExplorerHook(root, "explorer", engine, poll=0.02) as hook:
-        without = rf"in {root} in time; no daemon works there: start `syncd run '{root}'`$"
+        trainer = f"no trainer is registered in {root}"
+        without = (
+            rf"in {root} in time; no daemon works there: start `syncd run '{root}'`; {trainer}$"
+        )
         with pytest.raises(WaitTimeoutError, match=without):
             hook.pull(0.05)
         JobLayout(root).step(1).mkdir()
@@ -317,6 +333,80 @@ def test_a_pull_that_times_out_says_whether_a_daemon_works(
         pytest.raises(WaitTimeoutError, match=in_memory),
     ):
         hook.pull(0.05)
+
+
+def test_a_pull_soon_says_that_no_trainer_works(
+    job: SmallJob, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = (
+        f"explorer waits for a trainer, or a first version: no trainer works in {job.layout.root}"
+    )
+    with hook_of(job, engine) as hook:
+        for _ in range(2):
+            with (
+                job.daemon(),
+                pytest.raises(WaitTimeoutError, match="; no trainer is registered in "),
+            ):
+                hook.pull(0.1)
+        assert caplog.text.count(told) == 1
+        publish(job, 1)
+        hook.pull(0)
+        caplog.clear()
+        with pytest.raises(WaitTimeoutError):
+            hook.pull(0.1)
+        assert told not in caplog.text
+
+
+def test_a_pull_that_finds_a_damaged_latest_names_the_file(
+    job: SmallJob, engine: FakeEngine
+) -> None:
+    publish(job, 1)
+    job.put(job.layout.latest, b"{garbage")
+    job.hosts.settle()
+    with hook_of(job, engine) as hook:
+        damaged = rf"^no version was found in time, because {job.layout.latest} is damaged\. The "
+        with pytest.raises(WaitTimeoutError, match=damaged):
+            hook.pull(0.05)
+        with job.daemon() as loop:
+            loop.run_once()
+        job.hosts.settle()
+        assert hook.pull(0) == Version(1, 1)
+
+
+def test_a_pull_from_a_job_that_was_removed_says_so(tmp_path: Path, engine: FakeEngine) -> None:
+    root = tmp_path / "job"
+    root.mkdir()
+    with ExplorerHook(root, "explorer", engine, poll=0.02) as hook:
+        shutil.rmtree(root)
+        gone = rf"; {JobLayout(root).format} is not there: is its storage mounted\?$"
+        with pytest.raises(WaitTimeoutError, match=gone):
+            hook.pull(0.05)
+
+
+@pytest.mark.parametrize("call", ["pull", "wait_until_served"])
+def test_what_was_refused_is_named_by_the_next_timeout(
+    job: SmallJob, engine: FakeEngine, call: str
+) -> None:
+    publish(job, 1)
+    engine.fail("check", EngineMismatchError("other names"), sequence=1)
+    with hook_of(job, engine) as hook:
+        if call == "pull":
+            with pytest.raises(EngineMismatchError):
+                hook.pull(0)
+            with pytest.raises(
+                WaitTimeoutError, match=r"; explorer refused version 1: other names$"
+            ):
+                hook.pull(0.05)
+        else:
+            hook.start()
+            wait_until(lambda: report(job).refused, "it is refused")
+            with pytest.raises(WaitTimeoutError, match=r"s: it refused version 1: other names$"):
+                hook.wait_until_served(0.05)
+            hook.stop()
+        publish(job, 2)
+        assert hook.pull(0) == Version(2, 2)
+        with pytest.raises(WaitTimeoutError, match=r"is registered in [^;]*$"):
+            hook.pull(0)
 
 
 def test_a_follower_outlives_what_passes(job: SmallJob, engine: FakeEngine) -> None:

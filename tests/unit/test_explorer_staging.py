@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -339,10 +340,19 @@ def test_a_copy_that_is_removed_as_it_is_to_be_held_is_made_again(
         copy.verify()
 
 
-@pytest.mark.parametrize(("budget", "patience"), [(0, 1.0), (-1, 1.0), (None, 0.0)])
-def test_numbers_out_of_range_are_refused(stage: Path, budget: int | None, patience: float) -> None:
-    with pytest.raises(InvalidSettingsError, match="must be more than 0"):
+@pytest.mark.parametrize(
+    ("budget", "patience"), [(0, 1.0), (-1, 1.0), ("1GB", 1.0), (None, 0.0), (None, "5")]
+)
+def test_what_is_no_number_above_0_is_refused(stage: Path, budget: Any, patience: Any) -> None:
+    with pytest.raises(InvalidSettingsError, match=r"it must be a number of \w+, more than 0$"):
         Staging(stage, budget, patience=patience)
+
+
+def test_a_folder_with_a_tilde_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidSettingsError, match=r"'~/copies', but only a shell expands '~'"):
+        Staging("~/copies")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
