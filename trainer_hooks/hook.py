@@ -72,7 +72,8 @@ class TrainerHook:
         JobUnavailableError: the job directory is missing or not writable on some rank.
         NoRoomError: the disk of the job directory is full.
         NameTakenError: another trainer works in this job. The check may take one lease time.
-        InvalidSettingsError: the method is not supported, or settings contradict each other.
+        InvalidSettingsError: the method is not supported, or settings contradict each other; or
+            ``WORLD_SIZE`` is above 1, but ``torch.distributed`` is not initialized.
     """
 
     def __init__(
@@ -169,7 +170,8 @@ class TrainerHook:
         Raises:
             InvalidSettingsError: the step is not a whole number.
             SaveFailedError: an earlier save failed, or the hook is closed.
-            OutOfStepError: a collective failed in a broadcast; end this training.
+            OutOfStepError: rank 0 was called with another step, or a collective failed in a
+                broadcast; end this training.
         """
         check_step(step)
         begun = self._begun()
@@ -189,7 +191,8 @@ class TrainerHook:
 
         Raises:
             SaveFailedError: an earlier save failed, or the hook is closed.
-            OutOfStepError: a collective failed in a broadcast; end this training.
+            OutOfStepError: rank 0 was called with another step, or a collective failed in a
+                broadcast; end this training.
         """
         begun = self._begun()
         plan = self._planner.by_policy(self._step, waiting=True)
@@ -201,7 +204,8 @@ class TrainerHook:
         Raises:
             InvalidSettingsError: the step is not a whole number.
             SaveFailedError: an earlier save failed, or the hook is closed.
-            OutOfStepError: a collective failed in a broadcast; end this training.
+            OutOfStepError: rank 0 was called with another step, or a collective failed in a
+                broadcast; end this training.
         """
         check_step(step)
         begun = self._begun()
@@ -222,6 +226,7 @@ class TrainerHook:
             InvalidSettingsError: the step is not a whole number.
             SaveFailedError: an earlier save failed, or the hook is closed. With
                 ``block_until_saved``, a failure of this save also raises this error.
+            OutOfStepError: rank 0 was called with another step; end this training.
         """
         check_step(step)
         begun = self._begun()
@@ -250,6 +255,7 @@ class TrainerHook:
 
         Raises:
             SaveFailedError: the last save failed, or was given up because it took too long.
+            OutOfStepError: the last step of rank 0 is another step.
         """
         if not self._begins_to_close():
             return

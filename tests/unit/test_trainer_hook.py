@@ -349,6 +349,18 @@ def test_a_step_that_is_no_whole_number_is_refused_by_every_method(
         hook.after_step(1)
 
 
+def test_several_ranks_without_a_process_group_are_refused_before_the_job_is_touched(
+    job: SmallJob, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(job.layout.root.rglob("*"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidSettingsError, match=r"Call torch\.distributed\.init_process_group"):
+        TrainerHook(job.layout.root, model)
+    assert sorted(job.layout.root.rglob("*")) == before
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    TrainerHook(job.layout.root, model).close()
+
+
 def test_a_job_that_is_not_there_is_refused_at_construction(
     tmp_path: Path, model: nn.Module
 ) -> None:
