@@ -256,13 +256,15 @@ class ExplorerHook:
         """Let the daemon publish a saved step as the newest version, and load that version.
 
         Every explorer would load the step too, so call this only while no trainer and no other
-        explorer runs. ``timeout`` is in seconds; None means the settings' ``sync_timeout``.
+        explorer runs, or if the step is the newest version already. ``timeout`` is in seconds; None
+        means the settings' ``sync_timeout``.
 
         Raises:
             SaveNotReadyError: the step has no folder. The message lists the steps that have a
                 folder.
             SaveFailedError: the daemon has refused the save.
-            InvalidSettingsError: a trainer, another explorer or a background thread runs.
+            InvalidSettingsError: a background thread runs; or a trainer or another explorer runs,
+                and the step is not the newest version.
             WaitTimeoutError: the step was not published in time.
             Exception: for the other errors see :meth:`pull`.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from syncd.coordination.broadcast.group_backends import within
-from syncd.protocol.errors import SaveFailedError
+from syncd.protocol.errors import InvalidSettingsError, OutOfStepError, SaveFailedError
 from trainer_hooks.agreement import Ranks
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _POLL: Final = 0.05
 _ANSWER: Final = 10.0
 #: The outcome of a meeting that all ranks came to; any other outcome is the reason for its failure.
 _ALL: Final = "all"
+#: Sent in place of the step if there is none.
+_NO_STEP: Final = -1
 
 
 class Plan(IntFlag):
@@ -69,11 +72,21 @@ class Decisions:
     0 waits for no rank. The other ranks wait for rank 0, and for the ranks that forward its message
     in gloo's tree. If rank 0 has died, :meth:`agree` fails at once, or after ``timeout`` seconds if
     the connection is still open.
+
+    Raises:
+        InvalidSettingsError: ``WORLD_SIZE`` announces several ranks, but there is no process group.
     """
 
     def __init__(self, *, timeout: float) -> None:
         self._group: dist.ProcessGroup | None = None
         self._had_group = dist.is_available() and dist.is_initialized()
+        announced = os.environ.get("WORLD_SIZE", "")
+        if not self._had_group and announced.isdecimal() and int(announced) > 1:
+            raise InvalidSettingsError(
+                f"the environment has WORLD_SIZE={announced}, but torch.distributed is not "
+                "initialized. Call torch.distributed.init_process_group before you make the hook. "
+                "If this process trains alone, unset WORLD_SIZE"
+            )
         if self._had_group and dist.get_world_size() > 1:
             self._group = dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=min(timeout, _LONGEST))
@@ -81,11 +94,14 @@ class Decisions:
         self.ranks = Ranks(self._group)
         self._sent: list[tuple[Any, torch.Tensor]] = []
 
-    def agree(self, decide: Callable[[], Plan]) -> Plan:
+    def agree(self, decide: Callable[[], Plan], *, step: int | None = None) -> Plan:
         """Return rank 0's decision on all ranks; ``decide`` is called only on rank 0.
+
+        ``step`` is the step to decide about, and must be the same on all ranks.
 
         Raises:
             SaveFailedError: on ranks other than 0, if rank 0 could not decide or sent no decision.
+            OutOfStepError: on ranks other than 0, if rank 0 decided about another step.
         """
         if self._group is None:
             return decide()
@@ -94,9 +110,9 @@ class Decisions:
             try:
                 plan = decide()
             finally:
-                self._send(plan)
+                self._send(plan, step)
             return plan
-        word = torch.zeros(1, dtype=torch.int64, device="cpu")
+        word = torch.zeros(2, dtype=torch.int64, device="cpu")
         try:
             dist.broadcast(word, src=0, group=self._group)
         except RuntimeError as error:
@@ -104,23 +120,31 @@ class Decisions:
                 f"rank 0 did not send its decision about what to save: {error}. Check whether "
                 "rank 0 has ended"
             ) from error
-        plan = Plan(int(word.item()))
-        if plan & Plan.UNDECIDED:
+        decided, first = word.tolist()
+        if step is not None and first not in (step, _NO_STEP):
+            raise OutOfStepError(
+                f"rank 0 called the hook with step {first}, but rank {self.ranks.rank} with step "
+                f"{step}. End this training, and call the hook with the same step on all ranks"
+            )
+        if Plan(decided) & Plan.UNDECIDED:
             raise SaveFailedError("rank 0 could not decide what to save. See the log of rank 0")
-        return plan
+        return Plan(decided)
 
     def wait_until_sent(self, timeout: float) -> None:
         """On rank 0, wait until all decisions are sent; warn if one takes ``timeout`` seconds."""
+        failed: RuntimeError | None = None
         for work, _ in self._sent:
             try:
                 work.wait(timedelta(seconds=min(timeout, _LONGEST)))
             except RuntimeError as error:
-                log.warning(
-                    "rank 0 cannot confirm that all ranks received its decision about what to "
-                    "save: %s. Check whether another rank has ended",
-                    error,
-                )
+                failed = error
         self._sent = []
+        if failed is not None:
+            log.warning(
+                "rank 0 cannot confirm that all ranks received its decisions about what to save: "
+                "%s. Check whether another rank has ended, and call the hook on all ranks",
+                failed,
+            )
 
     def meet(self, name: str, *, timeout: float) -> str | None:
         """Wait until all ranks have called this method; return None, or the reason of a failure.
@@ -184,8 +208,9 @@ class Decisions:
         except ValueError:
             return True  # another group has replaced it
 
-    def _send(self, plan: Plan) -> None:
-        word = torch.tensor([plan.value], dtype=torch.int64, device="cpu")
+    def _send(self, plan: Plan, step: int | None) -> None:
+        told = [plan.value, _NO_STEP if step is None else step]
+        word = torch.tensor(told, dtype=torch.int64, device="cpu")
         # The sent memory must stay unchanged until it has arrived.
         self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.protocol.errors import SaveFailedError
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from syncd.protocol.policy import SyncMethod, SyncSettings, check_step, given_or_default
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
@@ -22,7 +22,7 @@ from trainer_hooks.progress import Progress
 from trainer_hooks.save_queue import SaveQueue, patience_of
 from trainer_hooks.saves import Saver, Trained
 from trainer_hooks.settings import SaveAsHf, SaveSettings
-from trainer_hooks.state.full_checkpoint import Stateful
+from trainer_hooks.state.full_checkpoint import Stateful, check_stateful
 from trainer_hooks.trainer_job import TrainerJob, effective_settings
 from trainer_hooks.writing.model_files import Pretrained, model_files
 
@@ -72,7 +72,9 @@ class TrainerHook:
         JobUnavailableError: the job directory is missing or not writable on some rank.
         NoRoomError: the disk of the job directory is full.
         NameTakenError: another trainer works in this job. The check may take one lease time.
-        InvalidSettingsError: the method is not supported, or settings contradict each other.
+        InvalidSettingsError: the method is not supported, settings contradict each other, or an
+            argument is not of its type; or ``WORLD_SIZE`` is above 1, but ``torch.distributed`` is
+            not initialized.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class TrainerHook:
             given_or_default("settings", SyncSettings, settings), model, memory_dir
         )
         self._saving = given_or_default("saving", SaveSettings, saving)
+        check_stateful(optimizer=optimizer, scheduler=scheduler, critic_optimizer=critic_optimizer)
         patience = patience_of(self._settings, self._saving, Ranks().world_size)
         decisions = Decisions(timeout=_longest_wait(self._settings, patience))
         self._progress = Progress()
@@ -167,9 +170,11 @@ class TrainerHook:
         """Sync the finished step, make a full checkpoint, or both or nothing, as the settings say.
 
         Raises:
-            InvalidSettingsError: the step is not a whole number.
+            InvalidSettingsError: the step is not a whole number, or the model is on the meta
+                device.
             SaveFailedError: an earlier save failed, or the hook is closed.
-            OutOfStepError: a collective failed in a broadcast; end this training.
+            OutOfStepError: rank 0 was called with another step, or a collective failed in a
+                broadcast; end this training.
         """
         check_step(step)
         begun = self._begun()
@@ -189,7 +194,8 @@ class TrainerHook:
 
         Raises:
             SaveFailedError: an earlier save failed, or the hook is closed.
-            OutOfStepError: a collective failed in a broadcast; end this training.
+            OutOfStepError: rank 0 was called with another step, or a collective failed in a
+                broadcast; end this training.
         """
         begun = self._begun()
         plan = self._planner.by_policy(self._step, waiting=True)
@@ -199,9 +205,11 @@ class TrainerHook:
         """Sync now, even if no sync is due; do nothing if the step is already synced.
 
         Raises:
-            InvalidSettingsError: the step is not a whole number.
+            InvalidSettingsError: the step is not a whole number, or the model is on the meta
+                device.
             SaveFailedError: an earlier save failed, or the hook is closed.
-            OutOfStepError: a collective failed in a broadcast; end this training.
+            OutOfStepError: rank 0 was called with another step, or a collective failed in a
+                broadcast; end this training.
         """
         check_step(step)
         begun = self._begun()
@@ -219,11 +227,17 @@ class TrainerHook:
         ``SaveSettings.save_as_hf``.
 
         Raises:
-            InvalidSettingsError: the step is not a whole number.
+            InvalidSettingsError: an argument is not of its type, or the model is on the meta
+                device.
             SaveFailedError: an earlier save failed, or the hook is closed. With
                 ``block_until_saved``, a failure of this save also raises this error.
+            OutOfStepError: rank 0 was called with another step; end this training.
         """
         check_step(step)
+        if not (save_as_hf is None or isinstance(save_as_hf, bool)):
+            raise InvalidSettingsError(
+                f"save_as_hf is {save_as_hf!r}: it must be a bool, or None for the settings' choice"
+            )
         begun = self._begun()
         self._step = step
         with_hf = self._saving.save_as_hf is SaveAsHf.ALWAYS if save_as_hf is None else save_as_hf
@@ -250,6 +264,7 @@ class TrainerHook:
 
         Raises:
             SaveFailedError: the last save failed, or was given up because it took too long.
+            OutOfStepError: the last step of rank 0 is another step.
         """
         if not self._begins_to_close():
             return

@@ -42,7 +42,8 @@ class Planner:
     - the trainer limits the lag of explorers,
     - the trainer waits for data, and an explorer may have missed a broadcast.
 
-    Methods that need rank 0's decision raise a SaveFailedError if rank 0 sent none.
+    Methods that need rank 0's decision raise a SaveFailedError if rank 0 sent none, and an
+    OutOfStepError if rank 0 decided about another step.
 
     Args:
         one_save: whether a sync and a full checkpoint of the same step are one save; False with a
@@ -100,7 +101,7 @@ class Planner:
         due = Plan.NOTHING if step is None else self._due(step, waiting=waiting)
         if not (driven or due or (waiting and self._may_leave_some_behind)):
             return Plan.NOTHING
-        return self._decisions.agree(lambda: self._decide(step, due, waiting=waiting))
+        return self._decisions.agree(lambda: self._decide(step, due, waiting=waiting), step=step)
 
     def wait_for_explorers(self) -> None:
         """Wait while the slowest explorer lags by more than the settings allow.
@@ -118,11 +119,11 @@ class Planner:
 
     def sync(self, step: int) -> Plan:
         """Plan to sync a step now."""
-        return self._decisions.agree(lambda: self._for_sync(step))
+        return self._decisions.agree(lambda: self._for_sync(step), step=step)
 
     def checkpoint(self, step: int, *, with_hf: bool) -> Plan:
         """Plan to make a step a full checkpoint."""
-        return self._decisions.agree(lambda: self._for_checkpoint(step, with_hf=with_hf))
+        return self._decisions.agree(lambda: self._for_checkpoint(step, with_hf=with_hf), step=step)
 
     def at_close(self, step: int | None) -> Plan:
         """Plan the last save, so that the last step is not lost. Collective.
@@ -133,7 +134,7 @@ class Planner:
             return Plan.NOTHING
         why_not = self._decisions.meet(self._run_id, timeout=self._settings.save_timeout)
         if why_not is None:
-            return self._decisions.agree(lambda: self._for_close(step))
+            return self._decisions.agree(lambda: self._for_close(step), step=step)
         log.warning(
             "close() does not save step %d, because %s. Saves announced earlier are unaffected",
             step,

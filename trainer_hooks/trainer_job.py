@@ -86,10 +86,21 @@ class TrainerJob:
 
         try:
             self._ranks.together(open_here)
-            self.run_id = self._ranks.gathered(run_id)[0]
+            told = self._ranks.gathered((run_id, str(self.place.job.layout.root)))
         except BaseException:
             self.close()
             raise
+        self.run_id, root = told[0]
+        for rank, (_, other) in enumerate(told):
+            if self._ranks.rank == 0 and other != root:  # perhaps another mount of the same folder
+                log.warning(
+                    "rank 0 saves in %s, but rank %d saves in %s. If these are not the same "
+                    "folder, no save is announced: give all ranks the same job directory",
+                    root,
+                    rank,
+                    other,
+                )
+                break
 
     def close(self) -> None:
         """Report that this trainer has stopped, and release its name. Safe to call twice."""

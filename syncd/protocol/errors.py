@@ -33,7 +33,7 @@
     │   └── ServerBusyError      18   a request to repeat later (an OSError too)
     ├── UnfitStorageError        19   storage on which a promise of syncd cannot hold
     ├── BroadcastError           20   a broadcast that failed; the files still reach explorers
-    └── OutOfStepError           21   a training whose ranks are in different collectives: end it
+    └── OutOfStepError           21   a training whose ranks are at different points: end it
 
 The number is the exit code of a command that ends with that error. Messages say what happened, to
 which file, and what to do.
@@ -274,9 +274,10 @@ class BroadcastError(SyncdError):
 
 
 class OutOfStepError(SyncdError):
-    """Raised when a collective failed on one rank, so that the whole training must end.
+    """Raised when the ranks of a trainer are not at the same point, so that training must end.
 
-    Otherwise ranks in the failed collective would answer this rank's next collective by mistake.
+    A collective has failed on one rank, or the ranks called a hook with unlike steps. If training
+    continued, ranks could answer each other's collectives by mistake.
     """
 
     exit_code = 21

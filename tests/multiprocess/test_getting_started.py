@@ -19,7 +19,7 @@ PAGE = "getting-started.md"
 INSTALL, MAKE, RUN, TRAIN, EXPLORE, LOOK, KILL, RUN_AGAIN, LOOK_AGAIN, CLEAN = blocks(PAGE, "sh")
 FILES = dict(zip(("model.py", "train.py", "explore.py"), blocks(PAGE), strict=True))
 #: What ``pip install`` puts beside Python.
-PROGRAMS = {"python": "", "syncd": "-m syncd", "torchrun": "-m torch.distributed.run"}
+PROGRAMS = {"python": "", "syncd": "-m syncd"}
 #: As many steps as it takes to kill a daemon in between; the page has time to look at it.
 STEPS = 6
 LONG = 3 * DEADLINE

@@ -266,3 +266,36 @@ def test_each_rank_names_its_own_tensors_with_nan(job: Path, tmp_path: Path) -> 
                 assert told == [[NonFinite.of([weight])], [NonFinite.of([bias])]]
             else:  # rank 0 writes all of it
                 assert told == [[NonFinite.of([weight, bias])], []]
+
+
+def test_ranks_that_call_with_unlike_steps_are_told_both_steps_at_once(
+    job: Path, tmp_path: Path
+) -> None:
+    said = "OutOfStepError: rank 0 called the hook with step {}, but rank 1 with step {}"
+    with started(job, tmp_path, "unlike") as ranks:
+        first, second = ranks
+        ranks.all("open", {"save_timeout": 2})
+        for method, step in (("step", 1), ("save", 2), ("checkpoint", 3)):
+            first.tell(method, step)
+            second.tell(method, step + 10)
+            assert second.refusal().startswith(said.format(step, step + 10))
+        # Rank 0 saves, waits in vain, and names the usual causes.
+        assert "time/sync_weight" in first.answer()
+        assert "time/sync_weight" in first.answer()
+        assert "the same steps and the same job directory" in first.refusal()
+
+
+def test_ranks_with_unlike_job_directories_are_warned_when_the_hook_is_made(
+    job: Path, tmp_path: Path
+) -> None:
+    with started(job, tmp_path, "unlike") as ranks:
+        assert ranks.all("open", {}) == [[], []]
+        ranks.all("close")
+        other = tmp_path / "other"
+        other.mkdir()
+        for rank, given in zip(ranks, (job, other), strict=True):
+            rank.tell("open", {}, {}, given)
+        first, second = [rank.answer() for rank in ranks]
+        (warning,) = first
+        assert warning.startswith(f"rank 0 saves in {job}, but rank 1 saves in {other}. ")
+        assert second == []

@@ -7,6 +7,8 @@ import logging.handlers
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,18 @@ from tests.hooks import DEADLINE, over
 from tests.multiprocess.peers import Told
 from tests.storages import CHANGES, RuledStorage, once, refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    handler, logged = logging.handlers.BufferingHandler(1000), list[str]()
+    logger = logging.getLogger("trainer_hooks")
+    logger.addHandler(handler)
+    try:
+        yield logged
+    finally:
+        logger.removeHandler(handler)
+        logged.extend(record.getMessage() for record in handler.buffer)
 
 
 class Rank(Told):
@@ -49,16 +63,19 @@ class Rank(Told):
         saving: dict[str, Any] | None = None,
         job: Path | None = None,
         memory: Path | None = None,
-    ) -> None:
-        self._hook = TrainerHook(
-            job or self._job,
-            self._model,
-            optimizer=self._optimizer,
-            settings=SyncSettings(**settings),
-            saving=SaveSettings(**(saving or {})),
-            memory_dir=memory,
-            storage=None if memory else self._storage,
-        )
+    ) -> list[str]:
+        """Make the hook; returns the warnings that this logs."""
+        with _warnings() as logged:
+            self._hook = TrainerHook(
+                job or self._job,
+                self._model,
+                optimizer=self._optimizer,
+                settings=SyncSettings(**settings),
+                saving=SaveSettings(**(saving or {})),
+                memory_dir=memory,
+                storage=None if memory else self._storage,
+            )
+        return logged
 
     def step(self, step: int, spoils: str | None = None) -> dict[str, float]:
         self._become(step, spoils)
@@ -86,15 +103,10 @@ class Rank(Told):
 
     def close(self) -> list[str]:
         """Close the hook; returns the warnings that this logs."""
-        handler = logging.handlers.BufferingHandler(1000)
-        logger = logging.getLogger("trainer_hooks")
-        logger.addHandler(handler)
-        try:
+        with _warnings() as logged:
             self.hook.close()
             assert not self.hook._planner._decisions._sent, "this process may end now"
-        finally:
-            logger.removeHandler(handler)
-        return [record.getMessage() for record in handler.buffer]
+        return logged
 
     def fail(self) -> None:
         """Leave the hook's block by an error."""

@@ -617,3 +617,11 @@ def test_a_save_that_protects_itself_again_is_still_whole(root: Path, job: Small
     write_full(root, 1, *trained())
     (job.layout.step(1) / SAVING).touch()
     assert latest_checkpoint(root) == 1
+
+
+def test_arguments_of_another_type_are_refused_before_anything_is_loaded(root: Path) -> None:
+    model, _ = trained()
+    with pytest.raises(InvalidSettingsError, match=r"^step is '5': it must be a whole number"):
+        load_checkpoint(root, model, step="5")  # type: ignore[arg-type]
+    with pytest.raises(InvalidSettingsError, match=r"^optimizer is the class Adam: it must be"):
+        load_checkpoint(root, model, optimizer=torch.optim.Adam)  # type: ignore[arg-type]

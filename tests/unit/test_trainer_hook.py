@@ -27,7 +27,7 @@ from syncd.storage.job import Job
 from tests.hooks import over, written
 from tests.jobs import SmallJob
 from tests.storages import RuledStorage, once, refuse
-from trainer_hooks import SyncSettings, TrainerHook
+from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
 
@@ -329,6 +329,9 @@ def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
         ),
         ({"saving": SyncSettings()}, "^saving is of type SyncSettings: it must be a SaveSettings"),
         ({"model": "job"}, r"^model is of type str, but it must be a torch\.nn\.Module. .* first"),
+        ({"optimizer": torch.optim.Adam}, r"^optimizer is the class Adam: .*with state_dict\(\)"),
+        ({"scheduler": 3}, r"^scheduler is of type int: it must be an object with state_dict\(\)"),
+        ({"critic_optimizer": torch.optim.Adam}, "^critic_optimizer is the class Adam: it must be"),
     ],
 )
 def test_an_argument_of_another_type_is_refused_by_name(
@@ -347,6 +350,41 @@ def test_a_step_that_is_no_whole_number_is_refused_by_every_method(
                 with pytest.raises(InvalidSettingsError, match=r"^step is .*: it must be"):
                     method(step)  # type: ignore[arg-type,operator]
         hook.after_step(1)
+
+
+def test_a_choice_of_hugging_face_that_is_no_bool_is_refused(
+    job: SmallJob, model: nn.Module
+) -> None:
+    with TrainerHook(job.layout.root, model) as hook:
+        with pytest.raises(InvalidSettingsError, match=r"^save_as_hf is 'yes': it must be a bool"):
+            hook.save_checkpoint(1, save_as_hf="yes")  # type: ignore[arg-type]
+        assert not job.layout.step(1).exists()
+
+
+@pytest.mark.parametrize("layout", ["sharded", "full"])
+def test_a_model_without_data_is_refused_by_the_name_of_a_tensor(
+    job: SmallJob, layout: Any
+) -> None:
+    model = nn.Linear(3, 2, device="meta")
+    saving = SaveSettings(layout=layout)
+    with TrainerHook(job.layout.root, model, saving=saving) as hook:
+        with pytest.raises(InvalidSettingsError, match=r"^weight is on the meta device"):
+            hook.after_step(1)
+        model.to_empty(device="cpu")
+        hook.after_step(2)
+    assert job.layout.state_pointer.read_text().strip() == "2"
+
+
+def test_several_ranks_without_a_process_group_are_refused_before_the_job_is_touched(
+    job: SmallJob, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(job.layout.root.rglob("*"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidSettingsError, match=r"Call torch\.distributed\.init_process_group"):
+        TrainerHook(job.layout.root, model)
+    assert sorted(job.layout.root.rglob("*")) == before
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    TrainerHook(job.layout.root, model).close()
 
 
 def test_a_job_that_is_not_there_is_refused_at_construction(

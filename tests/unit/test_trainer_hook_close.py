@@ -20,6 +20,7 @@ from tests.jobs import SmallJob
 from tests.storages import RuledStorage, once, refuse
 from tests.unit.test_explorer_threads import in_a_fork
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
+from trainer_hooks.decisions import Decisions
 
 #: No step of a test is due for a sync.
 SELDOM = SyncSettings(sync_interval=100)
@@ -181,3 +182,15 @@ def test_close_after_the_process_group_is_destroyed_warns_and_saves_nothing(
     assert announced(job) is None
     assert "step 1" in caplog.text
     assert "the process group was destroyed" in caplog.text
+
+
+def test_decisions_that_do_not_reach_a_rank_are_warned_of_once(caplog: Any) -> None:
+    class Lost:
+        def wait(self, _: object) -> None:
+            raise RuntimeError("Connection reset by peer")
+
+    decisions = Decisions(timeout=1.0)
+    decisions._sent = [(Lost(), torch.zeros(2)), (Lost(), torch.zeros(2))]
+    decisions.wait_until_sent(1.0)
+    (message,) = caplog.messages
+    assert "Connection reset by peer. Check whether another rank has ended, and" in message

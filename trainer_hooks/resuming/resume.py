@@ -17,6 +17,7 @@ from syncd.checkpoint.adapter import are_two_models
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import ACTOR, CRITIC, extra_state_name
+from syncd.protocol.policy import check_step
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from trainer_hooks.agreement import Ranks
@@ -38,6 +39,7 @@ from trainer_hooks.state.full_checkpoint import (
     RNG,
     SCHEDULER,
     USER_STATE,
+    check_stateful,
     set_rng_state,
 )
 from trainer_hooks.state.lora import base_name
@@ -135,9 +137,14 @@ def load_checkpoint(
     Raises:
         CheckpointError: a file of the step is missing or damaged, or belongs to another model or
             optimizer; or there are full checkpoints, but none is complete.
+        InvalidSettingsError: the step is not a whole number; or an optimizer or a scheduler has no
+            ``state_dict``, for example because it is a class.
         JobUnavailableError: the job directory does not exist.
         OSError: the job directory cannot be read now.
     """
+    check_stateful(optimizer=optimizer, scheduler=scheduler, critic_optimizer=critic_optimizer)
+    if step is not None:
+        check_step(step)
     job = Job.at(Path(job_dir).absolute(), storage)
     layout = job.layout
     ranks = Ranks()

@@ -59,6 +59,25 @@ class Stateful(Protocol):
         """The state needed to resume."""
 
 
+def check_stateful(**given: object) -> None:
+    """Check that each argument is None, or an optimizer or scheduler whose state can be saved.
+
+    Raises:
+        InvalidSettingsError: an argument is a class, or has no ``state_dict``.
+    """
+    for name, value in given.items():
+        if isinstance(value, type):
+            what = f"the class {value.__name__}"
+        elif value is None or callable(getattr(value, "state_dict", None)):
+            continue
+        else:
+            what = f"of type {type(value).__name__}"
+        raise InvalidSettingsError(
+            f"{name} is {what}: it must be an object with state_dict(), such as "
+            "torch.optim.AdamW(model.parameters())"
+        )
+
+
 def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
     """This rank's part of an optimizer's state. Nothing is copied. Collective for FSDP1.
 

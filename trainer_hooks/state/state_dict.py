@@ -20,6 +20,8 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from syncd.protocol.errors import InvalidSettingsError
+
 
 @torch.no_grad()
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -37,11 +39,20 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
         name → Tensor, DTensor or ShardedTensor, on the model's device. The tensors are the model's
         own parameters (with their gradients) and buffers; with FSDP1 they are copies. The value of
         an ``_extra_state`` has any type.
+
+    Raises:
+        InvalidSettingsError: a tensor is on the meta device (not checked with FSDP1).
     """
     with _sharded_by_fsdp1(model) as is_fsdp1:
         # Slow for DTensors, but FSDP1 needs it.
         state = model.state_dict(keep_vars=not is_fsdp1)
     name_of = _plain_names(model)
+    for name, value in state.items():
+        if not is_fsdp1 and isinstance(value, Tensor) and value.is_meta:
+            raise InvalidSettingsError(
+                f"{name_of(name)} is on the meta device and has no data, so it cannot be saved. "
+                "Move the model to a real device with to_empty(), and fill it, before you save it"
+            )
     return {name_of(name): value for name, value in state.items()}
 
 

@@ -322,7 +322,9 @@ class RankWriter:
                 if time.monotonic() >= until:
                     raise SaveFailedError(
                         f"{missing} of step {save_id.step} within {self._timeout:g} s, so the "
-                        "save was not announced"
+                        f"save was not announced. See the log of rank {rank}. If it has no error, "
+                        "check that all ranks make the same calls, with the same steps and the "
+                        "same job directory"
                     )
                 # A poll: shared storage sends no events for another host's files.
                 if self._stopped.wait(POLL):
