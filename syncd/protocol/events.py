@@ -53,6 +53,7 @@ class Event(StrEnum):
     METRICS_UNWRITTEN = "metrics_unwritten"
     MODEL_CONFIG_CHANGED = "model_config_changed"
     NO_DELTA = "no_delta"
+    NAME_AWAITED = "name_awaited"
     NAME_LOST = "name_lost"
     PRUNED = "pruned"
     PUT_BACK = "put_back"

@@ -86,6 +86,7 @@ class HeldName:
                     "%s, or has died. Waiting about %g s to find out",
                     held._told(role, watch.session),
                     session.lease_time,
+                    extra=Event.NAME_AWAITED(session=watch.session, path=held._path),
                 )
             pause(session.lease_time / (LOOKS_PER_LEASE + 1))
         return held
