@@ -64,7 +64,7 @@ class Puller:
             self._pipeline.ends_bench()
             while True:
                 left = None if timeout is None else max(0.0, deadline - time.monotonic())
-                with self._names_refused():
+                with self._with_refusal():
                     newest = self._wait(left, asks=asks, cancel=cancel)
                 was_broken = self._pipeline.is_broken
                 try:
@@ -86,7 +86,7 @@ class Puller:
             while True:
                 left = max(0.0, deadline - time.monotonic())
                 try:
-                    with self._names_refused():
+                    with self._with_refusal():
                         newest = self._wait_until_told(left)
                     if newest is None or self._take(newest, self._cancel):
                         return
@@ -165,7 +165,7 @@ class Puller:
         )
 
     @contextmanager
-    def _names_refused(self) -> Iterator[None]:
+    def _with_refusal(self) -> Iterator[None]:
         try:
             yield
         except WaitTimeoutError as error:

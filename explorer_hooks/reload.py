@@ -66,17 +66,17 @@ class Reloader:
 
     def check_kind(self, version: LeasedVersion) -> None:
         """Check that the engine or ``on_remote`` takes versions of this kind."""
-        if not self._is_elsewhere(version):
+        if not self._goes_to_on_remote(version):
             check_kind(version, self._engine.kinds)
 
     def check(self, version: LeasedVersion) -> None:
         """Let the engine compare a version's names, shapes and dtypes with those of its model."""
-        if not self._is_elsewhere(version):
+        if not self._goes_to_on_remote(version):
             self._engine.check(version)
 
     def prepare(self, version: LeasedVersion) -> None:
         """Let the engine prepare the load while the engine still serves."""
-        if not self._is_elsewhere(version):
+        if not self._goes_to_on_remote(version):
             self._engine.prepare(version)
 
     def reload(self, version: LeasedVersion, before: LeasedVersion | None, told: Reload) -> Reload:
@@ -140,7 +140,7 @@ class Reloader:
 
     def still_serves(self, version: LeasedVersion) -> bool:
         """Whether the engine still has the version that was loaded last."""
-        return self._is_elsewhere(version) or self._engine.still_serves(version)
+        return self._goes_to_on_remote(version) or self._engine.still_serves(version)
 
     def restore(self, version: LeasedVersion) -> None:
         """Load a broken engine's version again; EngineBrokenError if the engine stays broken."""
@@ -184,7 +184,7 @@ class Reloader:
                 refuses=refuses(error),
             ) from error
 
-    def _is_elsewhere(self, version: LeasedVersion) -> bool:
+    def _goes_to_on_remote(self, version: LeasedVersion) -> bool:
         return self._on_remote is not None and version.kind == "remote"
 
 

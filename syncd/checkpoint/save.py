@@ -134,7 +134,7 @@ class Shards(_WholeSave):
 
 @dataclass(frozen=True, slots=True)
 class FullStateDict(_WholeSave):
-    """A single ``model.safetensors``, which is published unchanged."""
+    """A single ``model.safetensors``, published unchanged unless it is cast or renamed."""
 
 
 @dataclass(frozen=True, slots=True)

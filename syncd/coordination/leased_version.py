@@ -1,4 +1,4 @@
-"""A leased version: read LATEST, lease the version, read the version's manifest. Needs no torch."""
+"""A leased version, with its manifest and files; and how LATEST is read. Needs no torch."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         because a trainer that resumed at a lower step will write these folders again.
         """
         self._me.update(step=step)
-        self._versions.announce(self._me.record)
+        self._versions.copy_report(self._me.record)
 
     def set_model_state_dict(
         self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int

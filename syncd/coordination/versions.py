@@ -279,7 +279,7 @@ class Versions:
         make_step_folder(self.job, step)
         self.job.storage.replace(self.job.layout.step(step) / name, content)
 
-    def announce(self, report: TrainerReport) -> None:
+    def copy_report(self, report: TrainerReport) -> None:
         """Copy ``report`` into the memory directory, if there is one, for the daemon there."""
         if self._own is not None:
             here = report.model_copy(update={"session": self._own.id})

@@ -207,9 +207,9 @@ class DeltaMaker:
             return None
         if base is None or {base.kind, target.kind} != {"full"}:
             return None
-        return base.sequence if self._announce(base.sequence, target) else None
+        return base.sequence if self._plan(base.sequence, target) else None
 
-    def _announce(self, base: int, target: Manifest) -> bool:
+    def _plan(self, base: int, target: Manifest) -> bool:
         making = _Making(base, target, self._clock())
         why = self._why_not_now(target)
         if not why:
@@ -262,7 +262,7 @@ class DeltaMaker:
         again = self._again
         if again is not None and self._making is None:
             self._again = None
-            if self.mode != "off" and self._announce(again.base, again.target):
+            if self.mode != "off" and self._plan(again.base, again.target):
                 self.begin()
         found, self._outcomes = self._outcomes, []
         return found
@@ -374,7 +374,7 @@ class DeltaMaker:
             time=self._wall(),
         )
         path = self._job.layout.delta_progress
-        self._epoch.publish_file(path, encode(progress), durable=False)
+        self._epoch.replace_file(path, encode(progress), durable=False)
 
     def _outcome(
         self,

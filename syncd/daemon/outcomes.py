@@ -68,7 +68,7 @@ class Outcomes:
             time=self._wall(),
         )
         try:
-            self._epoch.publish_file(path, encode(record))
+            self._epoch.replace_file(path, encode(record))
         except OSError as refused:
             log.error(
                 "cannot write %s: %s",
@@ -120,7 +120,7 @@ class Outcomes:
 
     def _write(self) -> None:
         try:
-            self._epoch.publish_file(
+            self._epoch.replace_file(
                 self._job.layout.saves, encode(SaveOutcomes(steps=self.of_step))
             )
         except OSError as error:

@@ -127,7 +127,7 @@ class Publisher:
                 extra=Event.VERSION_ADOPTED(version=served.sequence, step=served.step),
             )
             self._epoch.open_leasing(served.sequence)
-            self._announce(served)
+            self._write_latest(served)
         elif self.latest is not None and not self._job.storage.exists(
             self._job.layout.lease_folder(self.latest.sequence)
         ):
@@ -239,7 +239,7 @@ class Publisher:
         path = self._job.layout.bench_request(request.id)
         refused = request.model_copy(update={"outcome": "refused", "why": why})
         if self._job.storage.exists(path):  # else the explorer has withdrawn the request
-            self._epoch.publish_file(path, encode(refused))
+            self._epoch.replace_file(path, encode(refused))
 
     def _build(self, save: WholeSave, folder: Path, sequence: int, progress: Progress) -> Manifest:
         """Merge a complete save into an empty folder of this daemon's room."""
@@ -308,7 +308,7 @@ class Publisher:
         answered = request.model_copy(update={"outcome": outcome, "made": made, "why": why})
         path = self._job.layout.request(request.id)
         if self._job.storage.exists(path):  # else the user has withdrawn the request
-            self._epoch.publish_file(path, encode(answered))
+            self._epoch.replace_file(path, encode(answered))
 
     def _make_version(
         self,
@@ -327,7 +327,7 @@ class Publisher:
         try:
             # Write publish.lock and rename it, without fsync, because the file is only a hint.
             notice = PublishNotice(sequence=sequence, step=step, session=self._session)
-            epoch.publish_file(self._job.layout.publish_lock, encode(notice), durable=False)
+            epoch.replace_file(self._job.layout.publish_lock, encode(notice), durable=False)
             # Write the files, and then manifest.json. Fsync each file, and then the folder.
             manifest = build(folder, sequence)
             # Rename the empty folder building/leases-VERSION to leases/VERSION. Fsync leases/.
@@ -338,7 +338,7 @@ class Publisher:
             # If a delta will be made, write delta_progress.json, which is also only a hint.
             base = delta_from(manifest)
             # Write LATEST with an fsync, and rename it. Fsync .syncd/. Explorers see LATEST.
-            self._announce(manifest, base)
+            self._write_latest(manifest, base)
         except OSError as error:
             epoch.raise_if_superseded(error)
             raise
@@ -386,7 +386,7 @@ class Publisher:
                 extra=Event.CLEANUP_DELAYED(reason=error),
             )
 
-    def _announce(self, manifest: Manifest, delta_from: int | None = None) -> None:
+    def _write_latest(self, manifest: Manifest, delta_from: int | None = None) -> None:
         latest = Latest(
             sequence=manifest.sequence,
             step=manifest.step,
@@ -396,5 +396,5 @@ class Publisher:
             delta_from=delta_from,
             names=self.naming.kept_with(manifest),
         )
-        self._epoch.publish_file(self._job.layout.latest, encode(latest))
+        self._epoch.replace_file(self._job.layout.latest, encode(latest))
         self.latest = latest

@@ -363,9 +363,10 @@ class Pull(Enum):
 def pull_decision(held: Version | None, newest: Version | None) -> Pull:
     """The action of an explorer on the newest version.
 
-    An engine begins with the weights of step 0, so the explorer adopts a first version of step 0
-    without loading its files. It never loads a lower sequence than it holds. ``held`` is None
-    before the engine's first version; ``newest`` is None before any publication.
+    An explorer never loads a lower sequence than it holds. ``ADOPT`` means that it need not load a
+    first version of step 0, because the engine began with these weights; an ``ExplorerHook`` loads
+    it nevertheless. ``held`` is None before the engine's first version; ``newest`` is None before
+    any publication.
     """
     if newest is None or (held is not None and newest.sequence <= held.sequence):
         return Pull.NOTHING_NEW

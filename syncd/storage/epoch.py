@@ -159,7 +159,7 @@ class Epoch:
         self._job.storage.sync_folder(target.parent)
         return target
 
-    def publish_file(self, target: Path, data: bytes, *, durable: bool = True) -> None:
+    def replace_file(self, target: Path, data: bytes, *, durable: bool = True) -> None:
         """Replace one of the daemon's files, such as LATEST, by one rename out of this room.
 
         If ``durable`` is False, a power loss may lose or tear the file; use this for hints only.
@@ -171,7 +171,7 @@ class Epoch:
                 self._rename(draft.temporary, target, lambda: self._reads(target, data))
         except IsADirectoryError:
             move_away(self._job.storage, target)
-            self.publish_file(target, data, durable=durable)
+            self.replace_file(target, data, durable=durable)
             return
         except OSError as error:
             self.raise_if_superseded(error)

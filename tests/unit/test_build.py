@@ -63,7 +63,7 @@ def test_a_vouched_file_that_was_changed_is_said_by_name_before_any_weights_are_
 
 def test_a_superseded_daemon_leaves_its_successors_notice(job: SmallJob) -> None:
     def take_over(*_: object) -> None:
-        job.take_over().publish_file(job.layout.publish_lock, b"the successor's")
+        job.take_over().replace_file(job.layout.publish_lock, b"the successor's")
 
     job.storage = RuledStorage(once("rename", take_over, where="published/v000001"))
     job.save(4)

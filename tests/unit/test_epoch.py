@@ -80,10 +80,10 @@ def test_a_superseded_daemon_publishes_no_version(job: SmallJob) -> None:
 
 def test_a_superseded_daemon_replaces_no_file(job: SmallJob) -> None:
     old = job.take_over()
-    old.publish_file(job.layout.latest, b"old")
-    job.take_over().publish_file(job.layout.latest, b"new")
+    old.replace_file(job.layout.latest, b"old")
+    job.take_over().replace_file(job.layout.latest, b"new")
     with pytest.raises(SupersededError):
-        old.publish_file(job.layout.latest, b"old again")
+        old.replace_file(job.layout.latest, b"old again")
     assert job.layout.latest.read_bytes() == b"new"
 
 
@@ -114,7 +114,7 @@ def test_a_rename_in_flight_while_another_takes_over_is_refused(
     old = Epoch.take_over(Job(storage, job.layout))
     storage.rules.append(once("rename", lambda *_: job.take_over(), where="LATEST"))
     with pytest.raises(SupersededError):
-        old.publish_file(job.layout.latest, b"old")
+        old.replace_file(job.layout.latest, b"old")
     assert not job.layout.latest.exists()
 
 
@@ -167,7 +167,7 @@ def test_a_rename_that_was_done_counts_though_its_answer_was_lost(
     epoch = Epoch(Job(hosts.answer_lost(), job.layout), os.listdir(job.layout.epochs)[0])
     built(epoch, 1)
     assert epoch.publish_version(1).exists()
-    epoch.publish_file(job.layout.latest, b"new")
+    epoch.replace_file(job.layout.latest, b"new")
     assert job.layout.latest.read_bytes() == b"new"
     job.layout.step(3).mkdir()
     assert epoch.condemn(epoch.set_aside(job.layout.step(3))).exists()
@@ -188,7 +188,7 @@ def test_an_error_of_a_live_room_is_raised_as_it_is(job: SmallJob, hosts: Hosts)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         epoch.publish_version(1)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        epoch.publish_file(job.layout.latest, b"new")
+        epoch.replace_file(job.layout.latest, b"new")
 
 
 def test_a_job_that_went_away_is_no_take_over_by_another(job: SmallJob) -> None:
@@ -196,7 +196,7 @@ def test_a_job_that_went_away_is_no_take_over_by_another(job: SmallJob) -> None:
     job.layout.state.rename(job.layout.root / "unmounted")
     job.hosts.settle()  # until then a client works on the folder where it is now, by its handle
     with pytest.raises(FileNotFoundError):
-        epoch.publish_file(job.layout.latest, b"new")
+        epoch.replace_file(job.layout.latest, b"new")
     with pytest.raises(FileNotFoundError):
         epoch.start_version(1)
 
@@ -245,11 +245,11 @@ def test_of_two_with_one_number_at_most_one_commits(job: SmallJob, hosts: Hosts)
     try:
         mine = Epoch.take_over(Job(storage, job.layout))
     except SupersededError:
-        others[0].publish_file(job.layout.latest, b"other")
+        others[0].replace_file(job.layout.latest, b"other")
         return
-    mine.publish_file(job.layout.latest, b"mine")
+    mine.replace_file(job.layout.latest, b"mine")
     with pytest.raises(SupersededError):
-        others[0].publish_file(job.layout.latest, b"other")
+        others[0].replace_file(job.layout.latest, b"other")
 
 
 def test_storage_that_goes_away_in_a_take_over_is_an_error_of_the_system(

@@ -99,7 +99,7 @@ class Reporter:
         self._reported, self._reported_at = report, now
         stamped = report.model_copy(update={"time": self._wall()})
         try:
-            self._epoch.publish_file(self._layout.daemon_report, encode(stamped))
+            self._epoch.replace_file(self._layout.daemon_report, encode(stamped))
         except OSError as error:
             if self._repeats.due("report"):  # a full disk, for example, fails at each round
                 log.warning(
