@@ -171,9 +171,10 @@ class Follower:
                     f"{self._name} serves no version{newer}, and no thread follows the job in the "
                     "background. Call start() or pull() first"
                 )
-            why = self._serving.fault or "run 'syncd status' to see what the daemon is waiting for"
-            if self._serving.refused is not None:
-                why = f"it refused {self._serving.refused}"
+            why = "run 'syncd status' to see what the daemon is waiting for"
+            if (refused := self._serving.refused) is not None:
+                why = f"it refused {refused}"
+            why = self._serving.fault or why
             raise WaitTimeoutError(
                 f"{self._name} served no version{newer} within {timeout:g} s: {why}"
             )

@@ -50,8 +50,7 @@ class CheckpointCoordinator:
     Raises:
         JobUnavailableError: the job directory is missing or not writable on some rank.
         NameTakenError: another trainer works in this job. The check may take one lease time.
-        InvalidSettingsError: the method is not ``checkpoint``; or ``WORLD_SIZE`` is above 1, but
-            ``torch.distributed`` is not initialized.
+        InvalidSettingsError: the method is not ``checkpoint``.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from syncd.coordination.broadcast.group_backends import within
-from syncd.protocol.errors import InvalidSettingsError, OutOfStepError, SaveFailedError
+from syncd.protocol.errors import OutOfStepError, SaveFailedError
 from trainer_hooks.agreement import Ranks
 
 if TYPE_CHECKING:
@@ -72,9 +72,6 @@ class Decisions:
     0 waits for no rank. The other ranks wait for rank 0, and for the ranks that forward its message
     in gloo's tree. If rank 0 has died, :meth:`agree` fails at once, or after ``timeout`` seconds if
     the connection is still open.
-
-    Raises:
-        InvalidSettingsError: ``WORLD_SIZE`` announces several ranks, but there is no process group.
     """
 
     def __init__(self, *, timeout: float) -> None:
@@ -82,10 +79,11 @@ class Decisions:
         self._had_group = dist.is_available() and dist.is_initialized()
         announced = os.environ.get("WORLD_SIZE", "")
         if not self._had_group and announced.isdecimal() and int(announced) > 1:
-            raise InvalidSettingsError(
-                f"the environment has WORLD_SIZE={announced}, but torch.distributed is not "
-                "initialized. Call torch.distributed.init_process_group before you make the hook. "
-                "If this process trains alone, unset WORLD_SIZE"
+            log.warning(
+                "the environment has WORLD_SIZE=%s, but torch.distributed is not initialized, so "
+                "this process saves as the only rank. If there are more ranks, call "
+                "torch.distributed.init_process_group before you make the hook",
+                announced,
             )
         if self._had_group and dist.get_world_size() > 1:
             self._group = dist.new_group(

@@ -73,8 +73,7 @@ class TrainerHook:
         NoRoomError: the disk of the job directory is full.
         NameTakenError: another trainer works in this job. The check may take one lease time.
         InvalidSettingsError: the method is not supported, settings contradict each other, or an
-            argument is not of its type; or ``WORLD_SIZE`` is above 1, but ``torch.distributed`` is
-            not initialized.
+            argument is not of its type.
     """
 
     def __init__(

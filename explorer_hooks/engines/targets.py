@@ -160,7 +160,9 @@ def find_targets(
     """
     given: dict[str, dict[Box | None, _Filling]] = {}
     wrong: list[str] = []
+    renames = False
     for entry in entries:
+        renames = renames or rename(entry.name) != entry.name
         for name, filling in _fillings(entry, tensors, rename, names):
             others = given.setdefault(name, {})
             if same := others.get(filling.part):
@@ -202,7 +204,8 @@ def find_targets(
                 unknown.append((tied.name, entry.name))
             elif tied.digest != entry.digest or tied.dtype != entry.dtype:
                 wrong.append(differ(tied.name, entry.name, whose))
-    remedies = [_prefixed(given, tensors) or _TO_COMPLETE.format(whose=whose)] if missing else []
+    prefixed = "" if renames else _prefixed(given, tensors)
+    remedies = [prefixed or _TO_COMPLETE.format(whose=whose)] if missing else []
     remedies += [_TO_CAST] if castable and not cast else []
     refuse(what, whose, wrong, remedy=". ".join(remedies))
     return Fit(targets, unknown)

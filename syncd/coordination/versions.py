@@ -86,8 +86,12 @@ class Versions:
         return known if pull_decision(known, found) is Pull.NOTHING_NEW else found
 
     def is_latest_damaged(self) -> bool:
-        """True if LATEST exists, but names no version."""
-        return self.job.storage.exists(self.job.layout.latest) and read_latest(self.job) is None
+        """True if LATEST exists, but names no version; False if storage does not answer."""
+        try:
+            there = self.job.storage.exists(self.job.layout.latest)
+            return there and read_latest(self.job) is None
+        except OSError:  # the wait that asks has ended, and has its own error
+            return False
 
     @contextmanager
     def held(self, wanted: Version | None = None) -> Iterator[LeasedVersion | None]:

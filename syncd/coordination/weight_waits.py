@@ -146,7 +146,7 @@ class WeightWaits:
             self._warn_without_trainer()
 
     def _lacks_trainer(self) -> bool:
-        """True if no trainer is registered; False also if the trainer's report cannot be read."""
+        """True if no live trainer works; False also if the trainer's report cannot be read."""
         try:
             return self._roster.trainer_status() is RunningStatus.STOPPED
         except (OSError, SyncdError) as error:
@@ -184,7 +184,7 @@ class WeightWaits:
             )
         why += f"; {versions.daemon_hint()}"
         if self._lacks_trainer():
-            why += f"; no trainer is registered in {self._root}"
+            why += f"; no trainer works in {self._root}"
         if self.unlike:
             why += f"; the SyncSettings of trainer and explorer differ: {self.unlike}"
         return why

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +17,7 @@ from syncd.daemon.decide import DeltaSeen, LeaseSeen, Observation, Pointer, Poin
 from syncd.daemon.steering import Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import RecordError
+from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     CHECKPOINT_POINTER,
     DCP_METADATA,
@@ -33,7 +33,6 @@ from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import Signature
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
-from syncd.storage.step_folders import holds_job
 
 log = logging.getLogger(__name__)
 
@@ -194,9 +193,12 @@ class Scanner:
 
     def _job_below(self) -> str:
         root, storage = self._job.layout.root, self._job.storage
-        for name in islice(sorted(storage.names(root)), _MOST_BELOW):
+        names = sorted(name for name in storage.names(root) if not name.startswith("."))
+        for name in names[:_MOST_BELOW]:
+            below = JobLayout(root / name)
+            marks = (below.state, below.state_pointer, below.checkpoint_pointer)
             try:
-                is_job = name[0] != "." and holds_job(Job.at(root / name, storage))
+                is_job = any(map(storage.exists, marks))
             except OSError as error:  # for example another user's folder, or a file
                 log.debug("cannot check whether %s is a job: %s", root / name, error)
                 continue

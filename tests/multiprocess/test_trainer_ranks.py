@@ -274,7 +274,7 @@ def test_ranks_that_call_with_unlike_steps_are_told_both_steps_at_once(
     said = "OutOfStepError: rank 0 called the hook with step {}, but rank 1 with step {}"
     with started(job, tmp_path, "unlike") as ranks:
         first, second = ranks
-        ranks.all("open", {"save_timeout": 2})
+        ranks.all("open", {"save_timeout": 10})
         for method, step in (("step", 1), ("save", 2), ("checkpoint", 3)):
             first.tell(method, step)
             second.tell(method, step + 10)

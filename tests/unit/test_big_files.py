@@ -297,6 +297,21 @@ def test_more_records_than_sixteen_bits_count_are_read(tmp_path: Path) -> None:
             assert os.pread(opened.fd, 8, local.offset) == number.to_bytes(8, "little")
 
 
+@pytest.mark.slow
+@pytest.mark.deep
+def test_more_tensors_than_sixteen_bits_count_are_read(tmp_path: Path) -> None:
+    count = 2**16 + 3
+    path = tmp_path / shard_name(1, 0)
+    torch.save({str(number): torch.tensor(number) for number in range(count)}, path)
+    with ShardFile.open(STORAGE, path) as opened:
+        found = opened.tensors()
+        assert len(found) == count
+        for number in range(count):
+            local = found[str(number)]
+            assert isinstance(local, Local)
+            assert os.pread(opened.fd, 8, local.offset) == number.to_bytes(8, "little")
+
+
 def test_a_header_longer_than_safetensors_reads_is_never_written() -> None:
     name = "x" * NAME_LIMIT
     entries = (

@@ -109,7 +109,7 @@ def test_a_job_with_the_other_pointer_alone_says_how_to_serve_it(
     assert hint not in decide(scanner.scan(NOTHING, config), config).waiting_for
 
 
-@pytest.mark.parametrize("mark", [STATE_POINTER, CHECKPOINT_POINTER, ".syncd", "global_step_4"])
+@pytest.mark.parametrize("mark", [STATE_POINTER, CHECKPOINT_POINTER, ".syncd"])
 def test_a_folder_above_a_job_names_the_job_and_looks_for_it_only_once(
     job: SmallJob, storage: RuledStorage, scanner: Scanner, mark: str
 ) -> None:
