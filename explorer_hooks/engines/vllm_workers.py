@@ -116,11 +116,11 @@ class VLLMWorkers:
             stays = None if self._repacks else _left_by_reload(version)
             if stays is not None:
                 raise EngineMismatchError(
-                    f"cannot load {named(version)} into {self._whose}: {stays}, so on a CPU "
-                    "vLLM's own reload would keep old weights. Start the server with "
+                    f"cannot load {named(version)} into {self._whose}: {stays}. On a CPU, "
+                    "vLLM's own reload would therefore keep old weights. For a server, use "
                     f'--weight-transfer-config \'{{"backend": "syncd"}}\'. For an LLM in this '
-                    f"process, use --worker-extension-cls {EXTENSION}. Or restart vLLM from each "
-                    "version's folder (syncd follow --command)"
+                    f"process, use --worker-extension-cls {EXTENSION}. Without these options, "
+                    "restart vLLM from each version's folder (syncd follow --command)"
                 )
 
     def load_folder(self, folder: str, timeout: float) -> None:

@@ -139,7 +139,8 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
     tensor therefore counts as a tensor of the model.
 
     Raises:
-        ShardFormatError: a file is not a whole safetensors file, or lacks the places of its chunks.
+        ShardFormatError: a file is not a whole safetensors file, or does not tell which part of its
+            tensor a chunk is.
         PlacementError: a tensor is a flat parameter of FSDP1.
         CoverageError: two files disagree about a tensor.
         CheckpointError: no name begins with the prefix, or there is an optimizer but no prefix.

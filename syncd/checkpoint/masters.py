@@ -41,8 +41,8 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
         names = storage.names(actor)
         if missing := next((name for name in masters if name not in names), None):
             raise SaveNotReadyError(
-                f"{actor} lacks {missing}, one rank's weights in the model's dtype. The files of "
-                "the other ranks are there. If the folder is a copy, copy the whole folder again"
+                f"{actor} lacks {missing}. The weights of other ranks are there in the model's "
+                "dtype. If the folder is a copy, copy the whole folder again"
             )
         return Shards(save.step, save.identity, masters) if masters else save
     if save.sync_dtype is None:

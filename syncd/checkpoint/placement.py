@@ -1,9 +1,9 @@
 """Placements: the part of a global tensor that a rank's local tensor holds. Pure.
 
 The mesh coordinate that is recorded with a tensor gives the tensor's place. The order of files and
-the names of mesh dimensions do not matter. The rules are those of ``torch.distributed.tensor``
-(``placement_types.py`` and ``_dtensor_spec.py`` of torch 2.13): every local tensor is a single box
-of the global tensor.
+the names of mesh dimensions do not matter. Every local tensor is a single box of the global
+tensor. These are the rules of ``torch.distributed.tensor``, from ``placement_types.py`` and
+``_dtensor_spec.py`` of torch 2.13.
 """
 
 from __future__ import annotations

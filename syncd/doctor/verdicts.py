@@ -30,7 +30,7 @@ _WELL_ABOVE: Final = 6
 
 
 def compare(name: str, promise: str, wrong: Sequence[str], advice: str = _ELSEWHERE) -> Finding:
-    """The finding of a probe: ok if ``wrong``, the list of wrong results, is empty."""
+    """The finding of a probe whose wrong results are ``wrong``; ok if there are none."""
     if wrong:
         return fail(name, f"{'; '.join(wrong)}", advice, wrong=list(wrong))
     return ok(name, promise)

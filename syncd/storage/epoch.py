@@ -138,7 +138,7 @@ class Epoch:
         self._job.storage.sync_folder(target.parent)
 
     def publish_version(self, sequence: int) -> Path:
-        """Commit a built version by a rename to ``published/``, so that its sequence is taken."""
+        """Commit a built version: rename it to ``published/``, which uses up the number."""
         return self.commit_build(version_folder(sequence), self._job.layout.version(sequence))
 
     def commit_build(self, name: str, target: Path) -> Path:

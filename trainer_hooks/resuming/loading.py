@@ -205,7 +205,7 @@ class OptimizerLoading(Loading):
     def _take(
         self, prefix: str, state: dict[str, Any], names: Mapping[str, object]
     ) -> dict[str, Any]:
-        """Return the tensors to fill, by name; set other values of ``state`` now."""
+        """Return the tensors of ``state`` by name, to be filled later; set its other values."""
         found: dict[str, Any] = {}
         for key, value in state.items():
             name = f"{prefix}{key}"

@@ -206,7 +206,7 @@ class _Trace:
         for name, value in self._sources.items():
             told = places.get(name)
             if told is None:
-                raise _NotRowsError(f"no tensor of the hub contains {shown(name)}")
+                raise _NotRowsError(f"{shown(name)} is in no tensor of the hub")
             if told != [_Place(name, name, None, None, False, None)]:
                 shape = tuple(value.shape)
                 tensors[name] = MappedTensor(shape=shape, pieces=_pieces(told, shape))
@@ -260,7 +260,7 @@ class _Trace:
 def _rows(
     sizes: Sequence[int], steps: Sequence[int], inner: Shape, offset: int
 ) -> tuple[int, int] | None:
-    """The rows that a view covers in a tensor of shape ``inner``; None for any other view."""
+    """The rows of a tensor of shape ``inner`` that a view is; None if it is not whole rows."""
     if not inner:
         return (0, 1) if not sizes and not offset else None
     if tuple(sizes[1:]) != inner[1:] or len(sizes) != len(inner):

@@ -39,7 +39,7 @@ def adapters_of(model: nn.Module) -> Mapping[str, Any]:
 def model_files(
     model: nn.Module, tokenizer: Pretrained | None
 ) -> tuple[Callable[[Path], object], ...]:
-    """Functions that write configs and tokenizer into a folder: one for each that the model has."""
+    """A function for each config of the model and for the tokenizer: it writes into a folder."""
     inner = unwrapped(model)
     parts = [getattr(inner, name, None) for name in ("config", "generation_config")]
     return tuple(

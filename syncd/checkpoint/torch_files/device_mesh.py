@@ -88,7 +88,7 @@ def _identity(
 
 
 def _axes(mesh: Inert) -> list[tuple[Shape, Shape]] | None:
-    """Each mesh dimension's sizes and strides in the list of ranks; None if they are unknown."""
+    """For each mesh dimension, its sizes, and its strides in the list of ranks; None if unknown."""
     layout = mesh.state.get("_layout")
     if not isinstance(layout, Inert):
         ranks = mesh.state.get("mesh")
