@@ -25,7 +25,6 @@ from syncd.protocol.errors import (
     SyncdError,
 )
 from syncd.protocol.policy import Version
-from tests.commands import run_commands
 from tests.engines.sglang_process import sglang_process
 from tests.explorers import publish
 from tests.jobs import SmallJob
@@ -210,24 +209,33 @@ def test_a_closed_stdout_ends_the_command_as_with_one_server(job: SmallJob) -> N
     assert statuses[0] == statuses[1] != 0
 
 
-def test_a_wrong_setting_ends_the_command_as_with_one_server(job: SmallJob, tmp_path: Path) -> None:
-    wrong = [
+def follow(job: SmallJob, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "syncd", "follow", str(job.layout.root), "--name", "s", *arguments],
+        capture_output=True, text=True, env=ENVIRONMENT, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
         ("--in-flight", "kep"),
         ("--base", "/nowhere/at/all"),
         ("--cacert", "/nowhere/ca.pem"),
         ("--url", "127.0.0.1:8000"),
-    ]
-    ones, twos = [], []
-    for setting in wrong:
-        one = ["follow", job.layout.root, "--name", "s", "--engine", "vllm", *setting]
-        if setting[0] != "--url":
-            one += ["--url", "http://127.0.0.1:1"]
-        ones.append(one)
-        twos.append([*one, "--url", "http://127.0.0.1:2"])
-    done = run_commands(*ones, *twos, cwd=tmp_path)
-    for setting, one, two in zip(wrong, done[: len(ones)], done[len(ones) :], strict=True):
-        assert one.returncode == two.returncode == 2, setting
-        assert one.stderr == two.stderr != "", setting
+    ],
+    ids=lambda wrong: wrong[0],
+)
+def test_a_wrong_setting_ends_the_command_as_with_one_server(
+    job: SmallJob, wrong: tuple[str, str]
+) -> None:
+    first = ["--engine", "vllm", *wrong]
+    if wrong[0] != "--url":
+        first += ["--url", "http://127.0.0.1:1"]
+    one = follow(job, *first)
+    two = follow(job, *first, "--url", "http://127.0.0.1:2")
+    assert one.returncode == two.returncode == 2
+    assert one.stderr == two.stderr != ""
 
 
 @pytest.mark.parametrize(
@@ -259,9 +267,8 @@ def test_two_servers_are_two_places(other: str) -> None:
     assert place("http://127.0.0.1:8000") != place(other)
 
 
-def test_a_server_that_is_given_in_two_spellings_is_refused(job: SmallJob, tmp_path: Path) -> None:
-    command = ["follow", job.layout.root, "--name", "s", "--engine", "sglang"]
-    urls = ["--url", "http://127.0.0.1:1", "--url", "http://localhost:1/"]
-    (refused,) = run_commands([*command, *urls], cwd=tmp_path)
+def test_a_server_that_is_given_in_two_spellings_is_refused(job: SmallJob) -> None:
+    urls = ("--url", "http://127.0.0.1:1", "--url", "http://localhost:1/")
+    refused = follow(job, "--engine", "sglang", *urls)
     assert refused.returncode == 2
     assert "the same address" in refused.stderr

@@ -28,7 +28,6 @@ from syncd.protocol.names import MANIFEST
 from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.sessions import DaemonLock
-from tests.commands import run_commands
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.multiprocess.processes import wait_until
 from tests.storages import FastStorage
@@ -492,20 +491,28 @@ def test_every_error_says_when_it_is_raised() -> None:
 
 
 @pytest.mark.slow
-def test_an_error_is_one_line_and_its_exit_code(tmp_path: Path) -> None:
-    expected = {
-        ("status", "."): (11, "syncd: . is not a job"),
-        ("verify", "."): (2, "syncd: . is neither"),
-        ("run", "missing"): (11, "no such folder: "),
-        ("merge", ".", "out"): (5, "syncd: "),
-    }
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    ran = run_commands(*expected, cwd=tmp_path, environment=environment)
-    for (code, said), done in zip(expected.values(), ran, strict=True):
-        assert done.returncode == code, done.args
-        assert done.stderr.startswith("syncd: ")
-        assert said in done.stderr
-        assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [(["status", "."], 11, "syncd: . is not a job"), (["verify", "."], 2, "syncd: . is neither"),
+     (["run", "missing"], 11, "no such folder: "),
+     (["merge", ".", "out"], 5, "syncd: ")],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_an_error_is_one_line_and_its_exit_code(
+    tmp_path: Path, arguments: list[str], code: int, said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "syncd", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == code
+    assert done.stderr.startswith("syncd: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import run_commands
 from tests.multiprocess.by_hand import TrainerByHand
 from tests.multiprocess.processes import DEADLINE, Daemon, wait_for_step, wait_until
 from tests.rank_programs import ENVIRONMENT, ROOT
@@ -89,21 +88,28 @@ def test_a_job_is_served_followed_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_command_that_needs_torch_says_in_one_line_how_to_install_it(tmp_path: Path) -> None:
-    users = {
-        ("demo",): "syncd demo",
-        ("merge", ".", "out", "--dtype", "bf16"): "--dtype",
-        ("convert", ".", "--dtype", "bf16"): "--dtype",
-        ("run", "job", "--dtype", "bf16"): "cast, set by --dtype,",
-        ("run", "--config", "config.toml"): "cast, set by config.toml,",
-    }
+@pytest.mark.parametrize(
+    ("arguments", "user"),
+    [
+        (("demo",), "syncd demo"),
+        (("merge", ".", "out", "--dtype", "bf16"), "--dtype"),
+        (("convert", ".", "--dtype", "bf16"), "--dtype"),
+        (("run", "job", "--dtype", "bf16"), "cast, set by --dtype,"),
+        (("run", "--config", "config.toml"), "cast, set by config.toml,"),
+    ],
+)
+def test_a_command_that_needs_torch_says_in_one_line_how_to_install_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    user: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "config.toml").write_text('job = "/job"\ncast = "bf16"\n')
-    ran = run_commands(*users, cwd=tmp_path, begin=_HIDES)
-    for (arguments, user), done in zip(users.items(), ran, strict=True):
-        assert done.returncode == 2, arguments
-        (line,) = done.stderr.splitlines()
-        assert line.startswith(f"syncd: {user} needs torch")
-        assert line.endswith(_COMMAND)
+    done = _python("-c", _SYNCD, *arguments, code=2)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"syncd: {user} needs torch")
+    assert line.endswith(_COMMAND)
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
