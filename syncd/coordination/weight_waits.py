@@ -142,7 +142,7 @@ class WeightWaits:
             )
 
     def _warn_without_first(self, current: Version | None) -> None:
-        if current is None and self._lacks_trainer():
+        if current is None and not self._has_said_absent and self._lacks_trainer():
             self._warn_without_trainer()
 
     def _lacks_trainer(self) -> bool:

@@ -17,7 +17,6 @@ from syncd.daemon.decide import DeltaSeen, LeaseSeen, Observation, Pointer, Poin
 from syncd.daemon.steering import Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import RecordError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     CHECKPOINT_POINTER,
     DCP_METADATA,
@@ -33,6 +32,7 @@ from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import Signature
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge, Liveness, Lookout
+from syncd.storage.step_folders import has_marks
 
 log = logging.getLogger(__name__)
 
@@ -195,10 +195,8 @@ class Scanner:
         root, storage = self._job.layout.root, self._job.storage
         names = sorted(name for name in storage.names(root) if not name.startswith("."))
         for name in names[:_MOST_BELOW]:
-            below = JobLayout(root / name)
-            marks = (below.state, below.state_pointer, below.checkpoint_pointer)
             try:
-                is_job = any(map(storage.exists, marks))
+                is_job = has_marks(Job.at(root / name, storage))
             except OSError as error:  # for example another user's folder, or a file
                 log.debug("cannot check whether %s is a job: %s", root / name, error)
                 continue

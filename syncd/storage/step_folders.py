@@ -24,11 +24,15 @@ def step_folders(job: Job) -> list[int]:
     return sorted(step for step in found if step is not None)
 
 
+def has_marks(job: Job) -> bool:
+    """True if a folder has ``.syncd`` or a pointer file. The folder is not listed."""
+    at = job.layout
+    return any(map(job.storage.exists, (at.state, at.state_pointer, at.checkpoint_pointer)))
+
+
 def holds_job(job: Job) -> bool:
     """True if any trainer has saved a step in this folder, or syncd has served the folder."""
-    at = job.layout
-    marks = (at.state, at.state_pointer, at.checkpoint_pointer)
-    return any(map(job.storage.exists, marks)) or bool(step_folders(job))
+    return has_marks(job) or bool(step_folders(job))
 
 
 def ask_server(job: Job) -> None:
