@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from explorer_hooks.engines.in_place import HostStage, synchronize
+from explorer_hooks.engines.in_place import HostBuffer, synchronize
 from explorer_hooks.engines.targets import Fit, Target, differ
 from syncd.checkpoint.boxes import whole as whole_box
 from syncd.coordination.broadcast.weight_meta import (
@@ -234,12 +234,12 @@ class WeightReceiver:
         for offset, spec in zip(arriving.image.offsets, arriving.meta.tensors, strict=True):
             yield spec.name, as_tensor(memory.content[offset:][: spec.nbytes], spec)
 
-    def receive_into(self, stage: HostStage, fit: Callable[[WeightMeta], Fit]) -> list[Target]:
-        """Receive new content for the engine's targets into a stage; return the targets, unchanged.
+    def receive_into(self, buffer: HostBuffer, fit: Callable[[WeightMeta], Fit]) -> list[Target]:
+        """Receive new content for the engine's targets into a buffer; return these targets.
 
         ``fit`` returns the targets of the announced tensors, or raises an error to refuse them. If
-        a target is only a part of a tensor, the stage keeps only that part. After an error the
-        stage is closed, because bytes can still arrive in its memory.
+        a target is only a part of a tensor, the buffer keeps only that part. After an error the
+        buffer is closed, because bytes can still arrive in its memory.
 
         Raises:
             BroadcastError: see :meth:`receive`. Or two tensors of one target have different
@@ -248,7 +248,7 @@ class WeightReceiver:
 
         def prepare(meta: WeightMeta, _: Image) -> tuple[Fit, Tensor]:
             found = fit(meta)
-            return found, stage.lay_out(found.targets)
+            return found, buffer.lay_out(found.targets)
 
         try:
             arriving = self._greet(prepare)
@@ -256,10 +256,10 @@ class WeightReceiver:
             if _is_image(found.targets, arriving):
                 arriving.fill_image(content)
             else:
-                _receive_parts(arriving, found, stage.views)
+                _receive_parts(arriving, found, buffer.views)
             arriving.end()
         except BaseException:
-            stage.close()
+            buffer.close()
             raise
         return found.targets
 

@@ -26,7 +26,7 @@ _BOUND: Final = 256 * 1024 * 1024
 _CPU: Final = torch.device("cpu")
 
 
-class HostStage:
+class HostBuffer:
     """Host memory for new content, kept between uses, and pinned if the targets are not on the CPU.
 
     Attributes:
@@ -44,7 +44,7 @@ class HostStage:
 
         Returns the memory of all ``views``, uint8. Each view begins at a multiple of 64 bytes.
         """
-        content = self._room(targets)
+        content = self._memory_for(targets)
         self.views, at = [], 0
         for target in targets:
             memory = content[at : at + target.nbytes]
@@ -84,7 +84,7 @@ class HostStage:
         self.views = []
         self._memory = None
 
-    def _room(self, targets: Sequence[Target]) -> Tensor:
+    def _memory_for(self, targets: Sequence[Target]) -> Tensor:
         size = _size(targets)
         devices = {target.tensor.device for target in targets} - {_CPU}
         device = min(devices, key=str, default=_CPU)
@@ -97,13 +97,13 @@ class HostStage:
 
 
 def fill_directly(
-    reader: WeightsReader, targets: Sequence[Target], stage: HostStage, threads: int
+    reader: WeightsReader, targets: Sequence[Target], buffer: HostBuffer, threads: int
 ) -> None:
     """Read directly into the targets. An error can leave the targets partly filled.
 
     Contiguous targets on the CPU with the version's dtype are filled without a copy. The others are
-    read batch by batch through the stage. The stage then has at most 256 MiB of host memory, or as
-    much as the largest target.
+    read in batches through the buffer, which then has at most 256 MiB of host memory, or as much as
+    the largest target.
     """
     parts: list[_Part] = []
     others: list[Target] = []
@@ -115,8 +115,8 @@ def fill_directly(
     _read_parts(reader, parts, threads)
     # The largest batch comes first: its memory is enough for the others.
     for batch in sorted(_bounded(others), key=_size, reverse=True):
-        stage.read(reader, batch)
-        stage.copy(batch)
+        buffer.read(reader, batch)
+        buffer.copy(batch)
 
 
 class _Part(NamedTuple):

@@ -18,7 +18,7 @@ from explorer_hooks.engines.changes import (
     write_changes,
 )
 from explorer_hooks.engines.fitting import check_kind, named
-from explorer_hooks.engines.in_place import HostStage, fill_directly
+from explorer_hooks.engines.in_place import HostBuffer, fill_directly
 from explorer_hooks.engines.targets import (
     DescribedTensor,
     Fit,
@@ -150,7 +150,7 @@ class TorchModule(InProcessEngine):
         self._in_place = in_place
         self._lock = lock if lock is not None else nullcontext()
         self._threads = threads
-        self._stage = HostStage(threads)
+        self._buffer = HostBuffer(threads)
         self._prepared: object = None
         self._sparse = sparse
         self._filled: _Filled | None = None
@@ -210,10 +210,10 @@ class TorchModule(InProcessEngine):
         if changes is not None:
             write_changes(targets, changes)
         elif reader is None:
-            self._stage.copy(targets)
+            self._buffer.copy(targets)
         else:
             try:
-                fill_directly(reader, targets, self._stage, self._threads)
+                fill_directly(reader, targets, self._buffer, self._threads)
             except Exception as error:
                 error.add_note(
                     f"{self._whose} now has a mix of {named(version)} and its previous weights. "
@@ -245,9 +245,9 @@ class TorchModule(InProcessEngine):
             group = self._group.open(rendezvous, rank_offset, deadline=deadline, device=device)
             receiver = WeightReceiver(group, known=self._known)
             if self._in_place == "staged":
-                targets = receiver.receive_into(self._stage, self._fit_received)
+                targets = receiver.receive_into(self._buffer, self._fit_received)
                 with self._changing():
-                    self._stage.copy(targets)
+                    self._buffer.copy(targets)
             else:
                 receiver.fill(self._fit_received, self._changing())
             self._known = receiver.meta
@@ -278,7 +278,7 @@ class TorchModule(InProcessEngine):
     def close(self) -> None:
         """Release the host memory, and leave the weight group. The module is unchanged."""
         self._forget()
-        self._stage.close()
+        self._buffer.close()
         self.leave()
 
     def _read_ahead(self, version: LeasedVersion, targets: list[Target]) -> None:
@@ -286,7 +286,7 @@ class TorchModule(InProcessEngine):
         self._changes = self._find_changes(version, targets) if self._sparse else None
         if self._changes is None and self._in_place == "staged":
             with WeightsReader(version) as reader:
-                self._stage.read(reader, targets)
+                self._buffer.read(reader, targets)
         self._prepared = _reading(version, targets)
 
     def _find_changes(self, version: LeasedVersion, targets: list[Target]) -> Changes | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from explorer_hooks.broadcast import WeightReceiver
-from explorer_hooks.engines.in_place import HostStage
+from explorer_hooks.engines.in_place import HostBuffer
 from explorer_hooks.engines.targets import Fit, find_targets, tensors_of
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.weight_meta import ALIGNED, BUCKET, WeightMeta
@@ -60,9 +60,9 @@ def fit_of(module: nn.Module, **options: Any) -> Callable[[WeightMeta], Fit]:
     return fit
 
 
-def staged(module: nn.Module, stage: HostStage | None = None, **options: Any) -> Receive:
+def staged(module: nn.Module, buffer: HostBuffer | None = None, **options: Any) -> Receive:
     def receive(group: WeightGroup) -> Received:
-        kept = HostStage(2) if stage is None else stage
+        kept = HostBuffer(2) if buffer is None else buffer
         before = tensors(module)
         targets = WeightReceiver(group).receive_into(kept, fit_of(module, **options))
         assert same(tensors(module), before)
@@ -111,7 +111,7 @@ def test_every_receiver_gets_the_model_bit_by_bit_in_any_buckets(
 
 def test_an_engine_gets_one_model_after_the_other_in_one_group(laden: Laden) -> None:
     """The meta is sent once; host memory is kept; nothing is left of the transfer before."""
-    other, stage = Laden(), HostStage(2)
+    other, buffer = Laden(), HostBuffer(2)
     sender = WeightSender(laden)
     truths, arrived, metas, memory = [], [], [], []
 
@@ -136,12 +136,12 @@ def test_an_engine_gets_one_model_after_the_other_in_one_group(laden: Laden) -> 
             sizes: list[int] = []
             group.begin()
             receiver = WeightReceiver(group, known=known)
-            stage.copy(receiver.receive_into(stage, fit_of(other)))
+            buffer.copy(receiver.receive_into(buffer, fit_of(other)))
             arrived.append(tensors(other))
             known = receiver.meta
             assert known is not None
             metas.append(len(known.encode()) in sizes)
-            memory.append(stage.views[0].data_ptr())
+            memory.append(buffer.views[0].data_ptr())
 
     for rank in transfer(send, receive):
         rank.result()
@@ -335,13 +335,13 @@ def test_a_bucket_that_is_not_what_was_sent_is_not_taken(
 
 
 def test_memory_that_bytes_may_still_arrive_in_is_used_no_more(laden: Laden) -> None:
-    other, stage = Laden(), HostStage(2)
+    other, buffer = Laden(), HostBuffer(2)
     ranks = transfer(
-        lost_after(5, sent(laden, bucket_bytes=ALIGNED)), staged(other, stage), deadline=1.5
+        lost_after(5, sent(laden, bucket_bytes=ALIGNED)), staged(other, buffer), deadline=1.5
     )
     with pytest.raises(BroadcastError):
         ranks[1].result()
-    assert not stage.views
+    assert not buffer.views
 
 
 # -- how much memory it takes ------------------------------------------------------------------
