@@ -1,41 +1,15 @@
-"""Looks into a step's folder, which has weights, or a line with the path of weights elsewhere."""
+"""Makes versions whose weights are elsewhere."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
-import xxhash
-
-from syncd.checkpoint.save import Remote, Save, Unfinished, look_at_save
+from syncd.checkpoint.save import Remote
+from syncd.checkpoint.step_save import look_into_step
 from syncd.protocol.errors import SaveNotReadyError
-from syncd.protocol.names import ACTOR, MANIFEST, REMOTE_PATH, SAVING
+from syncd.protocol.names import MANIFEST, REMOTE_PATH
 from syncd.protocol.records import Manifest, encode
-from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage
-
-_LONGEST: Final = 4096
-
-
-def look_into_step(storage: Storage, folder: Path, step: int) -> Save:
-    """The save in a step's folder: weights, or a line with their path.
-
-    The folder may have any name. No content of the folder causes an exception.
-    """
-    actor = folder / ACTOR
-    save = look_at_save(storage, actor, step)
-    if save.identity is not None:
-        return save
-    try:
-        if not storage.exists(folder):
-            return save
-        names = storage.names(folder)
-        # If the trainer is writing weights, wait for them, however long it takes.
-        if SAVING in names or (ACTOR in names and storage.names(actor)):
-            return save
-        return _look_at_path(storage, folder / REMOTE_PATH, step)
-    except OSError as error:
-        return Unfinished(step, f"{folder} cannot be read now: {error}")
 
 
 def write_remote(
@@ -68,27 +42,3 @@ def write_remote(
     storage.write_new(folder / MANIFEST, encode(manifest))
     storage.sync_folder(folder)
     return manifest
-
-
-def _look_at_path(storage: Storage, path: Path, step: int) -> Unfinished | Remote:
-    """The remote save. A rewritten line is a new save, because the weights may be new."""
-    try:
-        content, (_, inode, size, mtime, _) = storage.read_with_signature(path, _LONGEST)
-    except OSError as error:
-        if is_gone(error):
-            why = f"{path} is not there, and there are no weights in {path.parent / ACTOR}"
-        elif is_no_record(error):
-            why = f"{path} is not a file, or is longer than {_LONGEST} bytes"
-        else:
-            raise
-        return Unfinished(step, why, awaits_path=True)
-    try:
-        text = content.decode().strip()
-    except UnicodeDecodeError:
-        return Unfinished(step, f"{path} is not UTF-8", awaits_path=True)
-    if not text:
-        return Unfinished(step, f"{path} is empty", awaits_path=True)
-    if not text.isprintable():
-        return Unfinished(step, f"{path} is not one line of text", awaits_path=True)
-    digest = xxhash.xxh3_128_hexdigest(f"{text}\0{size}\0{mtime}\0{inode}".encode())
-    return Remote(step, f"remote-{digest}", path=text)

@@ -9,7 +9,7 @@ import time
 from typing import Final
 
 from syncd import __version__
-from syncd.checkpoint.remote import look_into_step
+from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.version import read_manifest
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.versions import Versions

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from syncd.checkpoint.remote import look_into_step
 from syncd.checkpoint.save import Unfinished, WholeSave
+from syncd.checkpoint.step_save import look_into_step
 from syncd.daemon.attempts import Attempts
 from syncd.daemon.collect import Tidying
 from syncd.daemon.complaints import LetBe

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from syncd.checkpoint.chunked_save import holds_model_only
-from syncd.checkpoint.remote import look_into_step
 from syncd.checkpoint.save import Save
+from syncd.checkpoint.step_save import look_into_step
 from syncd.protocol.events import Event
 from syncd.protocol.records import Manifest, Quarantine, SaveOutcome, SaveOutcomes, encode
 from syncd.storage.epoch import Epoch

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from syncd.checkpoint.remote import look_into_step
 from syncd.checkpoint.save import Save, Unfinished, is_saved_over
+from syncd.checkpoint.step_save import look_into_step
 from syncd.daemon.complaints import LetBe
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import DeltaSeen, LeaseSeen, Observation, Pointer, PointerState

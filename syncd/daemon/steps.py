@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from syncd.checkpoint.remote import look_into_step
 from syncd.checkpoint.save import Save
+from syncd.checkpoint.step_save import look_into_step
 from syncd.daemon.complaints import LetBe
 from syncd.daemon.decide import Pointer, StepSeen
 from syncd.protocol.names import (
