@@ -124,25 +124,17 @@ def each_file(
     """Do some work for each file of a version, several files at a time.
 
     Raises:
-        VerificationError: the manifest is damaged, or does not list some weights in the folder.
+        VerificationError: the manifest lacks a digest, or does not list some weights in the folder.
         BaseException: the error of the work, or of ``cancel``.
     """
-    listed = {file.name for file in manifest.files}
-    told: dict[str, dict[str, TensorEntry]] = {name: {} for name in listed}
-    for entry in manifest.tensors:
-        if entry.file not in listed:
-            raise VerificationError(
-                f"the manifest of {folder} puts {shown(entry.name)} into {shown(entry.file)}, "
-                "but the manifest lists no such file"
-            )
-        told[entry.file][entry.name] = entry
+    told = manifest.tensors_by_file()
     for listed_file in manifest.files:
         if manifest.digests != "off" and listed_file.digest is None:
             raise VerificationError(
                 f"the manifest of {folder} must give a digest for each file, but gives none for "
                 f"{shown(listed_file.name)}: the manifest is damaged, or somebody has changed it"
             )
-    _check_nothing_else(storage, folder, manifest, listed)
+    _check_nothing_else(storage, folder, manifest, told)
     run_side_by_side(
         [partial(work, file, told[file.name]) for file in manifest.files],
         threads=threads_here(threads),

@@ -32,6 +32,7 @@ from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, registering
 from syncd.storage.judge import Clock
+from syncd.storage.step_folders import check_on_disk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -287,7 +288,7 @@ class Member(Generic[Report]):
                 if newest is not None and newest.step == step:
                     return newest
                 if not is_on_disk:
-                    self._versions.check_on_disk(step)
+                    check_on_disk(self._versions.job, step)
                     is_on_disk = True
                 if self._versions.pointed() != step:
                     self._versions.check_may_point(step)

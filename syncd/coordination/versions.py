@@ -34,7 +34,7 @@ from syncd.storage.fsio import LONG_RECORD_LIMIT
 from syncd.storage.job import Job, daemon_hint
 from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.sessions import Session
-from syncd.storage.step_folders import ask_server, check_on_disk, make_step_folder, point
+from syncd.storage.step_folders import ask_server, make_step_folder, point
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
@@ -229,10 +229,6 @@ class Versions:
         except OSError as error:
             return f"cannot check whether a daemon is running there: {error}"
         return daemon_hint(self.job.layout.root, lives=lives, is_memory=self._own is not None)
-
-    def check_on_disk(self, step: int) -> None:
-        """Check that a step has a folder; see :func:`.step_folders.check_on_disk`."""
-        check_on_disk(self.job, step)
 
     def check_shards(self, step: int, world_size: int) -> None:
         """Raise SaveNotReadyError unless a step has all its shards, or one full state dict."""

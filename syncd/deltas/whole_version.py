@@ -9,7 +9,6 @@ from pathlib import Path
 
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry
-from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.version import WEIGHTS
 from syncd.deltas.ends import NoDeltaError
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError
@@ -40,19 +39,11 @@ def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
         NoDeltaError: a file does not match the manifest.
         OSError: a file is missing, or cannot be read.
     """
-    told: dict[str, dict[str, TensorEntry]] = {
-        file.name: {} for file in version.manifest.files if file.name.endswith(WEIGHTS)
-    }
-    for tensor in version.manifest.tensors:
-        if tensor.file not in told:
-            raise NoDeltaError(
-                f"the manifest of {version} has {shown(tensor.name)} in {shown(tensor.file)}, "
-                "but the manifest lists no such file"
-            )
-        told[tensor.file][tensor.name] = tensor
     with ExitStack() as stack:
         places: dict[str, tuple[SafetensorsFile, HeaderEntry]] = {}
-        for name, tensors in told.items():
+        for name, tensors in version.manifest.tensors_by_file().items():
+            if not name.endswith(WEIGHTS):
+                continue
             try:
                 file = stack.enter_context(SafetensorsFile.open(storage, version.folder / name))
             except (CheckpointError, SaveNotReadyError) as error:

@@ -286,14 +286,27 @@ class Manifest(Record):
     timings: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _says_where(self) -> Self:
+    def _is_whole(self) -> Self:
         if (self.kind == "remote") != (self.remote is not None):
             raise ValueError(
                 "the kind is remote, but there is no remote path"
                 if self.remote is None
                 else f"the version has a remote path, but its kind is {self.kind}"
             )
+        listed = {file.name for file in self.files}
+        for tensor in self.tensors:
+            if tensor.file not in listed:
+                raise ValueError(
+                    f"tensor {tensor.name!r} is in {tensor.file!r}, but files lists no such file"
+                )
         return self
+
+    def tensors_by_file(self) -> dict[str, dict[str, TensorEntry]]:
+        """The tensors of each file by their names; an empty dict for a file without tensors."""
+        found: dict[str, dict[str, TensorEntry]] = {file.name: {} for file in self.files}
+        for tensor in self.tensors:
+            found[tensor.file][tensor.name] = tensor
+        return found
 
     @property
     def settles(self) -> str:
