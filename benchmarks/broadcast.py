@@ -10,6 +10,8 @@ memory. Each way is timed on the trainer, until the last explorer reports the ne
 - ``syncd``: the method ``nccl``; ``unchecked``: without the digests of the buckets.
 - ``files``: the method ``checkpoint``, with a daemon, on the filesystem of ``--dir``.
 
+"CPU s" is the processor time of the trainer and all explorers, without the daemon.
+
 The ways take turns in a rotating order, after one round that warms all of them up. If a run fails,
 the whole rounds before it are printed.
 """
@@ -34,6 +36,7 @@ from torch import nn
 
 from benchmarks.machine import (
     Report,
+    cpu_seconds,
     daemon,
     median_ratio,
     prepare_process,
@@ -56,6 +59,8 @@ _UNCHECKED: Final = "syncd, unchecked"
 _FILES: Final = "files"
 _WAYS: Final = (_FLAT, _SINGLY, _OURS, _UNCHECKED, _FILES)
 _DEADLINE: Final = 600.0
+#: For each way, the seconds and the processor time of each round.
+_Told = dict[str, list[tuple[float, float]]]
 
 
 class _Model(nn.Module):
@@ -150,6 +155,7 @@ class _Trainer:
             _UNCHECKED: WeightSender(self.model, digests=False),
         }
         self._commands: list[IO[str]] = []
+        self._pids = [os.getpid()]
         for rank in range(1, explorers + 1):
             texts = [encode(one).decode() for one in (bare, ours)]
             argv = [str(job), str(rank), str(gigabytes), *texts]
@@ -160,6 +166,7 @@ class _Trainer:
             )
             stack.callback(process.wait)
             stack.callback(process.terminate)
+            self._pids.append(process.pid)
             assert process.stdin is not None  # noqa: S101 - for the type checker
             self._commands.append(process.stdin)
         self._group = WeightGroup.join(
@@ -172,8 +179,8 @@ class _Trainer:
         self._hook = stack.enter_context(TrainerHook(job, self.model))
         stack.enter_context(daemon(job))
 
-    def time(self, way: str) -> float:
-        """Seconds until the last explorer has the weights of a new step."""
+    def time(self, way: str) -> tuple[float, float]:
+        """Seconds until the last explorer has the weights of a new step, and processor time."""
         self.step += 1
         self.model.fill(self.step)
         sends: dict[str, Callable[[], object]] = {
@@ -184,14 +191,18 @@ class _Trainer:
             _FILES: lambda: self._hook.after_step(self.step),
         }
         self._group.begin()
-        begun = time.perf_counter()
+        used, begun = self._cpu(), time.perf_counter()
         for command in self._commands:
             command.write(json.dumps([way, self.step]) + "\n")
             command.flush()
         sends[way]()
         if not self._group.agree(ok=True):
             raise RuntimeError("an explorer does not have the weights")
-        return time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        return seconds, self._cpu() - used
+
+    def _cpu(self) -> float:
+        return sum(map(cpu_seconds, self._pids))
 
     def _send_singly(self) -> None:
         for one in self.model.parameters():
@@ -204,34 +215,35 @@ class _Trainer:
         self._senders[way].send(group)
 
 
-def _measure(
-    work: Path, explorers: int, gigabytes: float, rounds: int, told: dict[str, list[float]]
-) -> None:
+def _measure(work: Path, explorers: int, gigabytes: float, rounds: int, told: _Told) -> None:
     with ExitStack() as stack:
         trainer = _Trainer(stack, work, explorers, gigabytes)
         for at in range(-1, rounds):
             for way in _WAYS[at % len(_WAYS) :] + _WAYS[: at % len(_WAYS)]:
-                seconds = trainer.time(way)
-                print(
-                    f"1 to {explorers}, {at + 1} of {rounds}: {way}: {seconds:.2f} s",
-                    file=sys.stderr,
-                )
+                seconds, cpu = trainer.time(way)
+                this = f"1 to {explorers}, {at + 1} of {rounds}: {way}"
+                print(f"{this}: {seconds:.2f} s, CPU {cpu:.2f} s", file=sys.stderr)
                 if at >= 0:
-                    told[way].append(seconds)
+                    told[way].append((seconds, cpu))
 
 
-def _rows(told: dict[str, list[float]], nbytes: int) -> list[tuple[str, ...]]:
-    return [
-        (
-            way,
-            f"{median(seconds):.2f} s",
-            f"{nbytes / 1e9 / median(seconds):.2f}",
-            # Of the same round, because the host's other load changes between rounds.
-            f"{median_ratio(seconds, told[_FLAT]):.2f}",
-            f"{min(seconds):.2f} to {max(seconds):.2f}",
+def _rows(told: _Told, nbytes: int) -> list[tuple[str, ...]]:
+    bare = [seconds for seconds, _ in told[_FLAT]]
+    rows = []
+    for way, found in told.items():
+        seconds, cpu = zip(*found, strict=True)
+        rows.append(
+            (
+                way,
+                f"{median(seconds):.2f} s",
+                f"{nbytes / 1e9 / median(seconds):.2f}",
+                # Of the same round, because the host's other load changes between rounds.
+                f"{median_ratio(seconds, bare):.2f}",
+                f"{min(seconds):.2f} to {max(seconds):.2f}",
+                f"{median(cpu):.2f}",
+            )
         )
-        for way, seconds in told.items()
-    ]
+    return rows
 
 
 def main() -> None:
@@ -257,14 +269,14 @@ def main() -> None:
         report.say(f"model: {nbytes / 1e9:.2f} GB in bfloat16, {count} tensors")
         del model
         for explorers in given.explorers:
-            told: dict[str, list[float]] = {way: [] for way in _WAYS}
+            told: _Told = {way: [] for way in _WAYS}
             try:
                 _measure(work / str(explorers), explorers, given.gigabytes, given.rounds, told)
             finally:
                 if whole := whole_rounds(told):
                     report.whole_table(
                         f"1 to {explorers}, {len(whole[_FLAT])} rounds",
-                        ("", "median", "GB/s", "x flat buffer", "seconds"),
+                        ("", "median", "GB/s", "x flat buffer", "seconds", "CPU s"),
                         _rows(whole, nbytes),
                     )
 

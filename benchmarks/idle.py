@@ -23,7 +23,7 @@ from typing import Final
 
 import xxhash
 
-from benchmarks.machine import Report, prepare_process
+from benchmarks.machine import Report, cpu_seconds, prepare_process
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
@@ -115,15 +115,13 @@ def make_job(root: Path, scenario: Scenario) -> JobLayout:
 
 
 def spent(pid: int) -> Spent:
-    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     wakeups = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
             wakeups += status(task / "status", "voluntary_ctxt_switches")
         except FileNotFoundError:
             pass  # a thread that has ended meanwhile
-    # utime and stime are fields 14 and 15; the first after the name is field 3.
-    return Spent((int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK"), wakeups)
+    return Spent(cpu_seconds(pid), wakeups)
 
 
 def status(path: Path, key: str) -> int:
