@@ -1,4 +1,4 @@
-"""The HTTP client for an inference server: reads the server's routes, and sends requests."""
+"""An HTTP client for an inference server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from syncd.protocol.errors import (
     ServerUnreachableError,
 )
 
-#: Statuses that a proxy in front of a server answers with while the server is away or starts.
+#: The statuses of a proxy's answers while the server behind the proxy is away or starts.
 _AWAY: Final = frozenset({502, 503, 504})
 #: The schemes that are supported, with their default ports.
 _PORTS: Final = MappingProxyType({"http": 80, "https": 443})
@@ -48,11 +48,9 @@ class HttpServer:
     because they depend on the server's release and options.
 
     Args:
-        url: the server's address, for example ``http://127.0.0.1:8000``.
-        api_key: the key that the server was started with, sent as a bearer token.
-        other_keys: maps a route to the key that is sent to this route instead of ``api_key``.
-        cacert: a file of PEM certificates to trust instead of the host's, for ``https``.
-        timeout: seconds for a request, if the call gives no other limit.
+        url, api_key, cacert: see :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
+        other_keys: maps a route to the key that replaces ``api_key`` for this route.
+        timeout: the default limit for a request, in seconds.
     """
 
     def __init__(
@@ -76,13 +74,13 @@ class HttpServer:
             transport=transport,
             # A server closes the connection after an error, so each request has its own connection.
             limits=httpx2.Limits(max_keepalive_connections=0),
-            # Ignore the environment's proxies: the address is the engine's own.
+            # Ignore the environment's proxies, and connect to the address directly.
             trust_env=False,
         )
         self._routes: frozenset[str] | None = None
 
     def has(self, route: str) -> bool:
-        """Whether the server has a route. The list of routes is cached."""
+        """True if the server has a route, by the cached list of routes."""
         if self._routes is None:
             self.read_routes()
         assert self._routes is not None  # noqa: S101 # read just now
@@ -94,7 +92,7 @@ class HttpServer:
             raise InvalidSettingsError(f"{self.url} has no route {route}: {advice}")
 
     def forget_routes(self) -> None:
-        """Drop the cached list of routes, because another server may have the address now."""
+        """Drop the cached routes; another server may have the address now."""
         self._routes = None
 
     def ask(
@@ -107,12 +105,12 @@ class HttpServer:
     ) -> Any:
         """Send a request with ``body`` as JSON, and return the JSON of the answer, or None.
 
-        ``timeout`` limits each part of the request, in seconds. The limit for the connection is at
-        most 3 s.
+        ``timeout`` (in seconds) limits each read and each write. The limit to connect is at most 3
+        s.
 
         Raises:
-            ServerUnreachableError: there is no server, or no answer in time. The server may have
-                carried out the request, or may carry it out later.
+            ServerUnreachableError: no answer came in time. The server may still have carried out
+                the request, or may do so later.
             ServerRefusedError: the answer is an error.
         """
         method, _, path = route.partition(" ")
@@ -151,8 +149,8 @@ class HttpServer:
     ) -> None:
         """Wait until the server lists its routes, at most ``timeout`` seconds.
 
-        ``told`` is called with the reason after the first failed attempt, then every 30 s.
-        ``cancel`` is called after each failed attempt, and raises an error to stop.
+        ``told`` gets the reason after the first failed attempt, then every 30 s. ``cancel`` is
+        called after each failed attempt. It raises an error to end the wait.
         """
         begun = next_word = time.monotonic()
         while True:
@@ -178,11 +176,11 @@ class HttpServer:
                 return
 
     def close(self) -> None:
-        """Close the connections. You can call this twice."""
+        """Close the connections."""
         self._client.close()
 
     def read_routes(self, timeout: float | None = None) -> None:
-        """Read the server's routes. If the server does not list them, raise ServerRefusedError."""
+        """Read the server's routes; raise ServerRefusedError if the server does not list them."""
         try:
             told = self.ask("GET /openapi.json", timeout=timeout)
         except ServerRefusedError as error:
@@ -204,10 +202,9 @@ class HttpServer:
 
 
 def place(url: str) -> tuple[str, int, str]:
-    """Split a server's address into host, port and path, equal for all spellings of one address.
+    """Split a server's address into host, port and path. All spellings give equal results.
 
-    All names of this host's loopback interface count as one host. The scheme decides only the
-    default port.
+    All names of this host's loopback interface count as one host.
     """
     address = _address(url)
     host = address.host.rstrip(".")

@@ -16,43 +16,43 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _takes_names_of(self, version: LeasedVersion) -> bool:
-        """Whether the server finds tensors by the names that they have in the version."""
+        """True if the server finds tensors by their names in the version."""
 
     @abstractmethod
     def _find_kinds(self) -> frozenset[str]:
-        """Find out from the server's routes which kinds of versions the server can load."""
+        """The kinds of versions that the server can load, by its routes."""
 
     @abstractmethod
     def _named_folder(self) -> str | None:
-        """The model folder that the server reports, with the served tensors' names and shapes."""
+        """The model folder that the server reports. It has the served tensors' names and shapes."""
 
     @abstractmethod
     def _serves_what_it_names(self, said: str | None) -> bool:
-        """Whether the label shows that the server serves the folder of :meth:`_named_folder`."""
+        """True if the label ``said`` shows that the server serves :meth:`_named_folder`."""
 
     @abstractmethod
     def _said_label(self) -> str | None:
-        """The label of the server's weights; None if the weights have no label."""
+        """The label of the server's weights; None if they have none."""
 
     @abstractmethod
     def _set_label(self, text: str) -> None:
-        """Set the label of the server's weights, if the server supports labels."""
+        """Set the label, if the server supports labels."""
 
     @abstractmethod
     def _can_label(self) -> bool:
-        """Whether the server can report and set labels of full models and adapters."""
+        """True if the server supports labels."""
 
     @abstractmethod
     def _may_be_paused(self) -> bool:
-        """Whether the server is perhaps paused. Only called for a server without labels."""
+        """True if the server is perhaps paused. Only called for a server without labels."""
 
     @abstractmethod
     def _serves_adapter(self) -> bool:
-        """Whether running requests can use an adapter that syncd loaded."""
+        """True if running requests can use an adapter from syncd."""
 
     @abstractmethod
     def _pause(self) -> None:
-        """Hold, finish or abort running requests, depending on the mode; let new requests wait."""
+        """Hold, finish or abort running requests, by the mode, and let new requests wait."""
 
     @abstractmethod
     def _resume(self) -> None:
@@ -64,14 +64,14 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
-        """Load an adapter or a full model. The load of a full model unloads the adapters.
+        """Load an adapter or a full model. The load of a full model unloads the adapter.
 
-        ``name`` is the label, for servers that set the label together with the weights.
+        ``name`` is the label, for servers that set it together with the weights.
         """
 
     def _loaded_well(self, version: LeasedVersion) -> None:  # noqa: B027 # not every server can check
-        """Check the loaded weights while the server is still paused."""
+        """Check the loaded weights during the pause."""
 
     @abstractmethod
     def _prove(self, kind: str, name: str) -> None:
-        """Generate one token with the model or the adapter, whose label must be ``name``."""
+        """Generate one token. If the server reports the label of its weights, check the label."""

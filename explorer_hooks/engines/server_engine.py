@@ -1,4 +1,4 @@
-"""The base class of engines for servers: pause, load, and generate a test token."""
+"""The base class of engines for servers."""
 
 from __future__ import annotations
 
@@ -29,35 +29,39 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The label during a load. If a server keeps it, a hook was killed, and the weights are unknown.
+#: The beginning of a label during a load. If a server keeps such a label, a hook was killed, and
+#: the weights are unknown.
 LOADING: Final = "syncd-loading"
-#: The beginning of all other labels that syncd sets.
+#: The beginning of the label of a loaded version.
 _STEP: Final = "step-"
 
 
 class ServerEngine(ServerCalls):
     """Loads versions into a server, from folders that the server can read.
 
-    Promised: a version that does not fit is never loaded. A version counts as served only after the
-    server has generated one token; otherwise an error is raised. If the server's weights are
-    unknown, or its caches hold results of other weights, an error is raised and the server stays
-    paused. If a load fails, the previous version is loaded again.
+    Promised:
 
-    Not promised: that the server serves while no hook runs, or that nothing else changes its
-    weights. syncd notices a second hook only while or after the second hook loads a version.
+    - A version that does not fit the server's model is never loaded, except if ``base`` is unknown.
+    - A version counts as served only after the server has generated one token.
+    - The server stays paused while its weights are unknown, or its caches hold results of old
+      weights.
+    - If the server refuses a load, the previous version is loaded again.
+
+    Not promised: that a server whose hook was killed serves before another hook runs, or that
+    nothing else changes the server's weights. syncd notices a second hook only while or after the
+    second hook loads a version.
 
     The server shows the :func:`label` of the loaded version beside generated text. If the server
-    does not answer during a load, ServerUnreachableError is raised. After such an error in
-    :meth:`load`, the server's weights are unknown.
+    does not answer a request, ServerUnreachableError is raised. If this happens in :meth:`load`,
+    the server's weights are unknown.
 
     Args:
         url: the address of one server, not of a load balancer.
         mode: how to treat running requests; the first of :attr:`modes` by default.
         base: the model folder that the server was started with; by default the folder that the
-            server names. If it is not on this host, the first version is loaded unchecked.
-        is_local: whether the server reads files on this host only; by default True if ``url`` is an
-            address of this host. For a server on several hosts, give False, which switches staging
-            off.
+            server names. If the folder is not on this host, the first version is loaded unchecked.
+        is_local: whether the server reads files on this host only; by default True if ``url`` is a
+            loopback address. False switches staging off: use it for a server on several hosts.
         api_key: the key that the server was started with.
         admin_api_key: the ``--admin-api-key`` of an SGLang server, if any. A server with this key
             accepts only this key for its weight routes.
@@ -66,7 +70,7 @@ class ServerEngine(ServerCalls):
         timeout: seconds for a short request.
         load_timeout: seconds for each pause, each load, and each token after a load.
         start_timeout: seconds to wait at the beginning for a server that is not up yet.
-        cancel: called every half second during the wait at the beginning; raises an error to stop.
+        cancel: called every half second during this wait. If it raises an error, the wait ends.
         transport: replaces the HTTP transport in tests.
 
     Attributes:
@@ -139,7 +143,7 @@ class ServerEngine(ServerCalls):
 
     @property
     def is_local(self) -> bool:
-        """Whether the server reads files on this host only."""
+        """True if the server reads files on this host only."""
         return self._is_local
 
     def on_waiting(self, told: Callable[[str], object]) -> None:
@@ -154,7 +158,7 @@ class ServerEngine(ServerCalls):
         Raises:
             ServerUnreachableError: the server did not come up in time.
             InvalidSettingsError: the server lacks a route that is needed.
-            ServerRefusedError: an answer of the server cannot be understood.
+            ServerRefusedError: syncd cannot understand an answer of the server.
         """
         waits = f"waiting up to {self._start_timeout:g} s for {self._whose} to answer"
         self._told_waiting(waits)
@@ -188,11 +192,7 @@ class ServerEngine(ServerCalls):
             self._resume()
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare a full model with the base model, or else with the first full model loaded.
-
-        Raises:
-            EngineMismatchError: the model, its kind or its tensors' names do not fit the server.
-        """
+        """Compare a full model with the base model, or else with the first full model loaded."""
         check_kind(version, self._kinds)
         if not self._takes_names_of(version):
             check_names(version, self._whose)
@@ -200,7 +200,7 @@ class ServerEngine(ServerCalls):
             self._fits.check(version)
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Check the server before the pause, because another server may have replaced it.
+        """Check the server again, because another server may have replaced it.
 
         Raises:
             EngineBrokenError: another hook is loading into the server.
@@ -216,7 +216,7 @@ class ServerEngine(ServerCalls):
         self._has_adapters |= version.kind == "adapter" or self._serves_adapter()
 
     def pause(self) -> None:
-        """Hold, finish or abort running requests, by the configured mode.
+        """Hold, finish or abort running requests, depending on the mode.
 
         Raises:
             ServerBusyError: the server cannot be paused with empty caches now. Try again.
@@ -225,12 +225,13 @@ class ServerEngine(ServerCalls):
         self._must(self._pause)
 
     def load(self, version: LeasedVersion) -> None:
-        """Let the server load the version's folder. If the load fails, load the previous folder.
+        """Let the server load the version's folder. If it refuses, let it load the previous folder.
 
         The load counts as finished only after :meth:`reset_cache`.
 
         Raises:
-            ServerRefusedError: the load failed, and the server has its previous version again.
+            ServerRefusedError: the server refused the load. It has its previous version again, or
+                else :meth:`resume` raises EngineBrokenError.
             EngineBrokenError: the server failed, and the version is not the cause.
         """
         torn, before = self._torn, self._must(self._said_label)
@@ -272,7 +273,7 @@ class ServerEngine(ServerCalls):
         self._loaded[version.kind] = str(version.folder)
 
     def reset_cache(self) -> None:
-        """Empty the server's prefix cache. Running requests are computed again from their tokens.
+        """Empty the server's prefix cache.
 
         Raises:
             EngineBrokenError: the server refuses to empty its cache.
@@ -287,8 +288,8 @@ class ServerEngine(ServerCalls):
         """Serve again. After a load, also generate a token.
 
         Raises:
-            EngineBrokenError: the server generates no token, or its weights are unknown. If they
-                are unknown, the server stays paused.
+            EngineBrokenError: the server generates no token. Or the server stays paused, because
+                its weights are unknown or its caches hold results of old weights.
         """
         if self._torn is not None:
             raise EngineBrokenError(f"{self._whose} stays paused: {self._torn}")
@@ -303,9 +304,9 @@ class ServerEngine(ServerCalls):
             self._proof = None
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether the server reports this version, or weights of a later broadcast.
+        """True if the server reports this version, or weights of a later broadcast.
 
-        For a server that cannot report its weights, the result is True if the server answers.
+        Also True for a server without labels, because its weights cannot be told apart.
         """
         if self._torn is not None or self._uncached is not None:
             return False
@@ -326,17 +327,17 @@ class ServerEngine(ServerCalls):
         return said is None or said == given
 
     def is_away(self) -> bool:
-        """Whether the server does not answer."""
+        """True if the server does not answer."""
         try:
             self._server.read_routes()
         except ServerUnreachableError:
             return True
         except ServerRefusedError:
-            pass  # it answers: the next pull says what is wrong with it
+            pass  # it answers; the next pull reports the error
         return False
 
     def close(self) -> None:
-        """Close the connections; the server keeps running. You can call this twice."""
+        """Close the connections; the server keeps running."""
         self._server.close()
 
     def _say_waiting(self, why: str) -> None:
@@ -344,7 +345,7 @@ class ServerEngine(ServerCalls):
         log.warning("%s", why)
 
     def _check_left(self, said: str) -> None:
-        """Check that another hook's load is over. A load takes at most the ``load_timeout``."""
+        """Raise EngineBrokenError while another hook's load may last, at most ``load_timeout``."""
         now = time.monotonic()
         if self._others is None or self._others[0] != said:
             self._others = said, now
@@ -364,13 +365,12 @@ class ServerEngine(ServerCalls):
         log.warning("%s stays paused until the next load: %s", self._whose, self._torn)
 
     def _take_received(self, name: str, load: Callable[[], None]) -> None:
-        """Let the server load a full model that its workers have received, under a label.
+        """Let the server load a full model that its workers have received, and label it ``name``.
 
-        If the load fails, the server stays paused until a version is loaded. The old weights are
-        not loaded again, because their folder may not exist any more.
+        After a failure the old weights are not loaded again, because their folder may be deleted.
 
         Raises:
-            EngineBrokenError: the server did not load the model. Its weights are unknown.
+            EngineBrokenError: the weights are unknown. The server stays paused until a load.
         """
         self._torn = f"it has not loaded {name}"
         self._model_is_torn = True
@@ -386,10 +386,10 @@ class ServerEngine(ServerCalls):
         self._proof = lambda: self._prove("full", name)
 
     def _give_back(self, version: LeasedVersion, name: str, error: ServerRefusedError) -> bool:
-        """After a refused load, load the old weights again; return whether the server has them."""
+        """Load the old weights again after a refused load; return True if the server has them."""
         folder = self._loaded.get(version.kind)
         if folder is None:
-            # If there was no adapter, none was lost. A model's state is unknown.
+            # Without a previous adapter nothing was lost. A model's weights are unknown.
             return version.kind == "adapter"
         log.warning(
             "%s refused a load, so the previous weights in %s are loaded again: %s",
@@ -409,7 +409,7 @@ class ServerEngine(ServerCalls):
         return True
 
     def _must(self, call: Callable[[], T]) -> T:
-        """Make a call; a refusal means a broken engine (EngineBrokenError), not a bad version."""
+        """Make a call that does not depend on a version, so a refusal raises EngineBrokenError."""
         try:
             return call()
         except ServerRefusedError as error:
@@ -419,7 +419,7 @@ class ServerEngine(ServerCalls):
 
 
 def label(version: LeasedVersion) -> str:
-    """The name of a version in a server: the version's step and sequence."""
+    """The label of a version in a server, for example ``step-3-version-17``."""
     return f"{_STEP}{version.step}-version-{version.sequence}"
 
 

@@ -1,14 +1,12 @@
-"""A fake of SGLang's HTTP interface without a model, for tests of programs that drive a server.
+"""A fake of SGLang's HTTP interface without a model, for tests.
 
 The fake follows the sources of SGLang 0.5.23, but was not compared with a real server. It copies
 SGLang's unexpected behaviour:
 
-- A flush is refused while a request runs, or while a paused server has a grammar to compile.
-- An update can be reported as failed although the weights have changed.
-- An update can be reported as done although it skipped tensors with unknown names.
-- The model's name is the folder of the last update.
+- SGLang refuses to flush while a request runs, or while a paused server has a grammar to compile.
+- SGLang can report an update as failed although the weights have changed.
+- SGLang can report an update as done although it skipped tensors with unknown names.
 - The unload of an adapter waits for held requests.
-- Some routes need the admin key.
 """
 
 from __future__ import annotations
@@ -34,23 +32,18 @@ class FakeSGLang:
     """A fake SGLang server, which only keeps folder names. Give :attr:`transport` to an engine.
 
     Args:
-        model_path: the model folder that the server was started with.
+        model_path, api_key, admin_api_key: the options that the server was started with.
         without: routes that the fake server lacks, as some releases do.
-        api_key, admin_api_key: the keys that the server was started with.
         knows: the names of the tensors that the server loads; None to load all. Other tensors are
-            dropped without an error, as qwen3_moe drops stacked experts.
+            dropped without an error, as SGLang's qwen3_moe drops stacked experts.
 
     Attributes:
         asked: the paths of all requests that change something, in order.
-        model_path, weight_version: the folder and the label of the served model.
-        adapters: maps each adapter's name to its path.
-        loaded: the folders that were loaded, in order.
-        serves: tensor name → the folder it was last loaded from; empty without ``knows``.
-        compiling: the number of requests that wait for a grammar. A paused server compiles none.
-        aborted: the number of requests that were returned unfinished.
-        faults: maps a request's path to the message of an answer that reports a failure.
+        serves: maps each tensor's name to the folder it was last loaded from; empty without
+            ``knows``.
+        running, compiling: the numbers of requests that run, or wait for a grammar.
+        faults: maps a request's path to the error message of its answer.
         refuses: the folders that the server refuses to load.
-        is_dead: whether the server fails to generate.
     """
 
     def __init__(
@@ -88,7 +81,7 @@ class FakeSGLang:
         self.restart()
 
     def restart(self) -> None:
-        """Act like a new process, with the weights that the server was started with."""
+        """Act like a new process, with the weights of the start."""
         self.model_path = self.served_model_name = self._started_with
         self.weight_version = _DEFAULT
         self.serves = dict.fromkeys(self._knows or (), self._started_with)
@@ -197,7 +190,7 @@ class FakeSGLang:
 
     def _unload_lora_adapter(self, told: Mapping[str, Any]) -> httpx2.Response:
         if self.adapters and self.is_paused and self._held:
-            # A real server waits for them without end.
+            # A real server waits for these requests forever.
             raise httpx2.ReadTimeout("the adapter is in use by requests that are held")
         if self.adapters.pop(str(told["lora_name"]), None) is None:
             return _said(400, {"success": False, "error_message": "it is not loaded"})

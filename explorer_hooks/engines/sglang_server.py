@@ -32,15 +32,18 @@ _BETWEEN_FLUSHES: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 class SGLangServer(ServerEngine):
     """Loads versions into an SGLang server.
 
-    New requests wait during a load. The mode decides what happens to running requests. With
-    ``retract`` they go back to the queue, and continue with the new weights after their prefixes
-    are computed again. With ``abort`` they are returned unfinished. If the server has an adapter or
-    will get one, ``retract`` works like ``abort``. SGLang's mode ``in_place`` is not supported,
-    because it would keep prefixes of the old weights.
+    New requests wait during a load. The mode decides what happens to running requests:
+
+    - ``retract``: they go back to the queue. After the load the server computes their prefixes
+      again, and they continue with the new weights. If the server has an adapter, or will get one,
+      ``retract`` works like ``abort``.
+    - ``abort``: they are returned unfinished.
+
+    SGLang's mode ``in_place`` is not supported, because it would keep prefixes of the old weights.
 
     A paused server compiles no grammars, and refuses to flush its caches while a request waits for
-    a grammar. So the caches are flushed before the load, too. If the server refuses that flush, it
-    is resumed with its old weights for a moment, and then paused again.
+    a grammar. So the caches are also flushed before the load. If the server refuses that flush, it
+    serves its old weights again for a moment, and is then paused again.
 
     See :class:`~explorer_hooks.engines.server_engine.ServerEngine` for the arguments and the
     promises.
@@ -55,7 +58,7 @@ class SGLangServer(ServerEngine):
     _is_flushed = False
 
     def _takes_names_of(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # others look
-        return False  # 0.5.23 drops tensors with other names than the hub's, and reports success
+        return False  # 0.5.23 silently drops tensors without the hub's names
 
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _UPDATE, _FLUSH, _GENERATE):
@@ -91,18 +94,18 @@ class SGLangServer(ServerEngine):
         return self._server.has(_LABEL)
 
     def _may_be_paused(self) -> bool:
-        return True  # it does not report whether it is
+        return True  # the server does not report it
 
     def _serves_adapter(self) -> bool:
         return "adapter" in self._loaded
 
     def _pause(self) -> None:
-        # Before SGLang unloads an adapter, it waits without end for held requests.
+        # SGLang unloads no adapter while requests are held.
         mode = "abort" if self._has_adapters else self._mode
         self._is_flushed = False
         if self._torn is None and self._uncached is None:
             self._pause_flushed(mode)
-        else:  # it must not serve its present weights, not even for a moment
+        else:  # the server must not serve its present weights, even for a moment
             self._ask_to_pause(mode)
 
     def _resume(self) -> None:
@@ -118,13 +121,13 @@ class SGLangServer(ServerEngine):
                 self._whose,
                 error,
             )
-            # Running requests have prefixes of old weights, and must not end as if they were valid.
+            # Running requests have prefixes of old weights, so they must not end normally.
             mode = self._mode if self._is_flushed and not self._has_adapters else "abort"
             self._resume()
             self._pause_flushed(mode)
 
     def _pause_flushed(self, mode: str) -> None:
-        """Pause with empty caches. Serve between attempts, so that blocking requests can end."""
+        """Pause with empty caches. Serve between attempts, so that requests can end."""
         for seconds in (*_BETWEEN_FLUSHES, None):
             self._ask_to_pause(mode)
             try:
@@ -159,8 +162,9 @@ class SGLangServer(ServerEngine):
             adapter = {"lora_name": self._lora_name, "lora_path": folder}
             self._accepted(self._server.ask(_LOAD_ADAPTER, adapter, timeout=self._load_timeout))
             return
-        # A separate request flushes the cache, because a refused flush would make this request
-        # fail although the weights have changed; some releases then exit.
+        # The cache is flushed by a separate request. If this request flushed it, and SGLang refused
+        # the flush, the request would fail although the weights have changed. Some releases then
+        # exit.
         body = {
             "model_path": folder,
             "flush_cache": False,

@@ -25,7 +25,7 @@ _NO_LIMIT: Final = math.inf
 
 
 class LLM(Protocol):
-    """The methods of ``vllm.LLM`` that syncd uses. ``llm_engine.vllm_config`` has its settings."""
+    """The part of ``vllm.LLM`` that syncd uses. ``llm_engine.vllm_config`` has its settings."""
 
     llm_engine: Any
 
@@ -45,10 +45,10 @@ class LLM(Protocol):
 class VLLMEngine(InProcessEngine):
     """Loads versions into a ``vllm.LLM``.
 
-    An LLM generates only while its caller waits, so no pause is needed. After each load the LLM
-    must generate one token before the version counts as served. After a failed load the weights may
-    be a mix of two versions, until the hook has loaded the previous version again. Without a
-    previous version, the engine is broken.
+    An LLM generates only while its caller waits, so no pause is needed. A version counts as served
+    only after the LLM has generated one token. After a failed load the weights may be a mix of two
+    versions, until the hook has loaded the previous version again. Without a previous version, the
+    engine is broken.
 
     The LLM can take broadcasts if it was made with ``worker_extension_cls`` and
     :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
@@ -78,13 +78,12 @@ class VLLMEngine(InProcessEngine):
             self._fits = fits_if_here(named, "this vLLM")
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare a version with the LLM's base model.
-
-        If there is no base model, compare the version with the first version that was loaded.
+        """Compare a version with the base model, or else with the first version that was loaded.
 
         Raises:
-            EngineMismatchError: the version, its kind or its names do not fit. Or vLLM runs on a
-                CPU without syncd's extension, and would keep some of the old weights.
+            EngineMismatchError: the version's kind, or its tensors or their names, do not fit. Or
+                vLLM runs on a CPU without syncd's extension, and would keep some of the old
+                weights.
         """
         check_kind(version, self.kinds)
         if not takes_names_of(version, self._fits):
@@ -143,7 +142,7 @@ class VLLMEngine(InProcessEngine):
             raise EngineBrokenError(f"vLLM generated no token after it had loaded {what}")
 
     def reset_cache(self) -> None:
-        """Empty the prefix cache. If a request is running, EngineBrokenError is raised."""
+        """Empty the prefix cache; raise EngineBrokenError if a request is running."""
         if not self._llm.reset_prefix_cache():
             raise EngineBrokenError(
                 "vLLM's prefix cache still holds entries of the old weights, because vLLM is still "

@@ -31,7 +31,7 @@ _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Decides whether a vLLM worker can load only changed elements."""
+    """Decides if a vLLM worker can load only changed elements."""
 
     model: Any
     vllm_config: Any
@@ -40,7 +40,7 @@ class Worker:
         """The reason why this worker must load all elements; None if changed elements suffice.
 
         vLLM 0.32 can load changed elements only into weights that are stored as in the checkpoint.
-        Only their floating dtype may differ from the checkpoint's.
+        Only their floating dtype may differ.
         """
         config = self.vllm_config
         for is_so, why in (
@@ -62,7 +62,6 @@ class Worker:
 
 
 def _is_packed(module: Any) -> bool:
-    """Whether vLLM keeps a packed copy of the module's weight for its CPU kernels."""
     plain = torch.nn.functional.linear
     return getattr(module, "cpu_linear", plain) is not plain
 
@@ -70,8 +69,8 @@ def _is_packed(module: Any) -> bool:
 def patches_of(base: Manifest | None, folder: Path, deltas: Sequence[Path]) -> list[Any]:
     """Read the elements in which the version in ``folder`` differs from an older version.
 
-    The positions come from ``deltas``, which must lead from base to version, in order. The values
-    come from the version's own verified files. ``base`` is None if the model's version is unknown.
+    The positions come from ``deltas``, which must lead from ``base`` to the version, in order. The
+    values come from the version's own files, which must be verified. ``base`` is None if unknown.
 
     Returns:
         vLLM's ``CheckpointWeightPatch`` for each changed tensor, with the shape and dtype of the
@@ -82,7 +81,7 @@ def patches_of(base: Manifest | None, folder: Path, deltas: Sequence[Path]) -> l
     """
     if base is None:
         raise NoDeltaError("the version that the worker has is unknown")
-    # NumPy is there if deltas can be read at all.
+    # Imported here, because it needs NumPy, which deltas need anyway.
     from syncd.deltas.applying import Link, changed_positions  # noqa: PLC0415
 
     storage = Storage()
@@ -114,7 +113,7 @@ def _record(storage: Storage, folder: Path) -> Delta:
 
 
 def _values(file: SafetensorsFile, entry: HeaderEntry, indices: torch.Tensor) -> torch.Tensor:
-    """Read elements as integers, by their positions; only the pages of these elements are read."""
+    """Read elements by their positions, as integers, without reading the whole tensor."""
     width = ITEMSIZE[entry.dtype]
     with mmap.mmap(file.fd, file.size, access=mmap.ACCESS_COPY) as memory:
         count = (entry.end - entry.begin) // width

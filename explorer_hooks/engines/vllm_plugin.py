@@ -11,13 +11,13 @@ from typing import Final
 
 #: The value of ``backend`` in ``--weight-transfer-config``.
 BACKEND: Final = "syncd"
-#: The beginning of the releases of vLLM whose interface the transfer is written for.
+#: The beginning of the vLLM releases that the transfer is written for.
 INTERFACE: Final = "0.32."
 _ENGINES: Final = "explorer_hooks.engines.vllm_transfer"
 
 
 def register() -> None:
-    """Register the transfer with the vLLM of this process, once. This function raises no error."""
+    """Register the transfer in this process. Raises no error, even when called twice."""
     try:
         version: str = importlib.import_module("vllm").__version__
         factory = importlib.import_module("vllm.distributed.weight_transfer.factory")

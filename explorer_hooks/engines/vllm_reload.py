@@ -1,4 +1,4 @@
-"""Reload a model inside vLLM's workers, correctly on a CPU, and clean up after a failure."""
+"""Reload a model inside vLLM's workers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ log = logging.getLogger(__name__)
 def reload_whole(
     reload_weights: Callable[[], object], *, model: Any, vllm_config: Any, on_cpu: bool
 ) -> None:
-    """Reload all weights. After a failure the model may have parts of two versions.
-
-    A failed reload is ended, so that it does not affect the next reload.
-    """
+    """Reload all weights. After a failure the model may have parts of two versions."""
     try:
         if on_cpu:
             _reload_packed(reload_weights, model, vllm_config)
@@ -40,11 +37,11 @@ def _end_reload(model: Any, vllm_config: Any) -> None:
 
 
 def _reload_packed(reload_weights: Callable[[], object], model: Any, vllm_config: Any) -> None:
-    """Reload on a CPU, including the weights that vLLM keeps in another layout.
+    """Reload on a CPU, including the weights that vLLM 0.32 packs for its CPU kernels at its start.
 
-    vLLM 0.32 packs weights for its CPU kernels when it starts. Its own reload has two faults. If an
-    output layer shares the embedding's weight, the layer's packed copy stays unchanged, because
-    nothing is loaded under the layer's name. And unpacked experts are copied over packed experts.
+    vLLM's own reload has two faults. If an output layer is tied to the embedding, its packed copy
+    stays old, because nothing is loaded under the layer's name. And unpacked experts are copied
+    over packed experts.
     """
     modules = list(model.modules())
     methods: list[Any] = [getattr(module, "quant_method", None) for module in modules]
@@ -55,7 +52,7 @@ def _reload_packed(reload_weights: Callable[[], object], model: Any, vllm_config
             "each version's folder (syncd follow --command)"
         )
     for method in experts:
-        method.moe_kernel = None  # vLLM then packs them as it did when it started
+        method.moe_kernel = None  # vLLM then packs the experts again
     reload_weights()
     if any(method.moe_kernel is None for method in experts):
         raise RuntimeError(

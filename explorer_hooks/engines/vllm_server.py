@@ -46,7 +46,7 @@ _GENERATE: Final = "POST /inference/v1/generate"
 _COMPLETE: Final = "POST /v1/completions"
 _MODELS: Final = "GET /v1/models"
 _OPTIONS: Final = "GET /server_info"
-#: vLLM's label for unlabelled weights: those that it was started with.
+#: vLLM's label for the weights that it was started with.
 _UNLABELLED: Final = "default"
 #: The beginning of the label of a full model that was loaded, until the caches are empty.
 TAKEN: Final = f"{LOADING}-full-taken"
@@ -55,14 +55,17 @@ TAKEN: Final = f"{LOADING}-full-taken"
 class VLLMServer(ServerEngine):
     """Loads versions into a vLLM server.
 
-    New requests wait during a load. The mode decides what happens to running requests. With
-    ``keep`` they are held, and continue with the new weights after their prefixes are computed
-    again. With ``wait`` they are finished with the old weights before the load. With ``abort`` they
-    are returned unfinished. If the server has an adapter or will get one, ``keep`` works like
-    ``wait``.
+    New requests wait during a load. The mode decides what happens to running requests:
 
-    If a hook was killed during a load, the next hook uses ``keep`` instead of ``wait``, because the
-    held requests would finish with unknown weights. If there may be adapters, it uses ``abort``.
+    - ``keep``: they are held. After the load the server computes their prefixes again, and they
+      continue with the new weights. If the server has an adapter, or will get one, ``keep`` works
+      like ``wait``.
+    - ``wait``: they are finished with the old weights before the load.
+    - ``abort``: they are returned unfinished.
+
+    If a hook was killed during a load, the next hook does not use ``wait``, because the held
+    requests would finish with unknown weights. It uses ``keep`` instead, or ``abort`` if there may
+    be adapters.
 
     If the server was started with ``--weight-transfer-config '{"backend": "syncd"}'``, syncd's own
     weight transfer loads full models. Otherwise vLLM's ``reload_weights`` does. The server can take
@@ -75,9 +78,9 @@ class VLLMServer(ServerEngine):
             is loaded again, its digests must be equal to those of its first load. The server stays
             paused while it computes the digests, on one core. On a CPU, some digests are of empty
             tensors, so they check nothing.
-        sparse: whether to load only the changed elements, if the server has syncd's weight transfer
-            and deltas lead from its version to the new version.
-        options: see :class:`~explorer_hooks.engines.server_engine.ServerEngine`, which has the
+        sparse: whether to load only the changed elements. This needs syncd's weight transfer in the
+            server, and deltas that lead from the server's version to the new version.
+        options: see :class:`~explorer_hooks.engines.server_engine.ServerEngine`, which also has the
             promises.
 
     Raises:
@@ -106,9 +109,8 @@ class VLLMServer(ServerEngine):
     def workers(self) -> int:
         """The number of the server's ranks in a weight group; 0 if it takes no broadcasts.
 
-        It is 0 before :meth:`attach`. The first use after :meth:`attach` asks the server, which
-        takes seconds. It also cleans up after a killed hook: the workers leave a weight group, and
-        release received weights.
+        It is 0 before :meth:`attach`. The first use after that asks the server, which takes
+        seconds, and makes the workers leave a weight group that a killed hook has left behind.
         """
         if self._world is None:
             try:
@@ -124,7 +126,7 @@ class VLLMServer(ServerEngine):
         return self._world
 
     def attach(self) -> None:
-        """See :meth:`ServerEngine.attach`. The first use of :attr:`workers` counts the workers."""
+        """See :meth:`ServerEngine.attach`. :attr:`workers` counts the workers later."""
         super().attach()
         self._world = None
         self._workers.half_loaded = self._model_is_torn
@@ -135,8 +137,7 @@ class VLLMServer(ServerEngine):
         No worker changes its weights before all workers have received the whole transfer.
 
         Raises:
-            BroadcastError: the transfer did not arrive. The weights are unchanged. If the transfer
-                does not fit the model, ``__cause__`` is an EngineMismatchError.
+            BroadcastError: see :class:`~explorer_hooks.engines.base.WeightTaker`.
             EngineBrokenError: a worker may not have loaded the transfer. The server stays paused
                 until a version is loaded.
         """
@@ -153,7 +154,7 @@ class VLLMServer(ServerEngine):
         return workers_of(config.get("parallel_config") or {}) if config is not None else 0
 
     def _find_config(self) -> dict[str, Any] | None:
-        """The server's configuration; None if unknown. Cached, because an answer takes seconds."""
+        """The configuration; None if unknown. Cached, because an answer takes seconds."""
         if self._config is None and self._server.has(_OPTIONS):
             told = self._server.ask(
                 _OPTIONS, params={"config_format": "json"}, timeout=self._load_timeout
@@ -176,8 +177,8 @@ class VLLMServer(ServerEngine):
         """See :meth:`ServerEngine.check`. Also check that vLLM's reload changes all weights.
 
         Raises:
-            EngineMismatchError: the version or its kind does not fit. Or vLLM runs on a CPU without
-                syncd's extension, and would keep some of the old weights.
+            EngineMismatchError: the version does not fit. Or vLLM runs on a CPU without syncd's
+                extension, and would keep some of the old weights.
         """
         super().check(version)
         if version.kind != "full":
@@ -187,7 +188,7 @@ class VLLMServer(ServerEngine):
         try:
             self._workers.check_reload(version, self._told_config())
         except EngineMismatchError:
-            self._forget_config()  # it may be restarted with the extension, or the transfer
+            self._forget_config()  # the user may restart it with the extension or the transfer
             raise
 
     def load(self, version: LeasedVersion) -> None:
@@ -197,7 +198,7 @@ class VLLMServer(ServerEngine):
             said = self._must(self._said_label)
 
             def deltas_from(holds: str, content: str) -> list[Path]:
-                # Weights by broadcast, an adapter and a restart change the label.
+                # A broadcast, an adapter or a restart changes the label.
                 if said is None or holds not in {said, f"{TAKEN}-{said}"}:
                     return []
                 try:
@@ -263,7 +264,7 @@ class VLLMServer(ServerEngine):
         told = self._server.ask(_INFO)
         said = told.get("weight_version") if isinstance(told, dict) else None
         if said == _UNLABELLED:
-            self._forget_config()  # it may have been started anew, with other options
+            self._forget_config()  # it may have been restarted with other options
         return said if isinstance(said, str) else None
 
     def _set_label(self, text: str) -> None:
@@ -324,7 +325,7 @@ class VLLMServer(ServerEngine):
         self._unload_adapter()
 
     def _unload_adapter(self) -> None:
-        """Unload the adapter that syncd loaded, because its folder is not leased any more."""
+        """Unload syncd's adapter, whose folder is not leased any more."""
         if self._serves_adapter():
             self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
 

@@ -19,16 +19,16 @@ _START: Final = "POST /start_weight_update"
 _UPDATE: Final = "POST /update_weights"
 _FINISH: Final = "POST /finish_weight_update"
 _RPC: Final = "POST /collective_rpc"
-#: vLLM's name for a worker's transfer object. A call of this object returns its state.
+#: vLLM's name for a worker's transfer object, which returns its state when it is called.
 _STATE: Final = "weight_transfer_engine"
 
 
-#: Lists the delta folders that lead to a version from the weights with this label and digest.
+#: Maps the label and digest of the current weights to the delta folders that lead to the version.
 DeltasFrom = Callable[[str, str], Sequence[Path]]
 
 
 class TransferSession:
-    """Drives the weight transfer of one server. ``timeout`` is in seconds, for each request."""
+    """Drives the weight transfer of one server, with ``timeout`` seconds for each request."""
 
     def __init__(self, server: HttpServer, whose: str, timeout: float) -> None:
         self._server = server
@@ -37,7 +37,7 @@ class TransferSession:
         self._said: str | None = None
 
     def is_there(self, config: Mapping[str, Any] | None) -> bool:
-        """Whether the server has the transfer. If the transfer is unusable, log the reason."""
+        """True if the server has a usable transfer. If it is unusable, log the reason."""
         transfer = (config or {}).get("weight_transfer_config")
         if not (isinstance(transfer, dict) and transfer.get("backend") == BACKEND):
             return False
@@ -65,7 +65,7 @@ class TransferSession:
     def load(self, folder: str, name: str, deltas_from: DeltasFrom | None = None) -> None:
         """Let all workers load a folder, and label the weights with ``name``.
 
-        ``deltas_from`` finds deltas that lead to the folder's version; None loads all elements.
+        Without ``deltas_from``, all elements are loaded.
 
         Raises:
             ServerError: the model may have parts of two versions, except if the message says that
@@ -97,10 +97,10 @@ class TransferSession:
         self._ask(_FINISH, {"weight_version": name})
 
     def _open(self) -> tuple[str, str] | None:
-        """Start an update, or continue an open update that a killed hook has left.
+        """Start an update, or continue the update of a killed hook.
 
-        Returns the label of the weights that all workers have, and the digest of their tensors.
-        Returns None if these are unknown or differ between workers.
+        Returns the label and digest of the workers' weights; None if unknown, or if the workers
+        differ.
         """
         states = self._state()
         held = {(one["holds"], one["content"]) for one in states}

@@ -1,7 +1,7 @@
 """syncd's weight transfer inside vLLM's workers: loads a version's folder into all workers.
 
-It uses the interface of vLLM 0.32. Start vLLM with ``--weight-transfer-config '{"backend":
-"syncd"}'``. :mod:`.vllm_plugin` registers the transfer, and :mod:`.vllm_session` drives it.
+The transfer uses the interface of vLLM 0.32. :mod:`.vllm_plugin` registers the transfer, and
+:mod:`.vllm_session` drives it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TransferInit:
-    """The arguments of ``/init_weight_transfer_engine``. There are no arguments."""
+    """The arguments of ``/init_weight_transfer_engine``: none."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class FolderUpdate:
     """The arguments of ``/update_weights``.
 
     Attributes:
-        folder: a model folder that every worker sees under this path. It stays during the load.
+        folder: a model folder that every worker sees under this path. It must stay during the load.
         label: the name of the folder's weights.
-        deltas: the folders of the deltas to the new version, in order; empty to load all elements.
+        deltas: the folders of the deltas to the version, in order; empty to load all elements.
     """
 
     folder: str
@@ -50,13 +50,12 @@ class FolderUpdate:
 class FolderTransfer:
     """Loads the weights of a folder into one worker's model.
 
-    First, every worker compares the folder with its manifest: the list, sizes and headers of the
-    files. The models change only if all comparisons succeed. The whole load is one call, so a
-    client that dies cannot leave a half-finished load.
+    No model changes unless every worker finds the folder's files as the manifest lists them. The
+    whole load is one call, so a client that dies cannot leave a half-finished load.
 
-    If any worker fails, only the last worker raises the error. vLLM stops reading answers at the
-    first error, and would take the other answers for answers to the next call. To get the state
-    of each worker, a client calls this object through ``/collective_rpc``.
+    If any worker fails, only the last worker raises the error. Otherwise vLLM would stop reading at
+    the first error, and take the other answers for answers to the next call. So a client asks for
+    the workers' state through ``/collective_rpc``, which calls this object.
     """
 
     init_info_cls: ClassVar[type] = TransferInit
@@ -83,10 +82,10 @@ class FolderTransfer:
         """Report the state of this worker.
 
         Returns:
-            ``is_open``: whether an update was started and not finished. ``holds``: the label of the
-            loaded weights; None before the first load and after a failed load. ``content``: the
-            digest of the loaded tensors; None if unknown. ``why_full``: the reason why the last
-            load included all elements; None if it did not.
+            ``is_open``: True during an update. ``holds``: the label of the loaded weights; None
+            before the first load and after a failed load. ``content``: the digest of the loaded
+            tensors; None if unknown. ``why_full``: the reason why the last load included all
+            elements; None if it did not.
         """
         content = content_of(self._manifest) if self._manifest is not None else None
         return {
@@ -102,22 +101,22 @@ class FolderTransfer:
         return TransferInit()
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Do nothing, because the transfer needs no connection."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
-        """Record that an update was started, without changing the model."""
+        """Record that an update was started."""
         self._is_open = True
 
     def update_weights(self, update_info: Mapping[str, object]) -> None:
         """Check a folder on all workers, and load it if no check has failed.
 
-        vLLM's base class would call ``torch.accelerator.synchronize``, which fails on a CPU.
+        vLLM's own method would call ``torch.accelerator.synchronize``, which fails on a CPU.
         """
         failed = None
         try:
             update = FolderUpdate(**update_info)  # type: ignore[arg-type] # a TypeError is reported, too
             manifest = check_files(update)
-        except Exception as error:  # noqa: BLE001 # all workers must hear of it
+        except Exception as error:  # noqa: BLE001 # all workers must be told of it
             failed = f"{error!r}: the weights are unchanged"
         if not self._all_agree(failed):
             return
@@ -135,7 +134,7 @@ class FolderTransfer:
             self._holds, self._manifest = update.label, manifest
 
     def _patches(self, update: FolderUpdate) -> list[Any] | None:
-        """Read the changed elements; None if a worker must load all elements."""
+        """Read the changed elements; None if any worker must load all elements."""
         why, patches = "no deltas lead to this version", None
         if update.deltas:
             try:
@@ -150,7 +149,7 @@ class FolderTransfer:
         return None if reasons else patches
 
     def _patched(self, patches: list[Any]) -> bool:
-        """Load the changed elements; return False if vLLM failed and must load all elements."""
+        """Load the changed elements; return False if vLLM failed."""
         loader = importlib.import_module("vllm.model_executor.model_loader.checkpoint_weight_patch")
         try:
             loader.load_checkpoint_weight_patches(
@@ -165,7 +164,7 @@ class FolderTransfer:
         return True
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
-        """Load a folder by vLLM's own loader, which reads only the parts that this worker needs."""
+        """Load a folder by vLLM's own loader, which reads only this worker's parts."""
         inplace = importlib.import_module("vllm.model_executor.model_loader.reload.inplace")
         reload_whole(
             lambda: inplace.reload_weights(
@@ -188,22 +187,21 @@ class FolderTransfer:
         """Do nothing, because the target is always the main model."""
 
     def drain_pending(self) -> None:
-        """Do nothing, because an update is complete when its call returns."""
+        """Do nothing, because an update ends with its call."""
 
     def shutdown(self) -> None:
-        """Do nothing, because there are no resources to release."""
+        """Do nothing."""
 
     def _all_agree(self, failed: str | None) -> bool:
-        """Tell all workers whether this worker has failed; return True if no worker has failed."""
+        """Return True if no worker has failed; otherwise the last worker raises the errors."""
         wrong = sorted({one for one in self._gather(failed) if one is not None})
         group = _all_workers()
         if wrong and group.rank_in_group == group.world_size - 1:
-            self._is_open = False  # vLLM ends an update that raises
+            self._is_open = False  # vLLM ends an update that raises an error
             raise RuntimeError("; ".join(wrong))
         return not wrong
 
     def _gather(self, mine: str | None) -> list[str | None]:
-        """Exchange a text between all workers; return the texts of all workers."""
         group = _all_workers()
         said: list[str | None] = [None] * group.world_size
         torch.distributed.all_gather_object(said, mine, group=group.cpu_group)
@@ -217,10 +215,11 @@ def _all_workers() -> Any:
 def check_files(update: FolderUpdate) -> Manifest | None:
     """Compare the files of a folder with its manifest, without reading the weights.
 
-    None means that the folder has no manifest, for example the folder that vLLM was started with.
+    Returns None if the folder has no manifest, for example the folder that vLLM was started with.
 
     Raises:
-        VerificationError: a file is missing or changed, or there is an extra file.
+        VerificationError: a file is missing, changed or extra.
+        FileNotFoundError: this worker does not see the folder.
     """
     storage, folder = Storage(), Path(update.folder)
     if folder.is_absolute() and not folder.is_dir():  # vLLM would look for it on the hub
@@ -240,7 +239,7 @@ def check_files(update: FolderUpdate) -> Manifest | None:
 
 
 class OtherInterface:
-    """Replaces the transfer in another vLLM release, where versions load by ``reload_weights``."""
+    """Replaces the transfer in other vLLM releases, where ``reload_weights`` loads versions."""
 
     supports_draft_weight_update: ClassVar[bool] = False
 

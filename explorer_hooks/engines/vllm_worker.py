@@ -1,7 +1,6 @@
 """Methods that syncd adds to vLLM's workers: broadcasts, and reloads that are correct on a CPU.
 
-Start vLLM with ``--worker-extension-cls explorer_hooks.engines.vllm_worker.SyncdWorker``.
-:mod:`.vllm_workers` calls the methods of this class by ``collective_rpc``.
+:mod:`.vllm_workers` calls these methods by ``collective_rpc``.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ Answer = dict[str, object]
 class SyncdWorker:
     """The methods that syncd adds to vLLM's worker.
 
-    Received weights stay in host memory until a separate call loads them. So all workers have the
-    weights before any worker changes its model. Each worker needs host memory for the whole model.
+    Received weights stay in host memory until a separate call loads them, so no worker changes its
+    model before all workers have the weights. Each worker needs host memory for the whole model.
 
-    No method raises an error, because vLLM would not read the answers of the other workers. It
+    No method raises an error. Otherwise vLLM would not read the answers of the other workers, and
     would take them for answers to the next call. Instead, the answer holds the error as ``failed``.
     If the transfer does not fit the model, ``misfits`` is True.
     """
@@ -57,10 +56,8 @@ class SyncdWorker:
     def syncd_receive(self, rendezvous: str, rank_offset: int, deadline: float) -> Answer:
         """Join the weight group, and receive a transfer, without changing the model.
 
-        Args:
-            rendezvous: the record with the group's address, as JSON.
-            rank_offset: the group rank of the engine's first worker.
-            deadline: seconds to join the group. The transfer gets the same number of seconds.
+        The arguments are those of :meth:`~explorer_hooks.engines.base.WeightTaker.receive`:
+        ``rendezvous`` (as JSON), ``rank_offset`` and ``deadline``.
         """
         member = self._syncd_membership
         if member is None:
@@ -91,7 +88,7 @@ class SyncdWorker:
 
 
 class Membership:
-    """A worker's membership of the weight group, and the weights that it has received."""
+    """A worker's place in the weight group, and its received weights."""
 
     def __init__(self) -> None:
         self._kept = KeptGroup()
@@ -110,12 +107,11 @@ class Membership:
     ) -> None:
         """Receive a whole transfer, which must fit the model in the folder ``model``.
 
-        If that folder is not on this host, nothing is compared. With gloo the transfer uses host
+        Without that folder on this host, nothing is compared. With gloo the transfer uses host
         memory, not ``device``.
 
         Raises:
-            BroadcastError: the transfer failed, and this worker has left the group. If the transfer
-                does not fit, ``__cause__`` is an EngineMismatchError.
+            BroadcastError: the transfer failed, and this worker has left the group.
         """
         self._received = None
         if self._fits is None:
@@ -125,7 +121,7 @@ class Membership:
         try:
             receiver = WeightReceiver(group, known=self._known)
             arriving = receiver.receive(self._check)
-            first = next(arriving)  # there is at least one, and all have arrived then
+            first = next(arriving)  # all weights have arrived when the first one is returned
         except BaseException:
             self._kept.close()
             raise

@@ -1,8 +1,7 @@
-"""Call the methods of :class:`~.vllm_worker.SyncdWorker` on all workers of a vLLM.
+"""Call the methods of :class:`~.vllm_worker.SyncdWorker` on all workers of a vLLM, without torch.
 
-This module needs no torch. Broadcasts do not use vLLM's own ``nccl`` transfer, because its waits
-have no deadline, so the server would hang if the trainer dies. vLLM's transfer also changes the
-model before all weights have arrived, and works only on GPUs.
+vLLM's own ``nccl`` transfer is not used. It has no deadlines, so the server would hang if the
+trainer dies. It changes the model before all weights have arrived, and works only on GPUs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ log = logging.getLogger(__name__)
 EXTENSION: Final = "explorer_hooks.engines.vllm_worker.SyncdWorker"
 
 
-#: The model types whose experts vLLM 0.32 also loads under the names of transformers' modules.
+#: The model types whose experts vLLM 0.32 also loads by the names of transformers' modules, as
+#: tests showed.
 _BY_BOTH: Final = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
 
 #: Seconds for an answer, in addition to those of the call itself.
@@ -77,7 +77,7 @@ class VLLMWorkers:
     """Calls the workers of one vLLM. For broadcasts the vLLM must have syncd's extension.
 
     Attributes:
-        half_loaded: whether the last load has failed, or may have failed.
+        half_loaded: True if the last load has failed, or may have failed.
     """
 
     def __init__(self, rpc: CollectiveRpc, whose: str) -> None:
@@ -90,10 +90,9 @@ class VLLMWorkers:
     def check_reload(self, version: LeasedVersion, vllm_config: object) -> None:
         """Check that a reload will change the whole model, and choose how the workers load it.
 
-        On a CPU, vLLM 0.32 keeps packed copies of experts, and of an output layer that is tied to
-        the embedding. Its own reload does not change these copies. syncd's extension packs them
-        again. Without the extension, a model with such copies is refused. ``vllm_config`` is vLLM's
-        VllmConfig, or a dict with its fields, or None.
+        On a CPU, the reload of vLLM 0.32 is wrong for experts, and for an output layer that is tied
+        to the embedding. syncd's extension reloads both correctly. ``vllm_config`` is vLLM's
+        VllmConfig, a dict with its fields, or None.
 
         Raises:
             EngineMismatchError: a part of the model would keep its old weights.
@@ -124,11 +123,11 @@ class VLLMWorkers:
                 )
 
     def load_folder(self, folder: str, timeout: float) -> None:
-        """Let all workers load a model folder, with a limit of ``timeout`` seconds for each load.
+        """Let all workers load a model folder, with ``timeout`` seconds for each load.
 
-        After an error the model may have parts of two versions. Then the next load runs twice. vLLM
-        0.32 counts the layers of the failed load as part of the next load, so a single load could
-        silently skip layers.
+        After an error the model may have parts of two versions. The next call then loads twice,
+        because vLLM 0.32 counts the failed load's layers as part of the next load, and could skip
+        layers.
         """
         times = 2 if self.half_loaded else 1
         self.half_loaded = True
@@ -143,8 +142,7 @@ class VLLMWorkers:
         """Let all workers receive a transfer into memory, without changing the model.
 
         Raises:
-            BroadcastError: a worker failed, and all workers have left the group. If the transfer
-                does not fit the model, ``__cause__`` is an EngineMismatchError.
+            BroadcastError: see :meth:`~explorer_hooks.engines.base.WeightTaker.receive`.
         """
         if self.half_loaded:
             raise BroadcastError(
@@ -204,13 +202,11 @@ class VLLMWorkers:
 
 
 def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
-    """Whether vLLM finds tensors by the names that they have in a version.
+    """True if vLLM finds tensors by their names in a version.
 
-    vLLM finds tensors by the names of the checkpoint that it was started with. For the model types
-    in ``_BY_BOTH``, vLLM 0.32 also finds experts by the trainer's names, as tests showed. Other
-    types are not allowed, because vLLM could fail in the middle of the load.
-
-    ``fits`` must describe the model that this vLLM serves; None if that model is unknown.
+    vLLM takes the names of the checkpoint that it was started with, and for the model types in
+    ``_BY_BOTH`` also the trainer's names. Other names are refused, because vLLM could fail in the
+    middle of the load. ``fits`` describes the served model; None if it is unknown.
     """
     if version.kind != "full" or fits is None or fits.has_names_of(version):
         return True
@@ -228,10 +224,10 @@ def _config_of(version: LeasedVersion) -> object:
 
 
 def _left_by_reload(version: LeasedVersion) -> str | None:
-    """Describe the weights that vLLM's own reload leaves wrong on a CPU; None if there are none.
+    """Name the weights that vLLM's own reload leaves wrong on a CPU; None if there are none.
 
-    If the config has no ``tie_word_embeddings``, the layers may be tied, because transformers
-    before release 5 writes this key only if its value is False.
+    Layers may be tied if the config has no ``tie_word_embeddings``: transformers before release 5
+    writes this key only if its value is False.
     """
     config = _config_of(version)
     names = [tensor.name for tensor in version.manifest.tensors]
@@ -255,7 +251,7 @@ def _told(failed: list[Mapping[str, object]]) -> str:
 
 
 def label_received(rendezvous: Rendezvous) -> str:
-    """The label of received weights in a server: their step and their save."""
+    """The label of received weights in a server, from their step and save."""
     saved = SaveId.parse(rendezvous.save_id)
     step = f"step-{saved.step}-" if saved is not None else ""
     return f"{step}broadcast-{rendezvous.save_id}"
