@@ -1,6 +1,4 @@
-"""Engines: a small protocol for loading weights, and its implementations.
+"""Engines: the protocol for loading weights into a model, and its implementations.
 
-This package imports ``reader``, ``weights``, ``broadcast`` and ``server_fit`` of
-``explorer_hooks``. The other modules of ``explorer_hooks`` import this package. Read ``base.py``
-first, and then ``conformance.py``.
+Read ``base.py`` first, and then ``conformance.py``.
 """

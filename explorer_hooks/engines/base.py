@@ -1,4 +1,4 @@
-"""``Engine``: the protocol of all engines that load versions."""
+"""``Engine``: the protocol of all engines, with optional protocols for additional methods."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Engine(Protocol):
 
         check -> prepare -> pause -> load -> reset_cache -> resume
 
-    After ``pause`` the hook always calls ``resume``. If ``load`` fails, the hook loads the previous
-    version again before it calls ``resume``. Until then the previous version stays leased.
+    The hook calls ``resume`` after every ``pause``, even after an error. If ``load`` fails, the
+    hook first loads the previous version again. The previous version stays leased until then.
     """
 
     @property
@@ -36,26 +36,26 @@ class Engine(Protocol):
 
     @property
     def is_local(self) -> bool:
-        """Whether the engine reads versions on this host only. Staging is used only if True."""
+        """True if the engine reads versions only on this host. Staging needs True."""
 
     def attach(self) -> None:
         """Repair the state that a killed hook left, for example resume a paused server.
 
-        The hook calls this method once, before the first version.
+        Called once, before the first version.
         """
 
     def check(self, version: LeasedVersion) -> None:
         """Compare the version's tensors with the served model, without changing the model.
 
         Raises:
-            EngineMismatchError: the names, dtypes, shapes or the kind of the version do not fit.
+            EngineMismatchError: the version's kind, or a tensor's name, dtype or shape, does not
+                fit.
         """
 
     def prepare(self, version: LeasedVersion) -> None:
         """Prepare the load while the engine still serves. The served weights must not change.
 
-        The hook may call ``load`` with a version that was not prepared, even after another version
-        was prepared.
+        ``load`` must also accept a version other than the one that was prepared last.
 
         Raises:
             OSError: storage failed.
@@ -63,38 +63,37 @@ class Engine(Protocol):
         """
 
     def pause(self) -> None:
-        """Stop serving. Running requests are finished, or held until :meth:`resume`."""
+        """Stop serving. Finish running requests, or hold them until :meth:`resume`."""
 
     def load(self, version: LeasedVersion) -> None:
         """Load the weights of the version.
 
-        After an error all weights must be unchanged, except if the engine's documentation says
-        that they are unknown until a version is loaded again.
+        After an error the old weights must be unchanged. If your engine cannot ensure this, its
+        documentation must say that the weights are unknown until a load succeeds.
         """
 
     def reset_cache(self) -> None:
         """Drop results of the old weights, for example cached prefixes of prompts."""
 
     def resume(self) -> None:
-        """Serve again. The hook may call this when the engine is not paused."""
+        """Serve again. Must also work when the engine is not paused."""
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether the engine still has the version that it loaded last; a restart loses it.
+        """True if the engine still has ``version``, which it loaded last; False after a restart.
 
-        The hook calls this every few seconds while there is no newer version. The method must be
-        quick, and must not raise an error.
+        The hook calls this every few seconds while there is no newer version. Must be quick, and
+        must not raise an error.
         """
 
     def close(self) -> None:
-        """Release the engine's resources; the model itself stays. Must work when called twice."""
+        """Release the engine's resources, but keep the model. Must work when called twice."""
 
 
 @runtime_checkable
 class WeightTaker(Protocol):
     """The additional methods of an :class:`Engine` that can take broadcasts (method ``nccl``).
 
-    The hook calls ``receive`` instead of ``load``, between ``pause`` and ``reset_cache``, in one
-    thread. An engine without these methods only loads versions from files.
+    The hook calls ``receive`` instead of ``load``, between ``pause`` and ``reset_cache``.
     """
 
     @property
@@ -104,8 +103,8 @@ class WeightTaker(Protocol):
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Join the weight group with all workers, and take the weights of one transfer.
 
-        An engine that is already in the group of ``rendezvous`` stays in it. An engine that is in
-        an earlier group leaves that group first.
+        An engine that is already in the group of ``rendezvous`` stays in it. An engine in an
+        earlier group leaves that group first.
 
         Args:
             rendezvous: the record with the group's address.
@@ -113,8 +112,8 @@ class WeightTaker(Protocol):
             deadline: seconds to join the group. The transfer gets the same number of seconds.
 
         Raises:
-            BroadcastError: the engine has its old weights, and has left the group. If the
-                weights do not fit, ``__cause__`` is an EngineMismatchError.
+            BroadcastError: the engine has its old weights, and has left the group. If the new
+                weights do not fit the model, ``__cause__`` is an EngineMismatchError.
             EngineBrokenError: the engine's weights are unknown.
         """
 
@@ -126,16 +125,16 @@ class WeightTaker(Protocol):
 class MayBeAway(Protocol):
     """The additional method of an :class:`Engine` that needs another process, such as a server.
 
-    While that process does not answer, a hook that follows the job in the background loads nothing.
+    While the engine is away, the hook's background thread loads nothing.
     """
 
     def is_away(self) -> bool:
-        """Whether the engine does not answer at all. Must be quick, and must not raise an error."""
+        """True if the process does not answer. Must be quick, and must not raise an error."""
 
 
 @runtime_checkable
 class MayStartLater(Protocol):
-    """The additional method of an :class:`Engine` whose ``attach`` may wait for minutes."""
+    """The additional method of an :class:`Engine` whose ``attach`` can wait for minutes."""
 
     def on_waiting(self, told: Callable[[str], object]) -> None:
         """Make ``attach`` call ``told`` with the reason when a wait begins, and then repeatedly."""
@@ -151,7 +150,7 @@ class TakesHubNames(Protocol):
 
     @property
     def hub_names(self) -> bool:
-        """Whether the engine takes versions whose tensors have the hub's names."""
+        """True if the engine takes versions whose tensors have the hub's names."""
 
 
 class InProcessEngine:
@@ -162,23 +161,23 @@ class InProcessEngine:
     hub_names: bool = False
 
     def attach(self) -> None:
-        """Do nothing, because no state outlives the process."""
+        """Do nothing."""
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Do nothing. A subclass may read ahead here."""
+        """Do nothing. A subclass can read ahead here."""
 
     def pause(self) -> None:
-        """Do nothing. The caller itself serves the requests, but serves none during a pull."""
+        """Do nothing, because the caller serves no requests while it pulls."""
 
     def reset_cache(self) -> None:
-        """Do nothing, because there is no cache."""
+        """Do nothing."""
 
     def resume(self) -> None:
-        """Do nothing, because :meth:`pause` does nothing."""
+        """Do nothing."""
 
     def still_serves(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # the protocol's
-        """Return True, because only the hook changes the weights in this process."""
+        """Return True, because only the hook changes the weights."""
         return True
 
     def close(self) -> None:
-        """Do nothing, because there are no resources to release."""
+        """Do nothing."""

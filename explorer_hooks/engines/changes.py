@@ -1,7 +1,7 @@
 """Find the elements in which two versions differ, and write only these elements into tensors.
 
-Both versions are read and compared. The positions in a delta are not used: if a delta left an
-element out, that element would stay wrong unnoticed, because no digest of the module is computed.
+Both versions are read and compared. The positions in a delta are not used, because nothing would
+detect an element that a delta left out.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from syncd.protocol.records import TensorEntry
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Changes are not used if they and their positions exceed this fraction of the targets' bytes.
+#: The most bytes of changed values and their positions, as a fraction of the targets' bytes.
 _MOST: Final = 0.5
-#: Values are compared and copied as integers with the same bits, by the values' size in bytes.
+#: Maps the size of a value in bytes to the integer types that values are compared and copied as.
 _BITS: Final = {
     1: (np.uint8, torch.uint8),
     2: (np.int16, torch.int16),
@@ -42,7 +42,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class CannotCompareError(Exception):
-    """Raised when two versions cannot be compared, or differ in too many elements."""
+    """Two versions cannot be compared, or differ in too many elements."""
 
 
 class Change(NamedTuple):
@@ -58,7 +58,7 @@ class Change(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The changes of each target, and the numbers of changed elements and of all elements."""
+    """The changes of each target, and the numbers of changed and of all elements."""
 
     each: list[Change]
     changed: int
@@ -68,14 +68,13 @@ class Changes(NamedTuple):
 def find_changes(
     base: LeasedVersion, version: LeasedVersion, targets: Sequence[Target], threads: int
 ) -> Changes:
-    """Compare the parts of two versions that fill the targets. The targets are not read.
+    """Compare the parts of two versions that fill the targets.
 
-    ``base`` must be the version that the targets hold. ``version`` must be verified.
+    The targets must hold ``base``, and are not read. ``version`` must be verified.
 
     Raises:
-        CannotCompareError: ``base`` is gone, or its tensors do not match, or too many elements
+        CannotCompareError: ``base`` was deleted, its tensors do not match, or too many elements
             differ.
-        VerificationError, ShardFormatError, OSError: ``version`` cannot be read.
     """
     told = {entry.name: entry for entry in version.manifest.tensors}
     before = {entry.name: entry for entry in base.manifest.tensors}
@@ -93,7 +92,7 @@ def find_changes(
         names = {targets[number].name for number, _ in differing}
         new.open(names)
         try:
-            # A job that was deleted and made anew may have another version of that name.
+            # If the job was deleted and created again, the folder may hold another version.
             if read_manifest(base.storage, base.folder) != base.manifest:
                 raise CannotCompareError(f"{base.folder} now holds another version")
             old.open(names)
@@ -115,7 +114,7 @@ def find_changes(
 def write_changes(targets: Sequence[Target], changes: Changes) -> None:
     """Write changes into the targets, and wait until every device has the changes.
 
-    ``targets`` must be those of :func:`find_changes`, and still hold the ``base`` passed there.
+    ``targets`` must be those of :func:`find_changes`, and must still hold its ``base``.
     """
     devices = {target.tensor.device for target in targets} - {_CPU}
     synchronize(devices)
@@ -145,8 +144,6 @@ def _check_alike(before: TensorEntry | None, now: TensorEntry, base: LeasedVersi
 
 
 class _Room:
-    """Counts the bytes that all threads may still use for changes."""
-
     def __init__(self, size: int) -> None:
         self._left = size
         self._lock = threading.Lock()
@@ -187,7 +184,7 @@ def _as_bits(values: Tensor) -> Tensor:
 
 
 def _ahead(box: Box, part: Box) -> int:
-    """Count the elements of a box that come before a part. The part is a slice of whole rows."""
+    """Count the elements of a box before ``part``, which must be a slice of whole rows."""
     if not box.size or not box.shape:
         return 0
     return (part.offsets[0] - box.offsets[0]) * (box.size // box.shape[0])

@@ -6,7 +6,7 @@ With pytest::
     def test_my_engine(check, tmp_path):
         check(Subject(make=MyEngine, served=what_it_serves, tensors=specs), tmp_path)
 
-The checks themselves write the versions for the engine. The checks need neither a daemon nor torch.
+The checks write the versions themselves, and need neither a daemon nor torch.
 """
 
 from __future__ import annotations
@@ -63,15 +63,16 @@ class Subject:
 
     Attributes:
         make: makes a new engine with its own model.
-        served: returns the content that an engine serves: a map from each tensor's name to its
-            bytes, or a value in the form that ``expected`` returns.
+        served: returns the content that an engine serves, in the same form as ``expected``. By
+            default this form maps each tensor's name to its bytes.
         tensors: the tensors that a version must have, by name. List tied tensors under one name.
         expected: returns the content that the engine must serve after it has loaded a version.
         kind: the kind of the versions.
         files: additional files in each version, by name.
-        names: whose names ``tensors`` has; only used if ``files`` has a ``name_map.json``.
-        all_or_nothing: whether a failed ``load`` changes nothing. If False, the engine only
-            promises that the previous version can be loaded again.
+        names: ``trainer`` or ``hub``: the origin of the names in ``tensors``; only used if
+            ``files`` has a ``name_map.json``.
+        all_or_nothing: True if a failed ``load`` changes nothing. False if the engine only promises
+            that it can load the previous version again.
     """
 
     make: Callable[[], Engine]
@@ -91,10 +92,10 @@ class Subject:
         tensors: Mapping[str, TensorBytes] | None = None,
         storage: Storage | None = None,
     ) -> LeasedVersion:
-        """Make a version of random weights, different for each sequence.
+        """Make a version with random weights, in a new folder below ``folder``.
 
-        Its folder is made in ``folder``. ``tensors`` replaces the random weights. ``storage``
-        writes, and later reads, the version.
+        The weights depend on ``sequence``, or are given as ``tensors``. ``storage`` writes the
+        version, and later reads it.
         """
         return make_version(
             folder / f"v{sequence:06d}",
@@ -108,7 +109,7 @@ class Subject:
 
 
 def serves_the_bits_of_what_was_loaded(subject: Subject, folder: Path) -> None:
-    """The served bits are the loaded version's bits, with and without a call of prepare."""
+    """The engine serves the bits of the loaded version, with and without ``prepare``."""
     engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
     for version in (first, first, second, first):
         engine.check(version)
@@ -123,7 +124,7 @@ def serves_the_bits_of_what_was_loaded(subject: Subject, folder: Path) -> None:
 
 
 def follows_the_order_of_a_hook(subject: Subject, folder: Path) -> None:
-    """A hook makes many calls, but only load changes the served weights."""
+    """Of all calls of a hook, only ``load`` changes the served weights."""
     engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
     engine.attach()
     engine.load(first)
@@ -146,7 +147,7 @@ def follows_the_order_of_a_hook(subject: Subject, folder: Path) -> None:
 
 
 def what_is_prepared_need_not_be_loaded(subject: Subject, folder: Path) -> None:
-    """After prepare, another version can be loaded, even if the prepared version was deleted."""
+    """After ``prepare`` of a version that is then deleted, another version can be loaded."""
     engine = subject.make()
     first, second, third = (subject.version(folder, sequence) for sequence in (1, 2, 3))
     engine.load(first)
@@ -158,7 +159,7 @@ def what_is_prepared_need_not_be_loaded(subject: Subject, folder: Path) -> None:
 
 
 def resume_and_close_can_be_called_at_any_time(subject: Subject, folder: Path) -> None:
-    """Resume works without a pause before it. Resume and close work when called twice."""
+    """``resume`` works without ``pause``; ``resume`` and ``close`` work when called twice."""
     engine, version = subject.make(), subject.version(folder, 1)
     engine.resume()
     engine.load(version)
@@ -173,7 +174,7 @@ def resume_and_close_can_be_called_at_any_time(subject: Subject, folder: Path) -
 
 
 def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
-    """The engine's check refuses wrong tensors, and kinds that the engine does not support."""
+    """``check`` refuses wrong tensors and unsupported kinds, and changes nothing."""
     engine, first = subject.make(), subject.version(folder, 1)
     engine.load(first)
     for number, (what, wrong) in enumerate(_misfits(subject), 2):
@@ -196,7 +197,7 @@ def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
 
 
 def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -> None:
-    """After a read error in prepare or load, the old weights are served; a later load works."""
+    """After a read error the engine serves the old weights, and a later ``load`` works."""
     engine, first = subject.make(), subject.version(folder, 1)
     engine.load(first)
     storage = FailingStorage()
@@ -217,7 +218,7 @@ def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -
 
 
 def a_file_that_is_cut_short_changes_nothing(subject: Subject, folder: Path) -> None:
-    """After a file was truncated, load fails, and the engine still serves the old weights."""
+    """``load`` of a truncated file fails, and the engine serves the old weights."""
     engine, first = subject.make(), subject.version(folder, 1)
     engine.load(first)
     storage = Storage(durable=False)
@@ -290,7 +291,7 @@ def _fails(call: Callable[[LeasedVersion], None], version: LeasedVersion) -> boo
 
 
 def _survives(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
-    """If a failed load can change weights, load the previous version again, as a hook does."""
+    """Load the previous version again, as a hook does."""
     if not subject.all_or_nothing:
         engine.load(version)
 
@@ -309,7 +310,7 @@ def _require(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """The range of bytes of one tensor in a file, with the tensor's name."""
+    """The bytes of one tensor in a file."""
 
     path: Path
     begin: int
@@ -321,7 +322,7 @@ class FileSpan:
 
 
 class FailingStorage(Storage):
-    """Storage that cannot read the bytes of ``place`` (``EIO``), if ``place`` is not None."""
+    """Storage that raises ``EIO`` for reads that overlap ``place``."""
 
     def __init__(self) -> None:
         super().__init__(durable=False)
@@ -329,18 +330,18 @@ class FailingStorage(Storage):
         self._paths: dict[int, Path] = {}
 
     def open_read(self, path: Path) -> int:
-        """Open the file, and remember its path."""
+        """Open the file."""
         fd = super().open_read(path)
         self._paths[fd] = path
         return fd
 
     def pread(self, fd: int, count: int, offset: int) -> bytes:
-        """Raise ``EIO`` if the range overlaps ``place``."""
+        """Read bytes, or raise ``EIO``."""
         self._look(fd, offset, count)
         return super().pread(fd, count, offset)
 
     def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
-        """Raise ``EIO`` if the range overlaps ``place``."""
+        """Read bytes, or raise ``EIO``."""
         self._look(fd, offset, len(part))
         return super().pread_into(fd, part, offset)
 
@@ -364,14 +365,14 @@ class TensorBytes(NamedTuple):
 
 
 class NoLease:
-    """A lease that does nothing, because nothing deletes these versions."""
+    """A lease that does nothing."""
 
     def release(self) -> None:
         """Do nothing."""
 
 
 def random_tensors(specs: Mapping[str, TensorSpec], seed: int) -> dict[str, TensorBytes]:
-    """Make tensors of random bits, which include NaNs. Equal seeds give equal tensors."""
+    """Make tensors of random bits, including NaNs. Equal seeds give equal tensors."""
     chance = random.Random(seed)  # noqa: S311 - nothing is secret
     found = {}
     for name, (dtype, shape) in specs.items():
@@ -398,10 +399,10 @@ def make_version(
     names: Names = "trainer",
     storage: Storage | None = None,
 ) -> LeasedVersion:
-    """Write a version's folder as the daemon would publish it, and lease the version.
+    """Write a version's folder as the daemon would publish it.
 
-    ``folder`` must not exist, but its parent must. A full version with two or more tensors has two
-    files. ``step`` is by default the sequence. ``release`` of the result does nothing.
+    ``folder`` must not exist, but its parent must. A full version with two or more tensors gets two
+    files. ``step`` defaults to ``sequence``.
     """
     storage = storage or Storage(durable=False)
     storage.mkdir(folder)

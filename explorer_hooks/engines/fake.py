@@ -45,10 +45,10 @@ class Served(NamedTuple):
 
 
 class Hang:
-    """A call that blocks until it is released.
+    """Makes calls block until they are released.
 
     Attributes:
-        reached: set once the call has begun.
+        reached: an event, set when a call has begun to block.
     """
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class Hang:
         self._free = threading.Event()
 
     def release(self) -> None:
-        """Let the call continue."""
+        """Let the call, and all later calls, continue."""
         self._free.set()
 
     def wait(self) -> None:
-        """Block the call until it is released."""
+        """Block until :meth:`release` is called."""
         self.reached.set()
         self._free.wait()
 
@@ -116,7 +116,7 @@ class FakeEngine:
 
     @contextmanager
     def hanging(self, what: str) -> Iterator[Hang]:
-        """Within the ``with`` block, block each call of a method until the Hang is released."""
+        """In the ``with`` block, let calls of the method ``what`` hang until they are released."""
         _known(what)
         self._hangs[what] = hang = Hang()
         try:
@@ -146,7 +146,7 @@ class FakeEngine:
             self.is_paused = False
 
     def asked(self, what: str) -> list[int | None]:
-        """The sequences of the versions that a method was called with, in order."""
+        """The sequence in each call of the method ``what``, in order."""
         return [call.sequence for call in self.calls if call.what == what]
 
     # -- the engine ------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class FakeEngine:
             compare_tensors(version, tensor_specs(version.manifest), self._tensors, "this engine")
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Record the call, and do nothing else."""
+        """Only record the call."""
         self._enter("prepare", version)
 
     def pause(self) -> None:
@@ -182,7 +182,7 @@ class FakeEngine:
             self._tensors = tensor_specs(version.manifest)
 
     def reset_cache(self) -> None:
-        """Record the call. There is no cache to reset."""
+        """Only record the call."""
         self._enter("reset_cache")
 
     def resume(self) -> None:
@@ -191,11 +191,11 @@ class FakeEngine:
         self._set_paused(False)
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether this version is served. After :meth:`restart` no version is served."""
+        """True if this version is served; False after :meth:`restart`."""
         return self.served is not None and self.served.sequence == version.sequence
 
     def close(self) -> None:
-        """Record the call. There are no resources to release."""
+        """Only record the call."""
         self._enter("close")
 
     def _enter(self, what: str, version: LeasedVersion | None = None) -> None:

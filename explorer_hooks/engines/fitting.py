@@ -28,9 +28,7 @@ def tensor_specs(manifest: Manifest) -> dict[str, TensorSpec]:
 
 
 def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
-    """Check that an engine can load versions of the kind of ``version``.
-
-    ``kinds`` are those that the engine can load: some of ``full``, ``adapter``, ``remote``.
+    """Check that the kind of ``version`` is one of ``kinds``, which the engine can load.
 
     Raises:
         EngineMismatchError: the engine cannot load this kind. The message names a suitable engine.
@@ -61,9 +59,9 @@ def compare_tensors(
     wanted: Mapping[str, TensorSpec],
     whose: str,
 ) -> None:
-    """Compare all names, dtypes and shapes: ``given`` in the version, ``wanted`` by the engine.
+    """Compare names, dtypes and shapes: ``given`` by the version, ``wanted`` by the engine.
 
-    The message names ``version``, and the engine as ``whose``.
+    ``version`` and ``whose``, a name of the engine, are only used in the message.
 
     Raises:
         EngineMismatchError: some tensors differ; the message lists them.
@@ -77,7 +75,7 @@ def differences(
     whose: str,
     say: Callable[[str], str] = shown,
 ) -> list[str]:
-    """List the differences between a version's tensors and an engine's, one line for each."""
+    """Describe each difference between the tensors of a version and of an engine."""
     return [
         *(f"{say(name)} is not in {whose}" for name in given.keys() - wanted.keys()),
         *(f"{say(name)} is not in the version" for name in wanted.keys() - given.keys()),
@@ -100,7 +98,7 @@ def named(version: LeasedVersion) -> str:
 def refuse(what: str, whose: str, wrong: Iterable[str], *, remedy: str = "") -> None:
     """Raise EngineMismatchError with the first differences; do nothing if there are none.
 
-    ``remedy`` is a sentence for the end of the message.
+    The message ends with ``remedy``.
     """
     ordered = sorted(wrong)
     if not ordered:

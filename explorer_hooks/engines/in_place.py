@@ -30,7 +30,7 @@ class HostBuffer:
     """Host memory for new content, kept between uses, and pinned if the targets are not on the CPU.
 
     Attributes:
-        views: the memory for each target's new content, in the layout of :meth:`lay_out`.
+        views: a tensor in this memory for each target, set by :meth:`lay_out`.
     """
 
     def __init__(self, threads: int) -> None:
@@ -40,9 +40,9 @@ class HostBuffer:
         self.views: list[Tensor] = []
 
     def lay_out(self, targets: Sequence[Target]) -> Tensor:
-        """Allocate memory for the new content of the targets, without changing the targets.
+        """Set ``views`` for the targets, and return the memory of all views as uint8.
 
-        Returns the memory of all ``views``, uint8. Each view begins at a multiple of 64 bytes.
+        Each view begins at a multiple of 64 bytes.
         """
         content = self._memory_for(targets)
         self.views, at = [], 0
@@ -53,7 +53,7 @@ class HostBuffer:
         return content[:at]
 
     def read(self, reader: WeightsReader, targets: Sequence[Target]) -> None:
-        """Read the new content of the targets, without changing the targets."""
+        """Read the new content into ``views``, without changing the targets."""
         self.lay_out(targets)
         parts = [
             _Part(target.name, target.box, bytes_of(view))
@@ -63,10 +63,10 @@ class HostBuffer:
 
     @torch.no_grad()
     def copy(self, targets: Sequence[Target]) -> None:
-        """Copy the new content into the targets, and wait until every device has the content.
+        """Copy ``views`` into the targets, after earlier work on the devices, such as a forward.
 
-        Before the copy, wait for earlier work on the devices, such as a forward. The targets must
-        have the dtypes and shapes of those in :meth:`lay_out`.
+        On return, every device has the new content. The targets must have the dtypes and shapes of
+        those in :meth:`lay_out`.
         """
         devices = {target.tensor.device for target in targets} - {_CPU}
         synchronize(devices)
@@ -102,8 +102,7 @@ def fill_directly(
     """Read directly into the targets. An error can leave the targets partly filled.
 
     Contiguous targets on the CPU with the version's dtype are filled without a copy. The others are
-    read in batches through the buffer, which then has at most 256 MiB of host memory, or as much as
-    the largest target.
+    filled through ``buffer``, in batches of at most 256 MiB or of one larger target.
     """
     parts: list[_Part] = []
     others: list[Target] = []
@@ -139,11 +138,8 @@ def _read(reader: WeightsReader, batch: Sequence[_Part], check: Check) -> None:
 
 
 def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Group parts into batches of about equal size. A large part is cut along its first dimension.
-
-    A batch lists parts, not single reads, because a part can need one read for each row.
-    """
-    batch: list[_Part] = []
+    """Group parts, or slices of large parts, into batches of about 16 MiB."""
+    batch: list[_Part] = []  # parts, not reads: a part can need one read for each row
     size = 0
     for part in parts:
         for cut in _cut(part):
@@ -166,7 +162,7 @@ def _cut(part: _Part) -> Iterator[_Part]:
 
 
 def cut_box(box: Box, itemsize: int) -> Iterator[Box]:
-    """Cut a box along its first dimension into boxes of about 16 MB, in order."""
+    """Cut a box along its first dimension into boxes of about 16 MiB, in order."""
     if box.size * itemsize <= _BATCH or not box.shape:
         yield box
         return
@@ -182,10 +178,10 @@ class _Move(NamedTuple):
 
 
 def _move(moves: Sequence[_Move], threads: int) -> None:
-    """Copy memory, in up to ``threads`` batches at a time.
+    """Copy memory in batches.
 
-    ``Tensor.copy_`` is not used, because its threads wait for one another after each tensor. On
-    busy processors, this makes the copy many times slower.
+    ``Tensor.copy_`` would be many times slower on busy processors, because its threads wait for one
+    another after each tensor.
     """
     tasks = []
     batch: list[_Move] = []
@@ -202,19 +198,18 @@ def _move(moves: Sequence[_Move], threads: int) -> None:
 
 
 def _move_batch(batch: Sequence[_Move], check: Check) -> None:
-    del check  # a copy is never stopped half-way, because nothing in it can fail
+    del check  # no copy is stopped half-way, because no copy can fail
     for source, target in batch:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def is_plain(target: Target) -> bool:
-    """Whether the target is contiguous host memory with the version's dtype."""
+    """True if the target is contiguous host memory with the version's dtype."""
     tensor = target.tensor
     return tensor.device == _CPU and tensor.is_contiguous() and tensor.dtype == target.dtype
 
 
 def _bounded(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Put targets into groups of at most ``_BOUND`` bytes. A larger target gets its own group."""
     group: list[Target] = []
     size = 0
     for target in targets:
@@ -232,6 +227,6 @@ def _size(targets: Sequence[Target]) -> int:
 
 
 def synchronize(devices: set[torch.device]) -> None:
-    """Wait until all work on these devices has ended."""
+    """Wait for all work on these devices."""
     for device in devices:
         torch.accelerator.synchronize(device)

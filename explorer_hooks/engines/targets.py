@@ -1,4 +1,4 @@
-"""Map the tensors of a version, or parts of these tensors, to the tensors of a module."""
+"""Map the tensors of a version, or their parts, to the tensors of a module."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ Rename = Callable[[str], str | None]
 
 
 class DescribedTensor(Described, Protocol):
-    """A tensor of a version, as its manifest or the meta of a broadcast describes it."""
+    """A tensor of a version, from its manifest or the meta of a broadcast."""
 
     @property
     def digest(self) -> str | None:
-        """The digest of the tensor's bytes; None if it is unknown."""
+        """The digest of the tensor's bytes; None if unknown."""
 
 
 class Target(NamedTuple):
@@ -53,7 +53,7 @@ class Target(NamedTuple):
 
     Attributes:
         name, dtype: the name and the dtype in the version.
-        tensor: a view of this rank's own part of the module's tensor, on any device.
+        tensor: a view of this rank's part of the module's tensor, on any device.
         box: the position of that part in the whole tensor.
     """
 
@@ -75,9 +75,10 @@ class Target(NamedTuple):
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and buffers, without copies, by their names in its state dict.
+    """A module's own parameters and buffers by their names in its state dict, without copies.
 
-    If the state dict holds copies, EngineMismatchError is raised.
+    Raises:
+        EngineMismatchError: the state dict holds copies.
     """
     if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
         raise EngineMismatchError(
@@ -103,12 +104,12 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def gathers(module: nn.Module) -> bool:
-    """Whether a forward of the module gathers parameters from other ranks, as in FSDP2."""
+    """True if a forward of the module gathers parameters from other ranks, as in FSDP2."""
     return any(isinstance(inner, FSDPModule) for inner in module.modules())
 
 
 def cut_again(module: nn.Module) -> None:
-    """Make FSDP2 free the whole parameters that a forward has gathered and not freed.
+    """Make FSDP2 free the whole parameters that a forward has gathered.
 
     Otherwise the next forward would compute with the old parameters. This needs no communication.
     """
@@ -121,8 +122,8 @@ class Fit(NamedTuple):
 
     Attributes:
         targets: the parts of the module to fill, in the order of the version's tensors.
-        unknown: pairs of the version's tensors, by name, that share one tensor in the module. They
-            have no digests, so they may differ. In each pair, the earlier tensor comes first.
+        unknown: pairs of names in the version that share one tensor in the module. They have no
+            digests, so their values may differ. In a pair, the earlier tensor comes first.
     """
 
     targets: list[Target]
@@ -130,14 +131,13 @@ class Fit(NamedTuple):
 
 
 class _Filling(NamedTuple):
-    """A tensor of the version that fills a tensor of the module, or only ``piece`` of it."""
+    """A tensor of the version that fills a tensor of the module; with ``piece``, a part of it."""
 
     entry: DescribedTensor
     piece: NamedPiece | None = None
 
     @property
     def part(self) -> Box | None:
-        """The part of the module's tensor that is filled; None for the whole tensor."""
         return self.piece.other_box if self.piece is not None else None
 
 
@@ -153,10 +153,13 @@ def find_targets(
 ) -> Fit:
     """Find the target of each tensor of a version, without reading its content.
 
-    Each tensor of the module must be in the version; for tied tensors, one name is enough. If the
-    version's names differ from the module's, ``names`` maps between them. Then tensors can
-    correspond in parts. ``rename`` gets the trainer's or the hub's name of a tensor, and returns
-    the module's name. With ``cast``, floating dtypes may differ, except fp8.
+    Each tensor of the module must be in the version. For tied tensors, one name is enough.
+    ``names`` has the other names of the version's tensors, under which a tensor can consist of
+    parts of several tensors. ``rename`` gets a name of either kind, and returns the module's name.
+    With ``cast``, floating dtypes may differ, except fp8.
+
+    Raises:
+        EngineMismatchError: some tensors do not fit.
     """
     given: dict[str, dict[Box | None, _Filling]] = {}
     wrong: list[str] = []
@@ -212,7 +215,7 @@ def find_targets(
 
 
 def _prefixed(given: Iterable[str], wanted: Iterable[str]) -> str:
-    """The remedy if the names differ only by a prefix; empty if they differ otherwise."""
+    """The remedy if the names differ only by a prefix; otherwise empty."""
     theirs, ours = sorted(given), sorted(wanted)
     for longer, shorter, remedy in (
         (theirs, ours, "The names in the version have the prefix {0!r}: use TorchModule with "
@@ -229,7 +232,7 @@ def _prefixed(given: Iterable[str], wanted: Iterable[str]) -> str:
 def _fillings(
     entry: DescribedTensor, tensors: Mapping[str, Tensor], rename: Rename, names: GivenNames
 ) -> Iterator[tuple[str, _Filling]]:
-    """Yield the tensors of the module, by name, that a version's tensor fills wholly or in part."""
+    """Yield the names of the module's tensors that ``entry`` fills, wholly or in part."""
     name = rename(entry.name)
     others = [(rename(piece.other), piece) for piece in names.pieces_of(entry)]
     if any(other in tensors for other, _ in others) and (
@@ -243,7 +246,7 @@ def _fillings(
 
 
 def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], whose: str) -> None:
-    """Read pairs of tensors that share one tensor in the module, and refuse pairs that differ."""
+    """Read the pairs of :attr:`Fit.unknown`, and refuse pairs that differ."""
     wrong = []
     with WeightsReader(version) as reader:
         for one, other in unknown:
@@ -253,7 +256,7 @@ def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], who
 
 
 def differ(one: str, other: str, whose: str) -> str:
-    """The message that two tensors differ, although they are tied in the module."""
+    """The message that two tied tensors have different values."""
     return f"{shown(one)} and {shown(other)} have different values, but are one tensor in {whose}"
 
 
@@ -262,7 +265,7 @@ def _told(name: str, renamed: str) -> str:
 
 
 def _memory(tensor: Tensor) -> object:
-    """A key that is equal for tied tensors, which share memory."""
+    """A key for the memory of a tensor, equal for tied tensors."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - to_local records gradients
     if not _has_memory(local) or not local.numel():
         return id(tensor)
@@ -306,7 +309,7 @@ def _target(
 
 
 def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
-    """The part of a target that a piece fills; empty if this rank has no element of the piece."""
+    """The part of a target that a piece fills; empty if this rank has none of it."""
     part = common(target.box, piece.other_box)
     if part is None:
         return ()
@@ -317,7 +320,7 @@ def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
 
 
 def _fault(tensor: Tensor) -> str:
-    """The reason why a tensor cannot be changed in place; empty if it can be changed."""
+    """The reason why a tensor cannot be changed in place; otherwise empty."""
     if tensor.is_meta:
         return "is on the meta device, so the module has no weights to replace"
     if not _has_memory(tensor):
@@ -332,7 +335,7 @@ def _fault(tensor: Tensor) -> str:
 
 
 def _casts(given: torch.dtype | None, wanted: torch.dtype) -> bool:
-    """Whether a cast is allowed: between floating dtypes, except fp8, which needs scales."""
+    """True if a cast is allowed: between floating dtypes, except fp8, which needs scales."""
     return all(
         dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
         for dtype in (given, wanted)

@@ -51,41 +51,50 @@ _THREADS: Final = 4
 class TorchModule(InProcessEngine):
     """Copies versions into a live ``nn.Module``, in place. It also takes broadcasts (``nccl``).
 
-    Promised: parameters and buffers stay the same objects with the same data pointers. So CUDA
-    graphs, compiled code and optimizers stay valid. Every tensor is filled with the bits of the
-    version. A DTensor gets this rank's own part, and only that part is read. Each mesh dimension
-    may be ``Shard``, ``_StridedShard`` or ``Replicate``. On return the copies are complete on every
-    device. Work launched later sees the new weights, and earlier work has seen only the old
-    weights.
+    Promised:
 
-    Not promised: that a forward in another thread sees only one version, unless that thread holds
-    the ``lock``. Also not promised: a change at the same moment on all ranks of one model. So let
-    all ranks pull between two batches.
+    - Parameters and buffers stay the same objects with the same data pointers. So CUDA graphs,
+      compiled code and optimizers stay valid.
+    - Every tensor gets the bits of the version, except with ``cast``.
+    - A DTensor gets only this rank's part, and only that part is read. Each mesh dimension may be
+      ``Shard``, ``_StridedShard`` or ``Replicate``.
+    - After :meth:`load`, the copies are complete on every device. Earlier work on a device has seen
+      only the old weights.
+
+    Not promised:
+
+    - That a forward in another thread sees only one version. To ensure this, let that thread hold
+      ``lock``.
+    - That all ranks of one model change at the same moment. To ensure this, let all ranks pull
+      between two batches.
 
     ``in_place`` selects how the bytes are copied:
 
     - ``staged``: all bytes are first read into host memory, and then copied into the module. If
-      storage fails, the module is unchanged. The memory is as large as this rank's part of the
-      module, is kept between loads, and is pinned for a GPU. A hook reads ahead, so a pause is as
-      long as one copy of the bytes.
+      storage fails, the module is unchanged. The host memory is as large as this rank's part of the
+      module, is kept between loads, and is pinned for a GPU. A hook reads ahead, so a pause lasts
+      as long as one copy.
     - ``direct``: bytes are read directly into parameters on the CPU, or else through 256 MiB of
-      host memory. This needs no second copy of the model in memory. If storage fails half-way, the
-      module is torn: it has parts of two versions. The hook then loads the previous version again.
-      If that fails too, the module stays torn.
+      host memory, so no second copy of the model is needed. If storage fails half-way, the module
+      is torn: it has parts of two versions. The hook then loads the previous version again. If that
+      fails too, the module stays torn.
 
     With ``sparse``, only the elements that differ from the previous version are written. The two
     versions are compared while the module serves. On a GPU this makes the pause shorter. On a CPU
     it gains little, and costs memory bandwidth. The previous version is read once more, so let the
     hook stage versions on this host.
 
-    Even with ``sparse``, the whole version is loaded if more than about a tenth of the elements
-    differ, if the version has other tensors, or if anything but a load has changed the module. A
-    write that torch does not count is not noticed, for example to ``.data`` or by your own kernel.
+    Even with ``sparse``, the whole version is loaded in these cases:
+
+    - More than about a tenth of the elements differ.
+    - The tensors of the two versions have different names, shapes or dtypes.
+    - Anything but a load has changed the module. torch does not count some writes, for example to
+      ``.data`` or by your own kernel, so they go unnoticed.
 
     Args:
         module: the module. Its ``state_dict()`` must have exactly the names, shapes and dtypes of
-            the versions. The names may also be the other names that a version lists (the hub's or
-            the trainer's). Then the tensors are filled part by part.
+            the versions. If a version also lists other names (the hub's or the trainer's), the
+            module can have those. Then the tensors are filled part by part.
         rename: a mapping or a function from the version's name of each tensor to the module's name.
             A name that is not in the mapping does not change. The function returns None for a
             tensor that the module does not take. It is also called with the version's other names.
@@ -93,12 +102,12 @@ class TorchModule(InProcessEngine):
             The prefix is removed before ``rename`` is applied.
         cast: whether to cast values between floating dtypes, except fp8. By default a version with
             other dtypes is refused.
-        in_place: ``staged`` or ``direct``, see above.
-        lock: held while the module changes, for example a ``threading.Lock`` that the computing
-            thread holds while it computes. With FSDP2 the lock is also held briefly while a version
-            is compared with the module.
+        in_place: ``staged`` or ``direct``.
+        lock: held while the module changes, for example a ``threading.Lock`` that another thread
+            holds while it computes. With FSDP2 the lock is also held briefly while a version is
+            compared with the module.
         threads: the most threads that read at a time; never more than there are processors.
-        sparse: whether to write only changed elements, see above.
+        sparse: whether to write only changed elements.
 
     Attributes:
         changed: the fraction of the elements that the last load has written, from 0 to 1; None
@@ -164,8 +173,7 @@ class TorchModule(InProcessEngine):
         """Compare every name, shape and dtype.
 
         Raises:
-            EngineMismatchError: the version's kind or some tensors do not fit; the message lists
-                them.
+            EngineMismatchError: the version's kind or some tensors do not fit.
             VerificationError, ShardFormatError, OSError: tied weights cannot be read. They are read
                 only if the manifest has no digests.
         """
@@ -225,14 +233,15 @@ class TorchModule(InProcessEngine):
 
     @property
     def workers(self) -> int:
-        """Always 1: each process is one worker, even if several processes share the module."""
+        """Always 1, even if several processes share the module."""
         return 1
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Join the weight group, or stay in it, and fill the module with the broadcast weights.
 
         With ``staged``, the module is unchanged until every member has confirmed the last byte.
-        With ``direct``, the module is filled as bytes arrive, and the lock is held all that time.
+        With ``direct``, the module is filled as bytes arrive, and the lock is held during that
+        time.
 
         Raises:
             BroadcastError: the transfer failed, or its tensors do not fit. The module is unchanged.
@@ -256,7 +265,7 @@ class TorchModule(InProcessEngine):
             raise
 
     def leave(self) -> None:
-        """Leave the weight group, if there is one, without waiting for the other members."""
+        """Leave the weight group, if there is one."""
         self._group.close()
 
     def _receives_on(self, backend: str) -> torch.device:
@@ -290,7 +299,6 @@ class TorchModule(InProcessEngine):
         self._prepared = _reading(version, targets)
 
     def _find_changes(self, version: LeasedVersion, targets: list[Target]) -> Changes | None:
-        """Find the changes since the module's version; None if the whole version must be read."""
         if self._filled is None:
             return None
         why = "the module was changed since the last load"
@@ -308,15 +316,14 @@ class TorchModule(InProcessEngine):
         return None
 
     def _holds_base(self, targets: list[Target]) -> bool:
-        """False if the module changed since its last load, so that prepared changes do not fit."""
+        """False if the module changed since its last load."""
         return self._filled is None or self._filled.state == _state(targets)
 
     def _forget(self) -> None:
-        """Drop prepared data and the known version, because the weights will be unknown."""
         self._prepared = self._changes = self._filled = None
 
     def _lock_to_look(self) -> AbstractContextManager[Any]:
-        """The lock if FSDP2 is used: its ``state_dict`` frees parameters that a forward needs."""
+        """The lock with FSDP2, whose ``state_dict`` frees parameters that a forward needs."""
         return self._lock if gathers(self._module) else nullcontext()
 
     @contextmanager
@@ -324,7 +331,7 @@ class TorchModule(InProcessEngine):
         with self._lock:
             cut_again(self._module)
             yield
-            # Inside autocast all threads keep casts of the old weights.
+            # The cache of autocast holds casts of the old weights.
             torch.clear_autocast_cache()
             self._loaded()
 
@@ -332,7 +339,7 @@ class TorchModule(InProcessEngine):
         """Update state that depends on the weights. Called under the lock. Must not fail."""
 
     def _tensors(self, version: LeasedVersion) -> dict[str, Tensor]:  # noqa: ARG002 - for subclasses
-        """The module's tensors that a version fills, by the names that ``rename`` returns."""
+        """The module's tensors that a version fills, by name."""
         return tensors_of(self._module)
 
     def _targets(self, version: LeasedVersion) -> list[Target]:
@@ -380,7 +387,7 @@ class _Filled(NamedTuple):
 
 
 def _state(targets: list[Target]) -> list[object]:
-    """A value that stays equal while torch neither moves nor changes the targets' tensors."""
+    """A value that changes when torch moves or changes a target's tensor."""
     return [
         (
             target.name,
@@ -397,6 +404,6 @@ def _state(targets: list[Target]) -> list[object]:
 
 
 def _reading(version: LeasedVersion, targets: list[Target]) -> object:
-    """A value that is equal for two reads of the same bytes into the same places."""
+    """A value that is equal for reads of the same bytes into the same places."""
     parts = [(target.name, target.dtype, target.box) for target in targets]
     return version.sequence, version.folder, parts

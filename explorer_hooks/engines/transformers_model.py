@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _GENERATION: Final = "generation_config.json"
-#: The settings of an adapter that change its output, and do not show in its tensors.
+#: The settings of an adapter that change its output without a change of its tensors.
 _COMPUTES: Final = (
     "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern",
     "alpha_pattern", "alpha", "trainable_token_indices", "token_indices", "alora_invocation_tokens",
@@ -40,7 +40,7 @@ class TransformersModel(TorchModule):
 
     A full version must have the names of the model's own ``state_dict()``, as from a trainer that
     uses the same class. For some models, above all mixtures of experts, ``save_pretrained`` writes
-    other names and shapes. A version with such names is loaded only if it has a name map (``syncd
+    other names and shapes. A version with these names is loaded only if it has a name map (``syncd
     run --names hub``).
 
     If the version has a ``generation_config.json``, it is applied together with the weights, so
@@ -48,10 +48,9 @@ class TransformersModel(TorchModule):
     not saved with the weights do not change.
 
     A version of kind ``adapter`` replaces the values of one adapter of the PEFT model, active or
-    not. The version must have the same ranks and scaling on the same modules, and the model's
-    adapter must not be merged. If the version names another base model than the model's own, it is
-    refused. If one of the two names is a folder, this check is skipped, and a warning is logged
-    once.
+    not. The version must have the same ranks and scaling on the same modules as that adapter, which
+    must not be merged. A version for another base model is refused. Without ``base_model``, this is
+    not checked if either name is a folder, and a warning is logged once.
 
     Args:
         model: a model from ``from_pretrained``, on any device; or a ``PeftModel``; or a model to
@@ -135,7 +134,7 @@ class TransformersModel(TorchModule):
         return {**found, **{name: state[name] for name in saved}}
 
     def _renamed(self, name: str) -> str | None:
-        """Remove the prefix of a PeftModel from a name; names in adapter files always have it."""
+        """Remove the prefix of adapter files if the model is not wrapped in a PeftModel."""
         if self._config is None or _is_wrapped(self._module):
             return name
         return name.removeprefix(PREFIX)
@@ -162,7 +161,7 @@ class TransformersModel(TorchModule):
         refuse(named(version), self._whose, wrong)
 
     def _other_base(self, version: LeasedVersion) -> str | None:
-        """The reason why an adapter is for another model; None if no reason is known."""
+        """The reason why an adapter is for another model; None if none is known."""
         told = version.manifest.base_model
         mine = self._base_model or _loaded_from(self._module)
         if told is None or mine is None:
@@ -199,7 +198,7 @@ class TransformersModel(TorchModule):
 
 
 def _forget_prompts(module: Any, manager: Any) -> None:
-    """Drop continuous batching's manager, because its cache holds prompts of the old weights."""
+    """Drop continuous batching's manager, whose cache holds prompts of the old weights."""
     if manager.is_running():
         log.warning(
             "continuous batching runs while the weights change, so its output mixes old and new "
@@ -209,7 +208,7 @@ def _forget_prompts(module: Any, manager: Any) -> None:
         return
     try:
         module.destroy_cached_continuous_batching_manager()
-    except Exception:  # with any error, its cache must not be used again
+    except Exception:  # after any error, the cache must not be used again
         log.exception(
             "the manager of continuous batching did not stop cleanly. syncd drops this manager, "
             "and the next generation makes a new manager"
@@ -218,7 +217,7 @@ def _forget_prompts(module: Any, manager: Any) -> None:
 
 
 def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
-    """The configuration of the model's adapter, in JSON's types; None for a model without PEFT."""
+    """The configuration of an adapter, in JSON's types; None without PEFT."""
     configs = getattr(model, "peft_config", None)
     if not configs:
         return None
@@ -269,7 +268,7 @@ def _json(version: LeasedVersion, name: str) -> dict[str, Any] | None:
 
 
 def _converts(model: nn.Module) -> bool:
-    """Whether transformers saves the model with other names or shapes than those in memory."""
+    """True if transformers saves the model with other names or shapes than in memory."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
     except ImportError:  # transformers before 5 converts nothing
