@@ -1,4 +1,4 @@
-"""Follow a job in the background: pull again and again, until cancelled."""
+"""Follow a job in the background."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from syncd.protocol.policy import Version
 
 log = logging.getLogger(__name__)
 
-#: The most seconds between two tries. Short: until a try, a restarted server has old weights.
+#: The most seconds between two tries. Short, because a restarted server has old weights meanwhile.
 _LONGEST_PAUSE: Final = 4.0
 #: Seconds between two checks whether an engine that did not answer is back.
 _AWAY: Final = 1.5
@@ -38,17 +38,17 @@ def follow(
 ) -> None:
     """Pull again and again, until cancelled.
 
-    If a version is refused, the next pull waits for a newer version. After an error of storage or
-    of ``on_remote``, the function waits and pulls again. It does the same if the job is unavailable
-    or the engine is broken. Other errors are raised.
+    After a refused version, the next pull waits for a newer version. After an error of storage or
+    ``on_remote``, an unavailable job or a broken engine, pause and pull again. Other errors are
+    raised.
 
     Args:
         pull: waits for a newer version, and loads it.
-        pause: waits for the given number of seconds; returns whether the wait was cancelled.
-        poll: seconds to wait after the first failure. Each further failure doubles the wait, up to
-            4 s.
-        is_away: called after a failure; True if the engine does not answer at all. Then the
-            function waits for the engine, because a pull could read a whole version in vain.
+        pause: waits for a number of seconds; returns True if the wait was cancelled.
+        poll: seconds to pause after the first failure. Each further failure doubles the pause, up
+            to 4 s.
+        is_away: True if the engine does not answer at all. Then the next pull waits until the
+            engine answers, because a pull could read a whole version for nothing.
     """
     poll = min(poll, _LONGEST_PAUSE)
     seconds = poll
@@ -79,7 +79,7 @@ def _await(is_away: Callable[[], bool], pause: Callable[[float], bool]) -> bool:
 
 
 class Follower:
-    """Runs at most one thread that follows the job, and reports the death of that thread once."""
+    """Runs at most one thread that follows the job."""
 
     def __init__(
         self, name: str, serving: Pipeline, poll: float, is_away: Callable[[], bool]
@@ -98,9 +98,9 @@ class Follower:
         return self._thread is not None
 
     def start(self, pull: Callable[[Cancellation], object]) -> None:
-        """Start a thread that follows the job; do nothing if a thread already follows it.
+        """Start the thread; do nothing if it runs already.
 
-        ``pull`` must end when the Cancellation that it gets is cancelled.
+        ``pull`` must end when its Cancellation is cancelled.
         """
         if self._thread is not None and self._thread.is_alive():
             return
@@ -121,11 +121,11 @@ class Follower:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Ask the thread to end, and return at once. Any thread or signal handler may call this."""
+        """Ask the thread to end. Any thread or signal handler may call this."""
         self._cancel.cancel()
 
     def stop(self) -> None:
-        """End the thread, and wait until it has ended. Do nothing if there is no thread."""
+        """End the thread, and wait until it has ended."""
         self.cancel()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
@@ -133,11 +133,11 @@ class Follower:
         self._error = None
 
     def check(self) -> None:
-        """Raise NotFollowingError if the background thread has died, once for each death."""
+        """Raise NotFollowingError, once, if the thread has died."""
         error = self._error
         if error is None:
             return
-        self.stop()  # otherwise it could report its death after a new thread has begun
+        self.stop()  # otherwise this death could be reported after a new thread has begun
         raise NotFollowingError(
             f"the background thread of {self._name} has ended: {error!r}. The engine still serves "
             f"{self._serving.version or 'its initial weights'}. To continue, call start() or "
@@ -145,7 +145,7 @@ class Follower:
         ) from error
 
     def check_off(self) -> None:
-        """Raise InvalidSettingsError if a thread follows the job: a pull would wait for it."""
+        """Raise InvalidSettingsError if the thread runs, because another pull would wait for it."""
         self.check()
         if self.is_on:
             raise InvalidSettingsError(
@@ -204,7 +204,7 @@ class Follower:
 
 
 def _is_other(version: Version | None, than: Version | None) -> bool:
-    """Whether ``version`` is newer. A broadcast changes the step, but not the sequence."""
+    """True if ``version`` is newer. A broadcast changes only its step."""
     return version is not None and (
         than is None or (version != than and version.sequence >= than.sequence)
     )

@@ -1,7 +1,7 @@
 """Evaluate saved weights: the newest version, one step, or every full checkpoint in order.
 
-A trainer and other explorers can run meanwhile, because only the explorer that asks for a step
-loads it. A daemon must run, because it builds the steps that are not published.
+A daemon must run, because it builds the steps that are not published. A trainer and other explorers
+can run, too.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def step(hook: ExplorerHook, number: int, timeout: float | None = None) -> Versi
 def full_checkpoints(job_dir: str | Path) -> list[int]:
     """List the steps of all full checkpoints that are fully saved, in ascending order.
 
-    A step is a full checkpoint if its folder has ``.full_checkpoint``, or the state of an
-    optimizer. Some trainers do not write ``.full_checkpoint``.
+    Some trainers do not write ``.full_checkpoint``, so a folder with the state of an optimizer
+    counts, too.
     """
     job = Job.at(Path(job_dir).absolute())
     return [step for step in step_folders(job) if _is_full(job, step)]
@@ -55,11 +55,11 @@ def full_checkpoints(job_dir: str | Path) -> list[int]:
 def every_full_checkpoint(
     hook: ExplorerHook, job_dir: str | Path, *, after: int = -1, timeout: float | None = None
 ) -> Iterator[Version]:
-    """Load the full checkpoints of the hook's job one by one, in the order of their steps.
+    """Load the full checkpoints of a job one by one, in the order of their steps.
 
-    Each load happens when you ask for the next item. The steps are listed once, at the beginning:
-    those above ``after`` in ``job_dir``, the job of ``hook``. At the end the engine still serves
-    the last checkpoint. Use :func:`latest` to load the newest version again.
+    ``job_dir`` must be the job of ``hook``. The first ``next()`` lists the steps above ``after``.
+    Each ``next()`` loads one step and yields its version. After the last step the engine still
+    serves that step; call :func:`latest` to load the newest version again.
 
     ``timeout`` and the errors are those of :meth:`ExplorerHook.load_step`.
     """
@@ -73,8 +73,8 @@ def serve(
 ) -> None:
     """Follow the job of ``hook`` until the hook is cancelled or closed.
 
-    ``served`` is called with each served version. Every ``interval`` seconds, the background thread
-    is checked.
+    ``served`` is called with the served version after a load. Versions that are served during the
+    call can be missed. ``interval`` is the longest single wait for a version, in seconds.
 
     Raises:
         NotFollowingError: the background thread has died.

@@ -1,4 +1,4 @@
-"""Receive weights by broadcast: do the handshake, receive the buckets, fill an engine's tensors."""
+"""Receive weights by broadcast: do the handshake, receive buckets, fill an engine's tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def greet(
     """Do the handshake of a transfer. Return once all members are prepared for it.
 
     ``known`` is the list of tensors (the meta) of an earlier transfer, if any. The trainer sends
-    the meta only if it has changed. If ``prepare`` raises an error, no tensor is sent.
+    the meta only if a member does not know it. If ``prepare`` raises an error, no tensor is sent.
     """
     header = Header.decode(_told(group, HEADER))
     meta = known if known is not None and known.digest == header.digest else None
@@ -68,8 +68,7 @@ class Arriving(Generic[T]):
     """A transfer whose handshake is complete.
 
     Attributes:
-        prepared: the result of the receiver's ``prepare``.
-        fault: the reason to refuse the transfer once it has arrived; None to accept it.
+        fault: the reason why :meth:`end` must refuse the transfer, if any.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Arriving(Generic[T]):
         self._digests: list[bytes] = []
 
     def fill_image(self, content: Tensor) -> None:
-        """Receive all tensors into ``content``, in host memory, at the offsets of :attr:`image`."""
+        """Receive all tensors into ``content`` (host memory), at the offsets of :attr:`image`."""
         if self._group.device.type == "cpu":
             for _ in self._buckets(content):
                 pass
@@ -96,7 +95,7 @@ class Arriving(Generic[T]):
             wait_for_copies({self._group.device})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors on the group's device, each valid until the next one is yielded."""
+        """Yield whole tensors on the group's device, each valid until the next."""
         large = None
         for bucket, arrived in self._buckets():
             for piece in bucket.pieces:
@@ -116,7 +115,7 @@ class Arriving(Generic[T]):
                 yield spec.name, as_tensor(none, spec)
 
     def end(self) -> None:
-        """Confirm that the last byte has arrived, and wait until all members have confirmed it."""
+        """Confirm the last byte, and wait until all members have confirmed it."""
         if self.header.has_digests:
             told = _told(self._group, DIGEST * len(self._digests))
             if told != b"".join(self._digests):
@@ -126,7 +125,7 @@ class Arriving(Generic[T]):
         _go_on_if_all(self._group)
 
     def _buckets(self, into: Tensor | None = None) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield each arrived bucket. Without ``into``, it is valid only until the next bucket."""
+        """Yield arrived buckets. Without ``into``, each is valid only until the next bucket."""
         buckets = self.image.buckets
         most = max((bucket.size for bucket in buckets), default=0)
         ahead = AHEAD if into is not None else AT_A_TIME
@@ -154,7 +153,6 @@ class Arriving(Generic[T]):
 
 
 def _refused(group: WeightGroup, why: str) -> BroadcastError:
-    """Tell the other members that this member has failed; return the error to raise."""
     refused = BroadcastError(why)
     try:
         group.agree(ok=False)
@@ -164,7 +162,6 @@ def _refused(group: WeightGroup, why: str) -> BroadcastError:
 
 
 def _go_on_if_all(group: WeightGroup) -> None:
-    """Tell the other members that this member is ready; return only if all members are ready."""
     if not group.agree(ok=True):
         raise BroadcastError(
             "another member of the weight group refuses the transfer. See the log of that "
@@ -197,11 +194,10 @@ def as_tensor(flat: Tensor, spec: WeightSpec) -> Tensor:
 
 
 class WeightReceiver:
-    """Receives one transfer with each call. All members of the group take part in each transfer.
+    """Receives one transfer per call, together with all other members of the group.
 
-    Before the first byte of a tensor is sent, every receiver has accepted the names, dtypes and
-    shapes. A transfer is complete only if every member has confirmed the last byte. After an error,
-    leave the group, because it cannot be used any more. Not thread-safe.
+    No tensor is sent before every receiver has accepted the names, dtypes and shapes. After an
+    error the group is unusable: leave it. Not thread-safe.
 
     Attributes:
         meta: the list of tensors of the last transfer that began; at first, ``known``.
@@ -214,13 +210,13 @@ class WeightReceiver:
     def receive(self, fits: Callable[[WeightMeta], object]) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, in host memory, once every receiver has confirmed the last byte.
 
-        ``fits`` is called before the first byte is sent, and raises an error to refuse the tensors.
-        The first ``next()`` takes as long as the transfer; a later ``next()`` cannot fail. The
-        tensors are contiguous views of one block, which is as large as the model. The block is
-        freed when the iterator and all its tensors are gone.
+        To refuse the tensors, ``fits`` must raise an error. The first ``next()`` waits for the
+        whole transfer; a later ``next()`` cannot fail. The tensors are contiguous views of one
+        block, as large as the model. The block is freed when the iterator and all tensors are gone.
 
         Raises:
-            BroadcastError: a receiver did not get, or refused, the transfer. No tensor was yielded.
+            BroadcastError: a receiver has failed, or has refused the tensors. No tensor was
+                yielded.
         """
 
         def prepare(meta: WeightMeta, image: Image) -> HostMemory:
@@ -237,9 +233,8 @@ class WeightReceiver:
     def receive_into(self, buffer: HostBuffer, fit: Callable[[WeightMeta], Fit]) -> list[Target]:
         """Receive new content for the engine's targets into a buffer; return these targets.
 
-        ``fit`` returns the targets of the announced tensors, or raises an error to refuse them. If
-        a target is only a part of a tensor, the buffer keeps only that part. After an error the
-        buffer is closed, because bytes can still arrive in its memory.
+        ``fit`` returns the targets of the announced tensors, or raises an error to refuse them.
+        After an error the buffer is closed, because bytes can still arrive in its memory.
 
         Raises:
             BroadcastError: see :meth:`receive`. Or two tensors of one target have different
@@ -266,14 +261,13 @@ class WeightReceiver:
     def fill(
         self, fit: Callable[[WeightMeta], Fit], changing: AbstractContextManager[object]
     ) -> None:
-        """Fill the engine's targets in place, with each tensor as it arrives.
+        """Fill the engine's targets in place, inside the context ``changing``.
 
-        On return, the copies to all devices are complete. ``changing`` is entered before the first
-        target changes, and exited after the last change.
+        On return, the copies to all devices are complete.
 
         Raises:
             BroadcastError: see :meth:`receive`. No target was changed.
-            EngineBrokenError: the transfer failed half-way, and some targets may have new content.
+            EngineBrokenError: the transfer failed half-way. Some targets may have new content.
         """
         arriving = self._greet(lambda meta, _: fit(meta))
         found = arriving.prepared
@@ -295,7 +289,7 @@ class WeightReceiver:
 
 @torch.no_grad()
 def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -> None:
-    """Fill each target's view with its part of the tensors, and wait until all devices have it."""
+    """Fill each target's view with its part of a tensor, and wait until all devices have it."""
     parts: dict[str, list[tuple[Target, Tensor]]] = {}
     for target, view in zip(found.targets, views, strict=True):
         parts.setdefault(target.name, []).append((target, view))
@@ -311,7 +305,6 @@ def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -
 
 
 def _is_image(targets: Sequence[Target], arriving: Arriving[T]) -> bool:
-    """Whether the targets are the image's tensors, whole and in the image's order."""
     return [(target.name, target.box) for target in targets] == [
         (spec.name, whole_box(spec.shape)) for spec in arriving.meta.tensors
     ]

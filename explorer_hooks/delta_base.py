@@ -1,4 +1,4 @@
-"""Find a copy on this host that deltas can turn into a newer version, or wait for a delta."""
+"""Find a copy on this host that deltas can turn into a newer version."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SILENCE: Final = 10 * DELTA_SIGN
 
 @dataclass(frozen=True, slots=True)
 class DeltaBase:
-    """A locked ``copy`` on this host, and the deltas, in order, that make a newer version of it."""
+    """A held copy on this host, and the deltas, in order, that make a newer version from it."""
 
     copy: StagedCopy
     version: WholeVersion
@@ -46,13 +46,13 @@ class DeltaBase:
 
     @property
     def bytes(self) -> int:
-        """The size of the deltas in bytes."""
+        """The size of all deltas, in bytes."""
         return sum(delta.bytes for _, delta in self.chain)
 
     def make(
         self, target: LeasedVersion, to: Storage, draft: Path, cancel: Callable[[], None]
     ) -> None:
-        """Make and verify the target's files, except the manifest, in an empty folder.
+        """Make and verify the target's files, except the manifest, in the empty folder ``draft``.
 
         Raises:
             NoDeltaError: the deltas do not make this version from this copy.
@@ -73,7 +73,7 @@ class DeltaBase:
 
 
 class DeltaBases:
-    """Finds a base for deltas among the copies in the folder ``room`` of this host."""
+    """Finds a base for deltas among this host's copies, in the folder ``room``."""
 
     def __init__(self, storage: Storage, room: Path) -> None:
         self._storage = storage
@@ -89,11 +89,11 @@ class DeltaBases:
         why_no_room: Callable[[str], str | None],
         cancel: Callable[[], None],
     ) -> DeltaBase:
-        """Find and lock the copy that becomes ``target`` with the fewest bytes of deltas.
+        """Find and hold the copy that becomes ``target`` with the fewest bytes of deltas.
 
-        If the daemon is still making a delta from a copy on this host, wait for it, at most
-        ``patience`` seconds. Do not wait if ``why_no_room`` returns a reason why the version does
-        not fit beside the named copy. ``cancel`` is called often, and raises an error to stop.
+        If the daemon is still making a delta from one of these copies, wait for it, at most
+        ``patience`` seconds. ``why_no_room`` returns the reason if the version does not fit beside
+        a named copy; then do not wait. ``cancel`` is called often, and raises an error to stop.
 
         Raises:
             NoDeltaError: the version cannot be made from a copy and deltas.
@@ -128,7 +128,6 @@ class DeltaBases:
         return DeltaBase(copy, here[name], tuple(links))
 
     def _look(self, names: Collection[str]) -> dict[str, WholeVersion]:
-        """The copies that can be a base, by name. Each manifest is read only once."""
         for name in names:
             if name not in self._known:
                 folder = self._room / name
@@ -144,7 +143,6 @@ class DeltaBases:
 def _chain(
     job: Job, here: Mapping[str, WholeVersion], content: str
 ) -> tuple[str, list[tuple[Path, Delta]]] | None:
-    """Find the copy whose deltas to ``content`` are smallest; return the copy's name and deltas."""
     folders = {delta: folder for folder, delta in _deltas(job)}
     found = []
     for name, version in here.items():
@@ -166,10 +164,7 @@ def _wait(
     why_no_room: Callable[[str], str | None],
     cancel: Callable[[], None],
 ) -> str:
-    """If the daemon makes a delta from a copy on this host, wait for it.
-
-    Returns the reason to report if no delta exists after the wait.
-    """
+    """Wait for a delta that the daemon makes from a copy here. Return why there may be none."""
     which = f"the delta to version {sequence}"
     latest = job.read(Latest, job.layout.latest, OF_OTHERS)
     if latest is None or latest.sequence != sequence or latest.delta_from is None:
@@ -193,7 +188,7 @@ def _wait(
 
 
 def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None]) -> str:
-    """Wait for a delta as long as it can save time; return the reason why the wait ended."""
+    """Wait for a delta while this can save time; return why the wait ended."""
     which = f"the delta to version {sequence}"
     begun = alive = time.monotonic()
     first: tuple[float, int] | None = None
@@ -224,7 +219,6 @@ def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None])
 
 
 def _progress(job: Job, sequence: int) -> DeltaProgress | None:
-    """Read the progress of a delta to version ``sequence`` or later; None if there is no record."""
     for is_asked in (False, True):
         if is_asked:
             # The record exists before LATEST names the version, so this client's cache may be old.
@@ -246,7 +240,7 @@ def _end_of(told: DeltaProgress | None, sequence: int) -> str:
 
 
 def _refreshed(job: Job, folder: Path) -> bool:
-    """Refresh this host's cached list of a folder's files; return False if there is no folder."""
+    """Refresh this host's cached list of the folder's files; False if the folder is missing."""
     try:
         job.storage.refresh(folder)
     except OSError as error:
@@ -256,9 +250,10 @@ def _refreshed(job: Job, folder: Path) -> bool:
 
 
 def delta_folders(target: LeasedVersion, base: str) -> list[Path]:
-    """List the folders of the deltas from a base to a version, in order; empty if there are none.
+    """List the folders of the deltas from a base to a version, in order.
 
-    ``base`` is the digest of all tensors of the base (:func:`~syncd.deltas.ends.content_of`).
+    The list is empty if there are none, or if they are too large to help. ``base`` is the result of
+    :func:`~syncd.deltas.ends.content_of` for the base.
     """
     content = content_of(target.manifest)
     folders = {delta: folder for folder, delta in _deltas(_job_of(target))}
@@ -275,7 +270,7 @@ def _job_of(target: LeasedVersion) -> Job:
 
 
 def _deltas(job: Job) -> Iterator[tuple[Path, Delta]]:
-    """The readable deltas of a job. The daemon can delete any of these deltas at any time."""
+    """The readable deltas of a job. The daemon can delete any of them at any time."""
     if not _refreshed(job, job.layout.deltas):
         _refreshed(job, job.layout.root)  # before the first delta there is no such folder
     for name in job.storage.names(job.layout.deltas):

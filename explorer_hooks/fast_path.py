@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class Transfer:
     """Weights of the save ``save_id`` that are about to arrive.
 
-    ``take`` lets the engine receive all of them or none. For its errors see
+    ``take`` lets the engine receive them. It raises the errors of
     :meth:`~explorer_hooks.engines.base.WeightTaker.receive`.
     """
 
@@ -34,7 +34,7 @@ class ExplorerBroadcasts:
     Attributes:
         fits: False after a transfer whose tensors did not fit, until the engine has loaded a
             version.
-        group: the weight group that all workers of the engine are in, if any.
+        group: the weight group that the engine's workers are in, if any.
     """
 
     def __init__(self, sync: ExplorerSynchronizer, engine: WeightTaker) -> None:
@@ -46,11 +46,11 @@ class ExplorerBroadcasts:
 
     @property
     def workers(self) -> int:
-        """The number of ranks that the engine needs in the weight group."""
+        """The number of the engine's ranks in the weight group."""
         return self._engine.workers
 
     def meet(self, cancel: Cancellation) -> Transfer:
-        """Wait for the group of the agreed broadcast, at most ``broadcast_timeout`` seconds."""
+        """Wait for the group of the agreed broadcast."""
         rendezvous, rank_offset = self._sync.rendezvous(cancel=cancel)
         save_id = SaveId.parse(rendezvous.save_id)
         if save_id is None:
@@ -72,6 +72,6 @@ class ExplorerBroadcasts:
         self.group = rendezvous.group_name
 
     def close(self) -> None:
-        """Leave the weight group, without waiting for the other members."""
+        """Leave the weight group, without waiting for other members."""
         self.group = None
         self._engine.leave()

@@ -1,6 +1,6 @@
 """``syncd follow``: an explorer beside a server, in a separate process that never imports torch.
 
-The package ``syncd`` does not import this package. It finds the command by an entry point.
+``syncd`` finds the command by an entry point, because it must not import this package.
 """
 
 from __future__ import annotations
@@ -296,10 +296,7 @@ def _engine(
 
 
 class _Ended:
-    """A context in which SIGTERM and SIGINT end the process with status 0.
-
-    Once there is a hook, a signal only ends the hook's waits.
-    """
+    """In this context SIGTERM and SIGINT exit with status 0, or cancel the hook if there is one."""
 
     def __init__(self) -> None:
         self._cancel: Callable[[], None] | None = None
@@ -333,12 +330,10 @@ def _print_json(name: str, version: Version) -> None:
 
 
 class CommandEngine(InProcessEngine):
-    """Runs a command for each version. Exit status 0 means that the command accepted the version.
+    """Runs a shell command for each version. Exit status 0 accepts the version.
 
-    A shell runs the command. Its environment has ``SYNCD_FOLDER``, ``SYNCD_STEP``,
-    ``SYNCD_SEQUENCE``, ``SYNCD_KIND`` and, for kind ``remote``, ``SYNCD_REMOTE_PATH``. After
-    ``timeout`` seconds, the command and all processes that it started are killed. ``fits`` is the
-    model to compare versions with; None for the last version that the command accepted.
+    After ``timeout`` seconds, the command's process group is killed. ``fits`` is the model to
+    compare versions with; None for the last version that the command accepted.
     """
 
     kinds: frozenset[str] = frozenset({"full", "adapter", "remote"})
@@ -397,9 +392,7 @@ class CommandEngine(InProcessEngine):
 
 
 class LinkEngine(InProcessEngine):
-    """Points a symbolic link to each version's folder, by one rename.
-
-    An existing link is replaced; any other file is refused. Without ``fits``, nothing is compared.
+    """Points a symbolic link to each version's folder.
 
     Raises:
         InvalidSettingsError: ``path`` exists and is not a link, or its parent folder is missing.
@@ -433,7 +426,7 @@ class LinkEngine(InProcessEngine):
             self._fits.check(version)
 
     def load(self, version: LeasedVersion) -> None:
-        """Point the link to the version's folder. If storage fails, the link is unchanged."""
+        """Point the link to the version's folder, by one atomic rename."""
         draft = self._path.with_name(f"{TEMPORARY}{self._path.name}-{secrets.token_hex(6)}")
         self._storage.symlink(version.folder, draft)
         try:

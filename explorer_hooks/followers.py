@@ -1,4 +1,4 @@
-"""Follow one job for several servers of this host, in one process. This module needs no torch."""
+"""Follow one job for several servers of this host, in one process."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ _AGAIN: Final = 10.0
 #: Seconds between two checks whether all threads have ended. Signal handlers run in between.
 _LOOK: Final = 0.5
 
-#: Opens a hook for one server. Must often call its argument, which raises an error to stop it.
+#: Opens a hook for one server. It must often call its argument, which raises an error to stop it.
 Opens = Callable[[Callable[[], None]], ExplorerHook]
 
 
 class Followers:
     """Explorers that follow one job, each with its own thread and server.
 
-    If an explorer fails, the other explorers go on. The error is logged, and after ``again``
-    seconds the explorer's hook is opened again, except after :meth:`end`. All explorers end if no
-    explorer can be opened because settings or names are wrong, or because the job is unavailable.
+    If an explorer fails, the error is logged, and its hook is opened again after ``again`` seconds.
+    The other explorers go on. All explorers end if none can be opened, because of wrong settings or
+    an unavailable job, or if ``served`` raises an error.
 
-    ``served`` is called in the thread of an explorer, with the explorer's name and each version
-    that its server serves. If ``served`` raises an error, all explorers end.
+    ``served`` is called in the explorer's thread, with the explorer's name and each served version.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Followers:
         self._refused: dict[str, Exception] = {}  # until the explorer could be opened
 
     def end(self) -> None:
-        """Make :meth:`run` return soon. A signal handler may call this method."""
+        """Make :meth:`run` return soon. A signal handler may call this."""
         self._ended.set()
         for hook in list(self._hooks.values()):
             hook.cancel()
@@ -64,8 +63,7 @@ class Followers:
         """Follow until :meth:`end` is called.
 
         Raises:
-            JobUnavailableError, InvalidSettingsError: each explorer's hook raised one of these
-                errors.
+            JobUnavailableError, InvalidSettingsError: no explorer could be opened.
             Exception: ``served`` raised this error.
         """
         threads = [

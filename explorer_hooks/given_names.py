@@ -1,7 +1,6 @@
 """Map between a version's tensors under the trainer's names and under the hub's names.
 
-The trainer's module and the hub can name, split or join tensors differently. This module applies a
-version's :class:`~syncd.checkpoint.name_map.NameMap` to parts and views, and copies no data.
+The trainer and the hub can name, split or join tensors differently. No data are copied.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ class NamedPiece(NamedTuple):
     """A part of a version's tensor, and the same part under the tensor's other name.
 
     Attributes:
-        own, own_box: the name of the version's tensor, and the part of that tensor.
-        other: the other name of the tensor: the trainer's or the hub's.
-        other_box: the same part in ``other``. If ``other`` is a trainer's stack of tensors, the box
-            has one more dimension, of size 1.
-        swaps: whether the last two dimensions are swapped.
+        own, own_box: the tensor's name in the version, and the part.
+        other, other_box: the trainer's or the hub's name, and the part in that tensor. In a
+            trainer's stack of tensors, ``other_box`` has one more dimension, of size 1.
+        swaps: True if the last two dimensions are swapped.
     """
 
     own: str
@@ -42,7 +40,7 @@ class NamedPiece(NamedTuple):
     swaps: bool
 
     def to_own(self, part: Box) -> Box:
-        """Convert a part of ``other``, inside this piece, to a part of ``own``."""
+        """Convert a part of ``other``, which must be inside this piece, to a part of ``own``."""
         offsets = tuple(a - b for a, b in zip(part.offsets, self.other_box.offsets, strict=True))
         shape, more = part.shape, self._more
         if self.swaps:
@@ -78,7 +76,7 @@ class GivenNames:
     """The names of a version's tensors in the trainer's module and on the hub.
 
     Attributes:
-        given: ``trainer`` or ``hub``: the names that the version's tensors have.
+        given: the names in the version: ``trainer`` or ``hub``.
         unknown: the reason why the hub's names are unknown; None if they are known.
     """
 
@@ -89,11 +87,11 @@ class GivenNames:
 
     @property
     def of_trainer(self) -> GivenNames:
-        """GivenNames with the same name map, for tensors with the trainer's names."""
+        """The same map, for tensors with the trainer's names."""
         return GivenNames(self._map, "trainer")
 
     def pieces_of(self, tensor: NamedShape) -> list[NamedPiece]:
-        """The pieces of a version's tensor; empty if the tensor's two names are equal."""
+        """The pieces of a version's tensor; empty if the map has no other name for it."""
         name, shape = tensor.name, tensor.shape
         if self.given == "trainer":
             return [_piece(name, shape, part) for part in self._hub(name, shape)]
@@ -103,7 +101,7 @@ class GivenNames:
         return pieces if fits else []
 
     def by_hub(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """Rename tensors to the hub's names. Tensors with the hub's names are not renamed."""
+        """Rename tensors to the hub's names."""
         found: dict[str, TensorSpec] = {}
         joined: set[str] = set()
         for name, spec in tensors.items():
@@ -122,7 +120,7 @@ class GivenNames:
         return found
 
     def shown(self, name: str) -> str:
-        """Format a name for messages, with the tensor's other name if there is one."""
+        """Format a name for messages, with the tensor's other name."""
         if (shape := self._map.tensors().get(name)) is not None:
             first, *others = dict.fromkeys(part.name for part in self._map.hub(name, shape))
             return f"{shown(name)} (on the hub {shown(first)}{', …' if others else ''})"
@@ -132,7 +130,6 @@ class GivenNames:
         return shown(name)
 
     def _hub(self, name: str, shape: Shape) -> list[HubPart]:
-        """The parts of a trainer's tensor on the hub; empty if the hub has the same tensor."""
         if name not in self._map:
             return []
         try:
@@ -177,7 +174,6 @@ def _in_hub(part: HubPart) -> Box:
 
 
 def _around(boxes: Iterable[Box]) -> Shape:
-    """The shape of the smallest tensor that contains all boxes."""
     return tuple(map(max, zip(*(box.ends for box in boxes), strict=True)))
 
 

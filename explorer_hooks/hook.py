@@ -60,19 +60,21 @@ class ExplorerHook:
     Not promised: that every version is served. The hook always loads the newest version.
 
     Args:
-        job_dir, name: the job directory, and this explorer's name, which is unique in the job.
+        job_dir: the job directory.
+        name: this explorer's name, which must be unique in the job.
         engine: the engine to load versions into.
-        settings: decide when to sync. With method ``nccl``, an engine that supports broadcasts
-            receives broadcasts. If broadcasts fail, or the engine does not support them, the engine
-            loads versions from files.
+        settings: decide when to sync. With method ``nccl`` the engine receives broadcasts. If a
+            broadcast fails, or the engine does not support broadcasts, the engine loads versions
+            from files.
         staging: copies each version to this host before the load, while the engine still serves.
-        memory_dir: the second job directory, which holds the versions (method ``memory``).
-        before_load: called with each version before the load, to finish running requests. A
-            broadcast has no version yet, so ``before_load`` gets the newest version that this
-            explorer has leased.
+        memory_dir: the memory directory, which holds the versions (method ``memory``).
+        before_load: called with each version before the load, to finish running requests. Before a
+            broadcast it is called with the version that this explorer has leased, because the new
+            weights have no version yet.
         on_remote: called with the path of each version of kind ``remote``, and with the version.
-            None refuses these versions if the engine does not support the kind. If ``on_remote``
-            raises EngineMismatchError, the version is refused. After other errors, it is retried.
+            Without it, the engine must support this kind, or these versions are refused. If
+            ``on_remote`` raises EngineMismatchError, the version is refused. After any other error,
+            the next pull tries the version again.
         poll: the most seconds between two checks, if the filesystem sends no events.
         storage: replaces the filesystem calls in tests.
 
@@ -157,8 +159,8 @@ class ExplorerHook:
     def folder(self) -> Path | None:
         """The folder that the engine's version was read from; None before the first pull.
 
-        With a stage folder, this is the folder of the copy. After a broadcast, the folder changes
-        once a version with the broadcast's weights is published and leased.
+        With a stage folder, this is the folder of the copy. After a broadcast, it stays the old
+        folder until a version with the broadcast's weights is published and leased.
         """
         held = self._pipeline.held
         return held.folder if held else None
@@ -170,20 +172,20 @@ class ExplorerHook:
 
     @property
     def fault(self) -> str | None:
-        """The reason why this explorer is faulty; None if it is not faulty."""
+        """The reason why this explorer is faulty, e.g. a broken engine; None without a fault."""
         return self._pipeline.fault
 
     @property
     def synchronizer(self) -> ExplorerSynchronizer:
         """The synchronizer that registers this explorer as a participant of the job.
 
-        Use it to save and load states, and to see the registered and the waiting participants. The
-        hook itself waits for weights, writes the reports, and sets the status.
+        Use it to save and load states, and to see the registered and the waiting participants. Do
+        not use it to wait for weights, report, or set the status: the hook does this.
         """
         return self._sync
 
     def may_produce(self) -> bool:
-        """Whether the engine's weights are known, and fresh enough (``max_staleness``).
+        """Return True if the engine's weights are known, and fresh enough (``max_staleness``).
 
         Raises:
             NotFollowingError: the background thread has died.
@@ -210,7 +212,8 @@ class ExplorerHook:
     def state_dict_iterator(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and content of each tensor of the served version, in host memory.
 
-        The version stays leased until the last tensor, even if the engine loads another version.
+        The version stays leased until the last tensor is yielded, even if the engine loads another
+        one.
 
         Raises:
             InvalidSettingsError: no version is served yet.
@@ -218,7 +221,7 @@ class ExplorerHook:
         """
         self._check_open()
         require_torch("ExplorerHook.state_dict_iterator")
-        from explorer_hooks.weights import WeightsReader  # noqa: PLC0415 # as above
+        from explorer_hooks.weights import WeightsReader  # noqa: PLC0415 # as in get_weight
 
         with self._pipeline.hold_again() as version, WeightsReader(version) as reader:
             yield from reader.state_dict_iterator()
@@ -226,11 +229,11 @@ class ExplorerHook:
     # -- taking newer versions --------------------------------------------------------------------
 
     def pull(self, timeout: float | None = None) -> Version:
-        """Wait for a version that is newer than the engine's version, and load the newer version.
+        """Wait for a version that is newer than the engine's version, and load it.
 
-        The waiting hook requests a sync, and repeats the request whenever the trainer reports no
-        newer weights. ``timeout`` is in seconds; None waits without a limit. With 0, the hook
-        requests no sync, and loads only a version that is published already.
+        During the wait, the hook requests a sync. It repeats the request each time the trainer
+        reports that it has no newer weights. ``timeout`` is in seconds; None waits without a limit.
+        With 0, the hook requests no sync, and loads only a version that is published already.
 
         Raises:
             WaitTimeoutError: no newer version was published in time, or another thread was pulling.
@@ -255,13 +258,12 @@ class ExplorerHook:
     def pull_step(self, step: int, timeout: float | None = None) -> Version:
         """Let the daemon publish a saved step as the newest version, and load that version.
 
-        Every explorer would load the step too, so call this only while no trainer and no other
+        All explorers load the newest version. So call this only while no trainer and no other
         explorer runs, or if the step is the newest version already. ``timeout`` is in seconds; None
         means the settings' ``sync_timeout``.
 
         Raises:
-            SaveNotReadyError: the step has no folder. The message lists the steps that have a
-                folder.
+            SaveNotReadyError: the step has no folder.
             SaveFailedError: the daemon has refused the save.
             InvalidSettingsError: a background thread runs; or a trainer or another explorer runs,
                 and the step is not the newest version.
@@ -274,13 +276,13 @@ class ExplorerHook:
         """Load a saved step into this engine only, to evaluate it, even while a trainer runs.
 
         LATEST and the other explorers do not change. If the step is not published, the daemon
-        builds it, and the version has sequence 0. The daemon deletes the build once the next step
-        or version is loaded, or the hook is closed. The next :meth:`pull` loads the newest version
-        again. ``timeout`` is in seconds; None means the settings' ``sync_timeout``.
+        builds it, with sequence 0. The daemon deletes the build after the next load, or after
+        :meth:`close`. The next :meth:`pull` loads the newest version again. ``timeout`` is in
+        seconds; None means the settings' ``sync_timeout``.
 
         Raises:
-            SaveNotReadyError: the step is not on disk. The message lists the steps on disk.
-            SaveFailedError: the daemon cannot build the step. The message has the reason.
+            SaveNotReadyError: the step is not on disk.
+            SaveFailedError: the daemon cannot build the step.
             JobUnavailableError: the daemon's release of syncd cannot build steps.
             InvalidSettingsError: a background thread follows the job.
             WaitTimeoutError: the step was not built in time.
@@ -289,20 +291,23 @@ class ExplorerHook:
         return self._step(self._puller.step_alone, step, timeout)
 
     def sync_is_due(self, step: int) -> bool:
-        """Whether :meth:`after_step` will sync. If so, first let running requests finish."""
+        """Return True if :meth:`after_step` will sync. Then first let running requests finish."""
         return explorer_sync_is_due(self._settings, step)
 
     def after_step(self, step: int) -> Version | None:
         """Sync after a step of rollouts, if a sync is due. Return the version that is served then.
 
-        ``step`` is the number of the last step that was begun; the first step is 1. The hook waits
-        until newer weights are available, the trainer reports that there are none, or the trainer
-        stops. If the trainer stops while a daemon runs, the hook waits until the last save is
-        published or refused. An explorer without weights first waits for a version or a trainer.
+        ``step`` is the number of the last step that was begun; the first step is 1. If a background
+        thread follows the job, the call returns at once.
+
+        The hook waits until newer weights are available, the trainer reports that there are none,
+        or the trainer stops. If the trainer stops while a daemon runs, the hook waits until the
+        last save is published or refused. An explorer without weights first waits for a version or
+        a trainer.
 
         If a version is refused or cannot be read, the hook logs and reports the error, and the
         engine keeps its weights. If the engine has lost its weights, the hook first loads them
-        again. With style ``fully_async``, the thread of :meth:`start` does all of this work.
+        again.
 
         Raises:
             WaitTimeoutError: no event that ends the wait happened within ``sync_timeout``.
@@ -340,7 +345,7 @@ class ExplorerHook:
         The thread requests syncs only with style ``explorer_driven``.
         :func:`~explorer_hooks.background.follow` lists the errors that the thread survives. If the
         thread dies, the next :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or
-        :meth:`wait_until_served` raises NotFollowingError, once. While the thread runs, a second
+        :meth:`wait_until_served` raises NotFollowingError, once. If the thread already runs, the
         call does nothing.
 
         Raises:
@@ -360,12 +365,12 @@ class ExplorerHook:
     ) -> Version:
         """Wait until the engine serves a version, while the background thread follows the job.
 
-        ``timeout`` is in seconds; None waits without a limit. ``newer_than`` is a version that the
-        awaited version must exceed; None waits for any version.
+        ``timeout`` is in seconds; None waits without a limit. The version must be newer than
+        ``newer_than``; None accepts any version.
 
         Raises:
             InvalidSettingsError: :meth:`start` was not called, and the version is not served yet.
-            WaitTimeoutError: the engine did not serve the awaited version in time.
+            WaitTimeoutError: the engine did not serve such a version in time.
             NotFollowingError: the background thread has died.
             CancelledError: the hook was cancelled or closed.
         """
@@ -383,8 +388,8 @@ class ExplorerHook:
     def close(self) -> None:
         """End pulls in other threads, release the version, and report that this explorer stopped.
 
-        Before the call, stop every reader of the version's folder. You can call this method twice.
-        In a forked process it does nothing.
+        First stop every reader of the version's folder. You can call this method twice. In a forked
+        process it does nothing.
 
         Raises:
             Exception: the engine could not be closed. Everything else is closed nevertheless.
@@ -439,7 +444,6 @@ class ExplorerHook:
             raise refused.error from refused.error.__cause__
 
     def _waits(self, step: int) -> bool:
-        """Whether to wait for a sync. If the trainer drives broadcasts: only if it requires one."""
         if self._fast_path is None:
             return True
         try:
@@ -452,7 +456,6 @@ class ExplorerHook:
 
 
 def _check_arguments(engine: object, staging: object) -> None:
-    """Check the arguments before the name is claimed."""
     missing = [name for name in vars(Engine) if name[0] != "_" and not hasattr(engine, name)]
     is_class = isinstance(engine, type)
     if is_class or missing:

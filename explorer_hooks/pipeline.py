@@ -35,12 +35,11 @@ _STILL: Final = 2.0
 class Pipeline:
     """Knows the version that an engine serves, and loads the next version.
 
-    Any thread may read the served version. Only one thread at a time may load the next version.
-    ``staging`` is not used if the engine also reads versions on other hosts.
+    Any thread may read the served version, but only one thread at a time may load a version.
 
     Attributes:
         held: the leased version that the engine serves; None before the first load. After a
-            broadcast of newer weights, the newest version that is not newer than these weights.
+            broadcast, a version that is not newer than the received weights.
         last: the measurements of the last load or broadcast.
     """
 
@@ -91,7 +90,7 @@ class Pipeline:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the engine's weights are unknown."""
+        """True if the engine's weights are unknown."""
         return self._broken is not None
 
     @property
@@ -102,7 +101,7 @@ class Pipeline:
 
     @property
     def floor(self) -> Version | None:
-        """The version that the next must exceed: the served version, or a newer refused version."""
+        """The served version, or a newer refused version. The next version must be newer."""
         served = self.version
         if self._refused is None or (served and served.sequence > self._refused[0].sequence):
             return served
@@ -110,16 +109,15 @@ class Pipeline:
 
     @property
     def refused(self) -> str | None:
-        """The newest version and why it was refused; None if no version was refused since then."""
+        """The newest refused version and the reason; None if a newer version is served."""
         refused = self._refused
         return refused[1] if refused is not None and refused[0] == self.floor else None
 
     @property
     def joins(self) -> bool:
-        """Whether the engine takes part in broadcasts now.
+        """True if the engine takes part in broadcasts now.
 
-        It takes no part before its first version, because a failed broadcast needs a fallback. It
-        also takes no part while a step is evaluated.
+        Before its first version it does not: after a failed broadcast, it needs a version to load.
         """
         fast_path = self._fast_path
         if fast_path is None or not fast_path.fits or self._benches:
@@ -149,8 +147,8 @@ class Pipeline:
     ) -> Version | None:
         """Wait until ``until`` returns True or the time is up. Return the version now served.
 
-        ``until`` is called ten times a second, because a signal handler can change its result. The
-        handler must not take a lock, so it cannot notify this wait.
+        ``until`` is called ten times a second, because a signal handler can change its result but
+        cannot notify this wait.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -166,7 +164,7 @@ class Pipeline:
             self.report()
 
     def follows(self) -> None:
-        """Record that a thread follows the job in the background."""
+        """Record that a background thread follows the job."""
         if self._abandoned is not None:
             self._abandoned = None
             self.report()
@@ -179,7 +177,7 @@ class Pipeline:
         self.report()
 
     def report(self) -> None:
-        """Write this explorer's report. If storage fails, log the error and go on.
+        """Write this explorer's report. If storage fails, only log the error.
 
         Raises:
             NameTakenError: another explorer took the name while this explorer counted as dead.
@@ -211,8 +209,7 @@ class Pipeline:
     def receive(self, transfer: Transfer) -> None:
         """Let the engine receive the weights of a broadcast, and report the new weights.
 
-        For the errors see :meth:`~explorer_hooks.reload.Reloader.receive`. An error of
-        ``before_load`` is raised, too.
+        Raises the errors of :meth:`~explorer_hooks.reload.Reloader.receive` and of ``before_load``.
         """
         held = self.held
         assert held is not None  # noqa: S101 - an engine without a version does not join
@@ -250,9 +247,9 @@ class Pipeline:
     def take(self, version: Version, cancel: Cancellation, *, exactly: bool = False) -> bool:
         """Lease, verify, stage, apply and report a version.
 
-        ``cancel`` has no effect once the engine loads. If a broadcast has given the engine these
-        weights, or later weights of the same run, the version is leased and reported, but not
-        loaded. Then the result is False. With ``exactly``, the version is always loaded.
+        If a broadcast has given the engine these weights, or later weights of the same run, the
+        version is only leased and reported, and the result is False. With ``exactly``, the version
+        is always loaded. ``cancel`` has no effect once the engine loads.
 
         Raises:
             VersionGoneError: the version was retired, or is not visible yet.
@@ -276,11 +273,10 @@ class Pipeline:
         return True
 
     def take_step(self, leased: LeasedVersion, cancel: Cancellation) -> None:
-        """Like :meth:`take`, for a leased step to evaluate. After an error the step is released."""
+        """Load a leased step to evaluate it; release the step after an error."""
         self._take(leased, cancel, benches=True)
 
     def _take(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
-        """Load a leased version into the engine; release the version if the load fails."""
         using = [leased]  # to release if the load fails
         blames = True
         try:
@@ -342,7 +338,6 @@ class Pipeline:
         _release(leased if ready is not leased else None, before)
         if self._staging is not None:
             self._staging.tidy()
-        # explorers/EXPLORER.json: written under a temporary name, renamed.
         self.report()
         log.info(
             "%s serves %s, loaded in %.3f s, with a pause of %.3f s",
@@ -410,10 +405,10 @@ class Pipeline:
             raise
 
     def _has_received(self, version: LeasedVersion) -> bool:
-        """Whether a broadcast has given the engine a version's weights, or later weights.
+        """True if a broadcast has given the engine a version's weights, or later weights.
 
-        Weights of the current trainer run count as later than weights of an earlier run. A version
-        that a user rolled back to is never skipped.
+        Weights of the current trainer run are later than those of other runs. A rollback is always
+        loaded.
         """
         saved = SaveId.parse(version.manifest.save_id)
         received = self._received
@@ -424,7 +419,6 @@ class Pipeline:
         return not saved.is_newer_than(received)
 
     def _adopt(self, version: LeasedVersion) -> None:
-        """Hold a version whose weights the engine already has, without a load."""
         with self._changed:
             before, self.held = self.held, version
             self._is_verified = False

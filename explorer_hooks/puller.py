@@ -1,4 +1,4 @@
-"""Pull newer weights, from files or by broadcast, in one thread at a time."""
+"""Pull newer weights, in one thread at a time."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ log = logging.getLogger(__name__)
 class Puller:
     """Waits for newer weights, and lets the pipeline load them.
 
-    If a version cannot be leased, because it is retired or not visible yet, the wait starts again.
-    If the engine is broken, the methods first load its previous version again. But :meth:`newest`
-    first looks for a newer version. It loads the previous version only if no newer version repairs
-    the engine.
+    If a version is retired before it is leased, or is not visible yet, the wait starts again. If
+    the engine is broken, each method first loads the engine's previous version. But :meth:`newest`
+    tries a newer version before that.
 
     Each method can raise WaitTimeoutError, CancelledError, and the errors of
-    :meth:`~explorer_hooks.pipeline.Pipeline.take`. ``cancel`` ends all present and future waits.
+    :meth:`~explorer_hooks.pipeline.Pipeline.take`.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Puller:
         self.lock = threading.RLock()
 
     def newest(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version:
-        """Wait for a newer version, regardless of the trainer's state, and load it.
+        """Wait for a newer version, even without a trainer, and load it.
 
         With ``asks``, the wait requests a sync. ``timeout`` is in seconds; None sets no limit.
         """
@@ -78,7 +77,7 @@ class Puller:
                     raise
 
     def sync(self, timeout: float) -> None:
-        """Load newer weights; load nothing if the trainer has no newer weights, or has stopped."""
+        """Wait for newer weights and load them, unless the trainer has none, or has stopped."""
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):
             self._restore()
@@ -100,7 +99,7 @@ class Puller:
             self.newest(0, asks=False, cancel=self._cancel)
 
     def step(self, step: int, timeout: float) -> Version:
-        """Let the daemon publish a step (``set_model_state_dict_with_step_num``), and load it."""
+        """Let the daemon publish a step, and load it."""
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):
             self._restore()
@@ -118,7 +117,7 @@ class Puller:
                     self._look_again(error, deadline, self._cancel)
 
     def step_alone(self, step: int, timeout: float) -> Version:
-        """Lease a step (``hold_step``) and load it, without changing the other explorers."""
+        """Load a step, without changing the other explorers."""
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):
             self._restore()
@@ -149,7 +148,7 @@ class Puller:
         return newest
 
     def _wait_until_told(self, timeout: float) -> Version | Offer | None:
-        """Wait for newer weights; return None if the trainer has stopped, or has nothing newer."""
+        """Wait for newer weights; return None if the trainer has none, or has stopped."""
         floor = self._pipeline.floor
         if self._fast_path is None:
             newest = self._sync.wait_new_model_state_dict(
@@ -178,7 +177,7 @@ class Puller:
         return self._pipeline.joins
 
     def _take(self, newest: Version | Offer, cancel: Cancellation) -> bool:
-        """Load a version or receive a broadcast; return whether the weights changed."""
+        """Load a version or receive a broadcast; return True if the weights changed."""
         if isinstance(newest, Version):
             return self._pipeline.take(newest, cancel)
         assert self._fast_path is not None  # noqa: S101 - nobody else joins
@@ -209,10 +208,10 @@ class Puller:
             self.lock.release()
 
     def _restore(self) -> None:
-        """Load the previous version of a broken engine again.
+        """Load the previous version of a broken engine again, for example of a restarted server.
 
-        An engine that lost its weights counts as broken, for example a restarted server. If it
-        stays broken but a newer version is published, the caller can load that version.
+        If that fails, the caller can load a newer published version; without one, raise
+        EngineBrokenError.
         """
         if not self._pipeline.is_broken:
             try:

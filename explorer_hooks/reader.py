@@ -1,4 +1,4 @@
-"""Follow a job without torch: wait, lease, verify. You can call each of these steps separately."""
+"""Follow a job without torch: wait, lease, verify. Each step can be called alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Reader:
 
     Args:
         job_dir: the job directory.
-        name: this explorer's name, unique in the job: 1 to 64 letters, digits, ``_`` or ``-``.
+        name: this explorer's name, which must be unique in the job: 1 to 64 letters, digits, ``_``
+            or ``-``.
         poll: seconds between two reads of LATEST if the filesystem sends no events.
         storage, clock: replace the filesystem calls and the clock in tests.
 
@@ -74,7 +75,7 @@ class Reader:
 
     @property
     def session_id(self) -> str:
-        """The id of this process's session in the job, which is part of the names of its leases."""
+        """The id of this process's session in the job. The names of its leases contain this id."""
         return self._session.id
 
     def latest(self) -> Latest | None:
@@ -87,7 +88,7 @@ class Reader:
         return read_latest(self._job)
 
     def wait(self, newer_than: int, timeout: float | None = None) -> Latest:
-        """Wait until LATEST names a version above ``newer_than``; 0 for any version.
+        """Wait until LATEST names a version above ``newer_than``; 0 accepts any version.
 
         ``timeout`` is in seconds; None waits without a limit.
 
@@ -154,11 +155,11 @@ class Reader:
     ) -> None:
         """Write this explorer's state to ``explorers/NAME.json``.
 
-        ``sequence`` and ``step`` are those of the served version; None if there is none. ``status``
-        is the explorer's status. ``nothing_new`` counts the waits that ended without a newer
+        ``status`` is the explorer's status. ``sequence`` and ``step`` are those of the served
+        version; None without one. ``nothing_new`` counts the waits that ended without a newer
         version. ``refused`` is the newer version that the explorer refuses, and the reason. With
         ``hub_names``, the explorer takes tensors with the hub's names. In a new job, versions get
-        the hub's names only if all explorers take them.
+        these names only if all explorers take them.
         """
         now = time.time()
         if self._loads is None:
@@ -188,7 +189,7 @@ class Reader:
             raise CancelledError(f"{self.name} was closed")
 
     def cancel(self) -> None:
-        """End a present wait in another thread, and all later waits."""
+        """End the present wait, from another thread, and all later waits."""
         self._closed = True
         self._watcher.wake()
 

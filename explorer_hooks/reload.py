@@ -25,7 +25,7 @@ OnRemote = Callable[[str, LeasedVersion], object]
 
 
 class RefusedError(Exception):
-    """Raised when a version is refused because of ``error``. The engine keeps its old version."""
+    """Raised when a version is refused because of ``error``."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -41,10 +41,9 @@ class OnRemoteError(Exception):
 
 
 def refuses(error: BaseException) -> bool:
-    """Whether the version caused an error. A version that caused an error is not tried again.
+    """True if an error is the version's fault, so that the version is not tried again.
 
-    After a cancellation, an OSError (of storage or of a connection), an error of ``on_remote``, or
-    an unavailable job, the next try can succeed.
+    After a passing error, for example of storage or of a connection, the next try can succeed.
     """
     if isinstance(error, EngineBrokenError):
         return error.refuses
@@ -53,11 +52,9 @@ def refuses(error: BaseException) -> bool:
 
 
 class Reloader:
-    """Loads versions into one engine.
+    """Loads versions into one engine, or gives them to ``on_remote`` (kind ``remote``).
 
-    Versions of kind ``remote`` go to ``on_remote``, if there is one. A paused engine is always
-    resumed. If the engine does not take the new version, the previous version is loaded again. If
-    that fails too, EngineBrokenError is raised.
+    A paused engine is always resumed. If a load fails, the previous version is loaded again.
     """
 
     def __init__(self, engine: Engine, on_remote: OnRemote | None = None) -> None:
@@ -70,23 +67,21 @@ class Reloader:
             check_kind(version, self._engine.kinds)
 
     def check(self, version: LeasedVersion) -> None:
-        """Let the engine compare a version's names, shapes and dtypes with those of its model."""
+        """Let the engine compare a version's names, shapes and dtypes with its model."""
         if not self._goes_to_on_remote(version):
             self._engine.check(version)
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Let the engine prepare the load while the engine still serves."""
+        """Let the engine prepare the load while it still serves."""
         if not self._goes_to_on_remote(version):
             self._engine.prepare(version)
 
     def reload(self, version: LeasedVersion, before: LeasedVersion | None, told: Reload) -> Reload:
-        """Let the engine serve a version that it has accepted, instead of ``before``.
-
-        Returns ``told`` with the seconds of the pause and of the load.
+        """Load an accepted version instead of ``before``; return ``told`` with the times.
 
         Raises:
             EngineBrokenError: the engine has neither version, or does not serve.
-            Exception: the engine raised an error, and serves ``before`` again. If ``before`` is
+            Exception: the engine raised this error, and serves ``before`` again. If ``before`` is
                 None, the engine may have a part of the new version.
         """
         begun = time.monotonic()
@@ -105,9 +100,7 @@ class Reloader:
         return told.model_copy(update={"pause": pause, "load": loaded - loading})
 
     def receive(self, take: Callable[[], None], told: Reload) -> Reload:
-        """Let the engine receive the weights of a broadcast.
-
-        Returns ``told`` with the seconds of the pause and of the transfer.
+        """Let the engine receive a broadcast; return ``told`` with the times.
 
         Raises:
             BroadcastError: the broadcast failed. The engine is unchanged.
@@ -139,7 +132,7 @@ class Reloader:
         return told.model_copy(update={"pause": pause, "load": loaded - loading})
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether the engine still has the version that was loaded last."""
+        """True if the engine still has ``version``, which must be the last loaded version."""
         return self._goes_to_on_remote(version) or self._engine.still_serves(version)
 
     def restore(self, version: LeasedVersion) -> None:

@@ -32,7 +32,7 @@ _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def check_names(version: LeasedVersion, whose: str) -> None:
-    """Refuse a version that lacks the hub's names, because the server looks for the hub's names."""
+    """Refuse a version without the hub's names, which the server needs."""
     names = names_of(version)
     if names.given == "hub":
         return
@@ -55,9 +55,8 @@ class Fits:
     """Compares versions with the model of a server. EngineMismatchError lists the differences.
 
     Args:
-        of: the manifest of a version that the server serves, or the model folder that the server
-            was started with. The headers of the folder's files are read once, at construction.
-        casts: whether floating dtypes may differ, because the server casts them, as vLLM does.
+        of: the manifest of a version that the server serves, or the server's model folder.
+        casts: True if floating dtypes may differ, because the server casts them, as vLLM does.
         whose: the name of the server, for messages.
 
     Raises:
@@ -78,7 +77,7 @@ class Fits:
             self._wanted = self._alike(model_tensors(folder))
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare every name, dtype and shape of a full model; accept other kinds unchecked."""
+        """Compare every name, dtype and shape of a full model; accept other kinds."""
         if version.kind == "full":
             given = tensor_specs(version.manifest)
             self.check_tensors(given, named(version), names_of(version))
@@ -91,11 +90,11 @@ class Fits:
         refuse(what, self._whose, differences(alike, wanted, self._whose, names.shown))
 
     def has_names_of(self, version: LeasedVersion) -> bool:
-        """Whether server and version have the same tensor names, except a tied output embedding."""
+        """True if server and version have equal tensor names, except a tied output embedding."""
         return self._alike(tensor_specs(version.manifest)).keys() == self._wanted.keys()
 
     def _alike(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """The tensors to compare: all except a tied output embedding, which may be missing."""
+        """The tensors to compare, without a tied output embedding, which may be missing."""
         return {
             name: TensorSpec("floating", spec.shape)
             if self._casts and spec.dtype in _FLOATING
@@ -108,7 +107,7 @@ class Fits:
 def fits_if_here(named: str, whose: str) -> Fits | None:
     """Make a :class:`Fits` of the model path that a server reports; None if it cannot be read here.
 
-    A relative path is not read: it is a name on the hub, or relative to the server's own folder.
+    A relative path is not read, because it can be a name on the hub.
     """
     if not (Path(named).is_absolute() and Path(named).is_dir()):
         return None
@@ -122,8 +121,8 @@ def fits_if_here(named: str, whose: str) -> Fits | None:
 def model_tensors(folder: Path) -> dict[str, TensorSpec]:
     """List the tensors of a Hugging Face model folder, from the headers of its safetensors files.
 
-    If the folder has an index, only the listed files are read. Links are followed, because the
-    hub's cache consists of links.
+    Files that the folder's index does not list are ignored. Links are followed, because the hub's
+    cache has links.
     """
     storage = Storage()
     try:

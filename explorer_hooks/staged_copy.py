@@ -16,8 +16,8 @@ from syncd.storage.fsio import Storage
 class StagedCopy:
     """One process's hold on a whole copy.
 
-    The copy stays until :meth:`release` is called, or until this process and all its forks have
-    ended. A fork has no hold of its own, and cannot end the hold of its parent.
+    The copy stays until :meth:`release`, or until this process and all its forks have ended. A fork
+    cannot end its parent's hold.
     """
 
     def __init__(self, storage: Storage, folder: Path, fd: int) -> None:
@@ -27,7 +27,7 @@ class StagedCopy:
         self.folder = folder
 
     def release(self) -> None:
-        """Release the copy. You can call this twice."""
+        """Release the copy. Safe to call twice."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             if os.getpid() == self._pid:
@@ -38,7 +38,7 @@ class StagedCopy:
     @staticmethod
     @contextmanager
     def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
-        """Yield True if no process holds a copy. No process can hold it until the context ends."""
+        """Yield True if no process holds the copy. Then none can until the context ends."""
         try:
             fd = storage.open_read(folder / MANIFEST)
         except OSError as error:
@@ -53,7 +53,7 @@ class StagedCopy:
 
 
 def hold(storage: Storage, folder: Path) -> StagedCopy | None:
-    """Hold a copy; return None if there is no copy."""
+    """Hold a copy; return None if it does not exist, or is being removed."""
     path = folder / MANIFEST
     try:
         fd = storage.open_read(path)

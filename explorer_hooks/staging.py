@@ -9,10 +9,9 @@ All explorers on this host share the copies. The user names a folder, for exampl
         manifest.json         each process that holds the copy has a shared lock on it
       .tmp-…/                 an unfinished or deleted copy; garbage if ``.copier`` is not locked
 
-A copy is committed by one rename, when it is whole and verified. Both locks are flocks, which the
-kernel drops when a process dies. So another process can replace a killed copier, and a dead process
-holds no copy. Copies need not survive a crash of the host, so nothing is synced to disk. Copies
-from before the last boot are never used, and are removed.
+One rename commits a copy, when it is whole and verified. Both locks are flocks, because the kernel
+drops a flock when its process dies. Nothing is synced to disk, because copies from before the last
+boot are never used.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _SPARE: Final = 64 * 1024 * 1024
 
 
 class NotStagedError(Exception):
-    """Raised with the reason if a version could not be copied. The version itself may be intact."""
+    """Raised if a version could not be copied. The version itself may be intact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,7 @@ class Fetched:
     """The bytes that were read from a job to make a copy of a version.
 
     Attributes:
-        full_bytes: the bytes read from the version's own files.
-        delta_bytes: the bytes read from deltas; None if no delta was used.
+        delta_bytes: read from deltas; None if no delta was used.
         no_delta: the reason why no delta was used; None also if syncd did not look for one.
     """
 
@@ -87,11 +85,11 @@ class Staging:
     Args:
         folder: a folder that only this host uses; made if missing. Several users and jobs may share
             it.
-        budget_bytes: the most bytes of all copies of this user in the folder; hard links count too.
-            None limits the copies only by the free space.
+        budget_bytes: the most bytes of all copies of this user in the folder, with hard links. None
+            limits the copies only by the free space.
         patience: seconds to wait for a copy that another process makes.
-        keep_last: whether to keep the last served copy after its release, for a server that reads
-            the copy after this process has ended. Other explorers can then remove it.
+        keep_last: True to keep the last served copy after its release, for a server that reads the
+            copy after this process has ended. Other processes can still remove this copy.
         storage, clock: replace the filesystem calls and the clock in tests.
 
     Attributes:
@@ -144,8 +142,8 @@ class Staging:
         """Copy and verify a version in one pass, or wait for another process that makes the copy.
 
         The caller must lease and release ``version``, but need not verify it. ``cancel`` is called
-        often, and raises an error to stop. The returned version is read from the copy, and holds
-        the copy until it is released.
+        often; to stop, it must raise an error. The returned version is read from the copy, and
+        holds the copy until it is released.
 
         Raises:
             NotStagedError: there is not enough space, a file differs from the manifest, or storage
@@ -162,7 +160,7 @@ class Staging:
     def base(self) -> int | None:
         """The sequence of the last staged version, if deltas can be applied to its copy.
 
-        It is None if the copy was removed, or has links to the job's files on the same filesystem.
+        It is None if the copy was removed, or consists of hard links to the job's files.
         """
         copy = self._base
         try:
@@ -189,7 +187,7 @@ class Staging:
         return again
 
     def serves(self, folder: Path) -> None:
-        """Record the folder that the engine serves from now on: a copy, or another folder."""
+        """Record the folder that the engine serves from now on; it need not be a copy."""
         if self._keep_last:
             self._kept = folder.name if folder.parent == self._room else None
 
@@ -207,7 +205,7 @@ class Staging:
             log.warning("cannot clean up %s: %s", self._room, error)
 
     def _copier(self) -> FileLock:
-        """Make a new lock object, because threads that share one would all count as its holder."""
+        """Make a new lock, because threads that share one would all count as its holder."""
         return FileLock(self._room / _COPIER)
 
     def _open(self) -> None:
@@ -256,7 +254,6 @@ class Staging:
 
     @contextmanager
     def _elected(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """A context in which only this process of this host changes the folder."""
         deadline = time.monotonic() + self._patience
         while True:
             cancel()
@@ -287,10 +284,7 @@ class Staging:
     def _make_by_deltas(
         self, version: LeasedVersion, name: str, cancel: Callable[[], None]
     ) -> str | None:
-        """Make a copy from an older copy and deltas; return the reason if that failed, else None.
-
-        No error here refuses the version. Only an error in the version's own files can do that.
-        """
+        """Make a copy from an older copy and deltas; return the reason if that failed."""
         try:
             base = self._bases.find(
                 version,
@@ -319,7 +313,7 @@ class Staging:
         return None
 
     def _is_elsewhere(self, version: LeasedVersion) -> bool:
-        """Whether stage folder and job are on different filesystems; otherwise files are linked."""
+        """True if stage folder and job are on different filesystems; else files are linked."""
         try:
             there = version.storage.status(version.folder)
             here = self._storage.status(self._room)
@@ -351,7 +345,7 @@ class Staging:
 
     @contextmanager
     def _draft(self, version: LeasedVersion, name: str) -> Iterator[Path]:
-        """Yield a temporary folder for a version's files, which becomes the copy at the end."""
+        """Yield a temporary folder, which becomes the copy at the end."""
         self._check_room(sum(file.size for file in version.manifest.files))
         draft = self._room / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
         self._storage.mkdir(draft)
@@ -365,7 +359,6 @@ class Staging:
             raise
 
     def _why_not_beside(self, base: str, version: LeasedVersion) -> str | None:
-        """The reason why a version does not fit beside an older copy; None if it fits."""
         leaving = []
         for name in self._copies():
             if name not in (base, self._kept):
@@ -379,7 +372,6 @@ class Staging:
         return None
 
     def _check_room(self, size: int, leaving: Collection[str] = ()) -> None:
-        """Check that a copy of ``size`` bytes fits once the copies in ``leaving`` are removed."""
         sizes = {name: self._size(self._room / name) for name in self._copies()}
         leaves = sum(sizes.get(name, 0) for name in leaving)
         used = sum(sizes.values()) - leaves
@@ -400,7 +392,6 @@ class Staging:
         return [name for name, kind in found.items() if kind is Kind.FOLDER and name[0] != "."]
 
     def _size(self, copy: Path) -> int:
-        """The bytes of all files of a copy, including files that a newer syncd may add."""
         total = 0
         pending = [copy]
         while pending:
@@ -414,7 +405,7 @@ class Staging:
         return total
 
     def _sweep(self) -> None:
-        """Remove drafts and unheld copies. Only the elected process may call this."""
+        """Remove drafts and unheld copies. The caller must be the elected process."""
         for name, kind in self._storage.kinds(self._room).items():
             if name.startswith(TEMPORARY):
                 self._discard(self._room / name)
@@ -431,7 +422,7 @@ class Staging:
                 self._discard(self.folder / name)
 
     def _is_held(self, room: Path) -> bool:
-        """Whether any copy in a folder is held, perhaps by a process on another host."""
+        """True if a copy in the folder is held, perhaps by a process on another host."""
         for name, kind in self._storage.kinds(room).items():
             if kind is Kind.FOLDER:
                 with StagedCopy.unheld(self._storage, room / name) as is_free:

@@ -35,12 +35,12 @@ class Span(NamedTuple):
 
 
 class _OtherNames(NamedTuple):
-    """The other names of a version's tensors: the hub's or the trainer's.
+    """The hub's names of a version's tensors, or the trainer's names if the version has the hub's.
 
     Attributes:
-        pieces: maps each other name to the parts of the version's tensors that it stands for.
-        of: maps the name of each tensor of the version to the other names of its parts. If several
-            tensors are joined under one other name, only the first of them lists this name.
+        pieces: other name → the parts of the version's tensors.
+        of: name in the version → other names. If several tensors are joined under one other name,
+            only the first of them lists this name.
     """
 
     pieces: Mapping[str, Sequence[NamedPiece]]
@@ -76,11 +76,11 @@ class WeightsReader:
 
     Args:
         version: a version of kind ``full`` or ``adapter``, leased until the reader is closed.
-        mmap: whether to map the files and copy nothing; by default each tensor is read by pread
-            into its own memory. Mapped bytes are read at the first access, so the version must stay
-            leased while a tensor is in use. Writing into a tensor changes no file. Use ``mmap``
-            only for local filesystems: if a mapped file is lost or truncated, the kernel kills the
-            process (SIGBUS).
+        mmap: True to map the files and copy nothing; by default each tensor is read into its own
+            memory. Mapped bytes are read at the first access, so the version must stay leased while
+            a tensor is in use. Writing into a tensor changes no file. Use ``mmap`` only for local
+            filesystems: if a mapped file is lost or truncated, the kernel kills the process
+            (SIGBUS).
     """
 
     def __init__(self, version: LeasedVersion, *, mmap: bool = False) -> None:
@@ -140,7 +140,7 @@ class WeightsReader:
         """Read a part of a tensor. Only the bytes of that part are read.
 
         ``name`` is the tensor's name in the version. ``box`` has the first index and the size of
-        the part along each dimension. The result has the shape of the box.
+        the part along each dimension.
 
         Raises:
             InvalidSettingsError: the version has no such tensor, or the tensor has no such part.
@@ -179,7 +179,8 @@ class WeightsReader:
     def spans(self, name: str, box: Box, into: memoryview) -> Iterator[Span]:
         """List the reads that fill memory with a part of a tensor, in C order. Nothing is read yet.
 
-        ``name`` is the tensor's name in the version. ``into`` must be as large as ``box``.
+        ``name`` is the tensor's name in the version. ``into`` must have exactly the size of ``box``
+        in bytes.
         """
         opened, entry = self._find(name)
         size, at = ITEMSIZE[entry.dtype], 0
@@ -245,7 +246,7 @@ class WeightsReader:
 
 
 class _OpenFile(NamedTuple):
-    """An open file, whose tensors keep ``memory`` alive; None if files are not mapped."""
+    """An open file. ``memory`` is its map; None if it is not mapped."""
 
     file: SafetensorsFile
     entries: dict[str, HeaderEntry]

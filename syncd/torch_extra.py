@@ -1,4 +1,4 @@
-"""The extra ``torch``: a check that torch and NumPy are installed, for callers that need them.
+"""The extra ``torch``: a check that torch and NumPy are installed.
 
 The daemon, the command line, ``syncd follow`` and the Reader work without this extra.
 """

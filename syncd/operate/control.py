@@ -1,7 +1,7 @@
 """Steering a job from any host: pause, resume, roll back.
 
-Each request is a durable file, so no daemon has to run now: the next daemon of the job obeys the
-request. If a daemon runs now, a pause or a rollback waits for the daemon's answer.
+Each request is a durable file, so no daemon has to run: the job's next daemon obeys the request. If
+a daemon runs, a pause or a rollback waits for its answer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _POLL: Final = 0.1
 
 
 class Control:
-    """Makes the requests of one person to one job.
+    """Makes one person's requests to one job.
 
-    ``timeout`` is how many seconds to wait for a working daemon's answer.
+    ``timeout`` is the longest wait for a running daemon's answer, in seconds.
 
     Raises:
         JobUnavailableError: syncd has served no job here.
@@ -55,8 +55,8 @@ class Control:
     def pause(self) -> str:
         """Stop publishing and pruning until :meth:`resume` is called.
 
-        A merge that has begun is finished before the daemon confirms the pause. If a daemon dies
-        before LATEST names a version that it has built, the next daemon may publish this version
+        The daemon confirms the pause after the merge in progress. If a daemon dies after it has
+        built a version, but before LATEST names this version, the next daemon may publish it
         despite the pause.
 
         Returns a message for the user if no daemon has answered, else an empty string.
@@ -68,7 +68,7 @@ class Control:
         return self._await(lambda: self._kept(pause))
 
     def resume(self) -> bool:
-        """Let the daemon publish and prune again; returns whether the job was paused."""
+        """Let the daemon publish and prune again; return True if the job was paused."""
         self._job.storage.refresh(self._job.layout.state)
         was = self._job.storage.unlink_if_there(self._job.layout.paused)
         self._job.storage.sync_folder(self._job.layout.state)
@@ -109,11 +109,11 @@ class Control:
         return answer.made
 
     def working(self) -> bool:
-        """True if a daemon works on the job, as far as a single look at its heartbeat can tell."""
+        """True if a daemon seems to be alive, judged by one look at its heartbeat."""
         return self._judge.look(self._job.layout.daemon_lock) is Liveness.ALIVE
 
     def _await(self, done: Callable[[], bool]) -> str:
-        """Wait for a daemon's answer; returns a message for the user if no answer came."""
+        """Wait for a daemon's answer; return a message for the user if none came."""
         deadline = self._clock() + self._timeout
         while not done():
             if not self.working():
@@ -125,7 +125,7 @@ class Control:
         return ""
 
     def _kept(self, mine: Pause) -> bool:
-        """True if the daemon obeys this pause, or a newer pause that replaced this pause."""
+        """True if the daemon obeys this pause, or a newer pause."""
         report = self._job.read(DaemonReport, self._job.layout.daemon_report, SILENT)
         if report is None or report.paused is None:
             return False

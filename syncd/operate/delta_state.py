@@ -18,7 +18,7 @@ def delta_sequences(job: Job) -> list[int]:
 
 
 def deltas_on_disk(job: Job) -> list[dict[str, Any]]:
-    """Each delta that can be read, oldest first; ``docs/cli.md`` lists the keys."""
+    """The readable deltas, oldest first; ``docs/cli.md`` lists the keys."""
     try:
         sequences = delta_sequences(job)
     except OSError:
@@ -35,5 +35,5 @@ def deltas_on_disk(job: Job) -> list[dict[str, Any]]:
 
 
 def changed_part(delta: Delta) -> float:
-    """The fraction of the elements that differ between the two versions, 0 to 1."""
+    """The fraction of elements that differ between the two versions, from 0 to 1."""
     return delta.changed / delta.elements if delta.elements else 0.0

@@ -22,14 +22,14 @@ from syncd.storage.record_files import IF_ANY, readable_lines
 
 @dataclass(slots=True)
 class Live:
-    """An explorer's load of a version.
+    """An explorer's load of a version; times are in seconds. Values are None if unknown.
 
     Attributes:
-        time: an approximate time in seconds since the epoch, by the daemon's clock; or None.
-        seconds: the time from the update of LATEST to the load; None if unknown.
-        pause: for how many seconds the engine did not serve during the load, if reported.
-        delta_bytes: the bytes of the deltas that the explorer read instead of the version's files.
-            None if the explorer read the version's files, or if the source is unknown.
+        time: approximate, since the epoch by the daemon's clock.
+        seconds: from the update of LATEST to the load.
+        pause: how long the engine did not serve during the load.
+        delta_bytes: bytes of deltas that the explorer read instead of the version's files; None
+            also if it read these files.
     """
 
     explorer: str
@@ -41,12 +41,12 @@ class Live:
 
 @dataclass(slots=True)
 class DeltaHistory:
-    """The outcome of the delta to a version.
+    """The outcome of the delta from version ``base`` to a version.
 
     Attributes:
-        base: the version that the delta starts from.
         bytes, changed, seconds: the delta's size, the fraction of elements that differ, and the
-            time to make the delta; None if there is no delta, for the reason ``why``.
+            time to make the delta; None without a delta.
+        why: the reason why there is no delta.
     """
 
     base: int | None
@@ -62,12 +62,12 @@ class VersionHistory:
 
     Attributes:
         saved: when a daemon first saw the complete save.
-        merge_seconds: the time from the start of the merge to the update of LATEST.
+        merge_seconds: from the start of the merge to the update of LATEST.
         published: when LATEST began to name the version.
-        latency_seconds: the time from ``saved`` to ``published``.
+        latency_seconds: from ``saved`` to ``published``.
         of, by: for a rollback, the version that was published again, and the requesting user.
-        delta: the outcome of the delta to this version; None if no delta was to be made.
-        live: the loads by explorers, in the order in which daemons found them.
+        delta: None if no delta was to be made.
+        live: in the order in which daemons found the loads.
     """
 
     version: int
@@ -95,8 +95,8 @@ _VERSIONS: Final = TypeAdapter(list[VersionHistory])
 def history(job: Job, limit: int) -> list[VersionHistory]:
     """The newest ``limit`` versions, oldest first, including pruned versions.
 
-    The daemon's journal is bounded. A version that is older than the journal is listed without
-    times, and only while the version is on disk.
+    The journal is bounded. A version that is older than the journal is listed without times, and
+    only while it is on disk.
 
     Raises:
         JobUnavailableError: syncd has served no job in this folder, or the folder cannot be read.
@@ -109,7 +109,7 @@ def history(job: Job, limit: int) -> list[VersionHistory]:
 
 
 def told(job: Job, limit: int) -> dict[str, Any]:
-    """The :func:`history` in the form of JSON; ``docs/cli.md`` lists the keys."""
+    """The :func:`history` as JSON; ``docs/cli.md`` lists the keys."""
     versions = _VERSIONS.dump_python(history(job, limit))
     return {"job": str(job.layout.root), "versions": versions}
 
@@ -167,7 +167,7 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
 
 
 def _finite(seconds: float) -> float | None:
-    """A difference of times from other hosts; None if it is infinite, which JSON cannot hold."""
+    """None for an infinite time, which JSON cannot hold."""
     return seconds if math.isfinite(seconds) else None
 
 
@@ -182,7 +182,6 @@ def _add_deletions(job: Job, found: dict[int, VersionHistory]) -> None:
 
 
 def _add_unseen(job: Job, found: dict[int, VersionHistory]) -> None:
-    """Add the loads that explorers report but that no daemon has journaled."""
     for report in job.explorer_reports(job.storage.names(job.layout.explorers), IF_ANY):
         for load in report.last_loads:
             version = found.get(load.sequence)
@@ -191,7 +190,6 @@ def _add_unseen(job: Job, found: dict[int, VersionHistory]) -> None:
 
 
 def _add_manifest(job: Job, version: VersionHistory) -> None:
-    """Add facts from a version's manifest that the journal does not have."""
     try:
         manifest = read_manifest(job.storage, job.layout.version(version.version))
     except (OSError, RecordError):

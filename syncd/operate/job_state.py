@@ -25,16 +25,17 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, no_folder
 from syncd.storage.record_files import IF_ANY, readable_lines
 
-#: The most loads by explorers, and the most other events, to show. The two are counted separately,
-#: because the loads of a large fleet would fill the list. And the most bytes to read of each file.
+#: The most loads by explorers to show, and the most other events. The two are counted separately,
+#: because the loads of a large fleet would fill the list.
 _EVENTS: Final = 50
+#: The most bytes to read of each file of events.
 _TAIL: Final = 128 * 1024
 
 
 def look(job: Job) -> dict[str, Any]:
     """The state of a job; ``docs/cli.md`` lists the keys.
 
-    A record that cannot be read is None in the result, or is left out of a list.
+    An unreadable record is None, or is left out of a list.
 
     Raises:
         JobUnavailableError: syncd has served no job here.
@@ -45,7 +46,7 @@ def look(job: Job) -> dict[str, Any]:
 
 
 def look_anyway(folder: Path) -> dict[str, Any]:
-    """The state as :func:`look` returns it; if it cannot be read, the reason under ``unseen``."""
+    """The result of :func:`look`; if the job cannot be read, the reason under ``unseen``."""
     try:
         return look(Job.at(folder))
     except (JobUnavailableError, OSError) as error:
@@ -53,7 +54,7 @@ def look_anyway(folder: Path) -> dict[str, Any]:
 
 
 def jobs_at(folder: Path) -> list[Path]:
-    """The folder itself if it is a job or contains no job; else the jobs in the folder.
+    """The jobs in the folder; the folder itself if it is a job or contains no job.
 
     A folder that this user may not read, for example ``lost+found``, does not count as a job.
 
@@ -68,7 +69,7 @@ def jobs_at(folder: Path) -> list[Path]:
 
 
 def _may_be_job(folder: Path) -> bool:
-    """True if a folder is listed as a job. A folder whose storage fails is listed too."""
+    """True for a job, and for a folder whose storage fails."""
     try:
         return Job.at(folder).is_there()
     except OSError as error:
@@ -140,10 +141,7 @@ def _look(job: Job) -> dict[str, Any]:
 
 
 def _explorer(report: ExplorerReport, latest: Latest | None) -> dict[str, Any]:
-    """An explorer's report, and its lag behind LATEST in versions and in steps.
-
-    The lag in steps is None if the explorer serves no version, or evaluates a step.
-    """
+    """An explorer's report, and its lag behind LATEST."""
     told = report.model_dump()
     if report.starting is not None:
         told["status"] = "starting"
@@ -155,7 +153,7 @@ def _explorer(report: ExplorerReport, latest: Latest | None) -> dict[str, Any]:
 
 
 def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The state of the daemon's memory directory, or why it is unreadable; None without one."""
+    """The state of the daemon's memory directory, or why it is unreadable; None without it."""
     if daemon is None or daemon["memory_dir"] is None:
         return None
     folder = Path(daemon["memory_dir"])
@@ -202,7 +200,6 @@ def _free(storage: Storage, folder: Path) -> dict[str, int | None] | None:
 
 
 def _events(job: Job) -> list[dict[str, Any]]:
-    """The newest events in the journal and in the audit log, merged, from old to new."""
     try:
         journal = read_journal(job, _TAIL)
         audit = last_lines(job.storage, job.layout.audit, _TAIL)

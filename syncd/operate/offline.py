@@ -38,7 +38,7 @@ _LOOK: Final = 0.5
 
 
 def would_prune(job: Job, config: DaemonConfig) -> list[Pruning]:
-    """The deletions that a daemon would carry out now; this function changes nothing.
+    """The deletions that a daemon would carry out now. Nothing is changed.
 
     Raises:
         JobUnavailableError: syncd has served no job here.
@@ -68,7 +68,7 @@ def prune_now(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Pruning]:
-    """Take over the job as a daemon does, prune, and release it; returns the deletions.
+    """Take over the job as a daemon does, prune, and release it; return the deletions.
 
     Raises:
         JobUnavailableError: a daemon is working on this job, the job is paused, or there is no job.
@@ -148,7 +148,7 @@ def _prunings(decision: Decision) -> list[Pruning]:
 
 
 def _known(job: Job) -> Known:
-    """Read what the daemon knows of the job from the job's records; all must be readable."""
+    """Read a daemon's knowledge of the job from the records, which must all be readable."""
     try:
         latest = parse(Latest, job.storage.read(job.layout.latest), job.layout.latest)
         served = read_manifest(job.storage, job.layout.version(latest.sequence))

@@ -39,10 +39,9 @@ class Instance:
         needs: folders that must be mounted before the unit starts.
         writes: the only folders that the unit may write to.
         reads: files and folders that the unit must be able to read.
-        groups: supplementary groups.
-        command: syncd's arguments; empty to keep the arguments in the template.
+        command: syncd's arguments; empty to keep the template's arguments.
         check: syncd's arguments to check the configuration before a reload; empty for no check.
-        hang_time: after how many seconds without progress the daemon ends itself; None to keep the
+        hang_time: seconds without progress after which the daemon ends itself; None to keep the
             template's timeout.
     """
 
@@ -75,19 +74,19 @@ def unit_files(instance: Instance) -> dict[str, str]:
 
 
 def is_untouched(text: str) -> bool:
-    """True if a file is exactly as some release of syncd wrote it."""
+    """True if a release of syncd wrote the file, and nobody has changed it."""
     mark, _, rest = text.partition("\n")
     return mark == _MARK + _digest(rest)
 
 
 def program() -> tuple[str, ...]:
-    """The words that run ``syncd`` with this Python interpreter on a command line."""
+    """The words of a command line that runs ``syncd`` with this Python interpreter."""
     script = Path(sysconfig.get_path("scripts")) / "syncd"
     return (str(script),) if os.access(script, os.X_OK) else (sys.executable, "-m", "syncd")
 
 
 def owner_of(folder: Path) -> tuple[str, str]:
-    """The owner and the group of a folder: by name, or by number if there is no name."""
+    """The owner and the group of a folder, as names, or as numbers without names."""
     status = folder.stat()
     try:
         user = pwd.getpwuid(status.st_uid).pw_name
@@ -116,7 +115,6 @@ def quoted(word: object) -> str:
 
 
 def _drop_in(instance: Instance) -> str:
-    """The content of the drop-in: the job's own settings, which override the template."""
     lines = ["[Unit]", f"RequiresMountsFor={_list(instance.needs)}", "", "[Service]"]
     if instance.command:
         lines += ["ExecStart=", f"ExecStart={_called(instance.command)}"]

@@ -1,7 +1,7 @@
 """The jobs that the page shows, and the state of each job, as JSON.
 
-One read of storage serves all visitors. Reads run in separate threads, so storage that hangs delays
-no visitor for long.
+All visitors share one read of storage, in a separate thread. So storage that hangs delays no
+visitor for long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 #: The least seconds between two reads: somewhat less than the page's own interval.
 EVERY: Final = 1.5
-#: The next read waits this many times as long as the last read took, so that storage can rest.
+#: The next read waits this many times the duration of the last read, so that storage can rest.
 _REST: Final = 4.0
 #: The longest such wait in seconds, so that storage that hung for hours is soon read again.
 _LONGEST_REST: Final = 30.0
@@ -33,11 +33,10 @@ PATIENCE: Final = 2.0
 
 
 class Jobs:
-    """The jobs in some folders, while jobs are added and removed.
+    """The jobs in some folders. Jobs may be added and removed.
 
-    Nothing is read before a visitor asks. Each job is read in its own threads. If the storage of a
-    job does not answer, the answer for that job has ``silent_since``. The other jobs are shown as
-    usual. ``limit`` is the most versions in a history.
+    If the storage of one job does not answer, only this job has ``silent_since``. ``limit`` is the
+    most versions in a history.
     """
 
     def __init__(
@@ -58,10 +57,10 @@ class Jobs:
         self._numbers = count()
 
     def overview(self) -> dict[str, Any]:
-        """The status of all jobs: ``now``, in seconds since the epoch, and the list ``jobs``.
+        """The status of all jobs, in the list ``jobs``; ``now`` is in seconds since the epoch.
 
-        Each job has ``status``, which is the output of ``syncd status --json``, or null before the
-        first answer; and ``read`` and ``silent_since``, which are those of :class:`LastRead`.
+        A job's ``status`` is null before the first answer. :class:`LastRead` explains ``read`` and
+        ``silent_since``.
         """
         jobs = self._current()
         for job in jobs:
@@ -84,8 +83,8 @@ class Jobs:
     def history(self, number: int, had: float | None = None) -> dict[str, Any] | None:
         """The history of one job, in the form of ``syncd history --json``; None if no job matches.
 
-        ``had`` is the ``read`` time of the history that the visitor already has. If there is no
-        newer history, ``history`` is null, because a history can be several megabytes long.
+        If ``had`` is the ``read`` time of the newest history, ``history`` is null, because a
+        history can have several megabytes.
         """
         with self._changing:
             job = self._numbered.get(number)
@@ -131,14 +130,14 @@ class _Pace(TypedDict):
 
 
 class _Folder:
-    """A folder that the user named: a job, or a folder that contains jobs."""
+    """A job, or a folder that contains jobs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._found = [path]
 
     def jobs(self) -> list[Path]:
-        """The jobs in the folder; if none can be found now, the jobs that were found before."""
+        """The jobs in the folder; if they cannot be listed now, the jobs found before."""
         try:
             found = jobs_at(self.path)
         except (JobUnavailableError, OSError):
@@ -149,7 +148,7 @@ class _Folder:
 
 
 class _Job:
-    """One job; its number is unique while the process runs."""
+    """One job. Its number is unique in this process."""
 
     def __init__(self, folder: Path, number: int, limit: int, pace: _Pace) -> None:
         self.folder = folder
@@ -169,8 +168,8 @@ def _history(folder: Path, limit: int) -> dict[str, Any]:
 class LastRead(Generic[T]):
     """The data of the last read; times are in seconds since the epoch.
 
-    ``read`` is when the last completed read began. Before the first read has ended, ``found`` and
-    ``read`` are None. ``silent_since`` is when the current read began, if it counts as unanswered.
+    ``read`` is the start of the last completed read; ``found`` and ``read`` are None before that.
+    ``silent_since`` is the start of the current read, if this read counts as unanswered.
     """
 
     found: T | None
@@ -185,14 +184,11 @@ class _Reading:
 
 
 class SharedLook(Generic[T]):
-    """Reads data in its own thread, when a visitor asks and the last read is old enough.
+    """Calls ``look`` in a separate thread, when a visitor asks and the last read is old enough.
 
-    There are never two reads at a time, even if a read hangs. A read that hangs cannot be stopped:
-    its thread stays until storage answers, or until the process ends. If ``look`` raises an error,
-    the old data stay.
-
-    There are ``every`` seconds between two reads. After ``patience`` seconds a read counts as
-    unanswered.
+    A read that hangs cannot be stopped. Until it ends, there is no other read. If ``look`` raises
+    an error, the old data stay. At least ``every`` seconds pass between two reads. After
+    ``patience`` seconds a read counts as unanswered.
     """
 
     def __init__(
@@ -214,7 +210,7 @@ class SharedLook(Generic[T]):
         self._read: float | None = None
 
     def begin(self) -> None:
-        """Start a new read, if no read is running and the last read is old enough."""
+        """Start a read, if none is running and the last read is old enough."""
         with self._changed:
             now = self._clock()
             if self._reading is not None or now < self._due:
@@ -226,12 +222,12 @@ class SharedLook(Generic[T]):
 
     @property
     def is_reading(self) -> bool:
-        """True if a read is running, or hangs."""
+        """True if a read is running."""
         with self._changed:
             return self._reading is not None
 
     def answer(self) -> LastRead[T]:
-        """The last data; waits for a running read until ``patience`` seconds after its start."""
+        """The last data. Waits for a running read, until ``patience`` seconds after its start."""
         with self._changed:
             reading = self._reading
             if reading is None:

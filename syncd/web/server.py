@@ -1,4 +1,4 @@
-"""The page's server: serves a few fixed files and two kinds of JSON on loopback, read-only."""
+"""The page's server: serves fixed files and two kinds of JSON on loopback, read-only."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _HEADERS: Final = {
 
 
 class Server(LoopbackServer):
-    """Serves the page that shows some jobs, on this port of 127.0.0.1; 0 for any free port.
+    """Serves the page that shows ``jobs`` on 127.0.0.1. ``port`` 0 means any free port.
 
     Raises:
         InvalidSettingsError: the port cannot be used.
@@ -87,7 +87,7 @@ class Server(LoopbackServer):
 
 
 class _Request(LoopbackRequest):
-    """One request; no part of its URL ever becomes a path on disk."""
+    """One request. No part of its URL ever becomes a path on disk."""
 
     server: Server
     _methods: ClassVar = {"GET", "HEAD"}
@@ -123,7 +123,7 @@ class _Request(LoopbackRequest):
         self.send(json.dumps(told).encode(), _JSON)
 
     def end_headers(self) -> None:
-        """Add security headers for browsers to every answer, including errors."""
+        """Add security headers to every answer, including errors."""
         for name, value in _HEADERS.items():
             self.send_header(name, value)
         super().end_headers()
