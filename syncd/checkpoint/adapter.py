@@ -7,19 +7,17 @@ PEFT adds an adapter's tensors to each module that it wraps::
 
 The names in PEFT's files lack the adapter's name (here ``default``).
 
-syncd recognizes the state dict of a PEFT model only by its tensor names. A *half* is a tensor
-``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module M and an adapter N. An embedding's halves
-are called ``M.lora_embedding_A.N`` and ``M.lora_embedding_B.N``. A state dict with a half belongs
-to a PEFT model if
+A *half* is a tensor ``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module M and an adapter N.
+An embedding's halves are ``M.lora_embedding_A.N`` and ``M.lora_embedding_B.N``. A state dict with a
+half belongs to a PEFT model if
 
-- a module M with a half also has ``M.base_layer.…``, because PEFT adds ``base_layer`` to every
-  module that it wraps; or
+- a module M with a half also has ``M.base_layer.…``, as every module that PEFT wraps; or
 - every name begins with ``base_model.model.``, as in every PeftModel; or
 - every tensor belongs to an adapter: its name contains a part ``lora_…``, or it is a tensor of
   ``modules_to_save`` or of trained tokens.
 
-A state dict also belongs to a PEFT model if all its names are LoRA names as in PEFT's files. Any
-other state dict is a full model, even if one of its own tensors is called ``lora_A``.
+A state dict with only LoRA names of PEFT's files is an adapter too. Any other state dict is a full
+model, even if one of its tensors is called ``lora_A``.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.records import AdaptedModel
 
-#: The beginning of all names in a PeftModel and in PEFT's files.
+#: All names in a PeftModel and in PEFT's files begin with this.
 PREFIX: Final = "base_model.model."
 #: The adapter that PEFT saves into the folder itself; other adapters are in folders below it.
 DEFAULT: Final = "default"
@@ -47,7 +45,7 @@ _HALF: Final = re.compile(
     r"(?(embedding)|\.weight)",
     re.DOTALL,
 )
-#: Matches a tensor of any adapter in a model, and a tensor of a LoRA in a file.
+#: Matches the tensors of any adapter.
 _ADAPTERS_OWN: Final = re.compile(
     r".\.(lora_[^.]+|modules_to_save|token_adapter\.trainable_tokens_delta)\.", re.DOTALL
 )
@@ -77,7 +75,7 @@ class AdapterConfig(pydantic.BaseModel):
     Attributes:
         peft_type: PEFT's method, e.g. ``LORA``. PEFT loads no adapter without this key.
         bias: the base model's biases that the adapter trains: ``none``, ``all`` or ``lora_only``.
-        base_model_name_or_path: the base model; None or empty if it was made from a config.
+        base_model_name_or_path: None or empty if the base model was made from a config.
     """
 
     model_config = pydantic.ConfigDict(frozen=True)
@@ -115,10 +113,10 @@ class Adapter:
     """A LoRA adapter that was found in a state dict.
 
     Attributes:
-        name: the adapter's name. None if the tensors have the names of PEFT's files.
-        modules: the names of the modules that the adapter changes.
-        prefix: put before each saved name: :data:`PREFIX` if the tensors' names lack it, or empty.
-        others: the names of the other adapters in the state dict.
+        name: None if the tensors have the names of PEFT's files.
+        modules: the modules that the adapter changes.
+        prefix: the text to put before each saved name; empty if the names have :data:`PREFIX`.
+        others: the other adapters in the state dict.
     """
 
     name: str | None
@@ -157,7 +155,7 @@ class Adapter:
         return f"{module.removesuffix(f'.{self.name}')}.{parameter}"
 
     def _beside_lora(self, name: str) -> str | None:
-        """The saved name of a tensor of ``modules_to_save`` or trained tokens; None for others."""
+        """The saved name, if this is a tensor of ``modules_to_save`` or of trained tokens."""
         module, found, parameter = name.partition(f".modules_to_save.{self.name}.")
         if found:
             return f"{module}.{parameter}"
@@ -165,7 +163,6 @@ class Adapter:
         return tokens if tokens.endswith(_TRAINED_TOKENS) and tokens != name else None
 
     def _bias(self, name: str, bias: str) -> str | None:
-        """The name of a bias of the base model if the adapter trains this bias; else None."""
         if bias == "lora_only":
             return name if name.removesuffix(".base_layer.bias") in self.modules else None
         if bias != "all" or not name.endswith(".bias") or _NOT_BASE.search(name):
@@ -174,15 +171,15 @@ class Adapter:
 
 
 def is_peft_model(names: Iterable[str]) -> bool:
-    """True if every name begins with :data:`PREFIX`, as all names in a PeftModel do."""
+    """True if there are names, and every name begins with :data:`PREFIX`, as in a PeftModel."""
     names = list(names)
     return bool(names) and all(name.startswith(PREFIX) for name in names)
 
 
 def find_adapter(names: Iterable[str]) -> Adapter | None:
-    """The LoRA adapter of a state dict with these names; None if there is no LoRA adapter.
+    """The LoRA adapter of a state dict with these names; None if there is none.
 
-    If there are several adapters, the result is the adapter with the name ``default``.
+    If there are several adapters, the one called ``default`` is returned.
 
     Raises:
         CheckpointError: there are several adapters, and none is ``default``; the PeftModel is
@@ -223,7 +220,6 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
 
 
 def _wrapped(names: Iterable[str]) -> set[str]:
-    """The modules that PEFT has wrapped; a wrapped module may be inside another wrapped module."""
     return {
         name[: match.start()] for name in names for match in re.finditer(re.escape(_WRAPPED), name)
     }

@@ -10,17 +10,12 @@ from typing import Final, NamedTuple
 
 from syncd.checkpoint.placement import Shape
 
-#: One read takes up to this many elements, even if most are not wanted: two reads cost more.
+#: One read may span this many elements even if most are not wanted, because two reads cost more.
 _NEAR: Final = 64 * 1024
 
 
 class Box(NamedTuple):
-    """A part of a tensor.
-
-    Attributes:
-        offsets: the part's first index along each dimension.
-        shape: the part's size along each dimension.
-    """
+    """A part of a tensor: its first index and its size along each dimension."""
 
     offsets: Shape
     shape: Shape
@@ -57,7 +52,7 @@ def holds(shape: Shape, box: Box) -> bool:
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """The intersection of two parts of the same tensor; None if the intersection is empty."""
+    """The intersection of two parts of a tensor; None if it is empty."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = tuple(
         min(begin + size, start + count)
@@ -88,7 +83,7 @@ def strides(shape: Shape) -> Shape:
 
 
 def extent(within: Box, part: Box) -> Extent:
-    """The extent from the first to the last element of a part, in the C order of ``within``."""
+    """The extent from the first to the last element of ``part``, in the C order of ``within``."""
     steps = strides(within.shape)
     ahead = [begin - start for begin, start in zip(part.offsets, within.offsets, strict=True)]
     first = sum(count * step for count, step in zip(ahead, steps, strict=True))
@@ -97,7 +92,7 @@ def extent(within: Box, part: Box) -> Extent:
 
 
 def extents(within: Box, part: Box) -> Iterator[Extent]:
-    """The longest possible extents that together hold exactly a part's elements, in C order."""
+    """The longest extents that together hold exactly a part's elements, in C order."""
     if not part.size:
         return
     steps = strides(within.shape)
@@ -113,10 +108,10 @@ def extents(within: Box, part: Box) -> Iterator[Extent]:
 
 
 def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[Box]:
-    """Cut a part, which must not be empty, into pieces for one read each, in byte order.
+    """Cut a part into boxes for one read each, in byte order. ``part`` must not be empty.
 
-    The elements of ``within`` are stored in C order. A read has at most ``limit`` elements. A piece
-    may span up to ``near`` elements even if most of them are not wanted.
+    ``within`` is stored in C order. A read spans at most ``limit`` elements. If it spans more than
+    ``near`` elements, at least half of them are wanted.
     """
     pending = [part]
     while pending:

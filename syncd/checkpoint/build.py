@@ -48,7 +48,7 @@ from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, signature
 
 log = logging.getLogger(__name__)
 
-#: The space to allow for config, tokenizer and manifest, in bytes; and for a version, in inodes.
+#: Bytes to allow for config, tokenizer and manifest, and inodes to allow for a version.
 _SMALL_FILES: Final = 1024 * 1024
 _FEW_INODES: Final = 32
 
@@ -65,13 +65,12 @@ def build_model_folder(
 ) -> Manifest:
     """Merge a save into an empty folder. All files are synced, and the manifest is written last.
 
-    A full model becomes a Hugging Face model folder. A LoRA adapter, in ``lora_adapter/`` or among
-    the shards' tensors, becomes a folder that PEFT and vLLM load, with a single file of weights.
-    That folder lacks the base model's config, so that it does not look like a model.
+    The result is a Hugging Face model folder, or an adapter's folder for PEFT and vLLM. An
+    adapter's folder lacks the base model's config, so that it does not look like a model.
 
     ``save`` must be the latest result of ``look_at_save``. No other process may read ``folder``,
-    and the caller must sync its parent. ``work.cancel`` is called between chunks. ``sequence`` is 0
-    for a step that is built only for evaluation, and None if no explorer loads the folder.
+    and the caller must sync its parent. ``sequence`` is 0 for a step that is built only for
+    evaluation, and None if no explorer loads the folder.
 
     Raises:
         SaveNotReadyError: the save is not whole, or changed during the merge.
@@ -201,7 +200,6 @@ def _names_on_hub(
     config: object,
     options: MergeOptions,
 ) -> NameMap | None:
-    """The name map of a full model: the trainer's map, or else the map for the model's type."""
     if contents.kind != "full":
         return None
     if storage.exists(folder / NAME_MAP):
@@ -230,7 +228,7 @@ def _names_on_hub(
 
 
 def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
-    """The floating-point dtypes of the tensors; the dtype with the most bytes comes first."""
+    """The floating-point dtypes, most bytes first."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         if is_floating(tensor.dtype):
@@ -245,7 +243,6 @@ def _worth_checking(checked: Checked, sources: Sequence[Source]) -> Checked:
 
 
 def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
-    """True if the cast changes the dtype of any tensor of the save."""
     return cast is not None and any(
         cast_dtype(tensor.dtype, cast) != tensor.dtype
         for index in contents.indexes
@@ -255,7 +252,7 @@ def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
 
 @contextmanager
 def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
-    """Turn a CheckpointError of the block into SaveNotReadyError if the save has changed."""
+    """Raise SaveNotReadyError instead of CheckpointError if the save has changed."""
     try:
         yield
     except CheckpointError:
@@ -273,7 +270,7 @@ def _one_file(
     digests: bool,
     work: Work,
 ) -> Merged:
-    """Publish the trainer's own file: link the file if our hook wrote it, else copy it."""
+    """Publish the trainer's own file: link it if our hook wrote it, else copy it."""
     (name,) = save.weights
     target = folder / file.path.name
     # Our hook never writes in place, so linked files stay as they are.
@@ -311,7 +308,7 @@ def _copy_small_files(
     kind: Kind,
     cancel: Callable[[], None],
 ) -> tuple[VersionFile, ...]:
-    """Copy and sync config and tokenizer; a file that a receipt lists must match the receipt."""
+    """Copy config and tokenizer; check the files that a receipt lists."""
     copied: dict[str, tuple[VersionFile, ...]] = {}
     leave_out: set[str] = set()
     if kind == "adapter":
@@ -368,7 +365,6 @@ def _adapter_config(
 def _check_small_files(
     storage: Storage, actor: Path, save: SavedWeights, prefix: str, copied: tuple[VersionFile, ...]
 ) -> None:
-    """Check that a folder has all files that the receipts list, with the listed content."""
     found = {prefix + file.name: (file.size, file.digest) for file in copied}
     for name, file in save.vouched().items():
         if not name.startswith(prefix):
@@ -387,8 +383,8 @@ def _check_small_files(
 class FreeSpace:
     """Checks that the filesystem of a job has enough space for a version.
 
-    It remembers the size of a version that does not fit, because the daemon checks again and again
-    while the disk is full, and each check would parse the whole save.
+    It caches the last computed size, because each computation parses the whole save, and the daemon
+    checks repeatedly while the disk is full.
     """
 
     def __init__(self, storage: Storage, folder: Path, root: Path, *, advice: str) -> None:
@@ -407,7 +403,7 @@ class FreeSpace:
     ) -> None:
         """Refuse a merge if its result does not fit on the disk.
 
-        If the filesystem does not report a quota, a merge that exceeds the quota fails later.
+        A filesystem that does not report a quota can still refuse the files later.
 
         Raises:
             NoRoomError: there is not enough space for this save's version.
@@ -450,7 +446,7 @@ def _weights_size(
     options: MergeOptions,
     cancel: Callable[[], None],
 ) -> int:
-    """The bytes of weights that a merge of this save would write; a linked file does not count."""
+    """The bytes of weights that a merge would write; 0 if it would link the file."""
     with (
         _judged_at_rest(storage, actor, save),
         open_save(storage, actor, save, prefix=options.prefix, cancel=cancel) as opened,

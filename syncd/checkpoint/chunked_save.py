@@ -1,7 +1,7 @@
 """Opening the saves of ``torch.distributed.checkpoint``: files that hold chunks of tensors.
 
-The files are ``.distcp`` files with their ``.metadata``, or Hugging Face's safetensors. The result
-is the input of a merge plan, which proves that the chunks cover each tensor exactly once.
+The files are ``.distcp`` files with their ``.metadata``, or Hugging Face's safetensors. The merge
+plan proves later that the chunks cover each tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_MODEL: Final = ("optim.", "optimizer.", "optimizers.")
 
 @dataclass(frozen=True, slots=True)
 class ChunkedSave:
-    """The indexes of the open files, for the merge plan, and the files in the same order."""
+    """The open files, and their indexes in the same order."""
 
     indexes: Sequence[ShardIndex]
     sources: Sequence[Source]
@@ -48,8 +48,8 @@ class Opening:
     """The arguments for opening a save of either kind.
 
     Attributes:
-        files: the names of the save's files in ``actor`` except ``.metadata``, in rank order.
-        prefix: the beginning of the names of the model's tensors. If None, syncd finds the prefix.
+        files: the save's files in ``actor`` except ``.metadata``, in rank order.
+        prefix: the beginning of the model's tensor names; None to find it.
         tensor_limit: the largest number of chunks in all files together.
         cancel: called often; it raises an error to stop.
         stack: closes the files.
@@ -70,10 +70,8 @@ def open_dcp(given: Opening) -> ChunkedSave:
     """Open a folder of ``.metadata`` and ``.distcp`` files, and find all chunks of the model.
 
     Raises:
-        ShardFormatError: a file cannot be read, or contradicts the metadata.
-        PlacementError: a tensor is a flat parameter of FSDP1.
-        CoverageError: a chunk is in no file, or its dtype or shape contradicts the metadata.
-        CheckpointError: syncd cannot find out which tensors are the model's.
+        CheckpointError: a file cannot be read or contradicts the metadata, or
+            :func:`~syncd.checkpoint.dcp.dcp_metadata.read_metadata` fails.
     """
     path = given.actor / DCP_METADATA
     contents = _read_metadata(given.storage, path, given.parser, given.prefix)
@@ -109,7 +107,7 @@ def holds_model_only(
     """True if a folder of ``torch.distributed.checkpoint`` certainly holds only a model.
 
     Raises:
-        OSError: storage failed, or no child process can be started.
+        OSError: no child process can be started.
     """
     try:
         with IsolatedParser(cancel=cancel) as parser:
@@ -136,14 +134,11 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
     """Open the files of ``HuggingFaceStorageWriter``.
 
     The files do not say which part of a state dict a tensor comes from. Without a prefix, every
-    tensor therefore counts as a tensor of the model.
+    tensor therefore counts as the model's.
 
     Raises:
-        ShardFormatError: a file is not a whole safetensors file, or does not tell which part of its
-            tensor a chunk is.
-        PlacementError: a tensor is a flat parameter of FSDP1.
-        CoverageError: two files disagree about a tensor.
-        CheckpointError: no name begins with the prefix, or there is an optimizer but no prefix.
+        CheckpointError: a file cannot be read, two files disagree, no name begins with the prefix,
+            or there is an optimizer but no prefix.
     """
     prefix = given.prefix or ""
     found: dict[str, list[Chunked]] = {}
@@ -207,11 +202,7 @@ def _indexes(
     parts: Sequence[Mapping[str, Sequence[Local]]],
     whole: Mapping[str, tuple[str, Shape]],
 ) -> list[ShardIndex]:
-    """The index of each file, made from the parts that the file holds.
-
-    The first index lists all tensors, so that the plan keeps the order of their names, and detects
-    tensors that have no part in any file.
-    """
+    """The index of each file. The first lists all tensors, to give the plan their order."""
     return [
         ShardIndex(
             label,

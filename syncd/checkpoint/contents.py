@@ -28,8 +28,8 @@ class SaveContents:
 
     Attributes:
         kind: the kind of version that the save becomes.
-        indexes: the index of each shard, or of the single file of weights.
-        adapter: chooses the tensors to publish, and their names; None to publish all tensors.
+        indexes: the index of each shard, or of the single file.
+        adapter: chooses and names the tensors to publish; None to publish all.
     """
 
     kind: Kind
@@ -116,10 +116,10 @@ def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
 
 
 def look_inside(opened: OpenSave, cancel: Callable[[], None]) -> SaveContents:
-    """Read the index of the tensors, and find out the kind of the save.
+    """Index the tensors of a save, and find out its kind.
 
     Raises:
-        CheckpointError: the save has too many tensors, or holds an adapter that no engine can load.
+        CheckpointError: the save has too many tensors, or an adapter that no engine can load.
     """
     if opened.full is not None:
         is_adapter = isinstance(opened.save, LoraAdapter)
@@ -142,7 +142,6 @@ def look_inside(opened: OpenSave, cancel: Callable[[], None]) -> SaveContents:
 
 
 def _index(file: SafetensorsFile) -> ShardIndex:
-    """The index of a safetensors file, as if the file were the shard of the only rank."""
     tensors = {
         name: Local(dtype, shape, begin, end - begin, "", None)
         for name, dtype, shape, begin, end in file.entries
@@ -151,7 +150,6 @@ def _index(file: SafetensorsFile) -> ShardIndex:
 
 
 def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
-    """Refuse an adapter without tensors, and a file with tensor names that no engine can load."""
     found = find_adapter(entry.name for entry in file.entries)
     if is_adapter and not file.entries:
         raise CheckpointError(

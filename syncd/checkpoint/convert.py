@@ -1,7 +1,7 @@
 """Converting full checkpoints into Hugging Face models, in the steps' ``huggingface/`` folders.
 
-syncd never reads the converted weights again. ``manifest.json`` in the same folder names the save
-that the weights were made from, and lists the weights.
+``manifest.json`` in this folder lists the converted weights, and names the save that they were made
+from.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 #: The prefix of a merge's temporary folder, which the daemon deletes if it is a leftover.
 _ROOM: Final = f"{TEMPORARY}{HUGGINGFACE}-"
-#: Seconds between signs of a running merge. A merge without a sign for 3 times as long has ended.
+#: Seconds between signs of a running merge. After 3 times as long without a sign, it has ended.
 _SIGN: Final = 10.0
 #: Attempts to make the temporary folder, because a daemon may delete it while it is empty.
 _ATTEMPTS: Final = 5
@@ -77,7 +77,7 @@ class FoundCheckpoint:
 
     Attributes:
         has_weights: True if ``huggingface/`` already holds the merged weights.
-        why_not: the reason not to convert the checkpoint, e.g. it is an adapter; empty if none.
+        why_not: the reason not to convert it, e.g. it is an adapter; empty if none.
     """
 
     step: int
@@ -89,8 +89,8 @@ class FoundCheckpoint:
 def full_steps(job: Job) -> list[int]:
     """The steps that hold a full checkpoint, lowest first.
 
-    A step with ``.full_checkpoint`` counts. A step without receipts also counts if its ``actor/``
-    has a file of an optimizer, of extra state or of DCP, unless its trainer has retired the step.
+    A step with ``.full_checkpoint`` counts. A step without receipts also counts if it is not
+    retired, and its ``actor/`` has a file of an optimizer, of extra state or of DCP.
 
     Raises:
         JobUnavailableError: the job's folder is missing, or is not a job.
@@ -148,9 +148,9 @@ def lacks_config(storage: Storage, actor: Path) -> bool:
 def take_model_files(storage: Storage, actor: Path, base: Path) -> list[str]:
     """Copy the base model's config, tokenizer and code into a step's ``huggingface/``.
 
-    The call copies only files directly in ``base``, and no weights. It follows links, and does not
-    replace existing files. It writes ``config.json`` last, so that the next call finishes the work
-    if this call is cut off. ``base`` may be on any filesystem. Returns the copied files' names.
+    Only files directly in ``base`` are copied, and no weights. Links are followed, and existing
+    files are kept. ``config.json`` is written last, so that the next call finishes an interrupted
+    copy. Returns the copied files' names.
 
     Raises:
         SaveNotReadyError: the step was deleted meanwhile.
@@ -198,13 +198,12 @@ def convert_step(
 ) -> Manifest | None:
     """Merge a full checkpoint into ``huggingface/``; return the manifest, or None for an adapter.
 
-    The files are made in a temporary folder and renamed into ``huggingface/``: first
-    ``manifest.json``, then the weights, last the index. If the call is cut off, ``huggingface/``
-    holds a whole model or no model, and the next call does the work again. The call changes nothing
-    else in the step's folder.
+    The files are made in a temporary folder, then renamed: first ``manifest.json``, then the
+    weights, last the index. A crash therefore leaves a whole model or no model, and the next call
+    starts again.
 
-    If a trainer saves this step again during the renames, the call may not notice the new save.
-    ``manifest.json`` then names the earlier save, and the next call converts the new save.
+    If a trainer saves this step again during the renames, ``manifest.json`` may name the earlier
+    save. Then the next call converts the new save.
 
     Raises:
         NoRoomError: there is not enough disk space. Nothing was changed.
@@ -296,8 +295,8 @@ def _is_whole_model(storage: Storage, folder: Path) -> bool:
 def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest) -> None:
     """Rename the weights into the folder, so that no loader mixes the files of two merges.
 
-    The file that a loader looks for first is removed first and renamed last. Weights that no
-    manifest lists are also removed, because an engine loads all weights if there is no index.
+    The file that a loader looks for first is removed first and renamed last. Unlisted weights are
+    removed too, because an engine loads all weights if there is no index.
     """
     weights = [file.name for file in manifest.files if is_weights_name(file.name)]
     storage.make_folder(folder, below=folder.parent)
@@ -315,7 +314,6 @@ def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest
 
 
 def _listed(storage: Storage, folder: Path) -> set[str]:
-    """The names of the weights that an earlier merge wrote into the folder."""
     try:
         files = read_manifest(storage, folder).files
     except RecordError:
@@ -328,7 +326,7 @@ def _listed(storage: Storage, folder: Path) -> set[str]:
 
 
 def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> None:
-    """Remove temporary folders of killed processes; raise an error if one of them still changes."""
+    """Remove temporary folders of killed processes; raise an error if one still changes."""
     before = _rooms(storage, actor)
     if not before:
         return
@@ -357,8 +355,8 @@ def _make_room(storage: Storage, room: Path, step: Path) -> None:
         except FileNotFoundError:
             if not left:
                 raise
-    # Look only after our room exists. If two processes begin at the same time, and see no room, at
-    # least one of them now sees the room of the other.
+    # Look only after our room exists: if two processes begin at the same time, at least one of
+    # them then sees the other's room.
     if _rooms(storage, room.parent).keys() != {room}:
         raise _busy(room.parent)
 
@@ -370,7 +368,7 @@ def _busy(actor: Path) -> JobUnavailableError:
 
 
 def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int, int]]]:
-    """The sizes and times of the files in each temporary folder; a merge changes these values."""
+    """The size and time of each file, by temporary folder. A running merge changes them."""
     found = {}
     for name in storage.names(actor):
         if not name.startswith(_ROOM):
@@ -386,7 +384,7 @@ def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int
 
 
 def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
-    """Open a file to get its latest status, because network filesystems cache the status."""
+    """Open a file for its status, because network filesystems cache the status."""
     try:
         return storage.look_into(path, storage.fstat)
     except OSError as error:
@@ -407,7 +405,6 @@ def _refresh_all(storage: Storage, room: Path) -> None:
 
 @contextmanager
 def _gone_means_changed(storage: Storage, folder: Path) -> Iterator[None]:
-    """Turn "not found" into an error that says that the folder was deleted meanwhile."""
     try:
         yield
     except OSError as error:

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def uncollected() -> Iterator[None]:
     """Turn garbage collection off in a ``with`` block, because it would take half the block's time.
 
-    All threads share the collector. If several threads are in such blocks, the first thread that
-    leaves can turn the collector on again. Then the other threads run slower.
+    All threads share the collector. The first thread that leaves its block can turn the collector
+    on for other threads, which then run slower.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -2,14 +2,14 @@
 
 ``python -m tests.hub_tables`` writes ``hub_tables.json`` from the installed transformers.
 
-A table has a rule for each trainer's name that differs on the hub. The key of a rule is a whole
-name, or a prefix of names that ends with a dot. In a key, ``#`` stands for a number. The longest
-key that matches a name counts. The value of a rule is one of these:
+A table has a rule for each trainer's name that differs on the hub. A rule's key is a whole name, or
+a prefix that ends with a dot. In a key, ``#`` stands for a number. The longest matching key counts.
+A rule's value is one of these:
 
 - the prefix on the hub, which replaces the key;
 - the pieces of a tensor, in the form of :class:`~syncd.protocol.tensor_names.HubPiece`. In a table,
-  ``rows`` is ``[i, n]``, which means the i-th of n equal parts. ``at`` is the number of the part
-  among the parts that are joined.
+  ``rows`` is ``[i, n]``: part i (from 0) of n equal parts. ``at`` is the number of the part among
+  the parts that are joined.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 _SLOT: Final = "#"
-#: The table of a type: a trainer's name or its beginning → a beginning on the hub, or pieces.
+#: The rules of one architecture: a trainer's name or prefix → a prefix on the hub, or pieces.
 Rules = Mapping[str, str | list[dict[str, Any]]]
 
 
 def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
     """The name map for a save with these shapes, by the model type in its ``config.json``.
 
-    The map's ``refused`` is set if this type's table does not fit the model. The result is None if
-    the type has no table, because syncd assumes that such a model has the same names on the hub.
+    ``refused`` is set if the type's table does not fit the model. If the type has no table, the
+    result is None: syncd then assumes the same names on the hub.
     """
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not has_table(model_type):
@@ -65,7 +65,7 @@ def has_table(model_type: object) -> bool:
 
 
 def apply_rules(rules: Rules, tensors: Mapping[str, Shape], where: str) -> NameMap:
-    """Apply a table's rules to tensors; ``refused`` is set if the rules do not fit the tensors."""
+    """Apply a table's rules to tensors; ``refused`` is set if the rules do not fit."""
     try:
         return NameMap(_record(rules, tensors), where)
     except (RecordError, ValueError) as error:
@@ -97,7 +97,6 @@ def _record(rules: Rules, tensors: Mapping[str, Shape]) -> NameMapRecord:
 
 
 def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
-    """The pieces of a tensor; an empty list if the tensor is the same on the hub."""
     numbers = _NUMBER.findall(name)
     general = _NUMBER.sub(_SLOT, name)
     key = general

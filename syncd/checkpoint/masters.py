@@ -1,7 +1,7 @@
 """The weights of a full checkpoint in the model's dtype, if the published weights were cast.
 
-The full checkpoint's own receipts ("full receipts") list these weights' files, which are called
-``master_world_size_W_rank_R.pt``. Without receipts, syncd looks for files with such names.
+They are in ``master_world_size_W_rank_R.pt`` files, which the full checkpoint's own receipts ("full
+receipts") list. Without receipts, syncd looks for such files.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from syncd.storage.fsio import Storage
 def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedWeights:
     """Replace cast weights by the weights in the model's dtype.
 
-    The result is ``save`` itself if its weights were not cast. The same holds for a LoRA model,
-    because no file holds a whole LoRA model in the model's dtype.
+    Returns ``save`` itself if its weights were not cast, or if it is a LoRA model, which no file
+    holds in the model's dtype.
 
     Raises:
         SaveNotReadyError: the weights in the model's dtype, or the full receipts, are not whole.
@@ -69,7 +69,7 @@ def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedW
 
 
 def resumed_weights(names: Container[str], world_size: int) -> tuple[str, ...]:
-    """The files to resume from, in rank order; a rank that cast its weights has a ``master_`` file.
+    """The files to resume from: each rank's ``master_`` file if ``names`` has it, else its shard.
 
     ``names`` are the names in the full receipts.
     """
@@ -82,9 +82,9 @@ def resumed_weights(names: Container[str], world_size: int) -> tuple[str, ...]:
 
 
 def foreign_masters(storage: Storage, actor: Path, save: SavedWeights) -> tuple[str, ...]:
-    """The names of all ranks' files with weights in the model's dtype, found without receipts.
+    """All ranks' files with weights in the model's dtype, for a save without receipts.
 
-    Some of these files may be missing. The result is empty if the folder has no such file.
+    The result includes missing files. It is empty if no such file exists.
 
     Raises:
         SaveNotReadyError: syncd cannot tell which files belong together.

@@ -53,12 +53,12 @@ def copy_model_files(
 ) -> tuple[VersionFile, ...]:
     """Copy and sync all files but weights from ``actor/huggingface/`` into a version's folder.
 
-    Only regular files are copied, and links are never followed. A missing ``source_hf`` counts as
-    empty. ``leave_out`` has the paths to skip, relative to ``source_hf``. The result is sorted.
+    Links are never followed. A missing ``source_hf`` counts as empty. ``leave_out`` has the paths
+    to skip, relative to ``source_hf``. The result is sorted.
 
     Raises:
         CheckpointError: a file is too large or has an impossible name, or the folder is too deep.
-        OSError: storage failed, e.g. ``ENOSPC``; ``ENOENT`` if a file was deleted meanwhile.
+        OSError: storage failed; ``ENOENT`` if a file was deleted meanwhile.
     """
     copied = []
     folders = {folder}
@@ -101,8 +101,8 @@ def read_model_config(storage: Storage, folder: Path, copied: Iterable[VersionFi
 def says_tied(config: object) -> bool:
     """True if the content of a ``config.json`` sets ``tie_word_embeddings``.
 
-    The result is False if ``text_config`` sets another value, because readers disagree on which
-    value counts. A missing value contradicts nothing, because a config file leaves out defaults.
+    False if ``text_config`` sets another value, because readers disagree on which value counts. A
+    missing value contradicts nothing, because a config file leaves out defaults.
     """
     told = []
     while isinstance(config, dict):
@@ -115,8 +115,8 @@ def says_tied(config: object) -> bool:
 def changed_settings(storage: Storage, before: Path, after: Path) -> list[str]:
     """The first few settings that differ between two versions' ``config.json``, as text.
 
-    An example is ``rope_scaling.factor (2.0 → 4.0)``. Formatting, the order of keys, and keys that
-    do not concern the model are ignored. Empty if a ``config.json`` is missing or unreadable.
+    For example ``rope_scaling.factor (2.0 → 4.0)``. Keys that do not concern the model are ignored.
+    Empty if a ``config.json`` is missing or unreadable.
     """
     try:
         contents = [storage.read(folder / MODEL_CONFIG, _COMPARED) for folder in (before, after)]
@@ -164,8 +164,8 @@ def write_name_map(
 ) -> tuple[VersionFile, ...]:
     """Write and sync ``name_map.json`` if names differ on the hub, and the trainer wrote no map.
 
-    Explorers that load in place need the map for versions with either set of names. If the hub's
-    names are unknown, the map holds the reason, because some servers must refuse such a version.
+    Explorers that load in place need the map, whichever names the version has. If the hub's names
+    are unknown, the map holds the reason, because some servers must refuse the version.
     """
     if names is None or not (names or names.refused) or storage.exists(folder / NAME_MAP):
         return ()
@@ -183,7 +183,6 @@ def _regular_files(
     *,
     recursive: bool,
 ) -> Iterator[PurePosixPath]:
-    """The paths of the regular files under a folder, except weights, relative to ``root``."""
     status = storage.status(root / below)
     if status is None:
         return
@@ -211,7 +210,6 @@ def _regular_files(
 def _copy(
     storage: Storage, source: Path, target: Path, limit: int, cancel: Callable[[], None]
 ) -> tuple[int, str]:
-    """Copy a file of at most ``limit`` bytes; return its size and its digest."""
     hasher = xxhash.xxh3_128()
     size = 0
     reading = storage.open_read(source)

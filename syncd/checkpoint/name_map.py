@@ -1,8 +1,8 @@
 """A model's tensors by two sets of names: the trainer's names, and the names on the hub.
 
-transformers 5 stacks the experts of a layer into one tensor, but the checkpoints on the hub have a
-tensor for each expert. For each trainer's tensor that differs on the hub, a name map lists the
-hub's tensors that hold its elements. This module has no code for particular models. Pure.
+For example, transformers 5 stacks a layer's experts into one tensor, but the hub has a tensor for
+each expert. A name map lists, for each trainer's tensor that differs, the hub's tensors that hold
+its elements. Pure.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ _SLOT: Final = "{}"
 class HubPart:
     """A part of a trainer's tensor that is a tensor on the hub, or some rows of a hub's tensor.
 
-    ``shape`` is the part's shape on the hub. If the part lacks dimension 0 of the trainer's tensor,
-    ``index`` is the part's index along this dimension; else ``index`` is None. The other attributes
-    are those of the piece (:class:`NameMap`).
+    ``shape`` is the part's shape on the hub. If dimension 0 is split, ``index`` is the part's index
+    along it. The other attributes are as in :class:`NameMap`.
     """
 
     name: str
@@ -53,8 +52,8 @@ class HubPart:
 class TrainerPart:
     """The place in a trainer's tensor that holds a hub's tensor, or some rows of a hub's tensor.
 
-    ``shape`` is the trainer's shape; None if the tensor is the same on the hub. The attributes
-    after ``shape`` are as in :class:`HubPart`.
+    ``shape`` is the trainer's shape; None if the tensor is the same on the hub. The later
+    attributes are as in :class:`HubPart`.
     """
 
     name: str
@@ -69,27 +68,23 @@ class NameMap:
     """The tensors of one model, by the trainer's names and by the hub's.
 
     A tensor that the map does not list has the same name and shape on the hub. The map divides a
-    listed tensor into pieces, so that each element is in exactly one piece. Elements keep their
-    dtype and value. The fields of a piece apply in this order, and a field that is None does
-    nothing:
+    listed tensor into pieces. Each element is in exactly one piece, and keeps its dtype and value.
+    The fields of a piece apply in this order; a field that is None does nothing:
 
     1. ``first``: each index i of dimension 0 is a tensor on the hub, which lacks dimension 0. The
        number ``first + i`` replaces ``{}`` in the name.
     2. ``rows``: only the rows ``begin`` to ``end - 1`` along the first remaining dimension count.
-    3. ``transposed``: if it is True, the last two remaining dimensions are swapped.
-    4. ``at``: the result is only a block of rows of the hub's tensor, and ``at`` is the index of
-       the block's first row. All parts with this name on the hub, from any trainer's tensors, must
-       fill the hub's tensor without a gap.
+    3. ``transposed``: if True, the last two remaining dimensions are swapped.
+    4. ``at``: the result is a block of rows of the hub's tensor, from row ``at`` on. The blocks of
+       a hub's tensor must fill it without a gap. They can come from several trainer's tensors.
 
     For example ``experts.gate_up_proj`` [E, 2I, H] has the pieces ``experts.{}.gate_proj.weight``
-    (first 0, rows 0 to I) and ``experts.{}.up_proj.weight`` (first 0, rows I to 2I). In NumPy, the
-    hub's tensor is ``t[index][begin:end]``, then ``.swapaxes(-1, -2)`` if ``transposed`` is True.
+    (first 0, rows 0 to I) and ``experts.{}.up_proj.weight`` (first 0, rows I to 2I).
 
     ``refused`` is the reason why there is no mapping; None if there is a mapping.
 
     Raises:
-        RecordError: a name is not valid, a name is not unique, pieces do not fit, or there are
-            too many names or pieces.
+        RecordError: a name is not valid or not unique, pieces do not fit, or there are too many.
     """
 
     def __init__(self, record: NameMapRecord, where: object = "the name map") -> None:
@@ -148,7 +143,6 @@ class NameMap:
         return hash(tuple(self._record.tensors))
 
     def __contains__(self, name: str) -> bool:
-        """True if a trainer's tensor has another name or shape on the hub."""
         return name in self._record.tensors
 
     def hub(self, name: str, shape: Shape) -> list[HubPart]:
@@ -170,7 +164,7 @@ class NameMap:
     def trainer(self, hub_name: str) -> list[TrainerPart]:
         """The places of a hub's tensor in the trainer's tensors, in the order of the hub's rows.
 
-        If only the trainer's model has a tensor of this name, the result is empty.
+        Empty if only the trainer's model has a tensor of this name.
         """
         found = self._of_hub.get(hub_name)
         if found is not None:
@@ -178,16 +172,16 @@ class NameMap:
         return [] if hub_name in self._record.tensors else [TrainerPart(hub_name)]
 
     def pieces(self, name: str) -> tuple[HubPiece, ...]:
-        """The pieces of the trainer's tensor ``name``; empty if the map does not list it."""
+        """The pieces of a trainer's tensor; empty if the map does not list it."""
         tensor = self._record.tensors.get(name)
         return () if tensor is None else tensor.pieces
 
     def tensors(self) -> Mapping[str, Shape]:
-        """The trainer's tensors that differ on the hub: their names and shapes."""
+        """The names and shapes of the trainer's tensors that differ on the hub."""
         return {name: tensor.shape for name, tensor in self._record.tensors.items()}
 
     def _check(self, name: str, tensor: MappedTensor) -> None:
-        """Check that each element of a tensor is in exactly one of the tensor's pieces."""
+        """Check that each element is in exactly one piece."""
         fault = name_fault(name)
         if fault:
             raise self._wrong(f"{shown(name)} {fault}")
@@ -241,7 +235,6 @@ class NameMap:
 
 
 def _fault(piece: HubPiece, left: Shape) -> str | None:
-    """The fault of a piece, if any; ``left`` is the shape before ``rows`` is applied."""
     if piece.name.count(_SLOT) != (piece.first is not None):
         return "has a wrong number of {} in its name"
     if piece.rows is not None and not left:

@@ -1,4 +1,4 @@
-"""A save with its files of weights open. A merge reads all bytes through these open files."""
+"""Opening a save's files of weights, through which a merge reads all bytes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class OpenSave:
     """A save with its files of weights open.
 
     Attributes:
-        shards: the open shards, in rank order; empty if the weights are not shards.
-        chunked: the open files of a save of ``torch.distributed.checkpoint``; else None.
-        full: the single open file of a full state dict or an adapter; else None.
+        shards: in rank order; empty if the weights are not shards.
+        chunked: the open files of a save of ``torch.distributed.checkpoint``.
+        full: the single open file of a full state dict or an adapter.
         parse: reads the shards' pickles; in a child process if the save has no receipts.
     """
 
@@ -65,11 +65,10 @@ class OpenSave:
         return "crc32" if has_crc else "stillness"
 
     def tensors(self, shard: ShardFile) -> Mapping[str, Local | Chunks]:
-        """The tensors of one of the shards. Call this method once for each shard.
+        """The tensors of one of the shards. Call this method only once for each shard.
 
         Raises:
-            ShardFormatError: the shard cannot be read, or the shards have too many tensors.
-            PlacementError: a tensor's device mesh is of an unknown layout.
+            CheckpointError: the shard cannot be merged, or the shards have too many tensors.
         """
         found = shard.tensors(parse=self.parse)
         self._found += sum(
@@ -100,15 +99,13 @@ def open_save(
 ) -> Iterator[OpenSave]:
     """Open all files of a whole save, and check each file against its receipt.
 
-    If the save has no receipts, a child process parses the files until the ``with`` block ends.
-    ``save`` must be the latest result of ``look_at_save``. ``prefix`` is the beginning of the names
-    of the model's tensors in a save of ``torch.distributed.checkpoint``; if None, syncd finds it.
+    ``save`` must be the latest result of ``look_at_save``. ``prefix`` is as in ``MergeOptions``. If
+    the save has no receipts, a child process parses the files.
 
     Raises:
         SaveNotReadyError: a file is gone, or differs from its receipt; call ``look_at_save`` again.
-        ShardFormatError: a file cannot be read.
-        CheckpointError: the adapter is a pickle, or the files cannot be merged.
-        OSError: storage failed, or the child process cannot be started.
+        CheckpointError: a file cannot be read or merged, or the adapter is a pickle.
+        OSError: the child process cannot be started.
     """
     if isinstance(save, LoraAdapter) and save.weights == (PICKLED_ADAPTER,):
         raise CheckpointError(

@@ -22,7 +22,7 @@ def threads_here(most: int) -> int:
 
 
 class _StoppedError(Exception):
-    """Raised in threads that must end because another thread has failed."""
+    """Ends a thread because another thread has failed."""
 
 
 def run_side_by_side(
@@ -30,9 +30,9 @@ def run_side_by_side(
 ) -> list[T]:
     """Run tasks, up to ``threads`` at once, wait for all, and return their results in order.
 
-    Each task gets a check function that it must call often. ``look`` is called only in the calling
-    thread, at least every 50 ms, and raises an error to stop all tasks. If ``threads`` is 1, the
-    tasks run in the calling thread. The first error is raised after all tasks have ended.
+    Each task gets a check function that it must call often. ``look`` is called in the calling
+    thread, at least every 50 ms, and raises an error to stop all tasks. With one thread or one
+    task, ``look`` is the check function. The first error is raised after all tasks have ended.
     """
     if min(threads, len(tasks)) <= 1:
         return [task(look) for task in tasks]

@@ -1,9 +1,8 @@
 """Placements: the part of a global tensor that a rank's local tensor holds. Pure.
 
-The mesh coordinate that is recorded with a tensor gives the tensor's place. The order of files and
-the names of mesh dimensions do not matter. Every local tensor is a single box of the global
-tensor. These are the rules of ``torch.distributed.tensor``, from ``placement_types.py`` and
-``_dtensor_spec.py`` of torch 2.13.
+The mesh coordinate that is recorded with a tensor gives the tensor's place; the order of files does
+not matter. Every local tensor is a single box of the global tensor. Source of these rules:
+``torch.distributed.tensor`` of torch 2.13 (``placement_types.py``, ``_dtensor_spec.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class StridedShard:
     """The mesh dimension splits the tensor along ``dim``, after other mesh dimensions.
 
     Mesh dimensions to the right of this one have already cut ``dim`` into ``split_factor`` blocks.
-    FSDP2 records this placement for tensors that tensor parallelism has already cut.
+    For example, FSDP2 cuts after tensor parallelism.
     """
 
     dim: int
@@ -83,7 +82,7 @@ class Sharding:
         placements: the placement for each mesh dimension.
         order: the order in which mesh dimensions cut (``shard_order`` of torch 2.10 and later);
             None if only the placements give the order.
-        mesh: a number that identifies the mesh among meshes of the same shape; None if unknown.
+        mesh: identifies the mesh among meshes of the same shape; None if unknown.
     """
 
     global_shape: Shape
@@ -98,10 +97,9 @@ class Position(NamedTuple):
     """The position of a part of a tensor.
 
     Attributes:
-        global_shape: the shape of the whole tensor.
         offsets: the part's first index along each dimension.
-        mesh: a number that identifies the device mesh; None if there is none, or if unknown. If two
-            ranks of the same mesh have the same part, torch guarantees that their bytes are equal.
+        mesh: identifies the device mesh; None if unknown. If two ranks of one mesh have the same
+            part, torch guarantees that their bytes are equal.
     """
 
     global_shape: Shape
@@ -109,17 +107,17 @@ class Position(NamedTuple):
     mesh: int | None = None
 
 
-@dataclass(slots=True)  # frozen is 3 times slower to make, and a file has 20,000
+@dataclass(slots=True)  # frozen would be 3 times slower to make, and a file has 20,000
 class Local:
     """A rank's own part of a tensor, as bytes of its shard file. Do not change it.
 
     Attributes:
         dtype: safetensors' name of the dtype, e.g. ``BF16``.
-        local_shape: the shape of the part, whose elements are C-contiguous in the file.
+        local_shape: the shape of the part, which is C-contiguous in the file.
         offset: the offset of the part's first element in the file, in bytes.
-        nbytes: the bytes of all elements. The record may be longer, because torch pads records.
-        record: the name of the record that holds the part.
-        position: the part's position in the global tensor; None for a plain tensor.
+        nbytes: the bytes of all elements. torch may pad the record beyond them.
+        record: the record that holds the part.
+        position: None for a plain tensor.
     """
 
     dtype: str
@@ -135,7 +133,6 @@ class Chunks:
     """All parts of a tensor that a rank holds, for example of a ShardedTensor.
 
     Attributes:
-        dtype: safetensors' name of the dtype.
         locals: the parts, each with a position; empty if the rank holds no part.
     """
 
@@ -147,11 +144,10 @@ class Chunks:
 def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Position:
     """The position of a DTensor's local tensor in the global tensor.
 
-    Each mesh dimension that shards a tensor dimension cuts it by ``torch.chunk``'s rule: n rows
-    over r ranks give blocks of ceil(n / r) rows. The last blocks can be shorter or empty. If
-    several mesh dimensions cut the same tensor dimension, each cuts the block that is left by the
-    earlier cuts. The order of cuts is from left to right; only ``_StridedShard`` or an explicit
-    order changes it.
+    A mesh dimension cuts by ``torch.chunk``'s rule: n rows over r ranks give blocks of ceil(n / r)
+    rows. The last blocks can be shorter or empty. If several mesh dimensions cut one tensor
+    dimension, each cuts the block that is left by the earlier cuts. The cuts go from left to right,
+    unless ``_StridedShard`` or an explicit order changes it.
 
     Raises:
         PlacementError: a placement cannot be merged, or the order of cuts is unclear.
@@ -181,7 +177,6 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
 
 
 def _told(*values: object) -> str:
-    """Values from a file as text, shortened for a message."""
     text = ", ".join(map(str, values))
     return text if len(text) <= _TOLD_LIMIT else f"{text[:_TOLD_LIMIT]}…"
 

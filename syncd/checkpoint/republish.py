@@ -1,4 +1,4 @@
-"""Publishing a version again under a new sequence, by hard links to the version's files."""
+"""Publishing a version again under a new sequence."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ def republish(
     *,
     cancel: Callable[[], None],
 ) -> None:
-    """Fill a folder with a published version's files, sync the folder, and write the manifest last.
+    """Fill a folder with a published version's files, write the manifest last, and sync the folder.
 
-    The files are linked, or copied if this storage has no hard links. The two versions can share
-    files, because no file of a version ever changes. No other process may read ``folder``, and the
-    caller must sync its parent.
+    The files are linked, or copied if this storage has no hard links. No other process may read
+    ``folder``, and the caller must sync its parent.
 
     Raises:
         VerificationError: a file's size differs from the size in the manifest.

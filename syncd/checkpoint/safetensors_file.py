@@ -31,7 +31,7 @@ ReadFields = Callable[[bytes, str], Sequence[HeaderEntry]]
 
 
 def file_digest(header: bytes, tensor_digests: Iterable[bytes]) -> str:
-    """The digest of a file: xxh3-128 of its header and the 16-byte digests of its tensors."""
+    """The digest of a file: xxh3-128 of its header and its tensors' 16-byte digests."""
     hasher = xxhash.xxh3_128(header)
     for digest in tensor_digests:
         hasher.update(digest)
@@ -39,7 +39,7 @@ def file_digest(header: bytes, tensor_digests: Iterable[bytes]) -> str:
 
 
 def content_digest(tensor_digests: Iterable[bytes]) -> bytes:
-    """The digest of a file's tensors: xxh3-128 of the tensors' 16-byte digests, in file order."""
+    """The digest of a file's tensors: xxh3-128 of their 16-byte digests, in file order."""
     return xxhash.xxh3_128_digest(b"".join(tensor_digests))
 
 
@@ -47,12 +47,11 @@ def content_digest(tensor_digests: Iterable[bytes]) -> bytes:
 class SafetensorsFile:
     """An open safetensors file whose header fits the size of the file.
 
-    The object owns its descriptor: close the object, or use it as a context manager.
+    Close it, or use it as a context manager.
 
     Attributes:
-        path: the path of the file when it was opened.
         signature: :func:`~syncd.storage.fsio.signature` of the file when it was opened.
-        header: the first bytes of the file: the header's length and its JSON.
+        header: the header's length and its JSON.
         entries: the tensors in the order of their bytes.
     """
 
@@ -72,7 +71,6 @@ class SafetensorsFile:
 
         Raises:
             ShardFormatError: the file is not a whole safetensors file.
-            OSError: the file cannot be opened or read.
         """
         fd = storage.open_read(path)
         try:
@@ -86,7 +84,7 @@ class SafetensorsFile:
 
     @property
     def header_digest(self) -> str:
-        """xxh3-128 of the header's bytes, as 32 hexadecimal digits, for receipts."""
+        """xxh3-128 of the header's bytes, as 32 hexadecimal digits."""
         return xxhash.xxh3_128_hexdigest(self.header)
 
     @property

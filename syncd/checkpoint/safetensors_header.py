@@ -1,8 +1,7 @@
 """Building and strictly reading the header of a safetensors file. Pure, and quick to import.
 
-:func:`read_fields` parses the JSON, in a child process for untrusted files
-(:mod:`~syncd.checkpoint.sandbox.isolated`), because a small malicious header can take much memory
-and time. Then :func:`arrange` compares the values with the file.
+A small malicious header can take much memory and time. Therefore :func:`read_fields` runs in a
+child process for untrusted files (:mod:`~syncd.checkpoint.sandbox.isolated`).
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ PAGE: Final = 4096
 class HeaderEntry(NamedTuple):
     """A tensor of a safetensors file.
 
-    ``begin`` and ``end`` are byte offsets from the start of the data section. In the result of
-    :func:`arrange`, they count from the start of the file.
+    ``begin`` and ``end`` are byte offsets in the data section. In the result of :func:`arrange`,
+    they are offsets in the file.
     """
 
     name: str
@@ -53,8 +52,8 @@ def header_bytes(
 ) -> bytes:
     """The first bytes of a safetensors file: a length (8 bytes, little endian) and JSON.
 
-    Spaces pad the JSON, so that the data section starts at a page boundary. Therefore the file can
-    share blocks with the shards, and the data can be read without the page cache.
+    Spaces pad the JSON to a page boundary, so that the file can share blocks with the shards, and
+    the data can be read without the page cache.
 
     Raises:
         ShardFormatError: the header would be longer than the safetensors library can read.
@@ -118,7 +117,7 @@ def _field(name: str, field: object, where: str) -> HeaderEntry:
 def checked_entry(
     name: object, dtype: object, shape: object, begin: object, end: object
 ) -> HeaderEntry | None:
-    """An entry with these values; None if a value is invalid, or the bytes do not fit the shape."""
+    """An entry; None if a value is invalid, or the bytes do not fit the shape."""
     sizes = shape_of(shape)
     if (
         isinstance(name, str)
@@ -157,7 +156,7 @@ def arrange(
 
 
 def broken(where: str, what: str) -> ShardFormatError:
-    """The error for a file that is not a safetensors file."""
+    """The error for a file that is not a whole safetensors file."""
     return ShardFormatError(f"{where} is not a whole safetensors file ({what}). {SAVE_AGAIN}")
 
 

@@ -1,8 +1,8 @@
 """Examining a trainer's save: its files, its completeness, and its identity.
 
-A save of ``trainer_hooks`` has receipts, and its identity is the save_id that all receipts name.
-Another trainer's save has no receipts, and its identity is the :func:`fingerprint` of its files. If
-a file changes, the save counts as a new save.
+A save of ``trainer_hooks`` has receipts, and its identity is the save_id in them. Another trainer's
+save has no receipts, and its identity is the :func:`fingerprint` of its files: a changed file makes
+a new save.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Unfinished:
     """A step's folder without a whole save.
 
     Attributes:
-        reason: the reason why there is no whole save, for a message.
-        awaits_path: True if the folder has neither weights nor a line with the path of weights.
+        reason: why there is no whole save, for a message.
+        awaits_path: True if the folder has neither weights nor a line with their path.
     """
 
     step: int
@@ -82,7 +82,7 @@ class Unfinished:
 
     @property
     def known_as(self) -> str | None:
-        """The daemon's key for a folder that still lacks a remote path; None for other folders."""
+        """The daemon's key for a folder that lacks a remote path; None for other folders."""
         return "no-remote-path" if self.awaits_path else None
 
 
@@ -92,7 +92,7 @@ class _WholeSave:
 
     Attributes:
         identity: a text that no other save has.
-        weights: the files that hold the weights, by name inside ``actor/``, in rank order.
+        weights: the files of weights, by name inside ``actor/``, in rank order.
         receipts: the receipts of all ranks, in rank order; empty for a foreign trainer's save.
     """
 
@@ -104,11 +104,10 @@ class _WholeSave:
 
     @property
     def known_as(self) -> str:
-        """The key under which the daemon records this save's outcome."""
         return self.identity
 
     def vouched(self) -> dict[str, ReceiptFile]:
-        """The files that the receipts list, by their names inside ``actor/``."""
+        """The files that the receipts list, by name inside ``actor/``."""
         return {file.name: file for receipt in self.receipts for file in receipt.files}
 
     @property
@@ -134,7 +133,7 @@ class Shards(_WholeSave):
 
 @dataclass(frozen=True, slots=True)
 class FullStateDict(_WholeSave):
-    """A single ``model.safetensors``, published unchanged unless it is cast or renamed."""
+    """A single ``model.safetensors``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ class HuggingFaceParts(_WholeSave):
 
 @dataclass(frozen=True, slots=True)
 class Remote(_WholeSave):
-    """A save that has the path of the weights instead of the weights (:mod:`.remote`)."""
+    """A save that has only the path of weights elsewhere (:mod:`.remote`)."""
 
     path: str = ""
 
@@ -200,7 +199,6 @@ def confirm_unchanged(storage: Storage, actor: Path, save: Unfinished | SavedWei
 
 
 def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | SavedWeights:
-    """A save of our own hook; rank 0's receipt gives the number of ranks."""
     try:
         first, left = read_receipt(storage, actor, receipt_name(0), RECEIPTS_LIMIT)
     except FileNotFoundError:
@@ -247,7 +245,7 @@ def read_receipt(storage: Storage, actor: Path, name: str, left: int) -> tuple[R
 
     Raises:
         RecordError: the receipt is damaged.
-        OSError: the receipt cannot be read; FileNotFoundError if it does not exist.
+        FileNotFoundError: the receipt does not exist.
     """
     path = actor / RECEIPTS / name
     content = storage.read(path, min(left, RECORD_LIMIT))
@@ -261,12 +259,10 @@ def _adapter_of(names: Container[str]) -> str | None:
 def _foreign_save(
     storage: Storage, actor: Path, step: int, names: list[str]
 ) -> Unfinished | SavedWeights:
-    """A save that was not written by syncd's hook.
+    """A save of another trainer.
 
-    It consists of all shards of one world size, a single file, or DCP's files.
-
-    An adapter beside shards is published instead of the shards. The shards must be whole too,
-    because the trainer may still be writing the adapter and the shards.
+    An adapter beside shards is published instead of them. The shards must be whole too, because the
+    trainer may still be writing both.
     """
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for name in names:
@@ -326,7 +322,7 @@ def _whole(
 def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
     """The files of DCP; empty if there are none; or the reason why the save is incomplete.
 
-    All ``.distcp`` files count, because the metadata, which names the needed files, is not parsed.
+    All ``.distcp`` files count, because the metadata is not parsed.
     """
     files = sorted((name for name in names if name.endswith(DCP_SUFFIX)), key=distcp_order)
     if DCP_UNFINISHED in names:
@@ -346,12 +342,11 @@ def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
 def _parts(names: Sequence[str]) -> tuple[str, ...] | str:
     """The files of a Hugging Face model, named ``…-N-of-M``; or a message about missing files.
 
-    A missing rank is found only if the folder has a file of a higher rank, because the names do not
-    give the number of ranks.
+    The names do not give the number of ranks. If the last ranks are missing, that is not found.
     """
     found = {name: parsed for name in names if (parsed := parse_part_name(name)) is not None}
     whole = {name: parsed for name, parsed in found.items() if parsed[0] is None}
-    used = whole or found  # chunks beside whole tensors: the whole ones were made from them
+    used = whole or found  # if there are both, the whole tensors were made from the chunks
     if not used:
         return f"holds no weights yet: looked for {LOOKED_FOR}"
     counts = {files for _, _, files in used.values()}
@@ -386,7 +381,6 @@ def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
 
 
 def _told_world_size(storage: Storage, actor: Path) -> int | None:
-    """The world size in ``fsdp_config.json``; None if the file is missing or not usable."""
     try:
         content = storage.read(actor / FSDP_CONFIG)
         told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
@@ -398,10 +392,10 @@ def _told_world_size(storage: Storage, actor: Path) -> int | None:
 def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
     """The identity of the save in a folder: a digest of its files' names, sizes, inodes and times.
 
-    ``weights`` are the names of the save's files in ``actor/``, without config and tokenizer.
+    ``weights`` are the save's files in ``actor/``, without config and tokenizer.
 
     Raises:
-        OSError: storage failed; FileNotFoundError if a file was deleted meanwhile.
+        FileNotFoundError: a file was deleted meanwhile.
     """
     hasher = xxhash.xxh3_128()
     parts = {True: xxhash.xxh3_64(), False: xxhash.xxh3_64()}  # of .metadata, and of the others
@@ -428,7 +422,6 @@ def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
 
 
 def _model_files(storage: Storage, actor: Path) -> Iterator[str]:
-    """The files beside the weights: config, tokenizer, and the files of an adapter."""
     for folder in (HUGGINGFACE, LORA_ADAPTER):
         names = storage.names(actor / folder)
         status = None if names else storage.status(actor / folder)
@@ -446,7 +439,7 @@ def is_saved_over(identity: str, known: str) -> bool:
 
     Each rank overwrites its files in place, and ``.metadata`` is replaced last. Until then the
     folder looks whole, but mixes two saves. ``identity`` is the folder's identity now; ``known`` is
-    the identity of the whole save that was published from the folder.
+    the published save's identity.
     """
     now, before = (told.removeprefix(_DCP).split("-") for told in (identity, known))
     both = identity.startswith(_DCP) and known.startswith(_DCP)

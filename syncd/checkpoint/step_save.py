@@ -16,10 +16,7 @@ _LONGEST: Final = 4096
 
 
 def look_into_step(storage: Storage, folder: Path, step: int) -> Save:
-    """The save in a step's folder: weights, or a line with their path.
-
-    The folder may have any name. No content of the folder causes an exception.
-    """
+    """The save in a step's folder. No content of the folder causes an exception."""
     actor = folder / ACTOR
     save = look_at_save(storage, actor, step)
     if save.identity is not None:

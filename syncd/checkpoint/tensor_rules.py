@@ -1,6 +1,6 @@
 """The rules for a tensor's name, dtype and shape, in any file. Pure, and quick to import.
 
-Text from an untrusted file that passes the rules is safe in any header, record or message.
+Text that passes the rules is safe in any header, record or message.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeGuard
 from syncd.checkpoint.placement import Shape
 from syncd.protocol.names import has_control
 
-#: torch's dtype name -> (safetensors' name, bytes an element). No others are merged or read.
+#: torch's dtype name -> (safetensors' name, bytes per element). No others are merged or read.
 DTYPES: Final = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
@@ -28,7 +28,7 @@ DTYPES: Final = {
     "int64": ("I64", 8),
     "float64": ("F64", 8),
 }
-#: safetensors' dtype name -> bytes an element.
+#: safetensors' dtype name -> bytes per element.
 ITEMSIZE: Final = dict(DTYPES.values())
 #: The dtypes that floating tensors can be cast to, by the name that users give.
 Cast = Literal["bf16", "fp16", "fp32"]
@@ -53,15 +53,15 @@ def cast_dtype(dtype: str, cast: Cast | None) -> str:
 
 
 def is_floating(dtype: str) -> bool:
-    """True if this is safetensors' name of a floating-point dtype, of any width."""
+    """True if this is safetensors' name of a floating-point dtype."""
     return dtype.startswith(("F", "BF"))
 
 
 def shape_of(value: object) -> Shape | None:
-    """A sequence of sizes as a tuple; None if the value is not a possible shape of a tensor."""
+    """A sequence of sizes as a tuple; None if it is not a possible shape."""
     if not isinstance(value, tuple | list) or len(value) > DIMENSION_LIMIT:
         return None
-    for size in value:  # all() would be slower, and this runs six times a tensor
+    for size in value:  # all() would be slower, and this runs six times per tensor
         if type(size) is not int or not 0 <= size < NUMBER_LIMIT:
             return None
     return tuple(value)
@@ -73,7 +73,7 @@ def is_offset(value: object) -> TypeGuard[int]:
 
 
 def name_fault(name: object) -> str | None:
-    """The fault of a tensor's name, as a verb phrase for an error message; None if it is valid."""
+    """The fault of a tensor's name, as a verb phrase for a message; None if it is valid."""
     if not isinstance(name, str):
         return "is a key that is not text"
     if name.isascii() and name.isprintable() and len(name) <= NAME_LIMIT and name != METADATA:
@@ -92,7 +92,7 @@ def name_fault(name: object) -> str | None:
 
 
 def shown(value: object, limit: int = 200) -> str:
-    """Text from a file, made safe for a message; the type's name if the value is not text."""
+    """Text from a file, made safe for a message; the type's name if it is not text."""
     if not isinstance(value, str):
         return f"a {type(value).__name__}"
     cut = value[:limit] + ("…" if len(value) > limit else "")

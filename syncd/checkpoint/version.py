@@ -39,7 +39,6 @@ def read_manifest(storage: Storage, folder: Path) -> Manifest:
     """The manifest of a version's folder.
 
     Raises:
-        OSError: the manifest is missing, or cannot be read.
         RecordError: the file is not a manifest.
     """
     path = folder / MANIFEST
@@ -58,9 +57,9 @@ def verify_version(
     """Compare the sizes, headers and digests of a version's files with the version's manifest.
 
     Each file must have a digest, unless the manifest's ``digests`` is ``off``. A published folder
-    must hold no other weights. ``threads`` files are read at a time, at most the number of
-    processors. ``cancel`` is called often, and raises an error to stop. ``progress`` gets the bytes
-    that are done and the total bytes. Both are called in the calling thread.
+    must hold no other weights. Up to ``threads`` files are read at a time, but no more than there
+    are processors. ``cancel`` is called often, and raises an error to stop. ``progress`` gets the
+    bytes that are done and the total bytes. Both are called in the calling thread.
 
     Raises:
         VerificationError: a file is missing, differs from the manifest, or is not listed there.
@@ -96,12 +95,11 @@ def copy_version(
 ) -> None:
     """Copy a version's files, except the manifest, and verify them in the same pass.
 
-    On the same filesystem no bytes are copied: the new files are hard links, or share blocks.
-    ``target`` must be an empty folder. The caller must sync its parent. ``threads`` and ``cancel``
-    are as in :func:`verify_version`.
+    If possible, the new files are hard links, or share blocks. ``target`` must be an empty folder,
+    and the caller must sync its parent.
 
     Raises:
-        VerificationError: as in :func:`verify_version`; or ``target`` is missing.
+        VerificationError: verification fails (:func:`verify_version`), or ``target`` is missing.
     """
     for name in sorted({file.name for file in manifest.files if "/" in file.name}):
         to.make_folder((target / name).parent, below=target.parent)
@@ -121,7 +119,7 @@ def each_file(
     threads: int,
     cancel: Callable[[], None],
 ) -> None:
-    """Do some work for each file of a version, several files at a time.
+    """Call ``work`` for each file of a version, several files at a time.
 
     Raises:
         VerificationError: the manifest lacks a digest, or does not list some weights in the folder.
@@ -147,8 +145,8 @@ def _check_nothing_else(
 ) -> None:
     """Refuse weights that the manifest does not list, because a server would load them.
 
-    A folder that was never published (sequence 0) is not checked: it may be the trainer's own
-    ``huggingface/``, with files like ``training_args.bin``.
+    A folder with sequence 0 was never published: it may be the trainer's own ``huggingface/``, with
+    files like ``training_args.bin``.
     """
     if manifest.sequence == 0:
         return
@@ -169,11 +167,7 @@ def copy_file(
     told: Mapping[str, TensorEntry],
     cancel: Check,
 ) -> None:
-    """Copy and verify one file as :func:`copy_version` does; ``told`` has its tensors' entries.
-
-    Raises:
-        VerificationError: the file is missing, or differs from the manifest.
-    """
+    """Copy and verify one file; ``told`` has the manifest's entries of its tensors."""
     path, copy = folder / file.name, target / file.name
     linked = to.link_if_possible(path, copy)
     _verify(storage, folder, file, told, cancel, None if linked else _Copy(to, copy))
@@ -181,13 +175,11 @@ def copy_file(
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """The destination of the copy of a verified file."""
-
     storage: Storage
     path: Path
 
     def shares(self, fd: int, size: int) -> bool:
-        """Make the copy by sharing all blocks of an open file; False if that is not possible."""
+        """Share all blocks of an open file with the copy; False if that is not possible."""
         made = self.storage.create(self.path)
         with self.storage.closing(made):
             if self.storage.share_range(fd, made, size, 0, 0):

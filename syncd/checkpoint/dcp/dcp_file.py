@@ -29,7 +29,7 @@ _AFTER: Final = 3 * 1024
 
 
 class ReadTensor(Protocol):
-    """Reads the piece of a tensor from the tensor's pickle, in this process or in a child."""
+    """Reads the piece of a tensor from its pickle, in this process or in a child."""
 
     def __call__(self, data: bytes, where: str, name: str, *, intact: bool) -> Piece:
         """See :func:`syncd.checkpoint.torch_files.pieces.read_tensor`."""
@@ -38,13 +38,11 @@ class ReadTensor(Protocol):
 class DcpFile:
     """An open ``.distcp`` file whose items are looked up one by one.
 
-    The caller must close it. It owns its descriptor, and reads all bytes through this descriptor.
-    It does not check the bytes of the tensors, because the merge checks them.
+    The caller must close it. The merge, not this class, checks the bytes of the tensors.
 
     Attributes:
-        path: the path of the file when it was opened.
         records: for each item that was looked up, the record that holds the tensor's bytes.
-        has_crc: False if the trainer switched CRC-32 off, so that the CRC-32 of every record is 0.
+        has_crc: False if the trainer switched CRC-32 off. Then the CRC-32 of every record is 0.
     """
 
     def __init__(self, storage: Storage, path: Path, fd: int, size: int) -> None:
@@ -72,11 +70,11 @@ class DcpFile:
     def look_up(
         self, name: str, dtype: str, shape: Shape, chunk: Chunk, *, parse: ReadTensor
     ) -> Local:
-        """Find the bytes of a chunk, with the dtype and whole shape of its tensor, in this file.
+        """Find a chunk's bytes in this file. ``dtype`` and ``shape`` are those of the whole tensor.
 
         Raises:
-            ShardFormatError: the chunk's item is no whole zip of torch.save, or cannot be merged.
-            CoverageError: the dtype or shape of the item differs from the metadata.
+            CheckpointError: the chunk's item is no whole zip of torch.save, or contradicts the
+                metadata.
         """
         if chunk.at + chunk.length > self._size:
             raise self._broken(name, chunk, f"the file has only {self._size} bytes")
@@ -125,7 +123,7 @@ class DcpFile:
 class OneByOne:
     """Reads the pickles of items, and reads equal pickles only once.
 
-    Chunks of the same dtype and shape have equal pickles, so 20,000 tensors need about a dozen.
+    Chunks of the same dtype and shape have equal pickles: 20,000 tensors need about a dozen.
     """
 
     def __init__(self, parse: Callable[[bytes, str, str], Piece]) -> None:
@@ -144,7 +142,7 @@ class OneByOne:
 
 
 class _Windows:
-    """A cache of the two latest reads from a file: beginnings and ends of items, a few KB each."""
+    """A cache of the two latest reads: beginnings and ends of items, a few KB each."""
 
     def __init__(self, storage: Storage, fd: int) -> None:
         self.storage = storage
@@ -164,7 +162,7 @@ class _Windows:
 
 
 class _Item:
-    """A view that shows an item as if the item were a whole file."""
+    """Shows an item as if it were a whole file."""
 
     def __init__(self, windows: _Windows, chunk: Chunk) -> None:
         self._windows = windows

@@ -1,14 +1,13 @@
 """The ``.metadata`` of ``torch.distributed.checkpoint``: the place of each tensor's bytes. Pure.
 
-The file is a pickle, and is read as inert records (``inert_pickle``). An *item* is the result of
-one ``torch.save`` by DCP. An item holds a *chunk* of a tensor, and lies at an offset in one of the
-``.distcp`` files. This module checks the metadata as far as possible without those files.
+An *item* is the result of one ``torch.save`` by DCP. It holds a *chunk* of a tensor, and lies at an
+offset in one of the ``.distcp`` files. This module does not read those files.
 
 DCP flattens the state that it saves: ``{"model": model.state_dict(), "optim": …}`` becomes tensors
 ``model.layers.0.weight`` and so on. The metadata keeps the *path* of each tensor, for example
 ``("model", "layers.0.weight")``. The last element is the tensor's key in its dict. The elements
-before it are the path of that dict, here called the tensor's *parent*. All tensors of a model come
-from the same flat ``state_dict()``, so they have the same parent, which :func:`select_model` finds.
+before it are the path of that dict: the tensor's *parent*. A model's ``state_dict()`` is flat, so
+all its tensors have the same parent, which :func:`select_model` finds.
 """
 
 from __future__ import annotations
@@ -69,14 +68,12 @@ def is_distcp(name: object) -> bool:
 def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) -> StoredModel:
     """The model's tensors that a ``.metadata`` lists.
 
-    If ``prefix`` is None, :func:`select_model` finds it. ``intact`` chooses the fast unpickler, and
-    may be True only if something else limits the memory that a damaged pickle takes.
+    ``prefix`` is as in :func:`select_model`, and ``intact`` as in
+    :func:`~syncd.checkpoint.torch_files.inert_pickle.load_inert`.
 
     Raises:
-        ShardFormatError: the pickle is broken, would run code, or lists an item of a wrong form.
-        PlacementError: a tensor is a flat parameter of FSDP1.
-        CoverageError: a chunk is in no file.
-        CheckpointError: syncd cannot find out which tensors are the model's.
+        CheckpointError: the metadata is broken, has a tensor that syncd does not merge, or does not
+            show which tensors are the model's.
     """
     root = load_inert(data, where, intact=intact)
     said = root.state if isinstance(root, Inert) and type(root).__name__ == "Metadata" else {}
@@ -106,7 +103,7 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
 
 
 def _path(name: object, paths: object) -> tuple[str, ...]:
-    """The path of a tensor in the saved state; only the name if the planner recorded no path."""
+    """The path of a tensor in the saved state; only the name if no path was recorded."""
     told = paths.get(name) if isinstance(paths, dict) else None
     if isinstance(told, tuple) and told and all(type(part) in {str, int} for part in told):
         path = tuple(map(str, told))
@@ -131,7 +128,6 @@ def _dimensions(name: object, value: object, where: str) -> int | None:
 
 
 def _items(places: dict[Any, Any], where: str) -> dict[tuple[str, Shape | None], _Place]:
-    """All items, by the name of the tensor and the offsets in the tensor."""
     found: dict[tuple[str, Shape | None], _Place] = {}
     for index, place in places.items():
         if not isinstance(index, Inert) or not isinstance(place, Inert):
@@ -165,7 +161,7 @@ def _place(name: str, place: Inert, where: str) -> _Place:
 
 
 def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> None:
-    """Refuse overlapping items. So torch's format in which all items begin at 0 is refused too."""
+    """Refuse overlapping items, and so the DCP format in which all items begin at 0."""
     before, end, other = "", 0, ""
     for file, at, length, name in sorted(places):
         if file == before and at < end:
@@ -251,9 +247,9 @@ def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: st
     - With a prefix: the tensors whose names begin with the prefix, which is cut off.
     - With an empty prefix: the tensors at the top level.
     - With None: the tensors of the only parent that can be a model. Parents with names of
-      optimizers, schedulers, data loaders and the like do not count. If there are other parents,
-      a top level with only scalars does not count either. If several parents remain, but not the
-      top level, the parent called ``model`` counts.
+      optimizers, schedulers, data loaders and the like do not count. A top level with only scalars
+      counts only if it is the only parent left. If several parents are left, but not the top level,
+      the parent called ``model`` counts.
 
     Raises:
         CheckpointError: the model has no tensors, or several dicts may be the model's.
@@ -277,7 +273,6 @@ def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: st
 
 
 def _own_name(entry: SavedName, parent: Keys) -> str:
-    """The name of an entry in the model's dict; empty if the entry is in another dict."""
     within = entry.path[len(parent) :]
     own = ".".join(within)
     if entry.path[: len(parent)] != parent or not within:
@@ -289,7 +284,6 @@ def _own_name(entry: SavedName, parent: Keys) -> str:
 
 
 def _is_extra(name: str) -> bool:
-    """True if the entry is a module's extra state, or is inside an extra state."""
     return f"{EXTRA_STATE}." in f"{name}."
 
 
@@ -298,7 +292,7 @@ def _is_tensor(entry: SavedName) -> bool:
 
 
 def _parents(entries: Mapping[str, SavedName]) -> dict[Keys, bool]:
-    """All parents of tensors, each with True if one of its tensors is not a scalar."""
+    """All parents of tensors. The value is True if a tensor is not a scalar."""
     found: dict[Keys, bool] = {}
     for entry in entries.values():
         if entry.dimensions is not None:
@@ -308,7 +302,6 @@ def _parents(entries: Mapping[str, SavedName]) -> dict[Keys, bool]:
 
 
 def _parent(entries: Mapping[str, SavedName], where: str) -> Keys:
-    """The parent of the model's tensors: the only dict that can be the model's."""
     found = {
         parent: has_dimensions
         for parent, has_dimensions in _parents(entries).items()

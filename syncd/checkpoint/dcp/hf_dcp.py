@@ -1,8 +1,8 @@
 """The files of ``HuggingFaceStorageWriter``: safetensors, with chunks of tensors. Pure.
 
-The metadata of each rank's file gives the offsets of each part under ``DCP_SHARDING_INFO``. No file
-gives the size of a whole tensor: the tensor ends where its last part ends. If a file has no such
-metadata, as in a plain Hugging Face folder, every tensor is whole.
+The metadata of each file gives the offsets of each part under ``DCP_SHARDING_INFO``. Without this
+key, every tensor is whole. No file gives the size of a whole tensor: the tensor ends where its last
+part ends.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def read_chunked_fields(header: bytes, where: str) -> list[Chunked]:
     """The tensors that a header (its length and its JSON) lists, with offsets in the whole tensors.
 
     Raises:
-        ShardFormatError: the header is not a JSON object of tensors, or lacks a tensor's offsets.
-        PlacementError: a tensor is a flat parameter of FSDP1.
+        CheckpointError: the header is broken, lacks a tensor's offsets, or has a tensor that syncd
+            does not merge.
     """
     entries = read_fields(header, where)
     told = json.loads(header[8:]).get(METADATA, {}).get(SHARDING)

@@ -1,7 +1,7 @@
 """Casting tensors with torch, in a child process.
 
 This process never imports torch. It exchanges bytes with the child through shared memory. Each
-thread has two slots in this memory, and uses one slot while the child uses the other.
+thread has two slots there, and fills one while the child casts the other.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Caster:
     ) -> Iterator[memoryview]:
         """Cast ``count`` elements from dtype ``given`` to ``wanted``. ``read`` fills input buffers.
 
-        Each yielded buffer is valid until the next buffer is yielded. ``cancel`` is called every 50
-        ms while the child works; it raises an error to stop.
+        Each yielded buffer is valid until the next one is yielded. ``cancel`` is called every 50 ms
+        while the child works; it raises an error to stop.
 
         Raises:
             OSError: the child has ended, or did not answer; the file may be intact.
@@ -133,7 +133,7 @@ class Caster:
                 raise self._failed() from None
 
     def _wait(self, slot: int, cancel: Callable[[], None]) -> None:
-        """Wait for the answer for a slot; keep earlier answers for the other threads."""
+        """Wait for a slot's answer; keep earlier answers for the other threads."""
         with self._hearing:
             while slot not in self._answered:
                 answer = self._hear(cancel)

@@ -1,7 +1,6 @@
 """The child process that casts tensors: the only module of ``merging`` that imports torch.
 
-``Caster`` starts the child, and writes requests to its standard input. The child gets only numbers,
-so nothing in a file can harm it.
+Its requests hold only numbers, so nothing in a file can harm it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from syncd.checkpoint.tensor_rules import DTYPES
 
 
 def run() -> None:
-    """Cast until standard input ends. The child's argument is the shared memory's descriptor."""
+    """Cast until standard input ends. The argument is the shared memory's descriptor."""
     # A signal to a whole service, or from a terminal, is for the parent to handle.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -2,12 +2,12 @@
 
 Each range is written in the cheapest possible way (``docs/performance.md`` has measurements):
 
-- With reflinks (XFS, btrfs, NFS 4.2), the output file *shares* blocks with the shard, and nothing
-  is copied. Such a range must begin at a page in both files, so our trainer hook and the merge
-  begin large tensors at pages. Only shards with receipts of our hook are shared, because another
-  trainer may still change its shards.
-- The kernel copies the bytes (``Storage.copy_range``) if a file server can do the copy and nothing
-  is computed from the bytes.
+- With reflinks (XFS, btrfs, NFS 4.2), the output *shares* blocks with the shard, if the range
+  begins at a page in both files. Therefore our trainer hook and the merge begin large tensors at
+  pages. Shards without our hook's receipts are not shared, because another trainer may still change
+  them.
+- The kernel copies the bytes if a file server can do the copy and nothing is computed from the
+  bytes.
 - Otherwise the bytes are copied through a buffer.
 """
 
@@ -35,7 +35,7 @@ _FEW_COLUMNS: Final = 32
 BUFFER: Final = 1024 * 1024
 #: The kernel copies at most this many bytes before ``cancel`` is called again.
 _CHUNK: Final = 64 * 1024 * 1024
-#: How many bytes are made durable at a time.
+#: Bytes between two calls of fsync.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
 #: Shorter runs go through the buffer: each copy in the kernel may be a round trip to a server.
 _WORTH_A_CALL: Final = 512 * 1024
@@ -180,7 +180,6 @@ class FileCopy:
                 self._flush()
 
     def _cast(self, tensor: PlannedTensor, hasher: xxhash.xxh3_128 | None) -> None:
-        """Cast a tensor in the child, and write the result."""
         assert self._caster is not None  # noqa: S101 - run_plan requires it
         stream = self._compared(tensor)
         count = tensor.length // ITEMSIZE[tensor.dtype]
@@ -238,8 +237,8 @@ class FileCopy:
 class TensorStream:
     """Reads the bytes of parts in order, into buffers of any size.
 
-    A stream's own memory is at most as large as the largest buffer that the caller passes. A weave
-    is read in tiles of as many whole rows as fit into the buffer, with one read for each source.
+    A weave is read in tiles of as many whole rows as fit into the buffer, with one read for each
+    source. A tile is at most as large as the buffer.
     """
 
     def __init__(self, reader: SourceReader, parts: Iterable[Part]) -> None:
@@ -249,12 +248,7 @@ class TensorStream:
         self._done = 0  # bytes of the leaf that were read
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes. There must be enough bytes left.
-
-        Raises:
-            SaveNotReadyError: a source became shorter.
-            ShardFormatError: a record does not match its CRC-32.
-        """
+        """Fill ``view`` with the next bytes. There must be enough bytes left."""
         while view:
             if self._done == self._leaf.length:
                 self._leaf, self._done = next(self._leaves), 0
@@ -269,7 +263,7 @@ class TensorStream:
             view = view[count:]
 
     def _weave(self, weave: Weave, view: memoryview) -> int:
-        """Read the next rows, or a part of a row if no row fits. Return the number of bytes."""
+        """Read the next rows, or a part of a row if no row fits; return the bytes read."""
         width = weave.length // weave.turns
         row, within = divmod(self._done, width)
         rows = 0 if within else min(len(view) // width, weave.turns - row)

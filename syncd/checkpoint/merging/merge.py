@@ -25,7 +25,7 @@ from syncd.storage.fsio import Storage
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The result of a merge: the files, the tensors in file order, and the tensors' total bytes."""
+    """The files, the tensors in file order, and the tensors' total bytes."""
 
     files: tuple[VersionFile, ...]
     tensors: tuple[TensorEntry, ...]
@@ -50,7 +50,7 @@ def run_plan(
     """Write and sync the files of a plan, in a folder that no other process may read.
 
     The plan must come from the indexes of ``sources``, in the same order and with the same options.
-    The caller must sync the folder's parent. ``caster`` must not be None if ``plan.casts`` is True.
+    The caller must sync the folder's parent. ``caster`` is needed if ``plan.casts`` is True.
 
     If ``checked`` is ``crc32``, every record that has a CRC-32 is checked, even if no output needs
     the record. If ``checked`` is ``receipt``, blocks are shared with the sources. Then no process
@@ -60,7 +60,6 @@ def run_plan(
         SaveNotReadyError: a source became shorter.
         ShardFormatError: a record does not match its CRC-32.
         CoverageError: a plain tensor differs between ranks, or from the tensor that it is tied to.
-        OSError: storage failed, e.g. ``ENOSPC``.
     """
     checks = record_checks(sources, check_crc=checked == "crc32")
     counted = _Counted(plan.data_size, work.progress)
@@ -127,7 +126,7 @@ def _written(
 
 
 class _Counted:
-    """Counts the bytes that all threads have processed. Only one thread reports the count."""
+    """Counts the bytes of all threads. Only one thread reports the count."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self._lock = Lock()
@@ -155,8 +154,7 @@ def digest_safetensors(
 ) -> Merged:
     """Read a safetensors file once, to make its manifest entries and, if wanted, a copy.
 
-    ``digests`` is True to compute the digests for the manifest. ``copy_to`` is the path of the
-    copy, which is synced; the caller syncs its folder.
+    The copy at ``copy_to`` is synced. The caller must sync its folder.
 
     Raises:
         SaveNotReadyError: the file became shorter during the call.
@@ -184,7 +182,6 @@ def _stream(
     cancel: Callable[[], None],
     progress: Progress,
 ) -> list[bytes]:
-    """Compute the digest of each tensor, and write the bytes to ``target`` unless it is None."""
     view = memoryview(bytearray(BUFFER))
     found = []
     for entry in source.entries:

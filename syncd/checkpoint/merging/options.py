@@ -37,14 +37,13 @@ class MergeOptions:
 
     Attributes:
         max_file_size: the largest number of bytes of tensors in one file.
-        digests: True to compute the digests for the manifest.
         cast: the dtype to cast floating-point tensors to; None to keep their dtypes.
-        prefix: the beginning of the names of the model's tensors in a save of
-            ``torch.distributed.checkpoint``. If None, syncd finds the prefix.
+        prefix: the beginning of the model's tensor names in a save of
+            ``torch.distributed.checkpoint``; None to find it.
         names: ``hub`` for the tensors' names on the hub, ``trainer`` for the saved names.
         may_keep: True to keep the trainer's names if the hub's names are unknown; False to raise.
-        threads: the number of files to write at a time, at most the number of processors. Each file
-            has one thread, because several threads would wait for the file's lock.
+        threads: the files to write at a time, at most the number of processors. Several threads for
+            one file would wait for the file's lock.
         in_kernel: returns True if the kernel should copy into this open file when nothing is
             computed from the bytes.
     """

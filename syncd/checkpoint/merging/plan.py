@@ -18,17 +18,17 @@ from syncd.protocol.errors import CoverageError
 
 
 class ShardIndex(NamedTuple):
-    """The content of one rank's file: its name (for messages), and its tensors by name."""
+    """One rank's file: its name for messages, and its tensors by name."""
 
     label: str
     tensors: Mapping[str, Local | Chunks]
 
 
 class Duplicate(NamedTuple):
-    """A tensor whose bytes must equal the bytes of a planned tensor.
+    """Parts whose bytes must equal a planned tensor's bytes.
 
     ``tied`` is the name of a tensor that is left out because it is tied to the planned tensor. It
-    is None if the duplicate is the planned tensor itself, in another rank's file.
+    is None for the planned tensor itself on another rank.
     """
 
     tied: str | None
@@ -41,11 +41,10 @@ class PlannedTensor:
 
     Attributes:
         dtype: safetensors' name of the dtype in the output.
-        shape: the shape of the whole tensor.
         length: the length in the output, in bytes.
-        source_dtype: the dtype of the parts, which differs from ``dtype`` if the tensor is cast.
-        parts: the parts of the tensor, in order.
-        copies: the tensors whose bytes must equal this tensor's bytes.
+        source_dtype: the dtype of the parts; not ``dtype`` if the tensor is cast.
+        parts: the bytes of the tensor, in order.
+        copies: the duplicates, which must have the same bytes.
     """
 
     name: str
@@ -59,7 +58,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """An output file: name, header, size of the data, and the tensors in the order of the data."""
+    """An output file. ``tensors`` are in the order of the data."""
 
     name: str
     header: bytes
@@ -97,15 +96,13 @@ def plan_merge(
     """Plan how to make one model from the shards (:class:`ShardIndex`) of all ranks, in rank order.
 
     Files are filled in the order of the first rank's state dict, so that a layer stays together.
-    Tensors that are missing in that state dict come last. All files get about the same size, so
-    that each file takes about the same time to write. A tensor over ``max_file_size`` gets a file
-    of its own. Inside a file, tensors whose size is a multiple of a page come first, so that each
-    of these tensors begins at a page. Then come the other tensors, wider dtypes first, so that
+    All files get about the same size, so that writing takes about the same time for each. A tensor
+    over ``max_file_size`` bytes gets a file of its own. Inside a file, tensors of whole pages come
+    first, so that each begins at a page. Then come the other tensors, wider dtypes first, so that
     every tensor is aligned to its dtype.
 
-    - ``max_file_size`` is the largest number of bytes of tensors in one output file.
     - ``rename`` gives a tensor's name in the output; None to leave the tensor out.
-    - ``stem`` is the beginning of the names of the output files.
+    - ``stem`` is the beginning of the output files' names.
     - ``tied`` leaves out an output embedding that is tied to the input embedding.
     - ``hub`` maps the names after ``rename`` to the names in the output.
 
@@ -156,7 +153,7 @@ def _split(tensors: Sequence[PlannedTensor], max_file_size: int) -> Iterator[lis
     size = 0
     for tensor in tensors:
         if group:
-            files = max(1, -(-(size + left) // max_file_size))  # for this and all later tensors
+            files = max(1, -(-(size + left) // max_file_size))  # for this and later tensors
             even = (size + left) / files
             if size + tensor.length > max_file_size or size + tensor.length / 2 > even:
                 yield group
@@ -192,12 +189,11 @@ _EMBEDDINGS: Final = frozenset(
 
 
 def is_output_embedding(name: str) -> bool:
-    """True if a tensor has the name of an output embedding, which may be a tied tensor."""
+    """True if this is the name of an output embedding."""
     return _module(name) in _HEADS
 
 
 def _without_tied(tensors: list[PlannedTensor], cancel: Callable[[], None]) -> list[PlannedTensor]:
-    """Leave out output embeddings that are tied to an input embedding."""
     kept = {tensor.name: tensor for tensor in tensors}
     for head in tensors:
         cancel()
@@ -224,7 +220,6 @@ def _without_tied(tensors: list[PlannedTensor], cancel: Callable[[], None]) -> l
 def _by_hub_names(
     tensors: Iterable[PlannedTensor], names: NameMap, cancel: Callable[[], None]
 ) -> list[PlannedTensor]:
-    """The planned bytes as tensors with the hub's names and shapes."""
     found: dict[str, list[tuple[HubPart, PlannedTensor]]] = {}
     for tensor in tensors:
         stacked = _Stacked(tensor)
@@ -244,15 +239,12 @@ def _by_hub_names(
 
 
 class _Stacked:
-    """A planned tensor from which several of the hub's tensors are cut."""
-
     def __init__(self, tensor: PlannedTensor) -> None:
         self._tensor = tensor
         parts = [tensor.parts, *(copy.parts for copy in tensor.copies)]
         self._parts = [(own, ends(own)) for own in parts]
 
     def tensor(self, part: HubPart) -> PlannedTensor:
-        """The hub's tensor for a part."""
         tensor, itemsize = self._tensor, ITEMSIZE[self._tensor.source_dtype]
         if part == HubPart(tensor.name, tensor.shape):
             return tensor
@@ -284,7 +276,6 @@ class _Stacked:
 def _joined(
     name: str, pieces: Sequence[tuple[HubPart, PlannedTensor]], names: NameMap
 ) -> PlannedTensor:
-    """A tensor on the hub that joins several of the trainer's tensors, one after another."""
     tensors = [tensor for _, tensor in pieces]
     missing = {place.name for place in names.trainer(name)} - {name}
     dtypes = {tensor.dtype for tensor in tensors}
@@ -373,7 +364,6 @@ def _whole(
 
 
 def _block(source: int, local: Local) -> Block:
-    """A rank's part as a box of the tensor. The part of a plain tensor is the whole tensor."""
     run = Run(source, local.offset, local.nbytes)
     position = local.position
     if position is None:
@@ -382,7 +372,7 @@ def _block(source: int, local: Local) -> Block:
 
 
 def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
-    """The facts on which all ranks must agree: dtype, whole shape, and True for a plain tensor."""
+    """Dtype, whole shape, and True for a plain tensor: all ranks must agree on them."""
     if isinstance(value, Chunks):
         return value.dtype, value.global_shape, False
     if value.position is None:

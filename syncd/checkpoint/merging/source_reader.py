@@ -18,7 +18,7 @@ _BUFFER: Final = 1024 * 1024
 
 
 class Source(Protocol):
-    """An open shard, such as a :class:`~syncd.checkpoint.torch_files.shard_file.ShardFile`."""
+    """An open shard."""
 
     @property
     def path(self) -> Path:
@@ -50,10 +50,11 @@ class SourceFile:
 class SourceReader:
     """Reads the sources, and checks the CRC-32 of the records that ``checks`` lists.
 
-    A record is checked from its first byte to its last byte; bytes that the merge does not need are
-    read only for the check. Bytes that the merge reads again (tied weights) are not checked again.
-    Readers in several threads share ``checks``: the first reader that reads from a record checks
-    it. ``cancel`` is called before each read that is only for the check.
+    Bytes that the merge does not need are read only for the check. ``cancel`` is called before each
+    such read. Readers in several threads share ``checks``: the first reader of a record checks it.
+
+    Methods raise SaveNotReadyError if a source became shorter, and ShardFormatError if a record
+    does not match its CRC-32.
     """
 
     def __init__(
@@ -71,12 +72,7 @@ class SourceReader:
         self._scratch = memoryview(bytearray(_BUFFER if any(checks) else 0))
 
     def read_into(self, source: int, offset: int, part: memoryview) -> None:
-        """Fill ``part`` with bytes of the source with this index; all must lie in one record.
-
-        Raises:
-            SaveNotReadyError: the source became shorter.
-            ShardFormatError: the record does not match its CRC-32.
-        """
+        """Fill ``part`` with bytes of the source with this index; all must lie in one record."""
         self._pread(source, offset, part)
         checks = self._checks[source]
         if checks is not None:
@@ -86,12 +82,7 @@ class SourceReader:
                 checks.extend(number, offset, part)
 
     def finish(self) -> None:
-        """Check the bytes that were not read yet. Call this after all other readers have finished.
-
-        Raises:
-            SaveNotReadyError: a source became shorter.
-            ShardFormatError: a record does not match its CRC-32.
-        """
+        """Check the bytes that were not read yet. All other readers must have finished."""
         for source, checks in enumerate(self._checks):
             for number in range(len(checks.starts) if checks is not None else 0):
                 self._check_up_to(source, number, None)
@@ -116,7 +107,7 @@ class SourceReader:
 class RecordChecks:
     """The progress of the CRC-32 checks of one source's records.
 
-    ``owners`` maps the number of a record to the reader that checks this record.
+    ``owners`` maps a record's number to the reader that checks the record.
     """
 
     def __init__(self, source: Source) -> None:
@@ -131,15 +122,11 @@ class RecordChecks:
         self.owners: dict[int, object] = {}
 
     def find(self, offset: int) -> int:
-        """The number of the record in which a byte of the file lies."""
+        """The number of the record that holds a byte of the file."""
         return bisect_right(self.starts, offset) - 1
 
     def extend(self, number: int, offset: int, part: memoryview) -> None:
-        """Add bytes, which begin at or before the first unchecked byte, to the CRC-32 of a record.
-
-        Raises:
-            ShardFormatError: the record is complete, and does not match its CRC-32.
-        """
+        """Add bytes to a record's CRC-32. They must begin at or before the first unchecked byte."""
         fresh = part[self.at[number] - offset :]
         if not fresh:
             return
@@ -158,5 +145,5 @@ def record_checks(sources: Sequence[Source], *, check_crc: bool) -> list[RecordC
 
 
 def shorter(path: Path) -> SaveNotReadyError:
-    """The error for a file that ends before the last byte that the merge needs."""
+    """The error for a file that ends too early."""
     return SaveNotReadyError(f"{path} became shorter while syncd merged it: try again")

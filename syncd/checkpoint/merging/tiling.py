@@ -22,8 +22,8 @@ class Run(NamedTuple):
 class Weave(NamedTuple):
     """Interleaved parts: the first slice of every part, then the second slice of every part, etc.
 
-    Each part has ``turns`` slices of equal length. Weaves are for tensors that are cut along a
-    dimension after the first, because each row of such a tensor has a piece of every part.
+    Each part has ``turns`` slices of equal length. For example, if a matrix is cut into columns,
+    each row has a slice of every part.
     """
 
     turns: int
@@ -31,7 +31,7 @@ class Weave(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The length of all parts, in bytes."""
+        """The length in bytes."""
         return sum(part.length for part in self.parts)
 
 
@@ -50,11 +50,11 @@ class Transposed(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The length of all parts, in bytes."""
+        """The length in bytes."""
         return sum(part.length for part in self.parts)
 
     def weaves(self) -> Iterator[Weave]:
-        """The same bytes in the form of weaves of runs."""
+        """The same bytes as weaves of runs."""
         stops = ends(self.parts)
         width = self.columns * self.itemsize
         for first in range(0, stops[-1] if stops else 0, self.rows * width):
@@ -71,7 +71,7 @@ Part = Run | Weave | Transposed
 
 
 def leaves(parts: Iterable[Part]) -> Iterator[Part]:
-    """The bytes of these parts in the form of runs, and of weaves that hold only runs."""
+    """The same bytes as runs, and as weaves that hold only runs."""
     for part in parts:
         if isinstance(part, Transposed):
             yield from part.weaves()
@@ -87,7 +87,7 @@ def _row(weave: Weave, index: int) -> list[Part]:
 
 
 def _slices(part: Part, begin: int, end: int, count: int) -> Part:
-    """Slices ``begin`` to ``end - 1`` of a part that is cut into ``count`` equal slices."""
+    """Slices ``begin`` to ``end - 1`` of ``count`` equal slices."""
     if isinstance(part, Run):
         length = part.length // count
         return Run(part.source, part.offset + begin * length, (end - begin) * length)
@@ -154,7 +154,7 @@ class Block(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """The bytes of a tensor, in order, and the copies that must have the same bytes."""
+    """The bytes of a tensor, in order, and the copies that must equal them."""
 
     parts: tuple[Part, ...]
     copies: tuple[tuple[Part, ...], ...]
@@ -171,9 +171,9 @@ def tile(
     """Prove that blocks cover a tensor exactly once, and put their bytes in order.
 
     Blocks with the same offsets and shape are replicas; the first replica is used. torch guarantees
-    that replicas on the same mesh have the same bytes. The bytes of replicas on different or
-    unknown meshes are compared, because experts of different ranks can have the same name.
-    ``shape`` must not be empty. ``labels`` are the sources' names, for messages.
+    that replicas on one mesh have the same bytes. Replicas on different or unknown meshes are
+    compared, because experts of different ranks can have the same name. The tensor must have
+    elements. ``labels`` are the sources' names, for messages.
 
     Raises:
         CoverageError: blocks overlap without being replicas, leave a gap, or exceed the tensor.
@@ -213,8 +213,6 @@ def _rows(shape: Shape, blocks: Sequence[Block]) -> tuple[Run, ...] | None:
 
 
 class _Tiling:
-    """The proof for one tensor, and its messages."""
-
     def __init__(self, name: str, shape: Shape, labels: Sequence[str]) -> None:
         self._name = name
         self._shape = shape
@@ -223,8 +221,7 @@ class _Tiling:
     def parts(self, blocks: list[Block], dim: int, rows: int) -> tuple[Part, ...]:
         """The bytes, in order, of blocks that are equal in all dimensions before ``dim``.
 
-        The blocks must differ in ``dim`` or later. If their bytes are interleaved, ``rows`` is the
-        number of turns of the :class:`Weave`.
+        ``rows`` is the number of turns if the bytes are interleaved in a :class:`Weave`.
         """
         if dim == len(self._shape):
             if not blocks:

@@ -1,7 +1,7 @@
 """A child process, with requests and answers over pipes, and waits that can be cancelled.
 
-A process with threads must not fork itself, so the child is a fresh interpreter that runs a module
-of ``syncd``. The child ends when its standard input ends, so it also ends with this process.
+A process with threads must not fork itself, so the child is a fresh interpreter. It ends when its
+standard input ends, so it does not outlive this process.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class EndedError(Exception):
 class ChildProcess:
     """A running child process. The caller must close it.
 
-    ``run()`` of ``module`` finds the ``arguments`` in ``sys.argv[2:]``. ``where`` (a file) and
-    ``task`` (a verb) are for messages. The child inherits the descriptors ``pass_fds``. ``cancel``
-    is called every 50 ms while the child works, and raises an error to stop. A method that
-    gets its own ``cancel`` calls that one instead. ``wall_seconds`` is the longest time for an
-    answer, in case the machine hangs.
+    The child calls ``run()`` of ``module``, with ``arguments`` in ``sys.argv[2:]``. ``where`` (a
+    file) and ``task`` (a verb) are for messages. ``cancel`` is called every 50 ms while the child
+    works, and raises an error to stop. A method's ``cancel`` argument replaces it for one call.
 
     Raises:
-        OSError: the child cannot be started; the file may be intact.
+        EndedError: the child has ended.
+        OSError: the child cannot be started, or did not answer within ``wall_seconds``; the file
+            may be intact.
     """
 
     def __init__(
@@ -101,12 +101,7 @@ class ChildProcess:
         self._deadline = self._clock() + self._wall_seconds
 
     def write(self, data: bytes, *, cancel: Callable[[], None] | None = None) -> None:
-        """Send bytes to the child.
-
-        Raises:
-            EndedError: the child has ended.
-            OSError: the child did not read the bytes in time.
-        """
+        """Send bytes to the child."""
         view = memoryview(data)
         while view:
             try:
@@ -117,12 +112,7 @@ class ChildProcess:
                 raise EndedError from None
 
     def read(self, count: int, *, cancel: Callable[[], None] | None = None) -> bytes:
-        """Receive ``count`` bytes from the child.
-
-        Raises:
-            EndedError: the child has ended.
-            OSError: the child did not send the bytes in time.
-        """
+        """Receive ``count`` bytes from the child."""
         parts: list[bytes] = []
         while count:
             try:

@@ -1,8 +1,7 @@
 """Reading untrusted files in a child process, so that a file cannot exhaust this process.
 
-A pickle or a JSON text of a few bytes can ask for all memory, or for endless time. The child
-(``parser_child``) lives while one save is open. It gets bytes and opens no file, so storage that
-does not answer is never mistaken for a bad file.
+A pickle or a JSON text of a few bytes can ask for all memory, or for endless time. The child opens
+no file, so storage that does not answer is never mistaken for a bad file.
 """
 
 from __future__ import annotations
@@ -38,15 +37,14 @@ class ParseLimits:
     A pickle of 20,000 tensors has 8 MB, and needs 12 times as much memory while it is read.
 
     Attributes:
-        memory: the memory that a request of any size may take, in bytes.
-        memory_factor: the bytes that each byte of a request adds to the limit ``memory``.
+        memory: the memory for a request of any size, in bytes.
+        memory_factor: the bytes that each byte of a request adds to ``memory``.
         memory_most: the largest memory limit of any request, in bytes.
         cpu_seconds: the limit of processor time for a request.
         wall_seconds: the limit of real time for an answer, in case the machine hangs.
         tensors: the largest number of tensors, and of records, in all shards of a save together.
-        answers: the limit for all answers about one save, in bytes. Each tensor takes about 100
-            bytes of an answer. Until the merge, each tensor also takes memory of this process: 0.2
-            KB, or 0.7 KB if no other rank has a tensor of the same name.
+        answers: the limit for all answers about one save, in bytes. A tensor takes about 100 bytes
+            of an answer, and until the merge 0.2 to 0.7 KB of this process's memory.
     """
 
     memory: int = 256 * _MIB
@@ -59,14 +57,14 @@ class ParseLimits:
 
 
 class _MemoryError(EndedError):
-    """Raised when the child reports that it has no memory left."""
+    """The child has no memory left."""
 
 
 class IsolatedParser:
     """Reads pickles and headers in a child process, which starts with the first request.
 
-    Use the parser as a context manager, or close it. A child that has failed is killed, and the
-    next request starts another child. ``cancel`` is called every 50 ms while the child works.
+    Use it as a context manager, or close it. After a failure, the next request starts another
+    child. ``cancel`` is called every 50 ms while the child works.
 
     Each ``read_…`` method calls the function of that name in the child, and raises its errors. It
     raises ShardFormatError if the bytes exceed a limit or make the child fail. It raises OSError if
@@ -162,7 +160,7 @@ class IsolatedParser:
     ) -> T:
         """Send bytes to the child, and pass the rows of the answer to ``read``.
 
-        If ``read`` raises ValueError, the answer is invalid, so the child is killed.
+        If ``read`` raises ValueError, the answer is invalid, and the child is killed.
         """
         try:
             child = self._child or self._start(where)
@@ -187,7 +185,6 @@ class IsolatedParser:
         )
 
     def _rows(self, child: ChildProcess, where: str, limit: int) -> Iterator[wire.Row]:
-        """Yield the rows of an answer when they arrive. The answer has at most ``limit`` bytes."""
         count = size = 0
         while True:
             self._cancel()
@@ -216,7 +213,6 @@ class IsolatedParser:
             yield from rows
 
     def _start(self, where: str) -> ChildProcess:
-        """Start the child, and wait until its limits are set."""
         given = self._limits
         # Without ``site``, which may run code of other packages.
         self._child = child = ChildProcess(
@@ -254,7 +250,7 @@ class IsolatedParser:
         raise wire.ERRORS[kind](f"{where}{separator}{message}")
 
     def _fault(self, error: EndedError) -> str:
-        """End the child; return the harm that the file did, as a verb phrase for a message."""
+        """End the child; return its fault as a verb phrase for a message."""
         limits = self._limits
         assert self._child is not None  # noqa: S101 - for the type checker
         status = self._child.end()

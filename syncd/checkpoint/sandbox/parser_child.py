@@ -1,7 +1,6 @@
 """The child process that reads untrusted pickles and JSON headers.
 
-:class:`~syncd.checkpoint.sandbox.isolated.IsolatedParser` starts the child. If the child exceeds
-its limits of memory or processor time, it fails or the kernel kills it, and the daemon continues.
+If it exceeds its limits of memory or processor time, only this process fails.
 """
 
 from __future__ import annotations
@@ -145,7 +144,6 @@ _ROWS: Final[dict[bytes, Callable[[bytes], Iterable[Row]]]] = {
 
 
 def _take(requests: io.FileIO, count: int) -> bytes:
-    """Read ``count`` bytes; return no bytes if the parent has ended."""
     data = bytearray(count)
     view = memoryview(data)
     while view:

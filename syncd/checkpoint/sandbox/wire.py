@@ -1,9 +1,9 @@
 """The messages between a parsing child and its parent: requests as bytes, answers as JSON.
 
 A request is a kind, the number of bytes, and the bytes. An answer is any number of ``ROWS`` frames,
-and at the end a ``DONE`` or a ``FAILED`` frame. A malicious file may have taken control of the
-child. Therefore the parent accepts only JSON of limited length, and checks every value. The
-functions that read an answer raise ValueError if the answer has any other form.
+then a ``DONE`` or a ``FAILED`` frame. A malicious file may have taken control of the child.
+Therefore the parent accepts only JSON of limited length, and checks every value. The functions that
+read an answer raise ValueError if a value is invalid.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FRAME_LIMIT: Final = 1024 * 1024
 _BATCH: Final = 64 * 1024
 _TEXT_LIMIT: Final = 200
 
-#: The kinds of error in ``FAILED``. Any other is a bug in syncd, or a lie.
+#: The kinds of error in ``FAILED``. Any other kind is a bug in syncd, or a lie.
 ERRORS: Final = {
     kind.__name__: kind
     for kind in (ShardFormatError, PlacementError, CoverageError, CheckpointError)
@@ -66,19 +66,19 @@ Row = Any
 
 
 def asked(word: str | None, data: bytes) -> bytes:
-    """The content of a request: a word (a tensor's name, or a prefix), then the bytes."""
+    """The content of a request: a tensor's name or a prefix, then the bytes."""
     return json.dumps(word).encode() + b"\n" + data
 
 
 def read_asked(request: bytes) -> tuple[str | None, bytes]:
-    """Split the result of :func:`asked` into the word and the bytes."""
+    """Split the result of :func:`asked`."""
     word, _, data = request.partition(b"\n")
     told: str | None = json.loads(word)
     return told, data
 
 
 def frames(rows: Iterable[Row]) -> Iterator[bytes]:
-    """The frames of an answer: ``ROWS`` frames, each with a batch of rows, and ``DONE``."""
+    """The frames of an answer: batches of rows, and ``DONE``."""
     batch: list[str] = []
     size = 0
     for row in rows:
@@ -94,7 +94,7 @@ def frames(rows: Iterable[Row]) -> Iterator[bytes]:
 
 
 def frame(tag: bytes, content: bytes) -> bytes:
-    """A frame as bytes: the tag, the length, and the content."""
+    """The tag, the length, and the content as bytes."""
     return FRAME.pack(tag, len(content)) + content
 
 
@@ -104,7 +104,7 @@ def failure(kind: str, message: str) -> bytes:
 
 
 def read_failure(content: bytes) -> tuple[str, str]:
-    """The kind of the error, and its message, from the content of a ``FAILED`` frame."""
+    """The kind and the message of the error in a ``FAILED`` frame."""
     match _json(content):
         case [str(kind), str(message)]:
             return kind, shown(message, 2000)
@@ -112,7 +112,7 @@ def read_failure(content: bytes) -> tuple[str, str]:
 
 
 def read_rows(content: bytes) -> list[Row]:
-    """The rows of a ``ROWS`` frame. The functions below read a row."""
+    """The rows of a ``ROWS`` frame."""
     rows = _json(content)
     if not isinstance(rows, list):
         raise ValueError("the answer has a frame that is not a list")  # noqa: TRY004 - all that a child says is a value
@@ -162,7 +162,7 @@ def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Piece
 
 
 def read_bare(row: Row) -> Piece:
-    """The piece in a row, which must be a whole tensor without a name or a position."""
+    """The piece in a row, which must have no name and no position."""
     if isinstance(row, list) and row[:1] == [""]:
         piece = _read_piece(row[1:], {})
         if piece.position is None:
@@ -189,7 +189,7 @@ def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:
 
 
 def read_entry(row: Row) -> HeaderEntry:
-    """The header entry in a row of five values."""
+    """The header entry in a row."""
     entry = checked_entry(*row) if isinstance(row, list) and len(row) == 5 else None
     if entry is None:
         raise ValueError("the answer lists something that is not an entry of the file's header")
@@ -197,7 +197,7 @@ def read_entry(row: Row) -> HeaderEntry:
 
 
 def chunked_row(entry: HeaderEntry, offsets: Shape) -> Row:
-    """An entry of a header and its offsets in the whole tensor, as a row."""
+    """A header's entry and its offsets, as a row."""
     return [*entry, offsets]
 
 
@@ -211,7 +211,7 @@ def read_chunked(row: Row) -> tuple[HeaderEntry, Shape]:
 
 
 def contents_rows(contents: StoredModel) -> Iterator[Row]:
-    """The model in a checkpoint, as rows: the rows of a tensor's chunks follow the tensor's row."""
+    """A checkpoint's model, as rows. The rows of a tensor's chunks follow the tensor's row."""
     yield [contents.is_model_only]
     for name, (dtype, shape, chunks) in contents.tensors.items():
         yield [name, dtype, shape]

@@ -24,9 +24,9 @@ class Mesh(NamedTuple):
 
     Attributes:
         shape: the number of ranks along each dimension.
-        coordinate: this rank's index in each dimension; None if this rank is not on the mesh.
-        ascends: for each dimension, True if the ranks along this dimension are in ascending order.
-        identity: a digest of the set of ranks on the mesh; None if these ranks are unknown.
+        coordinate: this rank's index in each dimension; None if it is not on the mesh.
+        ascends: for each dimension, True if its ranks are in ascending order.
+        identity: a digest of the set of ranks on the mesh; None if they are unknown.
     """
 
     shape: Shape
@@ -66,9 +66,9 @@ def _ranks(value: object) -> Shape:
 def _identity(
     ranks: Shape, own: object, axes: list[tuple[Shape, Shape]], at: Shape | None
 ) -> int | None:
-    """A digest of the ranks on the mesh; None if these ranks are unknown.
+    """A digest of the ranks on the mesh; None if they are unknown.
 
-    If ``ranks`` form several meshes, the digest is of the mesh that contains the rank ``own``.
+    If ``ranks`` form several meshes, the mesh of the rank ``own`` counts.
     """
     if at is None or math.prod(size for sizes, _ in axes for size in sizes) > len(ranks):
         return None
@@ -88,7 +88,7 @@ def _identity(
 
 
 def _axes(mesh: Inert) -> list[tuple[Shape, Shape]] | None:
-    """For each mesh dimension, its sizes, and its strides in the list of ranks; None if unknown."""
+    """Each mesh dimension's sizes, and its strides in the list of ranks; None if unknown."""
     layout = mesh.state.get("_layout")
     if not isinstance(layout, Inert):
         ranks = mesh.state.get("mesh")
@@ -107,7 +107,6 @@ def _axes(mesh: Inert) -> list[tuple[Shape, Shape]] | None:
 
 
 def _layout(given: Mapping[Any, Any]) -> list[tuple[object, object]]:
-    """The recorded sizes and strides of each dimension; empty if they are unknown."""
     axes = given.get("axes")
     if isinstance(axes, tuple | list):  # torch 2.13: a separate layout for each dimension
         known = len(axes) <= DIMENSION_LIMIT and all(isinstance(axis, Inert) for axis in axes)
@@ -123,7 +122,6 @@ def _layout(given: Mapping[Any, Any]) -> list[tuple[object, object]]:
 
 
 def _flat(sizes: object) -> Shape | None:
-    """Nested sizes as a flat tuple; None if a value is not a size, or there are too many sizes."""
     pending = [sizes]
     flat: list[int] = []
     for _ in range(DIMENSION_LIMIT):  # a list that contains itself has no end
@@ -140,7 +138,7 @@ def _flat(sizes: object) -> Shape | None:
 
 
 def _ascends(ranks: Shape, sizes: Shape, strides: Shape) -> bool:
-    """True if every line of ranks along a mesh dimension ascends, or if the ranks are unknown."""
+    """True if all lines of ranks along a mesh dimension ascend, or if the ranks are unknown."""
     if not strides or 0 in strides or math.prod(sizes) > len(ranks):
         return True
     steps = _steps(sizes, strides)
@@ -155,7 +153,7 @@ def _ascends(ranks: Shape, sizes: Shape, strides: Shape) -> bool:
 
 
 def _steps(sizes: Shape, strides: Shape) -> list[int]:
-    """The distance of each rank along a mesh dimension from the first rank; all 0 if unknown."""
+    """Each rank's distance from the first rank of a mesh dimension; all 0 if unknown."""
     strides = strides or (0,) * len(sizes)
     return [
         sum(index * stride for index, stride in zip(indices, strides, strict=True))

@@ -1,12 +1,11 @@
 """An unpickler for state dicts that builds inert records: it imports and runs nothing of torch.
 
-The table :data:`ALLOWED` has every global that a pickle may name. Each stands for a class or
-callable of syncd that only keeps its arguments. Any other global raises an error. The objects that
-a pickle can reach refuse ``BUILD`` (``__setstate__``), so that a file cannot change the way in
-which later files are read.
+:data:`ALLOWED` has every global that a pickle may name. Each stands for a class or callable of
+syncd that only keeps its arguments. The objects that a pickle can reach refuse ``BUILD``
+(``__setstate__``), so that a file cannot change how later files are read.
 
-This module does not limit the memory or the time that a malicious pickle takes. Therefore other
-trainers' pickles are read in a child process (:mod:`~syncd.checkpoint.sandbox.isolated`).
+A malicious pickle can still take unlimited memory and time. Therefore other trainers' pickles are
+read in a child process (:mod:`~syncd.checkpoint.sandbox.isolated`).
 """
 
 from __future__ import annotations
@@ -33,15 +32,14 @@ class Inert:
 
     __slots__ = ("args", "state")
 
-    #: True for a placement of torch before 2.5, whose FSDP2 cuts after tensor parallelism but does
-    #: not record that.
+    #: True for a placement of torch before 2.5, which does not record the order of cuts.
     unordered: ClassVar[bool] = False
     args: tuple[object, ...]
     state: Mapping[Any, Any]
 
     def __new__(cls, *args: object) -> Self:
-        """Keep the arguments, which may be of any type."""
-        self = object.__new__(cls)  # super() would be slower, and this runs five times a tensor
+        """Keep the arguments."""
+        self = object.__new__(cls)  # super() would be slower, and this runs five times per tensor
         self.args = args
         self.state = _STATELESS
         return self
@@ -51,7 +49,7 @@ class Inert:
 
 
 class _Sealed:
-    """The base of classes that refuse ``BUILD``, so that a pickle cannot change their objects."""
+    """The base of classes that refuse ``BUILD``."""
 
     __slots__ = ()
 
@@ -66,14 +64,14 @@ class DType(NamedTuple):
 
 
 class StorageType(NamedTuple):
-    """A storage class, by its elements' dtype. The dtype of an untyped storage is None."""
+    """A storage class, by its elements' dtype; None if it is untyped."""
 
     dtype: str | None
 
 
 @dataclass(slots=True)  # frozen would bring a __setstate__ of its own
 class StorageRef(_Sealed):
-    """A storage: the bytes of the record ``data/<key>``. An untyped storage has no dtype."""
+    """A storage: the bytes of the record ``data/<key>``; ``dtype`` is None if it is untyped."""
 
     key: str
     dtype: str | None
@@ -104,7 +102,7 @@ class DTensorRef(_Sealed):
 
 @dataclass(slots=True)
 class ShardedTensorRef(_Sealed):
-    """A ShardedTensor: its dtype, its global shape, and its state, which begins with the chunks."""
+    """A ShardedTensor; ``state`` begins with the chunks."""
 
     dtype: object
     shape: object
@@ -112,7 +110,7 @@ class ShardedTensorRef(_Sealed):
 
 
 def attributes(state: object) -> dict[Any, Any]:
-    """The attributes in a pickled state: a dict, or a pair whose elements are dicts or None."""
+    """The attributes in a pickled state: a dict, or a pair of dicts or None."""
     if isinstance(state, dict):
         return state
     found: dict[Any, Any] = {}
@@ -133,7 +131,7 @@ class _StateDict(dict[Any, Any]):
 
 
 class _Call(_Sealed):
-    """A stand-in for a callable. It is no plain function, because ``BUILD`` could change that."""
+    """A stand-in for a callable; not a plain function, which ``BUILD`` could change."""
 
     __slots__ = ()
     __call__: Callable[..., object]
@@ -305,8 +303,6 @@ ALLOWED: Final = _allowed()
 
 
 class _Loading:
-    """The two methods of an unpickler that refuse globals and storages of unknown kinds."""
-
     where: str
 
     def find_class(self, module: str, name: str) -> object:
@@ -350,7 +346,8 @@ class _Peekable(io.BytesIO):
 def load_inert(data: bytes, where: str, *, intact: bool) -> object:
     """The content of a pickle, with inert records for all objects but plain Python values.
 
-    ``intact`` is True if a CRC-32 proves that these are the bytes that were pickled.
+    ``intact`` chooses the fast unpickler, in which a damaged pickle can take gigabytes. Therefore
+    it must be True only if a CRC-32 proves the bytes, or if something else limits the memory.
 
     Raises:
         ShardFormatError: the pickle is broken, needs too much memory, or would run code.

@@ -1,8 +1,8 @@
 """Reading the pieces of tensors that a ``data.pkl`` lists. Pure.
 
 :mod:`~syncd.checkpoint.torch_files.shard_file` checks that the bytes of each piece lie inside the
-shard file. In this module ``where`` is the file, for the beginning of error messages. ``intact`` is
-True if a CRC-32 proves that these are the bytes that were pickled.
+shard file. In this module ``where`` is the file, for messages. ``intact`` is as in
+:func:`~syncd.checkpoint.torch_files.inert_pickle.load_inert`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ _CHUNK_LIMIT: Final = 64
 class Piece(NamedTuple):
     """A rank's own part of a tensor, as its pickle describes it.
 
-    The record ``data/<key>`` holds the part. ``offset`` is the offset of the part's first element
-    in this record, in elements. The other attributes are as in
-    :class:`~syncd.checkpoint.placement.Local`.
+    The record ``data/<key>`` holds the part, from element ``offset`` on. The other attributes are
+    as in :class:`~syncd.checkpoint.placement.Local`.
     """
 
     dtype: str
@@ -72,8 +71,8 @@ def read_pieces(
     """The pieces by the names of their tensors, in the order of the state dict.
 
     Keys that end with ``_extra_state`` are left out. ``plain`` receives the plain values
-    (:func:`is_plain`) by name, for example of an optimizer's state. If ``plain`` is None, a plain
-    value is an error, because a model's state has no plain values.
+    (:func:`is_plain`), for example of an optimizer's state. If ``plain`` is None, a plain value is
+    an error, because a model's state has none.
 
     Raises:
         ShardFormatError: the pickle is broken or would run code, or a value cannot be merged.
@@ -141,8 +140,6 @@ def is_plain(value: object) -> bool:
 
 
 class _Reader:
-    """Makes pieces from the inert records of one file."""
-
     def __init__(self, where: str) -> None:
         self._where = where
         # Most tensors share one of a few layouts and shapes, so each position is kept once. Every
@@ -167,7 +164,6 @@ class _Reader:
         )
 
     def bare(self, name: str, value: object) -> Piece:
-        """The piece of a tensor that is not in a state dict."""
         if not isinstance(value, TensorRef):
             raise self._wrong(name, f"is of type {type(value).__name__}, not a tensor")
         return Piece(*self._part(name, value), None)
@@ -197,7 +193,6 @@ class _Reader:
         return Piece(dtype, shape, key, offset, position)
 
     def _sharded(self, name: str, tensor: ShardedTensorRef) -> Pieces:
-        """The chunks of a ShardedTensor, whose ``ShardMetadata`` records their offsets."""
         shape = shape_of(tensor.shape)
         chunks = tensor.state[0] if isinstance(tensor.state, tuple) and tensor.state else None
         if not isinstance(tensor.dtype, DType) or shape is None or not isinstance(chunks, list):
@@ -243,7 +238,6 @@ class _Reader:
         return DTYPES[dtype][0]
 
     def _part(self, name: str, tensor: TensorRef) -> tuple[str, Shape, str, int]:
-        """The dtype, shape, key and offset of a tensor's piece."""
         storage, shape, stride = tensor.storage, shape_of(tensor.shape), shape_of(tensor.stride)
         if not isinstance(storage, StorageRef) or shape is None or stride is None:
             raise self._wrong(name, "is a tensor that cannot be read")

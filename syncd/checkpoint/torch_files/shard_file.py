@@ -33,16 +33,14 @@ class ReadPieces(Protocol):
 class ShardFile:
     """An open shard file with a valid zip directory.
 
-    The object owns its descriptor: close the object, or use it as a context manager. The object
-    reads all bytes through this descriptor, so renaming or deleting the file has no effect. It
-    does not check the bytes of the tensors, because the merge checks them.
+    Close it, or use it as a context manager. It keeps its descriptor, so renaming or deleting the
+    file has no effect. The merge, not this class, checks the bytes of the tensors.
 
     Attributes:
-        path: the path of the file when it was opened.
         signature: :func:`~syncd.storage.fsio.signature` of the file when it was opened.
         directory_digest: xxh3-128 of the raw central directory, 32 hexadecimal digits.
         records: the zip's records by name, without torch's leading folder.
-        has_crc: False if the trainer switched CRC-32 off, so that the CRC-32 of every record is 0.
+        has_crc: False if the trainer switched CRC-32 off. Then the CRC-32 of every record is 0.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class ShardFile:
 
         Raises:
             ShardFormatError: the file is not a whole file of torch.save, or is not little-endian.
-            OSError: the file cannot be opened or read.
         """
         fd = storage.open_read(path)
         try:
@@ -110,13 +107,10 @@ class ShardFile:
     def tensors(self, *, parse: ReadPieces = read_pieces) -> Mapping[str, Local | Chunks]:
         """The tensors by name, in the order of the state dict. Later calls return the same dict.
 
-        Keys that end with ``_extra_state`` are left out. For an untrusted file, ``parse`` must be a
-        method of ``IsolatedParser``.
+        For an untrusted file, ``parse`` must be a method of ``IsolatedParser``.
 
         Raises:
-            ShardFormatError: the pickle is broken or would run code, or a value cannot be merged.
-            PlacementError: a tensor has a device mesh or a placement that syncd does not merge.
-            CoverageError: a local shape contradicts its placements.
+            CheckpointError: the bytes of a tensor are missing, or ``read_pieces`` fails.
         """
         if self._tensors is None:
             with uncollected():
@@ -130,7 +124,7 @@ class ShardFile:
         return self._tensors
 
     def forget_tensors(self) -> None:
-        """Drop the tensors that were read. The next call of :meth:`tensors` reads them again."""
+        """Drop the tensors that were read; the next call of :meth:`tensors` reads them again."""
         self._tensors = None
 
     def _pickle(self) -> bytes:

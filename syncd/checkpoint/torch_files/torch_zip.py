@@ -1,8 +1,8 @@
 """A strict reader of the zip files that ``torch.save`` writes.
 
-The zip must be uncompressed, in one volume, and without a comment; the zip must end where the file
-ends. All its records must be in the same folder, and must not overlap. Anything that torch does not
-write is an error, so a torn file never counts as whole.
+The zip must be uncompressed, in one volume, and without a comment; it must end where the file ends.
+All its records must be in the same folder, and must not overlap. All functions raise
+ShardFormatError for a file that torch does not write, so a torn file never counts as whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from syncd.storage.fsio import Storage
 DIRECTORY_LIMIT: Final = 256 * 1024 * 1024
 RECORD_LIMIT: Final = 1_000_000
 _CANCEL_EVERY: Final = 1000
-#: Local headers up to this many bytes apart are read together, by reads of _WINDOW bytes.
+#: Local headers up to this many bytes apart are read together, in reads of up to _WINDOW bytes.
 _NEAR: Final = 8 * 1024
 _WINDOW: Final = 64 * 1024
 
@@ -47,7 +47,7 @@ class Bytes(Protocol):
 
 
 class ZipRecord(NamedTuple):
-    """A record of the zip: the offset of its bytes, their number, and their CRC-32."""
+    """A record: the offset of its bytes, their number, and their CRC-32."""
 
     offset: int
     size: int
@@ -56,7 +56,7 @@ class ZipRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """A zip's central directory: its raw bytes, its offset, and the number of its entries."""
+    """A central directory: its raw bytes, its offset, and the number of its entries."""
 
     raw: bytes
     offset: int
@@ -85,12 +85,7 @@ def _broken(path: Path, what: str) -> ShardFormatError:
 def central_directory_digest(storage: Storage, path: Path) -> tuple[int, str]:
     """The size in bytes of a ``torch.save`` file, and the digest of its central directory.
 
-    The directory holds the CRC-32 of every record, so the digest, which the trainer's receipt has,
-    identifies the whole content.
-
-    Raises:
-        ShardFormatError: the file is not a whole zip as torch writes it.
-        OSError: the file cannot be opened or read.
+    The directory holds the CRC-32 of every record, so the digest identifies the whole content.
     """
     fd = storage.open_read(path)
     try:
@@ -101,11 +96,7 @@ def central_directory_digest(storage: Storage, path: Path) -> tuple[int, str]:
 
 
 def read_directory(storage: Bytes, fd: int, size: int, path: Path) -> Directory:
-    """Find and read the central directory of a file of ``size`` bytes.
-
-    Raises:
-        ShardFormatError: the directory is missing, in the wrong place, or larger than 256 MiB.
-    """
+    """Find and read the central directory of a file of ``size`` bytes."""
     tail = storage.pread_all(fd, _END.size, max(size - _END.size, 0))
     if len(tail) < _END.size or not tail.startswith(b"PK\5\6"):
         raise _broken(path, "the file has no zip directory at its end")
@@ -156,10 +147,7 @@ def read_records(
 ) -> dict[str, ZipRecord]:
     """All records by name, without the folder that all names begin with.
 
-    The local header of each record is read too, because only it gives the offset of the bytes.
-
-    Raises:
-        ShardFormatError: a record is not as torch writes it, or overlaps another record.
+    The local headers are read too, because only they give the offsets of the bytes.
     """
     entries = _entries(directory, path)
     if not entries:
@@ -205,7 +193,6 @@ def _near(entries: Sequence[_Entry], nexts: Sequence[int], number: int) -> int:
 
 
 def _check_disjoint(entries: Sequence[_Entry], nexts: Sequence[int], path: Path) -> None:
-    """Refuse records that overlap according to the directory, before any record is read."""
     for entry, after in zip(entries, nexts, strict=True):
         if entry.header + _LOCAL.size + len(entry.name) + entry.size > after:
             raise _overlaps(path, entry)
@@ -251,7 +238,6 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
 
 
 def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tuple[int, int, int]:
-    """``size``, ``packed``, ``header``; values over 32 bits are replaced from the extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
@@ -270,11 +256,11 @@ def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tup
 
 
 def _data_offset(window: bytes, at: int, entry: _Entry, path: Path) -> int:
-    """The offset of a record's bytes, which follow its local header and torch's padding."""
+    """The offset of a record's bytes, after its local header and torch's padding."""
     if len(window) < at + _LOCAL.size + len(entry.name) or not window.startswith(b"PK\3\4", at):
         raise _broken(path, f"{_shown(entry)} has no local header")
     _, _, flags, method, _, _, _, packed, size, names, extras = _LOCAL.unpack_from(window, at)
-    # torch writes the sizes after the bytes. If sizes are here, they must be right.
+    # torch writes the sizes after the bytes. If the header has sizes, they must be right.
     told = entry.size if entry.size < _FULL32 else _FULL32
     sizes_differ = not flags & _SIZES_FOLLOW and not {packed, size} <= {told, _FULL32}
     if (
