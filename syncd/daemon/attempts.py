@@ -1,4 +1,4 @@
-"""Attempts to make a version. After a failure the daemon tries again or quarantines the save."""
+"""Attempts to publish a save. After a failure the daemon tries again or quarantines the save."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _ROLLBACK_ATTEMPTS: Final = 6
 
 
 class Attempts:
-    """Publishes saves, and carries out rollbacks; a failed rollback is tried again or refused.
+    """Publishes saves and carries out rollbacks; tries again after some failures.
 
     Attributes:
-        no_room: True if the disk was too full for the last attempt to publish a save.
+        no_room: True if the last attempt to publish a save failed because the disk was too full.
     """
 
     def __init__(
@@ -74,8 +74,9 @@ class Attempts:
     def publish(self, save: WholeSave, whole_since: float, tick: float, heard: Progress) -> str:  # noqa: PLR0911 - one return for each way it ends
         """Publish a save, or quarantine it; returns the reason if the save has to wait, else "".
 
-        ``whole_since`` is when the save was first seen in its present state, by ``clock``. After
-        the first failure the save waits ``tick`` seconds; each further failure doubles the wait.
+        ``whole_since`` is the ``clock`` time when the save was first seen in its present state.
+        After the first failure the save waits ``tick`` seconds. Each further failure doubles the
+        wait, up to 30 s.
 
         Raises:
             SyncdError: another daemon took over, a stop was requested, or the job is unavailable.
@@ -117,7 +118,7 @@ class Attempts:
         except MemoryError as error:
             why = f"step {save.step}: not enough memory to merge it now"
             return self._try_later(why, error, tick)
-        except Exception as error:  # noqa: BLE001 - a fault of ours is logged whole
+        except Exception as error:  # noqa: BLE001 - a bug in syncd is logged with its traceback
             self._journal.fault(save, error, self._publisher.outcomes.quarantine(save, error))
             self._deltas.again(self._publisher.latest)
             return ""
@@ -142,8 +143,9 @@ class Attempts:
         """Make an old version LATEST again, and answer the request.
 
         Raises:
-            OSError: storage refuses the rollback; the caller may try again, but only a few times.
-            SyncdError: for the reasons that :meth:`publish` lists.
+            OSError: storage refused the rollback, so call this again. At the sixth refusal the
+                request is answered as refused, and no error is raised.
+            SyncdError: see :meth:`publish`.
         """
         if request.id != self._asked:
             self._asked, self._refusals = request.id, 0
@@ -168,7 +170,7 @@ class Attempts:
             self._journal.named_anew(manifest, change)
 
     def progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
-        """Return a callback that updates the daemon's report now and then during a merge."""
+        """A callback that reports the progress of a merge now and then."""
 
         def tell(done: int, total: int) -> None:
             heard(done, total)
@@ -180,7 +182,6 @@ class Attempts:
         return tell
 
     def _check_room(self, save: WholeSave) -> None:
-        """Check the disk space; if there is too little, delete all deltas and check again."""
         try:
             self._publisher.check_room(save)
         except NoRoomError as error:
@@ -189,7 +190,6 @@ class Attempts:
             self._publisher.check_room(save)
 
     def _try_later(self, why: str, error: Exception, tick: float) -> str:
-        """Set the time of the next attempt; returns the reason why the save has to wait."""
         self._journal.meter.failed(error)
         self._tidying.after(error)
         code = error.errno if isinstance(error, OSError) else None

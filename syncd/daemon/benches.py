@@ -1,4 +1,4 @@
-"""Benches: builds of steps that single explorers evaluate. Builds are never published."""
+"""Builds of old steps for benches. A build is for one explorer and is never published."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOST_DOUBLINGS: Final = 16
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that has no build yet, and the save that was last seen in the requested step."""
+    """A request that has no build yet. ``since`` is when the save ``identity`` was first seen."""
 
     request: BenchRequest
     identity: str | None = None
@@ -57,17 +57,14 @@ class _Asked:
 class Benches:
     """Builds the steps that explorers request, and deletes builds that no explorer needs any more.
 
-    Promised: a build changes neither LATEST, nor the sequences, nor the records of saves, nor any
-    version. A build is deleted after its request is removed, or after the session of its explorer
-    has died. Not promised: that a build begins while a save is merged. The loop publishes the
-    newest save before it makes a build.
+    A build does not change LATEST, versions or records of saves. A build is deleted after its
+    request is removed or its explorer's session has died.
 
     Args:
-        publishes: whether to make builds; if False, builds are only deleted.
+        publishes: if False, builds are only deleted, never made.
 
     Attributes:
-        awaits_turn: whether a build waits until the merges of other jobs have ended.
-        building: the step that is being built; None if no build is in progress.
+        awaits_turn: True if a build waits until merges of other jobs have ended.
     """
 
     def __init__(
@@ -105,14 +102,14 @@ class Benches:
         self.building: int | None = None
 
     def run_once(self, tick: float) -> str:
-        """Delete builds that no explorer needs, and then make at most one requested build.
+        """Delete unneeded builds, then make at most one build; returns why a build waits, else "".
 
-        A step without receipts is built only if its files have not changed for ``tick`` seconds.
-        ``tick`` is about the time between two calls. Returns why a build has to wait, else "".
+        ``tick`` is the approximate number of seconds between two calls. A step without receipts is
+        built only after its files have not changed for ``tick`` seconds.
 
         Raises:
-            OSError: storage refuses some work; the next call tries that work again.
-            SyncdError: another daemon took over, a stop was requested, or the job is unavailable.
+            OSError: storage refused some work; the next call tries it again.
+            SyncdError: see :meth:`Attempts.publish`.
         """
         self.awaits_turn = False
         self._lookout.tick = min(tick, self._longest_tick)
@@ -137,7 +134,7 @@ class Benches:
         return waiting
 
     def _found(self) -> tuple[dict[str, BenchRequest], list[str]]:
-        """All requests by their ids, and the sessions that have a folder for builds."""
+        """Request id → request, and the sessions that have builds."""
         folder = self._job.layout.bench
         try:
             kinds = self._job.storage.kinds(folder) if self._job.storage.names(folder) else {}
@@ -158,7 +155,6 @@ class Benches:
         return requests, [name for name, kind in kinds.items() if kind is Kind.FOLDER]
 
     def _of_the_living(self, requests: Mapping[str, BenchRequest]) -> dict[str, BenchRequest]:
-        """The requests of live sessions; requests of dead sessions are removed."""
         seen = self._lookout.look({request.session for request in requests.values()})
         living = {}
         for id_, request in requests.items():
@@ -178,7 +174,7 @@ class Benches:
     def _tidy(
         self, session: str, held: Mapping[str, BenchRequest], refused: list[OSError]
     ) -> set[str]:
-        """Delete a session's builds that no request needs; returns the names of the kept builds."""
+        """Delete a session's builds that no request needs; returns the names of the others."""
         folder = self._job.layout.bench / session
         kept: set[str] = set()
         try:
@@ -203,7 +199,6 @@ class Benches:
         return kept
 
     def _build_next(self, tick: float) -> str:
-        """Make the first build that can be made now; returns the reason if a build has to wait."""
         waiting = ""
         for asked in self._asked.values():
             if self._clock() >= asked.again_at:
@@ -222,10 +217,7 @@ class Benches:
         return waiting
 
     def _ready(self, asked: _Asked, tick: float) -> WholeSave | None:
-        """The save to build, if the build can begin now. If None, ``asked.why`` is the reason.
-
-        ``asked.why`` is empty if the build exists already, or if the request was refused.
-        """
+        """The save to build now; None if there is none, or if it has to wait (``asked.why``)."""
         request, asked.why = asked.request, ""
         if self._is_built(request):
             return None
@@ -293,7 +285,7 @@ class Benches:
             asked.why = f"step {save.step}: {error}"
         except SyncdError:
             raise
-        except Exception as error:  # noqa: BLE001 - a fault of ours is logged whole
+        except Exception as error:  # noqa: BLE001 - a bug in syncd is logged with its traceback
             self._refuse(asked, error)
         else:
             self._journal.bench_built(request, manifest, seconds=self._clock() - begun)

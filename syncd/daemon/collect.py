@@ -1,7 +1,4 @@
-"""Keeping a job tidy: leftovers of killed processes, unfinished deletions, reserved space.
-
-Leftovers are temporary files, and the heartbeats, reports and claims of dead sessions.
-"""
+"""Cleanup of a job: leftovers of killed processes, unfinished deletions, reserved disk space."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ _DEEPEST: Final = 4
 
 
 class Tidying:
-    """Cleans up a job while its daemon is active; each call does a bounded amount of work."""
+    """Cleans up a job while its daemon is active."""
 
     def __init__(
         self,
@@ -73,18 +70,18 @@ class Tidying:
         self._keep_room()
 
     def after(self, error: Exception) -> None:
-        """Let :meth:`run_once` delete unfinished files; if ``error`` is a full disk, free space."""
+        """Schedule a cleanup after a failure; if the disk is full, free space at once."""
         self._untidy = True
         if isinstance(error, OSError):
             self.gave_up_deltas(error)
             self._reserve.relieve(error)
 
     def leftovers(self) -> None:
-        """Let :meth:`run_once` delete the unfinished files that a failed delta may have left."""
+        """Schedule a cleanup of unfinished files."""
         self._untidy = True
 
     def gave_up_deltas(self, error: Exception) -> bool:
-        """If the disk is full, delete all deltas; returns whether this freed space."""
+        """If ``error`` means a full disk, delete all deltas; returns whether there were any."""
         if isinstance(error, OSError) and error.errno not in NO_ROOM:
             return False
         try:
@@ -94,13 +91,13 @@ class Tidying:
             return False
 
     def run_once(self, leased: Iterable[str], leftover_grace: float) -> None:
-        """Do a bounded part of the work that has to be done now.
+        """Do a bounded part of the cleanup.
 
-        Leftovers are removed after ``leftover_grace`` seconds without a change, except the
-        heartbeats of the sessions in ``leased``, which hold leases.
+        Leftovers are removed after ``leftover_grace`` seconds without a change, but not before two
+        lease times.
 
         Raises:
-            OSError: storage refuses some work; the next call tries that work again.
+            OSError: storage refused some work; the next call tries it again.
         """
         if self._clock() - self._kept_room_at >= _KEEP_ROOM_AGAIN:
             self._keep_room()
@@ -126,17 +123,15 @@ class Tidying:
 
 
 class Collector:
-    """Removes leftovers that have not changed for so long that their process must be dead.
+    """Removes leftovers that have not changed for ``grace`` seconds; each call does a bounded part.
 
-    Promised: a collector removes nothing that still changes, and each call does a bounded part of
-    the work that is due. Besides temporary files, a collector removes only the heartbeats of dead
-    sessions that hold no lease, the reports and claims of sessions without a heartbeat, and answers
-    that no requester reads. A removed temporary file may belong to a process that was only paused.
-    In that case the rename of the file fails, and the process writes the file again.
+    These are temporary files, heartbeats of dead sessions without a lease, reports and claims of
+    sessions without a heartbeat, and answers that no requester reads. A process that was only
+    paused may lose a temporary file. Then its rename of this file fails, and it writes the file
+    again.
 
     Attributes:
-        grace: seconds without a change after which a leftover is removed. The caller may change
-            it; the new value also applies to leftovers that the collector already watches.
+        grace: in seconds; a new value also applies to leftovers that are already watched.
     """
 
     def __init__(self, job: Job, grace: float, *, clock: Clock) -> None:
@@ -153,7 +148,7 @@ class Collector:
         self._round: Iterator[None] | None = None
 
     def run_once(self, leased: Iterable[str]) -> None:
-        """If it is time, remove the leftovers that have not changed for ``grace``.
+        """Do the next part of a round, or begin a round if it is time.
 
         Heartbeats of the sessions in ``leased`` stay until the pruner has removed their leases.
         """
@@ -171,7 +166,7 @@ class Collector:
             self._round = None
 
     def _go_round(self) -> Iterator[None]:
-        """Check each leftover once; each step of the iterator checks one path."""
+        """Check each leftover once; each step checks one path."""
         for path in self._found():
             if path is None:
                 yield
@@ -189,11 +184,10 @@ class Collector:
         return path.parent == self._job.layout.sessions and path.stem in self._leased
 
     def _is_still_left(self, path: Path) -> bool:
-        """True unless the path is a report or a claim whose session has a heartbeat again."""
         return not self._is_participants(path) or self._is_orphan(path)
 
     def _is_participants(self, path: Path) -> bool:
-        """True if the path is a report or a claim."""
+        """True for a report or a claim."""
         if path.name.startswith(TEMPORARY):
             return False
         layout = self._job.layout
@@ -227,7 +221,7 @@ class Collector:
             self._watched.discard(path)
 
     def _found(self) -> Iterator[Path | None]:
-        """Yield leftovers, also of filelock, and all heartbeats; None for a check without one."""
+        """Yield leftovers (also filelock's) and all heartbeats; None if a check finds nothing."""
         layout = self._job.layout
         for folder in (layout.drafts, layout.explorers, layout.quarantine, layout.requests):
             yield from self._temporaries(folder)
@@ -248,7 +242,7 @@ class Collector:
             yield layout.sessions / name
 
     def _orphans(self) -> Iterator[Path | None]:
-        """Yield reports and claims of sessions without a heartbeat; None for other sessions."""
+        """Yield reports and claims of sessions without a heartbeat; None for the others."""
         # This client's cache may lack the heartbeat of a new participant.
         self._job.storage.refresh(self._job.layout.sessions)
         for folder in (self._job.layout.explorers, self._job.layout.claims):
@@ -263,7 +257,7 @@ class Collector:
                     yield path if self._is_orphan(path) else None
 
     def _rooms(self) -> Iterator[Path]:
-        """Remove doctor runs' folders without a mark file; yield the mark files of other runs."""
+        """Yield the mark files of doctor runs; remove folders without a mark file."""
         try:
             yield from left_rooms(self._job)
         except OSError as error:
@@ -285,7 +279,7 @@ class Collector:
                 yield from self._temporaries(folder / name, depth=depth - 1)
 
     def _draft(self, path: Path) -> Iterator[Path]:
-        """Yield the files in a temporary folder, or remove the folder if it is empty."""
+        """Yield the files in a temporary folder, or remove the empty folder."""
         try:
             inside = self._job.storage.kinds(path)
             for name, kind in inside.items():

@@ -14,13 +14,13 @@ log = logging.getLogger(__name__)
 
 
 class LetBe:
-    """Logs each ignored path, and repeats the message only now and then, not at each scan."""
+    """Logs the errors of ignored paths, but each path only now and then."""
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._repeats = Repeats(clock=clock)
 
     def say(self, path: Path, error: Exception) -> None:
-        """Log the path and the error, if this path was not logged recently."""
+        """Log the path and the error, unless this path was logged recently."""
         if self._repeats.due(path):
             log.error(
                 "ignoring %s until it is fixed: %s",

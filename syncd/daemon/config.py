@@ -1,7 +1,4 @@
-"""The keys of the daemon's configuration and their types; ``configuration.py`` reads the values.
-
-Durations and sizes may be written with a unit, for example ``"30s"`` or ``"1GiB"``.
-"""
+"""The keys of the daemon's configuration and their types; ``configuration.py`` reads the values."""
 
 from __future__ import annotations
 
@@ -30,11 +27,11 @@ _WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
 
 @dataclass(frozen=True)
 class Quantity:
-    """Marks a number that may be written with a unit.
+    """Marks a number that may be written with a unit, for example ``"30s"``.
 
     Attributes:
-        unit: the unit of a number without a written unit, for messages.
-        units: a unit as people write it → its size, counted in ``unit``.
+        unit: the unit of a bare number, for messages.
+        units: a written unit → its size in ``unit``, for example ``"min"`` → 60.
     """
 
     unit: str
@@ -47,13 +44,13 @@ class Quantity:
         return core_schema.no_info_before_validator_function(self.read, handler(source))
 
     def read(self, value: object) -> object:
-        """The number that a text with a unit means; any other value is returned unchanged.
+        """Convert text with a unit to a number; return any other value unchanged.
 
         Raises:
             ValueError: the value is true or false, which Python counts as 1 and 0.
         """
         if isinstance(value, bool):
-            raise ValueError("no number")  # noqa: TRY004 - pydantic hears of no TypeError
+            raise ValueError("no number")  # noqa: TRY004 - pydantic does not catch TypeError
         if not isinstance(value, str) or not (found := _WRITTEN.fullmatch(value.strip())):
             return value
         size = dict(self.units).get(found[2])
@@ -75,7 +72,7 @@ class Suffix:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def check(self, value: Path) -> Path:
-        """The path, unchanged; raises ValueError if the path has another suffix."""
+        """Return the path; ValueError if it has another suffix."""
         if value.suffix != self.suffix:
             raise ValueError(f"it does not end with {self.suffix}")
         return value
@@ -110,16 +107,10 @@ class DaemonConfig(BaseModel):
     ``docs/configuration.md`` describes each key. An optional key set to "" is None here.
 
     Attributes:
-        deltas: explorers that stage on another filesystem read a delta instead of the version.
         cast: rounds as torch does; integer, bool and fp8 tensors are not cast.
-        names: if None, ``naming.py`` chooses the names.
-        remote_timeout: a save without weights is quarantined after this time.
-        dead_reader_grace: needed because the engine of a dead explorer may still read the version.
-        memory_dir: shared by the trainer, daemon and explorers of one host. The daemon creates this
-            directory if it is missing.
+        dead_reader_grace: a dead explorer's lease stays so long, because its engine may still read.
         hang_time: must be above 300 s, the limit for reading a pickle, and above the time in which
             storage writes one file of ``max_shard_size``.
-        shared_group: a name or number. The group may read and write all files of the daemon.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -177,7 +168,7 @@ LIVE_KEYS: Final = frozenset(
 
 
 class RunConfig(DaemonConfig):
-    """All settings of ``syncd run``: the settings of a daemon, and the settings of its process."""
+    """All settings of ``syncd run``."""
 
     job: Path | None = None
     root: Path | None = None

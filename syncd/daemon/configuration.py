@@ -1,7 +1,6 @@
 """The daemon's configuration: reading, checking and reloading it.
 
-The command line overrides the environment, the environment overrides the file, and the file
-overrides the defaults.
+Options override the environment, which overrides the file, which overrides the defaults.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class GivenValue:
     """A configured value before it is checked.
 
     Attributes:
-        source: the file, environment variable or option that has the value, as text for people.
-        is_local: whether the value may be a path relative to the working directory.
+        source: the file, environment variable or option, as text for people.
+        is_local: True if the value may be a relative path.
     """
 
     value: object
@@ -57,7 +56,6 @@ class Configuration:
 
     Attributes:
         sources: key → a file, an environment variable, an option, or ``default``.
-        file: the file that was read; None if no file was named.
     """
 
     config: RunConfig
@@ -66,7 +64,7 @@ class Configuration:
 
     @property
     def job(self) -> Path:
-        """The job directory; raises InvalidSettingsError if the configuration names no job."""
+        """The job directory; raises InvalidSettingsError if no job is configured."""
         if self.config.job is None:
             where = "as job = \"/…\" in a configuration file ('--config FILE')"
             if self.file is not None:
@@ -99,11 +97,11 @@ def load(
 ) -> Configuration:
     """Read a configuration from a TOML file, the environment and the command line.
 
-    In ``environ``, ``SYNCD_KEY`` sets each key: ``SYNCD_KEEP`` sets ``keep``.
+    An environment variable sets a key: ``SYNCD_KEEP`` sets ``keep``.
 
     Raises:
         InvalidSettingsError: the file cannot be read, or a value cannot be used. Each line of the
-            message is about one value: its source, its key, the value and the allowed values.
+            message names one wrong value, its source and the allowed values.
     """
     given = _from_file(file) if file is not None else {}
     given |= {
@@ -130,7 +128,7 @@ def load(
 
 
 def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
-    """Unknown environment variables that resemble a known variable: unknown name → known name."""
+    """Misspelt environment variables: unknown name → the known name that it resembles."""
     found = {}
     for name in environ:
         if name.startswith(PREFIX):
@@ -141,7 +139,7 @@ def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def to_toml(configuration: Configuration) -> str:
-    """A valid configuration file with all keys and values; comments name each value's source."""
+    """A configuration file with all keys; comments name each value's source."""
     lines = []
     for key, value in written(configuration.config).items():
         shown = f"{key} = {toml_value(value)}"
@@ -150,29 +148,29 @@ def to_toml(configuration: Configuration) -> str:
 
 
 def written(config: RunConfig) -> dict[str, object]:
-    """Key → value, in a type that TOML and JSON have. None becomes an empty string."""
+    """Key → value, in types of TOML and JSON. None becomes an empty string."""
     return {
         key: "" if value is None else value for key, value in config.model_dump(mode="json").items()
     }
 
 
 def toml_value(value: object) -> str:
-    """A value in TOML syntax: the same as in JSON, except that U+007F is escaped."""
+    """A value in TOML syntax, which is JSON's syntax except that U+007F is escaped."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
 class ConfigReloader:
     """A configuration that can be read again while the daemon runs.
 
-    Promised: an invalid configuration changes nothing. Some keys cannot change while the daemon
-    runs: their old values stay, and a warning is logged.
+    An invalid configuration changes nothing. Only the keys in ``LIVE_KEYS`` change. Other keys keep
+    their old values, and a warning is logged.
 
     Args:
-        applied: called with each configuration that takes effect, also with the first one.
+        applied: called with the first configuration, and with each one that takes effect later.
 
     Attributes:
         current: the configuration in force.
-        whole: whether all values of the most recently read configuration are in force.
+        whole: True if all values that were read last are in force.
     """
 
     def __init__(
@@ -255,13 +253,13 @@ def _from_file(file: Path) -> dict[str, GivenValue]:
         )
     try:
         found = tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:  # for 5000 digits it is a ValueError
+    except (ValueError, RecursionError) as error:  # ValueError: 5000 digits, for example
         raise InvalidSettingsError(f"{printable(file)} is not TOML: {error}") from error
     return {key: GivenValue(value, printable(file)) for key, value in found.items()}
 
 
 def _misplaced(key: str, one: GivenValue) -> str | None:
-    """The error for a relative path, which no service can use, or a path with a NUL; else None."""
+    """The error for a relative path or a path with NUL, else None."""
     if one.is_local or not is_path(key) or not isinstance(one.value, str):
         return None
     if one.value == "" or (Path(one.value).is_absolute() and "\0" not in one.value):
@@ -307,7 +305,7 @@ def allowed(key: str) -> str:
 
 
 def may_be_none(key: str) -> bool:
-    """True if a key may be unset; an empty string unsets it."""
+    """True if a key may be unset."""
     return key in _FIELDS and type(None) in get_args(_FIELDS[key].annotation)
 
 
@@ -317,7 +315,7 @@ def is_path(key: str) -> bool:
 
 
 def nearest(key: str) -> str | None:
-    """The known key that is most similar to ``key``; None if no known key is similar."""
+    """The most similar known key, if any is similar."""
     found = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=_ALIKE)
     return found[0] if found else None
 
@@ -331,7 +329,6 @@ def no_such_key(key: str) -> str:
 
 
 def _kind(key: str) -> object:
-    """The type of a key's values, apart from None."""
     annotation = _FIELDS[key].annotation
     if not may_be_none(key):
         return annotation

@@ -1,8 +1,4 @@
-"""The decision: pure functions from an Observation to the actions of a round.
-
-Retention rules decide which published versions stay; each rule is a function of the sequences, and
-a version stays if any rule keeps it.
-"""
+"""The decision: pure functions from an Observation to the actions of a round."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from syncd.protocol.requests import Pause, RollbackRequest
 
 
 class PointerState(Enum):
-    """The kinds of content that a pointer file can have."""
+    """The states of a pointer file."""
 
     STEP = "names a step"
     MISSING = "is not there"
@@ -30,10 +26,7 @@ class PointerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A pointer file as it was read; ``step`` is None if the file names no step.
-
-    ``why`` is the reason of storage if the file cannot be read.
-    """
+    """The content of a pointer file. ``why`` is the error if the file cannot be read."""
 
     state: PointerState
     step: int | None = None
@@ -42,7 +35,7 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True)
 class LeaseSeen:
-    """A lease; ``dead_for``: for how many seconds its session has been dead, None if alive."""
+    """A lease. ``dead_for``: seconds since its session was found dead; None if it is not dead."""
 
     sequence: int
     marker: str
@@ -55,13 +48,14 @@ class StepSeen:
 
     Attributes:
         recorded: the identity of the save that has ``outcome``.
-        found: the identity of the save in the folder now; None if that save is not complete.
-        has_receipts: whether syncd's hook wrote the save.
-        full, retired, saving, pinned: whether the folder has the mark of this name.
-        resumable: whether the folder holds more than weights, so that training may resume from it.
-        model_only: whether the save holds only a model; None if the record does not say so.
-        unread: True if the daemon must still read the save's ``.metadata`` to find out whether
-            training can resume from the save. Until then the save counts as resumable.
+        found: the identity of the save in the folder now; None if that save is not complete, or if
+            the folder cannot be pruned anyway.
+        has_receipts: True if syncd's hook wrote the save.
+        full, retired, saving, pinned: True if the folder has the mark of this name.
+        resumable: True if the folder holds more than weights, so that training may resume from it.
+        model_only: True if the save holds only a model; None if unknown.
+        unread: True if the daemon must still read the save's ``.metadata`` to set ``model_only``.
+            Until then ``resumable`` is True.
     """
 
     step: int
@@ -81,7 +75,7 @@ class StepSeen:
 
 @dataclass(frozen=True, slots=True)
 class DeltaSeen:
-    """A delta on disk: the sequence of its target version, and the bytes of the delta's files."""
+    """A delta on disk; ``sequence`` is the sequence of its target version."""
 
     sequence: int
     bytes: int
@@ -94,23 +88,20 @@ class Observation:
     Attributes:
         pointer: the pointer that names the step to publish.
         checkpoint: the pointer that names the step to resume from.
-        instead: a hint for people if ``pointer`` is missing, but the other pointer is there, or a
+        instead: a hint for people if ``pointer`` is missing: the other pointer is there, or a
             subfolder looks like a job.
-        save: the save that ``pointer`` names; None if ``pointer`` names no step.
-        save_still_for: for how many seconds ``save`` has been seen unchanged.
-        published_save: the identity of the save that LATEST was made from.
+        save: the save that ``pointer`` names, if any.
+        save_still_for: seconds since ``save`` was first seen in its present state.
+        published_save: the identity of the save that LATEST was made from; a rollback keeps it.
         latest: LATEST's sequence; 0 before the first version.
-        full_bytes: the bytes of LATEST's files; None if unknown.
-        versions: the published sequences.
+        full_bytes: the bytes of LATEST's files.
         lease_folders: the sequences of versions that can be leased.
-        steps: step folders with a recorded outcome.
         unrecorded: complete saves of steps below the pointer, without a recorded outcome.
         vanished: steps with a recorded outcome but without a folder.
-        announced_step: the step of the last save that the trainer announced; None without a
-            trainer's report, 0 if the report names no step or is unreadable.
-        rollbacks: the requested rollbacks that have no answer yet.
+        announced_step: the step that the trainer announced last; None without a trainer's report, 0
+            if the report names no step or is unreadable.
         served_request: the id of the rollback request that LATEST results from, if any.
-        delta_base: the version from which a delta is being made, if any.
+        delta_base: the base of the delta that is being made, if any.
     """
 
     pointer: Pointer
@@ -152,14 +143,14 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Republish:
-    """Make an old version LATEST again, under a new sequence, and answer the request."""
+    """Publish an old version again, and answer the request."""
 
     request: RollbackRequest
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """Answer a rollback request; ``made``: the new version's sequence, or None for a refusal."""
+    """Answer a rollback request; ``made`` is the new version's sequence, None for a refusal."""
 
     request: RollbackRequest
     made: int | None = None
@@ -168,7 +159,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Record that this save will not be published, because the pointer names a newer step."""
+    """Record that a save will not be published, because the pointer names a newer step."""
 
     step: int
     identity: str
@@ -192,7 +183,7 @@ class DropLease:
 
 @dataclass(frozen=True, slots=True)
 class RetireVersion:
-    """End the leasing of a version, and delete the version if no explorer holds a lease on it."""
+    """Delete a version if no explorer has leased it."""
 
     sequence: int
     why: str
@@ -200,7 +191,7 @@ class RetireVersion:
 
 @dataclass(frozen=True, slots=True)
 class CloseLeaseFolder:
-    """Remove the lease folder of a version that is already deleted."""
+    """Remove the lease folder of a deleted version."""
 
     sequence: int
 
@@ -223,12 +214,12 @@ class PruneStep:
 
 @dataclass(frozen=True, slots=True)
 class Learn:
-    """Find out whether a save holds only a model. The step folder of such a save may be pruned."""
+    """Find out if a save holds only a model, so that its step folder may be pruned."""
 
     step: int
 
 
-#: The actions that delete files of others.
+#: The actions that delete data of the job.
 Pruning = DropLease | RetireVersion | PruneDelta | PruneStep
 Action = (
     Publish
@@ -245,10 +236,9 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The actions of a round in order, and the reason for waiting if the daemon waits.
+    """The actions of a round in order, and the reason if the daemon waits.
 
-    ``pending`` is True if the daemon must not end as idle: something has to be published, answered
-    or quarantined, or the job is paused, so that a person is at work.
+    ``pending`` is True if the daemon must not end as idle.
     """
 
     actions: tuple[Action, ...]
@@ -287,7 +277,6 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
 
 
 def _rollback(request: RollbackRequest, seen: Observation) -> Republish | AnswerRequest:
-    """The action for a rollback request. A request that was carried out before is only answered."""
     if request.id == seen.served_request:
         return AnswerRequest(request, made=seen.latest)
     name = version_folder(request.sequence)
@@ -302,7 +291,6 @@ def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer
 
 
 def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish | GiveUp, ...], str]:
-    """The save to publish: only the save that the pointer names, and each save only once."""
     if seen.pointer.step is None:
         why = f"{config.pointer} {seen.pointer.state.value}"
         if seen.pointer.why:
@@ -342,10 +330,8 @@ def _versions(
 ) -> Iterable[RetireVersion | CloseLeaseFolder]:
     """Versions below LATEST that no retention rule keeps.
 
-    Nothing above LATEST is touched: after a take-over, a lease folder there may belong to the
-    version that the other daemon publishes next. A version below LATEST without a lease folder was
-    retired by a daemon that ended before it deleted the version. Such a version is deleted, and
-    never leased again.
+    Nothing above LATEST is touched, because after a take-over a lease folder there may belong to
+    the other daemon's next version.
     """
     keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
     leased = {lease.sequence for lease in seen.leases}  # also pins, which are in the same folders
@@ -366,8 +352,7 @@ def _versions(
 def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
     """Deltas to delete. A chain of deltas larger than half a version helps no explorer.
 
-    All deltas older than a pruned delta are pruned too, because every chain ends with the newest
-    delta. Deltas to versions above LATEST are never touched.
+    Every chain ends with the newest delta, so all deltas older than a pruned delta are pruned too.
     """
     together = 0
     newest_first = sorted(seen.deltas, key=lambda delta: -delta.sequence)
@@ -412,7 +397,7 @@ def _steps(seen: Observation, config: DaemonConfig) -> Iterable[PruneStep | Lear
 
 
 def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> str:
-    """The reason why a step folder may be pruned; empty in any doubt, so that the folder stays."""
+    """The reason why a step folder may be pruned; empty in any doubt."""
     if seen.pointer.step is None:
         return ""
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step

@@ -1,8 +1,7 @@
-"""The daemon's deltas: made in the background, after LATEST names the new version.
+"""Deltas, which are made in the background after LATEST names the new version.
 
-A delta never delays or prevents the publication of its version. If the work on a delta fails, the
-version has no delta, and explorers read the version's own files. ``docs/protocol.md`` ("Deltas")
-has the order of the writes.
+A delta never delays its version. If the work on a delta fails, explorers read the version's own
+files. ``docs/protocol.md`` ("Deltas") has the order of the writes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from syncd.storage.job import Job
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "on", "off"]
-#: With fewer takers, a delta saves no more reads than the daemon needs to make it.
+#: For fewer explorers, a delta saves no more reads than the daemon needs to make it.
 _FEWEST: Final = 2
 #: Seconds to wait at the end for a thread whose storage does not answer.
 _PATIENCE: Final = 5.0
@@ -43,7 +42,7 @@ class MakeDelta(Protocol):
     """Writes a delta durably into an empty folder; ``delta.json`` is the last file.
 
     ``cancel`` is called often, and raises an error to stop the work. ``progress`` is called with
-    the number of bytes compared so far, and the total.
+    the bytes compared so far, and the total bytes.
 
     Raises:
         NoDeltaError: the two versions can have no delta, or the delta would save too few bytes.
@@ -73,14 +72,14 @@ def by_a_child(
     cancel: Callable[[], None],
     progress: Progress,
 ) -> Delta:
-    """Make a delta in a child process; this function is a :class:`MakeDelta`."""
+    """Make a delta in a child process."""
     ends = (WholeVersion(job.layout.version(one.sequence), one) for one in (base, target))
     with DeltaChild(job.storage, *ends) as child:
         return child.write(folder, Work(cancel, progress))
 
 
 class InBackground(Protocol):
-    """Work that runs while the daemon's loop does something else."""
+    """Work in the background."""
 
     def is_alive(self) -> bool:
         """True until the work has ended."""
@@ -102,8 +101,8 @@ def on_a_thread(work: Callable[[], None]) -> InBackground:
 class DeltaWork:
     """The functions that make deltas; tests replace them.
 
-    ``start`` runs ``make`` while the daemon's loop goes on. ``why_not_here`` is the reason why this
-    host cannot make deltas; None if this host can make them.
+    ``start`` runs work in the background. ``why_not_here`` returns the reason if this host cannot
+    make deltas.
     """
 
     make: MakeDelta = by_a_child
@@ -117,10 +116,8 @@ class DeltaOutcome:
 
     Attributes:
         sequence, base: the target version, and the version that the delta starts from.
-        delta: the record of the delta; None if no delta was made.
-        why: the reason why no delta was made; empty if a delta was made.
+        why: the reason if no delta was made.
         is_overtaken: True if no delta was made because the daemon had newer work; not a failure.
-        error: the failure; None if nothing failed.
     """
 
     sequence: int
@@ -147,18 +144,17 @@ class _Making:
 
 
 class _EndedError(Exception):
-    """Raised inside the work on a delta after the loop has cancelled that work."""
+    """Raised in work on a delta that the loop has cancelled."""
 
 
 class DeltaMaker:
     """Makes the delta to each new version from the previous version; one delta at a time.
 
-    The loop's thread calls the methods. Only :meth:`leave` waits for the work. If the work raises
-    an error, the methods do not raise this error.
+    Only the loop's thread may call the methods. Only :meth:`leave` waits for the work.
+    :meth:`finished` returns errors of the work.
 
     Attributes:
-        mode: the setting ``deltas`` for the next version; the loop sets it at each round.
-        takers: the live explorers that could use a delta; the loop sets it at each round.
+        takers: the live explorers that could use a delta.
     """
 
     def __init__(
@@ -186,21 +182,21 @@ class DeltaMaker:
 
     @property
     def base(self) -> int | None:
-        """The base of the delta that is being made; this version must not be pruned meanwhile."""
+        """The base of the current delta; it must not be pruned."""
         return self._making.base if self._making else None
 
     def forget_others(self) -> None:
-        """Remove the progress record of earlier daemons, whose work on deltas ended with them."""
+        """Remove an earlier daemon's progress record."""
         try:
             self._job.storage.unlink_if_there(self._job.layout.delta_progress)
         except OSError as error:  # only a hint: nobody waits for a file that no longer changes
             log.debug("cannot remove %s: %s", self._job.layout.delta_progress, error)
 
     def announce(self, base: Latest | None, target: Manifest) -> int | None:
-        """Decide whether a delta will be made; called right before LATEST names ``target``.
+        """Decide if a delta will be made; call this right before LATEST names ``target``.
 
-        ``base`` is LATEST as it was when the merge began. Returns the base's sequence, for LATEST's
-        ``delta_from``, or None if no delta will be made.
+        ``base`` is LATEST as it was when the merge began. Returns the base's sequence, which
+        becomes LATEST's ``delta_from``, or None for no delta.
         """
         self._announced = None
         if self.mode == "off" or (self.mode == "auto" and len(self.takers) < _FEWEST):
@@ -242,7 +238,7 @@ class DeltaMaker:
             self._epoch.in_background -= names
 
     def end(self, why: str) -> None:
-        """Cancel the current work on a delta, without waiting for its end."""
+        """Cancel the current work, without waiting for its end."""
         if self._again is not None:
             self._ended, self._again = self._again, None
         if self._making is not None and not self._making.ended.is_set():
@@ -251,13 +247,13 @@ class DeltaMaker:
             self._ended = self._making
 
     def again(self, latest: Latest | None) -> None:
-        """Restart the cancelled work on the delta to LATEST's version, once that work has ended."""
+        """Let :meth:`finished` restart the last cancelled work, if LATEST is its target."""
         ended, self._ended = self._ended, None
         if ended is not None and latest is not None and ended.target.sequence == latest.sequence:
             self._again = ended
 
     def finished(self) -> list[DeltaOutcome]:
-        """The outcomes of deltas since the previous call; may restart a cancelled delta."""
+        """The outcomes since the previous call; also restarts a cancelled delta."""
         self._collect()
         again = self._again
         if again is not None and self._making is None:
@@ -268,7 +264,7 @@ class DeltaMaker:
         return found
 
     def leave(self) -> None:
-        """Cancel the work, and wait at most a few seconds for its end."""
+        """Cancel the work, and wait at most 5 s for its end."""
         self.end("the daemon is stopping")
         self._ended = self._again = None
         if self._making is not None and self._making.background is not None:
@@ -348,7 +344,7 @@ class DeltaMaker:
             raise NoDeltaError(f"{version_folder(sequence)} is gone") from error
 
     def _open_folder(self) -> None:
-        """Create ``deltas/`` if it is missing, by a rename, which fails in a superseded daemon."""
+        """Create ``deltas/`` by a rename, which fails in a superseded daemon."""
         target = self._job.layout.deltas
         if not self._job.storage.exists(target):
             self._epoch.start_build(_ALL)

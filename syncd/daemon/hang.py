@@ -1,8 +1,7 @@
 """End a process that hangs, because its heartbeat would block the job for other daemons forever.
 
-Progress means that shared storage has answered a call, even with an error. All of a daemon's work
-consists of such calls, also in the copying threads of a merge; an idle daemon makes them at each
-tick. Neither the heartbeat thread nor a thread that waits for other threads makes progress.
+Progress means that shared storage has answered a call, even with an error. An idle daemon makes
+such calls at each tick. Calls of the heartbeat thread do not count.
 """
 
 from __future__ import annotations
@@ -30,17 +29,13 @@ _STDERR: Final = 2
 class HangGuard:
     """Ends this process if one of its jobs makes no progress for ``hang_time`` seconds.
 
-    :func:`faulthandler.dump_traceback_later` ends the process: its C thread, which does not need
-    Python, writes the stack of every thread to standard error and exits with status 1. The next
-    daemon recovers the unfinished work, as after a kill. The service manager gets signs of life
-    until one job has made no progress for ``hang_time``.
+    :func:`faulthandler.dump_traceback_later` ends the process, because its C thread works even if
+    Python hangs. It writes all threads' stacks to standard error and exits with status 1.
 
-    If ``together`` is False, the process ends, and signs of life stop, only if no job makes
-    progress.
+    If ``together`` is False, the process ends only if no job makes progress.
 
-    The guard is active while it is open as a context manager. Use it only in a process that does
-    nothing but serve jobs. Not promised: that the process ends while it is stopped (SIGSTOP); for
-    this case use the service manager's watchdog.
+    Use the guard as a context manager, and only in a process that does nothing but serve jobs. It
+    cannot end a stopped process (SIGSTOP): use the service manager's watchdog for this.
     """
 
     def __init__(
@@ -88,12 +83,12 @@ class HangGuard:
         return answered
 
     def silence(self, job: str) -> float:
-        """Seconds since a job's last progress; 0 if no progress of this job is expected."""
+        """Seconds since a job's last progress; 0 if no progress is expected."""
         now = self._clock()
         return now - self._answered.get(job, now)
 
     def forget(self, job: str) -> None:
-        """Expect no progress of a job any more, because its work has ended."""
+        """Expect no more progress of a job."""
         with self._changing:
             self._answered.pop(job, None)
 
@@ -127,16 +122,13 @@ def _counted(
 
 
 class AnsweredStorage(Storage):
-    """Storage that reports progress after each call, so that long work does not look like a hang.
-
-    ``answered`` is called in the thread that made the call.
-    """
+    """Storage that calls ``answered`` after its main calls, in the thread that made them."""
 
     def __init__(self, root: Path, answered: Callable[[], None]) -> None:
         super().__init__(root)
         self.answered = answered
 
-    # Every round makes the first three calls. The other calls belong to work that may take long.
+    # Every round makes the first three calls. The other calls are part of work that may take long.
     open_read = _counted(Storage.open_read)
     names = _counted(Storage.names)
     status = _counted(Storage.status)

@@ -61,11 +61,10 @@ class Loop:
 
     Args:
         cancel: called between chunks of a merge; raises an error to stop the merge.
-        publishes: whether to make new versions; if False, the loop only prunes.
+        publishes: if False, the loop makes no new versions.
 
     Attributes:
         config: the configuration of the next round. Only the keys in ``LIVE_KEYS`` may change.
-        pruned: the deletions that the last round carried out.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class Loop:
         self._prunings_left = False
 
     def begin(self) -> None:
-        """Recover the state that the previous daemon left; call this after the take-over."""
+        """Recover the previous daemon's state; call this after the take-over."""
         adopted = self._publisher.recover()
         self._deltas.forget_others()
         self._tidying.begin()
@@ -226,7 +225,7 @@ class Loop:
         return self._scanner.has_more or (self._prunings_left and bool(self.pruned))
 
     def leave(self) -> None:
-        """End the background work; call this whenever the loop ends, also after an error."""
+        """End the background work; call this even if the loop ends with an error."""
         self._deltas.leave()
 
     def end(self) -> None:
@@ -238,7 +237,6 @@ class Loop:
         self._reporter.report("stopped")
 
     def _act(self, action: Action, whole_since: float) -> str:
-        """Carry out one action; returns the reason if the action has to wait, else ""."""
         match action:
             case Publish() | Republish() if not self._publishes:
                 pass
@@ -266,7 +264,6 @@ class Loop:
         return ""
 
     def _prune(self, action: Pruning) -> bool:
-        """Carry out one deletion; returns whether the file or folder is gone."""
         match action:
             case DropLease():
                 gone = self._pruner.drop_lease(action)
@@ -287,7 +284,6 @@ class Loop:
         return gone
 
     def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
-        """Remember an action that storage refused; a later round retries this action."""
         self._job.check_is_there()
         self._meter.failed(error)
         self._tidying.after(error)
@@ -295,7 +291,6 @@ class Loop:
         refused.setdefault(what, f"storage refuses the action {what}: {error}. Trying again")
 
     def _tidy(self, refused: dict[str, str], seen: Observation) -> None:
-        """Remove leftovers; later rounds retry any work that storage refuses here."""
         sessions = (parse_lease_marker(lease.marker) for lease in seen.leases)
         try:
             self._outcomes.write_again()
@@ -306,7 +301,6 @@ class Loop:
             refused.setdefault("tidy", f"cannot remove leftovers now: {error}")
 
     def _look_at_benches(self, refused: dict[str, str]) -> str:
-        """Make one requested build for a bench; returns the reason if a build has to wait."""
         try:
             return self._benches.run_once(self.config.tick)
         except OSError as error:
@@ -348,7 +342,6 @@ class Loop:
         )
 
     def _publish_in_turn(self, save: WholeSave, whole_since: float) -> str:
-        """Publish a save if this job may merge now; returns the reason if the save has to wait."""
         if not self._turn.take(save.identity):
             self._refused_turn = True
             return OTHERS_FIRST
@@ -363,8 +356,8 @@ class Loop:
     def _learn_in_turn(self, step: int) -> None:
         """Find out whether a save holds only a model, if this job may merge now.
 
-        This work needs a turn, because it uses as much memory as planning the save's merge. This
-        method does nothing while a save of this job waits for a turn.
+        This needs a turn, because it uses as much memory as planning a merge. A save of this job
+        that waits for a turn comes first.
         """
         if not self._refused_turn and self._turn.take():
             try:
@@ -374,7 +367,7 @@ class Loop:
             self._scanner.look_again()
 
     def _may_go_on(self) -> None:
-        """Raise an error if work on a version must end; the work calls this method often."""
+        """Raise an error if the current work on a version must end."""
         self._cancel()
         published = self._merging
         step = self._benches.building if published is None else published

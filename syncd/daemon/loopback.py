@@ -1,4 +1,4 @@
-"""A read-only HTTP server on loopback that no client can block; it serves metrics and a page."""
+"""A read-only HTTP server on loopback that no client can block."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ _HEAD: Final = 16 * 1024
 
 
 class LoopbackServer(socketserver.ThreadingTCPServer):
-    """Answers requests on 127.0.0.1, with one thread and one descriptor for each connection.
+    """Answers requests on 127.0.0.1, with one thread for each connection.
 
-    Every user of the host can connect, so two things are bounded. A connection ends after
-    ``longest`` seconds, even if its client reads slowly. At most ``most`` connections are open. For
-    a further connection the server closes the oldest connection without a complete request, because
-    real requests are complete within milliseconds. If there is none, it closes the oldest one.
+    Every user of the host can connect, so connections are limited. A connection ends after
+    ``longest`` seconds. At most ``most`` connections are open. For one more, the server closes the
+    oldest connection whose request is not complete, or else the oldest connection. Real requests
+    are complete within milliseconds.
+
+    Port 0 means any free port.
 
     Raises:
-        OSError: the port cannot be used. Port 0 means any free port.
+        OSError: the port cannot be used.
     """
 
     allow_reuse_address = True
@@ -49,7 +51,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
         super().__init__((HOST, port), request)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a new thread; if too many connections are open, close one connection first."""
+        """Answer in a new thread; at the limit, close one connection first."""
         if not self._room.acquire(blocking=False):
             with self._changing:
                 if self._open:
@@ -73,20 +75,20 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
             self._room.release()
 
     def heard(self, request: socket.socket) -> None:
-        """Record that a connection's request is complete; such connections are closed last."""
+        """Record that a connection's request is complete."""
         with self._changing:
             if request in self._open:
                 self._open[request] = True, self._open[request][1]
 
     def service_actions(self) -> None:
-        """Close connections that are older than ``longest``; called at least twice a second."""
+        """Close connections that are older than ``longest``."""
         end = time.monotonic() - self.longest
         with self._changing:
             for late in [one for one, (_, begun) in self._open.items() if begun < end]:
                 self._end(late)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection, and forget it, so that no other thread shuts it down again."""
+        """Close a connection, and forget it, so that nothing shuts it down again."""
         with self._changing:
             self._open.pop(request, None)
         super().shutdown_request(request)
@@ -99,7 +101,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
                 self._end(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 # the base's names
-        """Log the error with its traceback; the base class would print it instead."""
+        """Log the error with its traceback."""
         log.error(
             "an HTTP request on %s:%d failed",
             *self.server_address,
@@ -108,9 +110,9 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
         )
 
     def _end(self, request: socket.socket) -> None:
-        """Shut a connection down, so that its thread wakes up and closes the connection.
+        """Shut a connection down, so that its thread wakes up and closes it.
 
-        The caller must hold the lock, so that the descriptor is not closed and reused meanwhile.
+        The caller must hold the lock. Otherwise the descriptor may be closed and reused meanwhile.
         """
         del self._open[request]
         try:
@@ -120,7 +122,7 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
 
 
 class LoopbackRequest(BaseHTTPRequestHandler):
-    """One request; :meth:`answer` sends the answer, and then the connection ends."""
+    """One request; after its answer the connection ends."""
 
     server: LoopbackServer
     error_content_type = "text/plain; charset=utf-8"
@@ -135,11 +137,11 @@ class LoopbackRequest(BaseHTTPRequestHandler):
         self.answer()
 
     def do_HEAD(self) -> None:
-        """Answer a HEAD request: :meth:`send` leaves the content out."""
+        """Answer a HEAD request, without content."""
         self.answer()
 
     def send(self, content: bytes, kind: str) -> None:
-        """Answer with content of the media type ``kind``; the answer to HEAD has no content."""
+        """Answer with content of the media type ``kind``."""
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
@@ -148,7 +150,7 @@ class LoopbackRequest(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def handle(self) -> None:
-        """Answer the request; it is no error if the client has closed the connection."""
+        """Answer the request; ignore a connection that the client has closed."""
         try:
             head = self._head()
             self.server.heard(self.request)
@@ -159,7 +161,7 @@ class LoopbackRequest(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _head(self) -> bytes:
-        """The bytes of a request up to the empty line, but at most :data:`_HEAD` bytes."""
+        """The request up to the empty line, but at most :data:`_HEAD` bytes."""
         head = b""
         while len(head) < _HEAD and b"\n\r\n" not in head and b"\n\n" not in head:
             part = self.connection.recv(_HEAD - len(head))
@@ -169,8 +171,8 @@ class LoopbackRequest(BaseHTTPRequestHandler):
         return head
 
     def version_string(self) -> str:
-        """The server's name; the base class would add Python's version."""
+        """The server's name, without Python's version."""
         return "syncd"
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 # the base's name
-        """Log nothing, because scrapes and the self-updating page send requests all the time."""
+        """Log nothing, because requests come all the time."""

@@ -2,7 +2,7 @@
 
 A job keeps the names of its newest version, because its explorers were started for these names.
 LATEST records the choice, because adapters and remote versions do not show it. A new job gets the
-hub's names, which every server knows, if all its live explorers accept these names.
+hub's names if all its live explorers accept them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ class NewNames:
     """A change of the names of tensors.
 
     Attributes:
-        before: the names that the job kept before; None if the newest version is the job's first
-            version for which the hub's names and the trainer's names differ.
-        why: the reason why the daemon chose the trainer's names; empty if the daemon chose the
-            hub's names, or if a setting determined the names.
+        before: the names before the change; None if the hub's names and the trainer's names were
+            equal in all earlier versions.
+        why: the reason for the trainer's names; empty for the hub's names or a configured choice.
     """
 
     names: Names
@@ -39,13 +38,13 @@ class NewNames:
 
 
 class Naming:
-    """Chooses the names of a job's next version, and remembers the names of its newest version.
+    """Chooses the names of a job's next version.
 
     :meth:`look` and :meth:`choose` raise OSError if storage does not answer.
 
     Attributes:
-        newest: the names of the newest version; None before the first version, or if the hub's
-            names and the trainer's names of that version are the same.
+        newest: the names of the newest version; None before the first version, or if its hub names
+            and trainer names are equal.
         change: the change of names that came with the newest version, if any.
     """
 
@@ -68,7 +67,7 @@ class Naming:
             self._without()
 
     def choose(self, told: Names | None) -> Names:
-        """The names in the next version: ``told``, as configured, or a choice if it is None."""
+        """The names in the next version; ``told`` is the setting. If None, the daemon chooses."""
         self._why = ""
         if told is not None:
             return told
@@ -110,5 +109,5 @@ class Naming:
 
 
 def _differ(manifest: Manifest) -> bool:
-    """True if the version's tensors have other names on the hub than in the trainer's module."""
+    """True if the hub's names and the trainer's names differ."""
     return any(file.name == NAME_MAP for file in manifest.files)

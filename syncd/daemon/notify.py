@@ -1,7 +1,4 @@
-"""Messages to the service manager, by sd_notify(3): a few lines over a datagram socket.
-
-If no service manager started this process, nothing is sent.
-"""
+"""Messages to the service manager, by sd_notify(3): a few lines over a datagram socket."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ LONGEST_SILENCE: Final = 10.0
 class ServiceManager:
     """The service manager that has started this process, or a stand-in that does nothing.
 
-    Any thread may call its methods. Not promised: that messages arrive, because the daemon never
-    waits for a manager that does not read them.
+    Any thread may call the methods. Messages can get lost, because the daemon never waits for the
+    manager.
 
     Args:
         address: the manager's socket: a path, or ``@`` and an abstract name; None for no manager.
@@ -55,7 +52,7 @@ class ServiceManager:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> ServiceManager:
-        """The manager that ``NOTIFY_SOCKET`` names; a stand-in if it names no Unix socket."""
+        """The manager that ``NOTIFY_SOCKET`` names, or a stand-in."""
         address = environment.get("NOTIFY_SOCKET", "")
         if not address.startswith(("/", "@")):
             return cls()
@@ -74,7 +71,7 @@ class ServiceManager:
         )
 
     def alive(self) -> None:
-        """Report progress, so that systemd's watchdog and timeouts do not end the process."""
+        """Report progress, so that systemd does not end the process."""
         if self._owes_ready:
             self._say_ready()
         extends = self._starting or self._stopping
@@ -82,7 +79,7 @@ class ServiceManager:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Report a reload of the configuration, which lasts until this context ends."""
+        """Report a reload of the configuration until this context ends."""
         # systemd 253 requires CLOCK_MONOTONIC, which time.monotonic() reads on Linux.
         self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
@@ -93,7 +90,7 @@ class ServiceManager:
     def stopping(self) -> None:
         """Report that the process has begun to end; a signal handler may call this.
 
-        The interrupted thread may hold a lock, so this method takes no lock, and logs no failure.
+        This method takes no lock and logs nothing, because the interrupted thread may hold a lock.
         """
         self._stopping = True
         self._try_to_send("STOPPING=1")
@@ -107,7 +104,7 @@ class ServiceManager:
         self._say_ready()
 
     def _say_ready(self) -> None:
-        """Send READY; if the manager does not accept the message, :meth:`alive` sends it again."""
+        """Send READY; if this fails, :meth:`alive` sends it again."""
         self._owes_ready = self._send("READY=1") is not None
 
     def _tell(self, name: str, line: str) -> None:
@@ -126,7 +123,6 @@ class ServiceManager:
         return error
 
     def _try_to_send(self, *assignments: str) -> OSError | None:
-        """Send the lines as one message; returns the error if the message was not accepted."""
         if self._socket is None:
             return None
         data = "\n".join(assignments).encode(errors="replace")
@@ -138,10 +134,10 @@ class ServiceManager:
 
 
 class JobNotice:
-    """A daemon's messages about one job to the service manager.
+    """A job's messages to the service manager.
 
-    ``ready`` is called when the daemon has scanned the job, or stands by for another daemon.
-    ``status`` is called with a line about the daemon's state, for people.
+    ``ready`` is called when the daemon has scanned the job, or stands by. ``status`` is called with
+    a line about the daemon's state, for people.
     """
 
     def __init__(

@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class Outcomes:
-    """The active daemon's record of saves that were published, skipped or quarantined.
+    """The outcomes of saves, as the active daemon records them.
 
-    An outcome counts even if storage refuses to write it now; :meth:`write_again` writes it later.
+    An outcome counts even if storage refuses to write it; :meth:`write_again` writes it later.
     ``of_step`` maps each step to the outcome of its last save.
     """
 
@@ -82,9 +82,9 @@ class Outcomes:
     def learn(self, step: int, *, prefix: str | None, cancel: Callable[[], None]) -> None:
         """Record whether a save of torch.distributed.checkpoint holds only a model.
 
-        If the save in the step folder is not the recorded save, this method does nothing.
-        ``cancel`` is called between reads, and raises an error to stop the work. If ``prefix`` is
-        None, the prefix of the model's tensor names is detected.
+        Does nothing if the step folder no longer holds the recorded save. ``cancel`` is called
+        between reads, and raises an error to stop the work. ``prefix`` is the prefix of the model's
+        tensor names; None means that it is detected.
 
         Raises:
             OSError: storage failed; nothing was recorded.
@@ -104,12 +104,12 @@ class Outcomes:
             self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
 
     def forget(self, step: int) -> None:
-        """Remove the recorded outcome of a step that has no folder."""
+        """Remove the outcome of a step."""
         if self.of_step.pop(step, None) is not None:
             self._write()
 
     def write_again(self) -> None:
-        """Write ``saves.json`` again if storage refused the last write."""
+        """Write ``saves.json`` if the last write failed."""
         if self._unwritten:
             self._write()
 

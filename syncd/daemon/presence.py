@@ -14,10 +14,10 @@ _HEARTBEAT: Final = ".lock"
 
 
 class Participants:
-    """Watches all heartbeats of a job except the daemons' heartbeats.
+    """Watches the heartbeats of a job's trainers and explorers.
 
-    Promised: the heartbeat of a process that died before this process began never counts as a live
-    participant. Not promised: that a trainer without a heartbeat, and so without hooks, is seen.
+    A participant that died before this process began never makes :attr:`gone` true. A trainer
+    without hooks has no heartbeat, so it is not seen.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Participants:
         return self._seen and not self._alive
 
     def look(self, tick: float) -> None:
-        """Look at all heartbeats once; ``tick`` is about the seconds between two calls.
+        """Look at all heartbeats; ``tick`` is the approximate number of seconds between two calls.
 
         Raises:
             OSError: storage failed, or the job is missing. The results of the previous look stay.

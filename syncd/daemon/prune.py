@@ -46,8 +46,8 @@ _LEFT: Final = "marked for deletion, but not yet deleted when this daemon took o
 class Pruner:
     """Carries out the decided deletions; checks once more before a deletion is final.
 
-    ``needed`` returns whether a step is needed after all; it is called after the step's folder was
-    moved to the trash.
+    ``needed`` is called when the folder of a step is already in the trash. If it returns True, the
+    folder is put back.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Pruner:
         self._end_of_torn = b""
 
     def retire_version(self, action: RetireVersion) -> bool:
-        """End the leasing of a version, and then delete the version.
+        """Delete a version; returns False if an explorer has leased it meanwhile.
 
-        Leasing ends with the rmdir of the lease folder, which succeeds only if the folder is empty
-        on the server. Returns False if an explorer has leased the version meanwhile.
+        Leasing ends with the rmdir of the lease folder. The server refuses the rmdir if the folder
+        is not empty.
         """
         if not self._close_leases(action.sequence):
             return False
@@ -101,7 +101,7 @@ class Pruner:
         return bool(found)
 
     def close_lease_folder(self, action: CloseLeaseFolder) -> None:
-        """Remove the lease folder of a deleted version, if the folder is empty."""
+        """Remove the lease folder of a deleted version, if it is empty."""
         self._close_leases(action.sequence)
 
     def drop_lease(self, action: DropLease) -> bool:
@@ -152,9 +152,9 @@ class Pruner:
         return True
 
     def sweep(self) -> None:
-        """Finish a previous daemon's deletions, and put back the folders that are in its trash.
+        """Put back the folders in the trash; delete unfinished folders and those in ``doomed/``.
 
-        Folders in ``doomed/`` are deleted; the audit log may get their lines a second time.
+        A folder in ``doomed/`` may get a second line in the audit log.
         """
         for trash in self._epoch.undecided():
             name = trash.name.partition("-")[0]
@@ -197,7 +197,7 @@ class Pruner:
         self._epoch.sweep()
 
     def _look_anew(self, folder: Path, step: int, outcome: SaveOutcome) -> StepSeen | None:
-        """The folder's content on the server, because the client's cache of it may be outdated."""
+        """The folder's content on the server; this client's cache may be outdated."""
         actor = folder / "actor"
         parts = (actor / name for name in (RECEIPTS, HUGGINGFACE, LORA_ADAPTER))
         for part in (folder, actor, *parts):
@@ -225,7 +225,7 @@ class Pruner:
         return True
 
     def _put_back(self, trash: Path, folder: Path) -> None:
-        """Put a folder back; if its name is in use again, put back only the missing files."""
+        """Put a folder back, or only its missing files if its name is in use again."""
         try:
             self._job.storage.rename(trash, folder)
         except OSError as error:

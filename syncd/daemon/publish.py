@@ -50,22 +50,19 @@ DeltaFrom = Callable[[Manifest], int | None]
 
 
 def _no_delta(_: Manifest) -> None:
-    """The default of ``delta_from``: no delta will be made."""
+    """Make no delta."""
 
 
 class Publisher:
-    """Makes the versions of a job, one at a time; knows LATEST and the save that LATEST came from.
+    """Makes the versions of a job, one at a time.
 
     Args:
-        cancel: called between chunks of a merge; raises an error to stop the merge.
+        cancel: see :class:`Loop`.
 
     Attributes:
-        config: the configuration for the next version; the loop sets it at each round.
         latest: LATEST as this daemon last wrote or found it; None before the first version.
-        latest_bytes: the bytes of the files of LATEST's version; None if that version is not whole.
-        published_save: the identity of the save that LATEST was made from; after a rollback, the
-            identity of the save that the previous LATEST was made from.
-        served_request: the id of the rollback request that LATEST is the result of, if any.
+        latest_bytes: the bytes of LATEST's files; None if that version is damaged.
+        published_save, served_request: see :class:`Observation`.
     """
 
     def __init__(
@@ -143,7 +140,7 @@ class Publisher:
         return found.adopted
 
     def _discard_delta(self, sequence: int) -> None:
-        """Discard a delta to a version above LATEST; a failure is harmless and only logged."""
+        """Discard a delta to a version above LATEST; a failure is harmless."""
         name = delta_folder(sequence)
         log.warning(
             "discarding the delta %s: it leads to a version that is newer than LATEST",
@@ -215,7 +212,7 @@ class Publisher:
     def build_for_bench(
         self, request: BenchRequest, save: WholeSave, *, progress: Progress = unheard
     ) -> Manifest:
-        """Merge a complete save for one explorer; make no version, and change no record.
+        """Merge a complete save for one explorer; change no record.
 
         Raises the errors of :meth:`publish`.
         """
@@ -235,14 +232,13 @@ class Publisher:
         return manifest
 
     def refuse_bench(self, request: BenchRequest, why: str) -> None:
-        """Replace a request for a build by a refusal with the reason ``why``."""
+        """Replace a request for a build by a refusal."""
         path = self._job.layout.bench_request(request.id)
         refused = request.model_copy(update={"outcome": "refused", "why": why})
         if self._job.storage.exists(path):  # else the explorer has withdrawn the request
             self._epoch.replace_file(path, encode(refused))
 
     def _build(self, save: WholeSave, folder: Path, sequence: int, progress: Progress) -> Manifest:
-        """Merge a complete save into an empty folder of this daemon's room."""
         match save:
             case Remote():
                 step = self._job.layout.step(save.step)
@@ -273,7 +269,7 @@ class Publisher:
         """Make an old version LATEST again, under a new sequence.
 
         The save of the previous LATEST stays recorded as published, because the pointer may still
-        name that save.
+        name it.
 
         Raises:
             VersionGoneError, RecordError, VerificationError: the old version is gone or damaged.
@@ -303,7 +299,7 @@ class Publisher:
         return self._make_version(old.step, build)
 
     def answer(self, request: RollbackRequest, *, made: int | None, why: str) -> None:
-        """Replace a rollback request by its answer; ``made`` is None if the daemon refused it."""
+        """Replace a rollback request by its answer; ``made`` is None for a refusal."""
         outcome = "refused" if made is None else "done"
         answered = request.model_copy(update={"outcome": outcome, "made": made, "why": why})
         path = self._job.layout.request(request.id)
@@ -318,7 +314,7 @@ class Publisher:
     ) -> Manifest:
         """Publish a version; this method defines the order of all writes.
 
-        Everything is made in this daemon's room and leaves the room by a rename, which fails after
+        All files are made in this daemon's room. They leave it by a rename, which fails after
         another daemon has taken over. docs/protocol.md ("The fence: epochs") has the reasons.
         """
         epoch = self._epoch
@@ -358,7 +354,6 @@ class Publisher:
         self.served_request = None if back is None else back.request
 
     def _next_sequence(self) -> int:
-        """The next sequence. Skips a number if a file or link is in the way of its folders."""
         sequence = self._floor + 1
         while self._in_the_way(self._job.layout.version(sequence)) or self._in_the_way(
             self._job.layout.lease_folder(sequence)

@@ -35,12 +35,11 @@ class FoundVersions:
         latest: LATEST; None if that file is missing or unreadable.
         served: the manifest of LATEST's version; None if the version is damaged.
         adopted: the manifest of the highest finished version above LATEST, if any.
-        unfinished: the incomplete versions above LATEST and above ``adopted``.
-        deltas_above: the deltas to versions above ``adopted``, or above LATEST if no version is
-            adopted. LATEST names a version before its delta is made. So if there are such deltas,
-            LATEST was lost, or an older LATEST was restored.
-        outcomes: step → the outcome of the step's last save.
-        highest: the highest sequence that any file of the job names.
+        unfinished: the incomplete, unleased versions above ``adopted``; above LATEST if ``adopted``
+            is None.
+        deltas_above: the deltas to versions above ``adopted``; above LATEST if ``adopted`` is None.
+            A delta is made after LATEST names its version. So such deltas show that LATEST was lost
+            or replaced by an older copy.
     """
 
     latest: Latest | None = None
@@ -138,7 +137,7 @@ class _Look:
         return self._job.read(model, path, _OURS, limit=limit)
 
     def _look_at(self, path: Path) -> None:
-        """Open and close a file, because only the next open is sure to find the new content."""
+        """Open and close a file, because only the next open surely finds the new content."""
         try:
             self._job.storage.release(self._job.storage.open_read(path))
         except OSError as error:
@@ -204,7 +203,7 @@ class _Look:
         return manifest if manifest.sequence == sequence else None
 
     def highest_sequence(self, found: FoundVersions) -> int:
-        """The highest believable sequence in the files of the job; new sequences must be higher."""
+        """The highest believable sequence in the job's files; new sequences must be higher."""
         named = [0, *self.published(), *self.deltas()]
         if found.latest is not None:
             named.append(found.latest.sequence)
@@ -225,7 +224,7 @@ class _Look:
         return max(number for number in named if number <= known + _BELIEVED)
 
     def has_content(self, folder: Path) -> bool:
-        """True if a folder has content, or if this user may not read the folder."""
+        """True if a folder has content, or if this user may not read it."""
         try:
             return bool(self._job.storage.names(folder))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Scanning a job: makes an Observation from its files, at a cost independent of the job's age."""
+"""Scanning a job: makes an Observation from its files, at a cost that does not grow with time."""
 
 from __future__ import annotations
 
@@ -43,11 +43,7 @@ _MOST_BELOW: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The daemon's own knowledge of a job, from the daemon's records.
-
-    ``outcomes`` maps each step to the outcome of its last save; :class:`Observation` documents the
-    other fields.
-    """
+    """The daemon's own knowledge of a job; see :class:`Observation` and :class:`Outcomes`."""
 
     latest: int
     published_save: str | None
@@ -58,7 +54,7 @@ class Known:
 
 
 class Scanner:
-    """Scans one job repeatedly, and remembers results that need not be read again."""
+    """Scans one job, and remembers results that need not be read again."""
 
     def __init__(
         self,
@@ -147,10 +143,10 @@ class Scanner:
         return pointer.step is not None and pointer.step != step
 
     def is_needed(self, step: int) -> bool:
-        """True if a pointer names a step, or the trainer has announced no higher step.
+        """True if a pointer names the step, or the trainer has announced no higher step.
 
-        The step's folder is already in the trash now, so this method asks the server. Each file is
-        opened twice, because on some storage the first open may still find the old file.
+        This method asks the server, because the step's folder is already in the trash. It opens
+        each file twice, because on some storage the first open may still find the old file.
         """
         for folder in (self._job.layout.root, self._job.layout.state):
             self._job.storage.refresh(folder)
@@ -178,7 +174,6 @@ class Scanner:
         return Pointer(PointerState.STEP, step), key
 
     def _instead(self, known: Known) -> str:
-        """A hint if the other pointer is there, or if a subfolder looks like a job, else ""."""
         name = (
             STATE_POINTER if self._pointer_file.name == CHECKPOINT_POINTER else CHECKPOINT_POINTER
         )
@@ -205,7 +200,6 @@ class Scanner:
         return ""
 
     def _look_at_pointed(self, pointer: Pointer, key: Signature | None, known: Known) -> None:
-        """Look at the save that the pointer names, if the save may have changed."""
         if pointer.step is None:
             self._save = self._settled = self._looked = None
             return
@@ -305,10 +299,6 @@ class Scanner:
             return [""]
 
     def _announced(self) -> int | None:
-        """The step that the trainer announced last; None if the trainer has no report.
-
-        The result is 0, so that no step is pruned, if the report is unreadable or names no step.
-        """
         path = self._job.layout.trainer_report
         try:
             return parse(TrainerReport, self._job.storage.read(path), path).step or 0

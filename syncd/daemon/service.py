@@ -1,7 +1,4 @@
-"""The daemon of one job: it stands by, takes over, serves, pauses and stops.
-
-Signal handlers only set a flag and wake the loop; the loop acts.
-"""
+"""The daemon of one job: it stands by, takes over, serves, pauses and stops."""
 
 from __future__ import annotations
 
@@ -48,15 +45,15 @@ _QUIET: Final = 2
 class Service:
     """The daemon of one job in this process: active, or standing by for the active daemon.
 
-    Promised: after :meth:`stop`, :meth:`run` returns within the time of one copy chunk, and leaves
-    no unfinished files. Not promised: that only one daemon considers itself active. Nevertheless
-    only one daemon can commit.
+    After :meth:`stop`, :meth:`run` returns within the time of one copy chunk, and leaves no
+    unfinished files. Two daemons may consider themselves active for a while, but only one can
+    commit.
 
     Args:
         may_end: called before ``exit_when_idle`` ends :meth:`run`; returns False to continue.
-        answered: called after each call that storage has answered, to report progress.
+        answered: called after storage has answered a call, to report progress.
         each_tick: called between two rounds, on the thread of :meth:`run`.
-        turn: asked whether this job may merge now; by default the answer is always yes.
+        turn: decides if this job may merge now; by default it always may.
 
     Raises:
         InvalidSettingsError: ``shared_group`` does not exist, or the job's folders cannot be given
@@ -111,15 +108,15 @@ class Service:
         self._watcher = Watcher({})  # to be woken; run() adds and removes its watches
 
     def stop(self) -> None:
-        """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
+        """Ask :meth:`run` to return; any thread or signal handler may call this."""
         self._stopping = True
         self._watcher.wake()
 
     def give_up(self) -> None:
         """Release the job to other daemons now, even if the thread of :meth:`run` is stuck.
 
-        The heartbeats of this daemon end, and after a take-over the fence blocks all its commits.
-        May be called from any thread. Hangs if storage hangs.
+        This daemon's heartbeats end, and after a take-over the fence blocks all its commits. May be
+        called from any thread. Hangs if storage hangs.
         """
         self.stop()
         if (held := self._held) is not None:
@@ -128,12 +125,12 @@ class Service:
             session.close()
 
     def reload(self, config: DaemonConfig) -> None:
-        """Apply new values of ``LIVE_KEYS`` from the next round on. Any thread may call this."""
+        """Apply new values of ``LIVE_KEYS`` from the next round on; any thread may call this."""
         self._config = config
         self._watcher.wake()
 
     def wake(self) -> None:
-        """Begin the next round now. May be called from a signal handler or any thread."""
+        """Begin the next round now; any thread or signal handler may call this."""
         self._watcher.wake()
 
     def run(self) -> None:
@@ -172,11 +169,7 @@ class Service:
 
     @property
     def _tick(self) -> float:
-        """Seconds between two rounds: ``tick``, or less if the lease or hang time is short.
-
-        A judge must look at heartbeats several times in each lease time, and an idle daemon must
-        not seem to hang.
-        """
+        """Seconds between two rounds: short enough to see heartbeats and not to seem to hang."""
         return min(self._config.tick, self._lease_time / 4, self._config.hang_time / 4)
 
     def _wait(self) -> None:
@@ -205,7 +198,6 @@ class Service:
                 lock.release()
 
     def _open_job(self) -> float:
-        """Create syncd's missing files in the job; returns the job's lease time."""
         if self._config.shared_group is not None:
             share_with_group(self._job, self._config.shared_group)
         lease_time = self._job.open(lease_time=self._config.lease_time).lease_time
@@ -213,7 +205,7 @@ class Service:
         return lease_time
 
     def _check_there(self) -> None:
-        """Check that the job is there; if another job has replaced it, open the new job."""
+        """Check that the job is there; open a new job that has replaced it."""
         try:
             self._job.check_is_there()
         except JobUnavailableError:
@@ -226,8 +218,8 @@ class Service:
     def _is_made_anew(self) -> bool:
         """True if a trainer without hooks has begun a new job (a pointer, but no ``.syncd``).
 
-        The new job must be another folder (inode) on the same device: a job that is being deleted
-        keeps its folder, and another device means that the storage is not mounted.
+        The new folder must have another inode on the same device. A job that is being deleted keeps
+        its inode. Another device means that the storage is not mounted.
         """
         layout, storage = self._job.layout, self._job.storage
         folder, pointer = storage.status(layout.root), layout.root / self._config.pointer
@@ -294,7 +286,6 @@ class Service:
                 loop.end()
 
     def _round(self, loop: Loop) -> None:
-        """Run one round; if storage refuses some work for now, this daemon stays active."""
         quiet, self._quiet_rounds = self._quiet_rounds, 0
         try:
             # Look for participants first, because participants that are gone now have written
@@ -320,7 +311,7 @@ class Service:
             self._participants.look(self._tick)
 
     def _look_at_rights(self) -> None:
-        """Warn once, when the first step folders exist, if this user may not prune them."""
+        """Warn once if this user may not prune the step folders."""
         if self._rights_seen:
             return
         found = unprunable(self._job)
@@ -332,7 +323,7 @@ class Service:
             )
 
     def _gave_up_reserve(self) -> bool:
-        """Delete the reserve on a full disk, so that the daemon can take over and prune."""
+        """Delete the reserve on a full disk, so that the daemon can take over."""
         try:
             return Reserve(self._job).give_up()
         except OSError as error:
@@ -355,9 +346,9 @@ class Service:
         event: Event = Event.DAEMON_PAUSED,
         change: str = "",
     ) -> None:
-        """Log each change of the daemon's state; repeat an unchanged state now and then.
+        """Log a change of the daemon's state, and an unchanged state now and then.
 
-        ``change`` is the text to compare, if the message ``what`` has names that differ each time.
+        ``change`` is compared instead of ``what`` if names in ``what`` differ each time.
         """
         self._notice.status(what)
         if isinstance(why, Exception):

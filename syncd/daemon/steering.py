@@ -1,4 +1,4 @@
-"""Requests that people make and the daemon reads: a pause, and rollbacks."""
+"""Requests that users make and the daemon reads: a pause, and rollbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from syncd.storage.record_files import ReadPolicy
 
 
 class Steering:
-    """Reads requests. A damaged request raises no error; only failing storage raises OSError."""
+    """Reads requests. A damaged request raises no error; failing storage raises OSError."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -21,9 +21,9 @@ class Steering:
         self._policy = ReadPolicy(damaged=is_unreadable, say=self._let_be.say)
 
     def pause(self) -> Pause | None:
-        """The pause in force, or None; a damaged record counts as a pause."""
+        """The pause in force, if any; a damaged record counts as a pause."""
         path = self._job.layout.paused
-        # A damaged record shows that someone wanted a pause, so the job counts as paused.
+        # A damaged record still shows that someone wanted a pause.
         damaged = Pause(id="", by=f"{path.name} (unreadable)", time=0.0)
         return self._job.read(Pause, path, self._policy, unreadable=damaged)
 
@@ -33,10 +33,7 @@ class Steering:
         return self.pause() is not None
 
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
-        """The unanswered requests in a fixed order; empty if this daemon cannot write answers.
-
-        Until the daemon has answered the returned requests, it publishes nothing else.
-        """
+        """The unanswered requests in a fixed order; empty if this daemon cannot write answers."""
         if not self.asked():
             return ()
         try:
@@ -59,7 +56,7 @@ class Steering:
         ]
 
     def asked(self) -> tuple[RollbackRequest, ...]:
-        """The queued rollbacks, as far as this client's cache shows them; changes nothing."""
+        """The unanswered requests, from this client's cache, which may be outdated."""
         found = [self._request(name) for name in self._names()]
         return tuple(request for request in found if request and request.outcome == "asked")
 

@@ -40,7 +40,7 @@ LOOK_AGAIN: Final = 60.0
 
 
 class Steps:
-    """Looks into step folders, and remembers which folders it has to look into next."""
+    """Looks into step folders in turn."""
 
     def __init__(self, job: Job, *, clock: Clock) -> None:
         self._job = job
@@ -65,7 +65,7 @@ class Steps:
     def look(
         self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]
     ) -> tuple[tuple[StepSeen, ...], tuple[Save, ...], tuple[int, ...]]:
-        """Look into some of the step folders that are due.
+        """Look into some of the step folders that are due; a changed ``key`` makes all folders due.
 
         Returns the folders with a recorded outcome, the skipped saves that are not recorded yet,
         and the steps with a recorded outcome but without a folder.
@@ -101,10 +101,10 @@ class Steps:
         return tuple(seen), tuple(unrecorded), tuple(vanished)
 
     def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
-        """Make step folders due: after a pointer moved, after a publication, and now and then.
+        """Make step folders due if ``key`` has changed, and about once a minute.
 
-        The newest folders come first. Then an unfinished cycle through all folders continues, so
-        that the oldest of very many folders get their turn even if the pointers move often.
+        The newest folders come first. Then an unfinished cycle continues, so that old folders get
+        their turn even if the pointers move often.
         """
         now = self._clock()
         moved = key != self._key
@@ -124,7 +124,7 @@ class Steps:
         self._key, self._at = key, now
 
     def _note_passed(self, pointer: Pointer, steps: set[int], *, is_time: bool) -> None:
-        """Remember which folders existed when the daemon saw the pointer move up.
+        """Remember the folders that existed when the daemon saw the pointer move up.
 
         If a trainer without syncd's hook resumes at a lower step, it writes saves below the pointer
         before it moves the pointer back. Such saves must not count as skipped.
@@ -138,7 +138,7 @@ class Steps:
             self._passed = frozenset()
 
     def _skipped_save(self, step: int) -> Save | None:
-        """The save of a step below the pointer; None if the save does not count as skipped."""
+        """The save of a step below the pointer, if the save counts as skipped."""
         folder = self._job.layout.step(step)
         if self._job.storage.exists(folder / FULL) or self._job.storage.exists(folder / SAVING):
             return None
@@ -150,7 +150,7 @@ class Steps:
 def look_at_step(
     storage: Storage, folder: Path, step: int, outcome: SaveOutcome
 ) -> StepSeen | None:
-    """The present content and the recorded outcome of a step folder; None if there is no folder."""
+    """The content and the recorded outcome of a step folder; None if there is no folder."""
     names = set(storage.names(folder))
     if not names and not storage.exists(folder):
         return None

@@ -15,9 +15,9 @@ from syncd.storage.judge import Clock
 PATIENCE: Final = 90.0
 #: The reason why a save waits, although it could be merged now.
 OTHERS_FIRST: Final = "other jobs are merged first: at most concurrent_merges jobs merge at a time"
-#: A merge is late after this many times its fair time,
+#: A merge is late after this many times the time that its tensors should take.
 FAIR_TIMES: Final = 20
-#: but never before this many seconds.
+#: No merge is late before this many seconds.
 LEAST: Final = 120.0
 #: Seconds between two checks of a late merge, for waiting jobs and for a newer save.
 _LOOK: Final = 1.0
@@ -48,11 +48,11 @@ class Turn:
         """Record the bytes of tensors merged so far, and the bytes of all tensors."""
 
     def check(self, is_overtaken: Callable[[], bool]) -> bool:
-        """Check whether a merge may continue; the merge calls this method often.
+        """Check if a merge may continue; call this often during the merge.
 
-        ``is_overtaken`` is called for a late merge, and returns whether the trainer has announced
-        another save. :meth:`check` returns True once, when the merge has become late and continues
-        beside the other merges.
+        ``is_overtaken`` is called for a late merge, and returns True if the trainer has announced
+        another save. :meth:`check` returns True once, after the merge has begun to run beside the
+        other merges (see :class:`Turns`).
 
         Raises:
             LateError: the merge is late and has to end.
@@ -61,7 +61,7 @@ class Turn:
         return False
 
     def leave(self) -> None:
-        """Give up the turn, because this job has ended its merge, or has nothing to merge."""
+        """Give up the turn, after a merge or if there is nothing to merge."""
 
 
 @dataclass(slots=True)
@@ -85,11 +85,11 @@ class _Merging:
 
 @dataclass(slots=True)
 class _Known:
-    """The data about a job that are kept between the job's merges.
+    """The data about a job that outlive its merges.
 
-    ``rate`` is in bytes per second, from the last merge that was large enough to measure.
-    ``put_off`` is the identity of the save whose merge was ended because other jobs waited.
-    ``ended`` is how many merges in a row were ended because they were late.
+    ``rate`` is the bytes per second of the last large merge. ``put_off`` is the identity of the
+    save whose merge was ended because other jobs waited. ``ended`` counts the late merges in a row
+    that were ended.
     """
 
     rate: float | None = None
@@ -100,23 +100,21 @@ class _Known:
 class Turns:
     """Limits the number of jobs that merge at a time; jobs merge in the order of their requests.
 
-    A job that wants to merge again queues behind all jobs that asked meanwhile. If the storage of a
-    merging or waiting job hangs, other jobs wait for that job at most :data:`PATIENCE` seconds.
-    Then one more job may merge, until the hanging job's merge has ended.
+    If the storage of a job hangs, other jobs wait for it at most :data:`PATIENCE` seconds. Then one
+    more job may merge, until the hanging merge has ended.
 
     A merge is *late* if it has taken :data:`FAIR_TIMES` times as long as its tensors should take,
     and at least :data:`LEAST` seconds. The first late merge continues *beside* the other merges: it
-    no longer counts against the limit. A second merge that becomes late while a job waits is ended.
-    When no merge is beside the others any more, its save is merged again, beside the others. So
-    waiting jobs end the merge of a save at most once, and the second attempt delays no other job.
+    no longer counts against the limit. If a second merge becomes late while a job waits, the second
+    merge is ended. When the first late merge has ended, the save of the second is merged again,
+    beside the others. So waiting jobs end the merge of a save at most once.
 
-    A late merge also ends if its trainer has announced a newer save, which is merged instead. Each
-    time a job's merge is ended, its next merge may take twice as long until a newer save can end
-    it. So even if a trainer saves faster than its saves are merged, some saves are merged.
+    A late merge also ends if its trainer has announced a newer save, which is merged instead. After
+    each ended merge, the job's next merge has twice as long until a newer save can end it. So even
+    if a trainer saves faster than its saves are merged, some saves are merged.
 
     Args:
-        silence: called with a merging job; returns for how many seconds its storage has not
-            answered.
+        silence: called with a merging job; returns the seconds since its storage last answered.
     """
 
     def __init__(
@@ -135,7 +133,7 @@ class Turns:
         return _InTurn(self, job, wake)
 
     def take(self, job: str, wake: Callable[[], None], save: str | None) -> bool:
-        """True if a job may merge now; if not, the job keeps its place in the queue."""
+        """True if a job may merge now; if not, the job stays in the queue."""
         now = self._clock()
         with self._lock:
             self._let_beside(now)
@@ -164,12 +162,12 @@ class Turns:
             return True
 
     def progress(self, job: str, done: int, total: int) -> None:
-        """Record the progress of a job's merge, as :meth:`Turn.progress` does."""
+        """Record the progress of a job's merge."""
         if (merging := self._merging.get(job)) is not None:
             merging.done, merging.total = done, total
 
     def check(self, job: str, is_overtaken: Callable[[], bool]) -> bool:
-        """Check whether a job's merge may continue, as :meth:`Turn.check` does."""
+        """Check if a job's merge may continue; see :meth:`Turn.check`."""
         merging = self._merging.get(job)
         now = self._clock()
         if merging is None or now < merging.look_at:
@@ -207,7 +205,7 @@ class Turns:
         return found_late
 
     def leave(self, job: str) -> None:
-        """Record that a job no longer merges, and no longer waits for its turn."""
+        """Record that a job neither merges nor waits."""
         with self._lock:
             if job not in self._merging and job not in self._waiting:
                 return
@@ -224,7 +222,7 @@ class Turns:
             waiting.wake()
 
     def forget(self, job: str) -> None:
-        """Forget the data of a job that is no longer served."""
+        """Forget a job that is no longer served."""
         with self._lock:
             self._known.pop(job, None)
 
@@ -232,7 +230,6 @@ class Turns:
         return self._known.setdefault(job, _Known())
 
     def _next_ones(self) -> list[_Waiting]:
-        """The waiting jobs that should ask again now."""
         aside = [waiting for waiting in self._waiting.values() if waiting.aside]
         others = [waiting for waiting in self._waiting.values() if not waiting.aside]
         return aside[:1] + others[: self._most]
@@ -252,7 +249,6 @@ class Turns:
         )
 
     def _let_beside(self, now: float) -> None:
-        """Let the first late merge continue beside the others, if no merge does so yet."""
         if not self._beside_is_free():
             return
         for merging in self._merging.values():
@@ -261,10 +257,7 @@ class Turns:
                 return
 
     def _limit(self, merging: _Merging) -> float:
-        """Seconds after which a merge is late.
-
-        The rate is the median over jobs, so that one job's many saves do not set everyone's limit.
-        """
+        """Seconds after which a merge is late; uses the median over jobs, not over saves."""
         rates = sorted(known.rate for known in self._known.values() if known.rate is not None)
         rate = min(rates[len(rates) // 2], _BEST_RATE) if rates else _FIRST_RATE
         return max(LEAST, FAIR_TIMES * merging.total / rate)

@@ -1,5 +1,4 @@
-"""Serving jobs from one process.
+"""Serving one job or many jobs from one process.
 
-This package finds the jobs in a folder, restarts each daemon that fails, and serves one job or many
-jobs in one process. Only ``syncd.cli`` imports this package. Begin with ``services.py``.
+This package finds the jobs in a folder, and restarts daemons that fail. Begin with ``services.py``.
 """

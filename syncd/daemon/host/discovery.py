@@ -1,4 +1,4 @@
-"""Discovery of the jobs in a folder, while jobs are added and removed."""
+"""Discovery of the jobs in a folder."""
 
 from __future__ import annotations
 
@@ -29,17 +29,13 @@ _PATIENCE: Final = 30.0
 class Discovery:
     """Looks for jobs, in its own thread.
 
-    A job is a folder in the root with ``.syncd`` or the pointer in it. A job is not a link, and its
-    name does not begin with a dot. If the root cannot be listed, for example because it is not
-    mounted, the list of jobs stays as it is.
-
-    Promised: if the storage of one folder hangs, other jobs are still found. Not promised: that a
-    new job is found before this client's cached listing of the root is renewed.
+    A job is a folder in the root with ``.syncd`` or the pointer in it. It must not be a link, and
+    its name must not begin with a dot. If the root cannot be listed, for example because it is not
+    mounted, the list of jobs does not change.
 
     Args:
-        changed: called when a job was added or removed.
-        every: seconds between two listings.
-        answered: called each time storage has answered the listing of the root.
+        changed: called after the first listing, and when a job was added or removed.
+        answered: called after each listing of the root, even a failed one.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class Discovery:
 
     @property
     def jobs(self) -> frozenset[str] | None:
-        """The names of the jobs; None before the root was listed for the first time."""
+        """The names of the jobs; None before the first listing."""
         with self._lock:
             return frozenset(self._missed) if self._has_looked else None
 

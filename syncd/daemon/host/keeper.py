@@ -25,8 +25,7 @@ _LOOK: Final = 0.2
 class Keeper:
     """Serves one job until it is stopped or its daemon ends.
 
-    If the job cannot be served, or syncd has a bug, the error is logged, and a new daemon serves
-    the job a few seconds later. ``guard`` expects progress of the job until :meth:`serve` returns.
+    If the daemon fails, the error is logged, and a new daemon serves the job 10 s later.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Keeper:
         self._service: Service | None = None
 
     def prepare(self) -> None:
-        """Make the daemon now, before it has to serve; raises the errors of :class:`Service`."""
+        """Make the daemon before :meth:`serve`; raises the errors of :class:`Service`."""
         self._replace()
 
     def serve(self) -> None:
@@ -56,24 +55,24 @@ class Keeper:
             self._guard.forget(str(self.root))
 
     def stop(self) -> None:
-        """Ask :meth:`serve` to return. May be called from a signal handler or any thread."""
+        """Ask :meth:`serve` to return; any thread or signal handler may call this."""
         self._stopping = True
         if (service := self._service) is not None:
             service.stop()
 
     def wake(self) -> None:
-        """Begin the next round now. May be called from a signal handler or any thread."""
+        """Begin the next round now; any thread or signal handler may call this."""
         if (service := self._service) is not None:
             service.wake()
 
     def give_up(self) -> None:
-        """Release the job to other daemons, as :meth:`Service.give_up`; hangs if storage hangs."""
+        """Release the job to other daemons; see :meth:`Service.give_up`. Hangs if storage hangs."""
         self.stop()
         if (service := self._service) is not None:
             service.give_up()
 
     def reload(self, config: DaemonConfig) -> None:
-        """Use another configuration, as :meth:`Service.reload` does; any thread may call this."""
+        """Use another configuration from the next round on; any thread may call this."""
         with self._replacing:
             self._config = config
             if self._service is not None:

@@ -1,8 +1,4 @@
-"""Serving jobs from one process: one job and its memory directory, or all jobs of a folder.
-
-Each job has its own daemon. In a folder of jobs, daemons start and stop as jobs are added and
-removed.
-"""
+"""Serving jobs from one process: one job and its memory directory, or all jobs of a folder."""
 
 from __future__ import annotations
 
@@ -44,20 +40,17 @@ _LAST_PATIENCE: Final = 30.0
 class Services:
     """The daemons of a job and of its memory directory, in one process.
 
-    Each daemon has its own session, lock, epoch and thread, so that waits and failures of one
-    daemon do not affect the other daemon.
+    Each daemon has its own thread, so that one daemon's failure does not affect the other daemon.
 
     Args:
-        config: the daemon's configuration; ``memory_dir``, if set, names the second job. If
-            ``shared_group`` is set, the umask of this process keeps the group's permission bits.
-        read_again: called after :meth:`reload`; returns the new configuration, or None if the old
-            configuration stays. In the new configuration, keys that cannot change while the daemon
-            runs have their old values.
+        config: if ``shared_group`` is set, the umask of this process changes.
+        read_again: called after :meth:`reload`; returns the new configuration, or None to keep the
+            old one. Keys that are not in ``LIVE_KEYS`` must keep their old values.
         each_tick: called between two rounds of the first job, on its thread.
 
     Raises:
-        InvalidSettingsError: one of the two directories is inside the other directory, or their
-            group cannot be set to ``shared_group``.
+        InvalidSettingsError: one of the two directories is inside the other, or their group cannot
+            be set to ``shared_group``.
         JobUnavailableError: a directory does not exist, or this user may not write to it.
     """
 
@@ -93,13 +86,13 @@ class Services:
             keeper.prepare()
 
     def stop(self) -> None:
-        """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
+        """Ask :meth:`run` to return; any thread or signal handler may call this."""
         self._manager.stopping()
         for keeper in self._keepers:
             keeper.stop()
 
     def reload(self) -> None:
-        """Read the configuration again soon. May be called from a signal handler or any thread."""
+        """Read the configuration again soon; any thread or signal handler may call this."""
         self._reload_asked = True
         self._keepers[0].wake()
 
@@ -118,7 +111,7 @@ class Services:
         return True
 
     def _service(self, number: int, root: Path, config: DaemonConfig) -> Service:
-        """A daemon of this process; if the first job's daemon ends, all daemons end."""
+        """Make a daemon; all daemons end when the first job's daemon ends as idle."""
 
         def may_end() -> bool:
             return number == 0 and all(keeper.is_idle for keeper in self._keepers[1:])
@@ -134,7 +127,6 @@ class Services:
         )
 
     def _tick(self) -> None:
-        """Do the work between two rounds of the first job, on the main thread."""
         self._each_tick()
         if not self._reload_asked:
             return
@@ -159,19 +151,17 @@ class _Served:
 class RootServices:
     """The daemons of all jobs in a folder, in one process.
 
-    Each job has its own session, lock, epoch and thread, so that waits and failures of one job do
-    not affect other jobs. The thread of :meth:`run` makes no call to storage. So even if storage
-    hangs, that thread can supervise the other jobs, and :meth:`run` can return.
+    Each job has its own thread. :meth:`run` itself does not call storage. So even if storage hangs,
+    it supervises the other jobs, and can return.
 
-    If a job makes no progress for ``hang_time``, this process ends the job's heartbeats, so that
-    another host's daemon may take over. When the job's thread no longer hangs, this process serves
-    the job again. The guard ends the process only if no job makes progress.
+    If a job makes no progress for ``hang_time``, its heartbeats end, so that another host's daemon
+    may take over. When the job's thread no longer hangs, this process serves the job again.
 
     Args:
-        read_again: as in :class:`Services`.
+        read_again: called after :meth:`reload`; see :class:`Services`.
         each_tick: called about once a second.
         forget: called with a job that is no longer served.
-        guard: must not end the process because of a single job.
+        guard: must be made with ``together=False``.
 
     Raises:
         InvalidSettingsError: the configuration has a key that is allowed only for a single job.
@@ -225,20 +215,20 @@ class RootServices:
         self._reload_asked = False
 
     def stop(self) -> None:
-        """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
+        """Ask :meth:`run` to return; any thread or signal handler may call this."""
         self._stopping = True
         self._manager.stopping()
         self._waker.wake()
 
     def reload(self) -> None:
-        """Read the configuration again soon. May be called from a signal handler or any thread."""
+        """Read the configuration again soon; any thread or signal handler may call this."""
         self._reload_asked = True
         self._waker.wake()
 
     def run(self) -> bool:
-        """Serve until stopped; returns whether all threads have ended.
+        """Serve until stopped; returns False if storage still blocks a job's thread.
 
-        If storage blocks a thread, only the end of the process can end that thread.
+        Only the end of the process can end such a thread.
         """
         with self._waker:
             self._discovery.start()
@@ -256,7 +246,6 @@ class RootServices:
         return ended
 
     def _follow(self) -> None:
-        """Begin to serve new jobs, and stop serving jobs whose folders are gone."""
         found = self._discovery.jobs
         if found is None:
             return
@@ -285,7 +274,7 @@ class RootServices:
         self._notice.ready()
 
     def _serve(self, path: Path) -> _Served | None:
-        """Begin to serve a job; None if this process cannot start another thread now."""
+        """Begin to serve a job; None if this process has no more threads."""
 
         def make(config: DaemonConfig) -> Service:
             return Service(
@@ -370,7 +359,7 @@ def _give_up(keeper: Keeper) -> None:
 
 
 def _stack_of(thread: threading.Thread) -> str:
-    """The stack of a thread as one line of text, with the innermost call first."""
+    """A thread's stack in one line, with the innermost call first."""
     frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 # documented, for this use
     if frame is None:
         return "no call, because the thread has ended"
@@ -388,7 +377,7 @@ def _for_memory(config: DaemonConfig) -> DaemonConfig:
     """The configuration for the memory directory, which has no full checkpoints and no deltas.
 
     By default its versions have the trainer's names, because such a version is the trainer's own
-    file. A choice by ``naming.py`` is impossible: explorers report only to the first job.
+    file. ``naming.py`` cannot choose, because explorers report only to the first job.
     """
     told: dict[str, object] = {"pointer": STATE_POINTER, "memory_dir": None, "deltas": "off"}
     return config.model_copy(update=told | {"names": config.names or "trainer"})

@@ -32,7 +32,6 @@ class SeenLive(NamedTuple):
         pause: seconds for which the engine did not serve during the load, if reported.
         ago: seconds between the load and the explorer's report, by the explorer's clock.
         is_first: True if no earlier load of this explorer is known.
-        delta_bytes: the bytes of the deltas from which the version was read, if any.
     """
 
     explorer: str
@@ -49,16 +48,13 @@ class _LastLook(NamedTuple):
 
 
 class GoingLive:
-    """Finds each load exactly once, by the reports of explorers.
+    """Finds each load exactly once, in the reports of explorers.
 
-    A report lists the newest loads of its explorer, so no load is missed even if the report is read
-    seldom. A report is read only while its explorer does not serve LATEST, because an explorer that
-    serves LATEST has nothing newer to load. Only the newest load of each explorer is remembered,
-    because sequences only grow. The loads that earlier daemons found are read from the journal.
+    A report lists its explorer's newest loads, so the daemon may read it seldom. While an explorer
+    serves LATEST, its report is not read.
 
-    Reports of older releases do not list loads, and also name versions of a memory directory. Such
-    a report counts as one load, but only if the daemon has seen a lease of its explorer on the
-    version.
+    Reports of older releases do not list loads, and may name versions of a memory directory. Such a
+    report counts as one load if the daemon has seen the explorer's lease on that version.
 
     ``lookout`` must not be shared with other objects.
     """
@@ -115,8 +111,8 @@ class GoingLive:
     def takers(self, tick: float) -> set[str]:
         """The live explorers whose reports say that they can use a delta.
 
-        Some of these explorers hold no lease, because they serve from a copy on their host. So
-        their heartbeats are checked here. ``tick`` is about the seconds between two calls.
+        Their heartbeats are checked here, because explorers that serve from a copy on their host
+        hold no lease. ``tick`` is the approximate number of seconds between two calls.
 
         Raises:
             OSError: storage does not answer.
@@ -143,8 +139,8 @@ class GoingLive:
     def _read_journal(self) -> None:
         """Read the recorded loads from the end of the journal.
 
-        Loads of versions that were published before the first line read may be in the unread part.
-        So all loads of those versions count as journaled.
+        Loads of versions that are older than the lines read may be in the unread part. So all loads
+        of those versions count as journaled.
         """
         path = self._job.layout.journal
         told: dict[str, int] = {}

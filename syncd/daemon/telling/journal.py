@@ -1,6 +1,6 @@
 """The journal: for each event a log line, a count, a metric, and often a line in a file.
 
-``syncd status`` and ``syncd history`` read the file to show the outcomes of saves and versions.
+``syncd status`` and ``syncd history`` read the file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Journal:
 
     Attributes:
         counters: the counts of events since the take-over.
-        waiting_for: the reason why the daemon waits, as logged last; empty if it does not wait.
+        waiting_for: the last logged reason why the daemon waits; empty if it does not wait.
     """
 
     def __init__(self, meter: Meter, file: JournalFile, *, clock: Clock = time.monotonic) -> None:
@@ -67,7 +67,7 @@ class Journal:
         self._file.note("active")
 
     def adopted(self, manifest: Manifest) -> None:
-        """This daemon has adopted a version that a previous daemon had finished; logs no line."""
+        """This daemon has adopted a previous daemon's version."""
         self._named(manifest)
         self._file.note(
             "adopted", version=manifest.sequence, step=manifest.step, kind=manifest.kind
@@ -93,18 +93,18 @@ class Journal:
         )
 
     def write(self) -> None:
-        """Write to the file all lines that were added since the previous call."""
+        """Write the new lines to the file."""
         self._file.write()
 
     def waiting(self, why: str, *, no_room: bool = False) -> None:
-        """Log the reason why the daemon waits, if it has changed; warn of a full disk at times."""
+        """Log a new reason why the daemon waits; repeat the warning of a full disk now and then."""
         changed, self.waiting_for = why != self.waiting_for, why
         level = logging.WARNING if no_room and self._no_room.due("no room") else logging.INFO
         if why and (changed or level == logging.WARNING):
             log.log(level, "waiting: %s", why, extra=Event.WAITING(reason=why))
 
     def published(self, manifest: Manifest, *, seconds: float, latency: float) -> None:
-        """A save has become LATEST; the times are as in :meth:`Meter.published`."""
+        """A save has become LATEST; :meth:`Meter.published` explains the times."""
         merged = sum(file.size for file in manifest.files)
         found = manifest.nonfinite if manifest.nonfinite and manifest.nonfinite.count else None
         self._count(published=1, merged_bytes=merged)
@@ -152,7 +152,7 @@ class Journal:
             )
 
     def model_config_changed(self, manifest: Manifest, before: int, changes: list[str]) -> None:
-        """The model settings of a new version differ from the settings of the previous version."""
+        """The model settings of a new version differ from those of version ``before``."""
         log.warning(
             "config.json of version %d differs from the config.json of version %d: %s. "
             "Engines that reload only the weights keep the old settings. Restart these "
@@ -166,7 +166,7 @@ class Journal:
         )
 
     def named_anew(self, manifest: Manifest, change: NewNames) -> None:
-        """The names of tensors have changed; :class:`NewNames` has the details."""
+        """The names of tensors have changed."""
         of = {"hub": "of the hub", "trainer": "of the trainer's module"}
         told = f"tensors have the names {of[change.names]}"
         if change.before is not None:
@@ -215,7 +215,7 @@ class Journal:
         )
 
     def ended_late(self, save: Save, error: Exception) -> None:
-        """A late merge was ended, because other jobs waited or a newer save was announced."""
+        """A late merge was ended."""
         log.warning(
             "step %d: %s", save.step, error, extra=Event.MERGE_ENDED(step=save.step, reason=error)
         )
@@ -270,7 +270,7 @@ class Journal:
         )
 
     def bench_built(self, request: BenchRequest, manifest: Manifest, *, seconds: float) -> None:
-        """A step was built for one explorer, at its request."""
+        """A step was built for a bench."""
         merged = sum(file.size for file in manifest.files)
         log.info(
             "built step %d for the bench of explorer %s: %s in %.2f s",
@@ -287,7 +287,7 @@ class Journal:
         )
 
     def bench_refused(self, request: BenchRequest, error: Exception) -> None:
-        """The build of a step for an explorer was refused."""
+        """The build of a step for a bench was refused."""
         self.meter.failed(error)
         # Only for a bug in syncd log the traceback, because other errors explain themselves.
         log.error(
@@ -352,11 +352,11 @@ class Journal:
         )
 
     def pruned(self, **more: int) -> None:
-        """Count a deletion, which the pruner has already logged."""
+        """Count a deletion that is already logged."""
         self._count(**more)
 
     def lease_dropped(self) -> None:
-        """Count the removal of a dead explorer's lease, which the pruner has already logged."""
+        """Count a removed lease."""
         self.meter.counted(leases_dropped=1)
 
     def cleanup_delayed(self, error: OSError) -> None:
@@ -392,12 +392,9 @@ class Journal:
 class JournalFile:
     """Appends lines to the journal's file, several lines at a time.
 
-    Promised: if storage refuses a line, the daemon continues. Not promised: that a line survives a
-    power loss, or that every line is written. If the daemon is killed before :meth:`write`, the
-    waiting lines are lost. If the disk is full for long, the oldest waiting lines are lost.
-
-    After ``limit`` bytes a new file is begun. By default a file holds the lines of some thousands
-    of versions with 2 explorers, and of about a hundred versions with 500 explorers.
+    Storage errors are logged, not raised. Waiting lines are lost if the daemon is killed before
+    :meth:`write`. The oldest waiting lines are lost if the disk is full for long. Written lines may
+    be lost at a power loss. After ``limit`` bytes a new file is begun.
     """
 
     def __init__(
@@ -414,15 +411,15 @@ class JournalFile:
         self._repeats = Repeats()
 
     def note(self, event: str, *, ago: float = 0.0, **fields: Any) -> None:
-        """Add a line, which the next :meth:`write` writes.
+        """Add a line for an event that happened ``ago`` seconds ago; :meth:`write` writes the line.
 
-        The event happened ``ago`` seconds ago; ``fields`` are other fields of :class:`JournalLine`.
+        ``fields`` are other fields of :class:`JournalLine`.
         """
         line = JournalLine.model_validate({"time": self._wall() - ago, "event": event, **fields})
         self._waiting.append(encode(line))
 
     def write(self) -> None:
-        """Write the waiting lines, if there are any."""
+        """Write the waiting lines."""
         if not self._waiting:
             return
         path = self._job.layout.journal
@@ -453,5 +450,5 @@ def read_journal(job: Job, limit: int = 2 * LIMIT) -> list[JournalLine]:
 
 
 def lasting(why: str) -> str:
-    """The text of an error, without the random parts of names, which change at each attempt."""
+    """The text of an error without the random parts of names, which differ at each attempt."""
     return _RANDOM.sub("-…", why)

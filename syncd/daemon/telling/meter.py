@@ -1,4 +1,4 @@
-"""The meter: the daemon calls one of its methods for each event, and the meter counts metrics."""
+"""The meter: receives a daemon's events, to count metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from syncd.storage.job import Job
 class Meter:
     """Receives the events of one job; this base class ignores the events.
 
-    The thread that serves the job calls the methods. The methods must not raise errors.
+    The thread that serves the job calls the methods. They must not raise errors.
     """
 
     def active(self, *, yes: bool) -> None:
@@ -28,10 +28,10 @@ class Meter:
         """Count events; the keys are the fields of ``DaemonCounters``, and ``leases_dropped``."""
 
     def published(self, manifest: Manifest, *, seconds: float, latency: float) -> None:
-        """A save was published; the times end when LATEST names the version.
+        """A save was published; both times end when LATEST names the version.
 
-        ``seconds`` is measured from the start of the merge, ``latency`` from the first scan that
-        found the save complete, by this host's clock.
+        ``seconds`` begins at the start of the merge, ``latency`` at the first scan that found the
+        save complete.
         """
 
     def live(self, *, seconds: float | None, pause: float | None) -> None:
@@ -39,7 +39,7 @@ class Meter:
 
         ``seconds`` is the time since the update of LATEST; None for an explorer's first load, or if
         a previous daemon published the version. ``pause`` is the time for which the engine did not
-        serve, if the explorer reports it.
+        serve, if reported.
         """
 
     def delta_made(self, size: int, *, changed: float, seconds: float) -> None:
@@ -53,7 +53,7 @@ class Meter:
         """A delta was wanted, but could not be made."""
 
     def failed(self, error: BaseException) -> None:
-        """Storage or the daemon has refused some work, or some work has failed."""
+        """Some work has failed, or storage has refused it."""
 
 
 MeterOf = Callable[[Job], Meter]

@@ -1,8 +1,7 @@
 """The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` lists the metrics.
 
-One registry holds the metrics of all jobs of a process. The number of label values is bounded:
-labels are the job directory, names of errors, outcomes, and names of explorers. An explorer's
-metrics come from its report, and are removed when the report is removed.
+The number of label values is bounded: labels are job directories, names of errors, outcomes, and
+names of explorers. An explorer's metrics are removed with its report.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from syncd.storage.record_files import OF_OTHERS
 
 #: The most explorers of a job that have their own metrics.
 _MOST: Final = 1000
-#: Prometheus has a label ``job`` of its own, which would hide one of ours.
+#: Prometheus has its own label ``job``, which would hide a label of this name.
 JOB: Final = "job_dir"
 #: Seconds between two reads of files that only metrics need.
 _SURVEY: Final = 10.0
@@ -48,7 +47,7 @@ _PRUNED: Final = {
 
 
 class Metrics:
-    """All metrics of one process, in a registry of its own."""
+    """All metrics of one process, in its own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -124,14 +123,14 @@ class Metrics:
         return _JobMeter(self, job)
 
     def forget_state(self, job: str) -> None:
-        """Remove the gauges that describe a job's state; later scans set them again."""
+        """Remove the gauges that describe a job's state."""
         state = (self.paused, self.latest_version, self.versions, self.leases)
         for gauge in (*state, self.free_bytes, self.free_inodes, self.delta_changed):
             remove(gauge, job)
         self.explorers.forget(job)
 
     def forget_job(self, root: Path) -> None:
-        """Remove the metrics of a job that is no longer served; nothing else removes them."""
+        """Remove all metrics of a job that is no longer served."""
         job = printable(root)
         self.forget_state(job)
         for gauge in (self.active, self.last_scan):
@@ -257,7 +256,7 @@ class _JobMeter(Meter):
         self._metrics.errors.labels(self._label, type(error).__name__).inc()
 
     def _look(self) -> Iterator[None]:
-        """Read the files that only metrics need. Each yield ends the work of a round."""
+        """Read the files that only metrics need; each yield ends the work of a round."""
         free = self._job.storage.free(self._job.layout.state)
         if free.bytes is not None:
             self._metrics.free_bytes.labels(self._label).set(free.bytes)
@@ -267,7 +266,7 @@ class _JobMeter(Meter):
 
 
 class ExplorerMetrics:
-    """The gauges of all explorers; ``job`` is the name of the label for the job directory."""
+    """The gauges of all explorers; ``job`` is the label for the job directory."""
 
     def __init__(self, registry: CollectorRegistry, job: str) -> None:
         def gauge(name: str, what: str) -> Gauge:
@@ -296,9 +295,9 @@ class ExplorerMetrics:
         self._seen: dict[str, set[str]] = {}
 
     def look(self, label: str, job: Job) -> Iterator[None]:
-        """Set the gauges from LATEST and the explorers' reports; OSError if storage is silent.
+        """Set the gauges from LATEST and the reports; OSError if storage does not answer.
 
-        Yields between two shares of the reports.
+        Yields between two parts of the reports.
         """
         names = job.storage.names(job.layout.explorers)
         names = [name for name in names if not name.startswith(TEMPORARY)][:_MOST]
@@ -313,7 +312,7 @@ class ExplorerMetrics:
         self._keep(label, found)
 
     def forget(self, job: str) -> None:
-        """Remove the metrics of a job's explorers; the next look sets them again."""
+        """Remove the metrics of a job's explorers."""
         self._keep(job, set())
         del self._seen[job]
 

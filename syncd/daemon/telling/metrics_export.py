@@ -30,9 +30,7 @@ _WRITE: Final = 15.0
 class Exporter:
     """Serves metrics over HTTP, and writes them to a file, while it is open.
 
-    The file is replaced as a whole, at ticks, so it does not change during a merge. It should be on
-    a disk of this host, whose node exporter reads it. Nothing is served if ``port`` is 0, and no
-    file is written if ``textfile`` is None.
+    The file is replaced at ticks, so it does not change during a merge. Port 0 serves nothing.
 
     Raises:
         InvalidSettingsError: the port cannot be used.
@@ -67,7 +65,7 @@ class Exporter:
             log.info("serving metrics at %s", address, extra=extra)
 
     def tick(self) -> None:
-        """Write the file if the last write was some seconds ago."""
+        """Write the file if the last write was at least 15 s ago."""
         if self._textfile is not None and self._clock() - self._written_at >= _WRITE:
             self._write(self._textfile)
 
@@ -112,5 +110,5 @@ class _Scrape(LoopbackRequest):
     server: _Server
 
     def answer(self) -> None:
-        """Answer with all metrics as text, whichever path was requested."""
+        """Answer a request for any path with all metrics."""
         self.send(generate_latest(self.server.registry), _TEXT)

@@ -34,7 +34,7 @@ class Reporter:
     If the disk has no space for a report, ``reserve`` is deleted.
 
     Attributes:
-        pause: the id of the pause in force; None if the job is not paused.
+        pause: the id of the pause in force, if any.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Reporter:
         self._repeats = Repeats(clock=clock)
 
     def report(self, state: str, detail: str = "", merge: MergeProgress | None = None) -> None:
-        """Write the report; if storage refuses the report, log the error and continue."""
+        """Write the report; if storage refuses it, log the error."""
         latest = self._publisher.latest
         served = f"version {latest.sequence} of step {latest.step}" if latest else "no version yet"
         self._notice.status(f"{served}; {state}{detail and f': {detail}'}")
