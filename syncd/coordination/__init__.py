@@ -1,8 +1,6 @@
 """Coordination: trainers and explorers agree, through files, when weights are transferred.
 
-The package imports ``checkpoint``, ``storage`` and ``protocol``; only the hooks import the package.
-To learn the code, read ``explorer.py`` first, then ``weight_waits.py``. ``synchronizer.py`` is a
-facade with the names of Trinity-RFT.
+Only the hooks import this package. Read ``explorer.py`` first, then ``weight_waits.py``.
 """
 
 from syncd.coordination.explorer import ExplorerSynchronizer

@@ -1,4 +1,4 @@
-"""Steps that a single explorer evaluates; LATEST and other explorers' versions do not change."""
+"""Benches: one explorer holds a step to evaluate it; other explorers keep their versions."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ from syncd.storage.step_folders import check_on_disk
 
 log = logging.getLogger(__name__)
 
-#: The sequence in the manifest of a build, because a build is never published.
+#: The sequence in the manifest of a build; only published versions have a number.
 _UNPUBLISHED: Final = 0
 
 
 class Bench:
     """Holds steps for one explorer: a published version of a step, or the daemon's build of a step.
 
-    A hold does not change the versions that other explorers serve. A held folder stays until the
-    explorer releases it or the explorer's session is dead.
+    A held folder stays until the explorer releases it or counts as dead.
 
     Args:
         versions: the published versions of the job, or of the job's memory directory.
-        session: the explorer's heartbeat in the job.
+        session: the id of the explorer's heartbeat in the job.
     """
 
     def __init__(self, job: Job, versions: Versions, name: str, session: str) -> None:
@@ -54,10 +53,9 @@ class Bench:
         self._session = session
 
     def hold(self, step: int, wait: Wait) -> LeasedVersion:
-        """Hold a step: lease its published version, or wait until the daemon has built the step.
+        """Lease a step's published version, or wait until the daemon has built the step.
 
-        The daemon begins the build when the step's save is complete. For the result and the errors
-        see :meth:`.ExplorerSynchronizer.hold_step`.
+        For the result and the errors see :meth:`.ExplorerSynchronizer.hold_step`.
         """
         published = self._lease_published(step)
         if published is not None:
@@ -90,12 +88,11 @@ class Bench:
         return save.identity == manifest.save_id or not self._job.storage.exists(folder)
 
     def _lease_published(self, step: int) -> LeasedVersion | None:
-        """Lease the newest published version of a step's present save; None if there is none."""
         layout = self._versions.job.layout
         found = map(parse_version_folder, self._job.storage.names(layout.published))
         for sequence in sorted((one for one in found if one is not None), reverse=True):
             try:
-                # Read the manifest first: a lease on each version tried would be visible to others.
+                # Read the manifest before the lease, because others see each lease.
                 manifest = read_manifest(self._job.storage, layout.version(sequence))
                 if self.is_of(manifest, step):
                     return self._versions.holds.hold(sequence)
@@ -119,7 +116,7 @@ class Bench:
                 )
 
     def _is_built(self, request: BenchRequest) -> bool:
-        """Ask the file server whether the build exists; raise an error if the daemon refused it."""
+        """True if the build exists; raise SaveFailedError if the daemon refused the request."""
         folder = self._job.layout.bench_build(request.session, request.id)
         for parent in (self._job.layout.bench, folder.parent):
             try:
@@ -142,7 +139,6 @@ class Bench:
         return False
 
     def _check_daemon(self, step: int) -> None:
-        """Raise an error if a daemon is running whose release cannot build single steps."""
         daemon = self._job.read(DaemonReport, self._job.layout.daemon_report)
         if daemon is None or daemon.release is not None or daemon.state == "stopped":
             return
@@ -155,14 +151,13 @@ class Bench:
 
 
 class _Build:
-    """An explorer's hold on a build: while the request file exists, the daemon keeps the build."""
+    """A hold on a build: the daemon keeps the build while the request file exists."""
 
     def __init__(self, job: Job, request: BenchRequest) -> None:
         self._job = job
         self._path = job.layout.bench_request(request.id)
 
     def release(self) -> None:
-        """Release the build; safe to call twice. After an error the build is still held."""
         if self._job.storage.unlink_if_there(self._path):
             return
         if not self._job.storage.exists(self._job.layout.format):  # for example unmounted

@@ -1,6 +1,6 @@
 """The part of a DTensor that one rank has.
 
-This module imports torch, so import this module inside functions only.
+This module imports torch: import it inside functions only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The blocking Synchronizer of an explorer; a rollout worker's hook calls its methods."""
+"""The blocking Synchronizer of an explorer."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             received: the save id of the served weights, if a broadcast brought these weights.
             bench: the step that is evaluated instead of a version.
             workers: the new number of ranks in a weight group; None for no change.
-            group: the weight group that all these ranks have open; give it only with ``workers``.
-            starting: why this explorer is not running yet. Setting a status clears this field too.
+            group: the weight group that all ``workers`` ranks have open; only with ``workers``.
+            starting: the reason why this explorer is not running yet, until its status is set.
             delta_base: the newest version on this host that can be the base of a delta.
         """
         self._serve(
@@ -184,15 +184,15 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         """Hold a saved step, so that only this explorer evaluates it; others keep their versions.
 
         If the step is published, this method leases the published version. Otherwise the daemon
-        builds the step once the step's save is complete, and deletes the build after the release.
-        If ``serves``, the version that is held now, is of this step, the method returns ``serves``.
+        builds the step once its save is complete, and deletes the build after the release. If
+        ``serves``, a version that the caller holds, is of this step, the method returns ``serves``.
 
         Returns:
             The version (sequence 0 for a built step). Release it before you close this object.
 
         Raises:
-            SaveNotReadyError: the step is not on disk. The message lists the steps on disk.
-            SaveFailedError: the daemon cannot build the step. The message has the reason.
+            SaveNotReadyError: the step is not on disk.
+            SaveFailedError: the daemon cannot build the step.
             WaitTimeoutError: the daemon did not build the step within ``timeout``.
             CancelledError: the wait was cancelled.
             JobUnavailableError: the daemon is too old to build steps, or the job is missing now.
@@ -213,15 +213,15 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> Version | None:
         """Require a sync, and wait until a newer version than ``current`` is published.
 
-        ``current`` is the version that this explorer serves. If ``current`` is None and no version
-        exists, :meth:`wait_for_trainer` is called first. With ``no_wait`` the method returns the
-        newest published version at once, without requiring a sync.
+        ``current`` is the version that this explorer serves. If ``current`` is None, the method
+        first does :meth:`wait_for_trainer`. With ``no_wait`` the method returns the newest
+        published version at once, without requiring a sync.
 
         Returns:
             The newest version, which is never older than ``current``. The result is ``current`` if
-            the trainer has stopped, died or said that nothing newer will come. The method returns
-            ``current`` only after the trainer's last save was published, skipped or quarantined, or
-            after no daemon was alive for a lease time.
+            the trainer has stopped, died or said that nothing newer will come. Before the method
+            returns ``current``, it waits until the trainer's last save was published, skipped or
+            quarantined, or until no daemon was alive for a lease time.
 
         Raises:
             WaitTimeoutError: no newer version was published within ``timeout``.
@@ -282,16 +282,14 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> Version | Offer | None:
         """Require a sync, and wait until a newer version or a transfer comes.
 
-        ``joins`` is called at each check; it returns True to take part in transfers. If
-        ``ends_with_trainer`` is True, the wait begins and ends like
-        :meth:`wait_new_model_state_dict`. Otherwise the wait asks again whenever the trainer says
-        that nothing newer will come. A ``timeout`` of None means no limit. For ``current``,
+        ``joins`` is called at each check, and returns True to take part in transfers. With
+        ``ends_with_trainer`` the wait begins and ends like :meth:`wait_new_model_state_dict`; else
+        it asks again after each answer that nothing newer will come. For ``current``, ``timeout``,
         ``look`` and the errors see :meth:`wait_for_newer`.
 
         Returns:
-            A version; or the offer of an agreed transfer; or None if the wait ended because the
-            trainer has stopped, died or said that nothing newer will come. After an offer, all its
-            members must meet (:meth:`rendezvous`).
+            A version; or the offer of an agreed transfer, whose members must then all meet
+            (:meth:`rendezvous`); or None if nothing newer will come.
         """
         with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
             return self._weights.newer(
@@ -307,8 +305,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> None:
         """Wait until a first version is published or a trainer is running.
 
-        The method returns at once if ``current`` is given or a running trainer was seen before. A
-        trainer may load for minutes before it registers.
+        The method returns at once if ``current`` is given or a running trainer was seen before.
 
         Raises:
             WaitTimeoutError: no version or trainer came within ``timeout``.
@@ -350,17 +347,16 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         For the promises see :meth:`.TrainerSynchronizer.ready_to_nccl_sync`.
 
         Returns:
-            The trainer's step; None if not all participants are ready in time, if the trainer is
-            gone, or if the trainer announced that these weights come as published files.
+            The trainer's step; None if not all participants are ready in time, the trainer is gone,
+            or the trainer announced that these weights come as published files.
         """
         with self._wait(timeout, cancel) as wait:
             return self._transfer.agree(wait)
 
     def nccl_sync_succeeded(self, step: int) -> None:
-        """Record that the weights of a step have arrived; call this method after the transfer.
+        """Record that a step's weights have arrived.
 
-        If the weights came through the weight group that :meth:`rendezvous` named, the next
-        transfer uses that group again.
+        The next transfer can then use the weight group of :meth:`rendezvous` again.
         """
         met = self._met
         self._me.update(
@@ -407,7 +403,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         return self._group.open(met, rank, deadline=deadline, device=device)
 
     def group_failed(self) -> None:
-        """Report the failure and leave the weight group; the next transfer forms a new group."""
+        """Leave the weight group and report this; the next transfer forms a new group."""
         self._group.close()
         self._met = None
         if self._me.record.group is not None:
@@ -422,8 +418,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> None:
         """Form the weight group without a transfer; the trainer must call the same method.
 
-        In this group the explorer has one worker, in this process. Received tensors are on
-        ``device``.
+        The explorer has one worker, in this process. Received tensors are on ``device``.
 
         Raises:
             BroadcastError: the trainer was not ready within ``timeout``, or the group cannot be
@@ -442,7 +437,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         *,
         cancel: Cancellation | None = None,  # noqa: ARG002 # likewise
     ) -> None:
-        """Leave the weight group at once. The arguments are ignored: only the trainer waits."""
+        """Leave the weight group at once. The arguments are ignored."""
         self.group_failed()
 
     def _point(self, step: int) -> None:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class _SharedHold:
-    """One of several holds on a version. All holds on the version share one lease."""
+    """One of the holds that share a lease."""
 
     def __init__(self, release: Callable[[_SharedHold], None], folder: Path) -> None:
         self._release = release
@@ -28,10 +28,10 @@ class _SharedHold:
 
 
 class Holds:
-    """Takes and releases leases for one participant. The leases name the heartbeat ``session``.
+    """Takes and releases the leases of one participant, whose heartbeat is ``session``.
 
-    A lease ends when its last hold ends. If storage refuses the release or is missing at that
-    moment, :meth:`settle` tries again. A fork of the process takes and releases no lease.
+    A lease ends when its last hold ends. If storage refuses, :meth:`settle` tries again. A fork of
+    the process takes and releases no lease.
     """
 
     def __init__(self, job: Job, name: str, session: str) -> None:
@@ -42,7 +42,7 @@ class Holds:
         self._lock = threading.Lock()
         #: Folder → its version, and the holds on it.
         self._held: dict[Path, tuple[LeasedVersion, set[_SharedHold]]] = {}
-        #: Folder → its lease, which storage refused to release after the last hold ended.
+        #: Folder → its lease, if no hold is left but storage refused the release.
         self._unreleased: dict[Path, Hold] = {}
 
     def hold(self, sequence: int) -> LeasedVersion:
@@ -51,7 +51,7 @@ class Holds:
         return self.share(folder, sequence, lambda: self._lease(sequence))
 
     def hold_again(self, version: LeasedVersion) -> LeasedVersion:
-        """Hold a version again; raise VersionGoneError if the participant released it meanwhile."""
+        """Hold a version again; raise VersionGoneError if the participant has released it."""
 
         def gone() -> Hold:
             raise VersionGoneError(
@@ -62,17 +62,17 @@ class Holds:
         return self.share(version.folder, version.sequence, gone)
 
     def share(self, folder: Path, sequence: int, lease: Callable[[], Hold]) -> LeasedVersion:
-        """Hold the folder of a version, or of a step that was built to be evaluated.
+        """Hold the folder of a version, or of a step that was built for a bench.
 
-        The folder's manifest must have this ``sequence``. ``lease`` takes the lease; it is called
-        only if this participant does not hold the folder yet.
+        The folder's manifest must have this ``sequence``. ``lease`` takes the lease, and is called
+        only for the first hold.
 
         Raises:
             VersionGoneError: the folder is missing, or not visible here yet.
             VerificationError: the folder's manifest is damaged, or has another sequence.
-            InvalidSettingsError: this process is a fork of the process that made this object.
+            InvalidSettingsError: this process is a fork.
         """
-        if os.getpid() != self._pid:  # its leases would be the same files as its parent's
+        if os.getpid() != self._pid:  # a fork's leases would be its parent's files
             raise InvalidSettingsError(
                 f"{self._name} belongs to process {self._pid}, but this process is a fork of that "
                 "process. Create the Reader or the hook again in this process"
@@ -80,7 +80,7 @@ class Holds:
         with self._lock:
             if folder not in self._held:
                 first = lease()
-                # An earlier lease that could not be released is the same file: it is in use again.
+                # A lease that storage refused to release is the same file, which is in use again.
                 self._unreleased.pop(folder, None)
                 try:
                     version = hold_folder(self._job.storage, folder, sequence, first)
@@ -100,7 +100,7 @@ class Holds:
                 self._end(folder, lease)
 
     def settle(self) -> None:
-        """Release the leases that storage refused to release before; call this regularly."""
+        """Release the leases that storage refused to release before. Call this regularly."""
         if not self._unreleased or os.getpid() != self._pid:
             return
         with self._lock:
@@ -110,7 +110,7 @@ class Holds:
     def _lease(self, sequence: int) -> Lease:
         try:
             return Lease.take(self._job, sequence, self._name, self._session)
-        except OSError:  # the server may have made the lease nevertheless
+        except OSError:  # perhaps the server made the lease nevertheless
             unsure = Lease(self._job, sequence, self._name, self._session)
             self._end(self._job.layout.version(sequence), unsure)
             raise
@@ -128,7 +128,6 @@ class Holds:
                 self._end(hold.folder, version)
 
     def _end(self, folder: Path, lease: Hold) -> None:
-        """Release a lease; if storage refuses, keep the lease for the next :meth:`settle`."""
         try:
             lease.release()
         except OSError as error:

@@ -1,6 +1,6 @@
 """Pinned host memory, which devices read and write without the CPU.
 
-This module imports torch, so import this module inside functions only.
+This module imports torch: import it inside functions only.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every device of the
 class HostMemory:
     """A block of host memory for copies to and from a device; pinned if the device is not a CPU.
 
-    Keep a reference to this object during every copy to or from the block. A tensor that views the
-    block keeps the content alive, but the memory is pinned only while this object exists. If
-    pinning fails, the object logs a warning, and copies are slower.
+    Keep a reference to this object during every copy to or from the block: a view of the block
+    keeps the content alive, but the memory is pinned only while this object exists. If CUDA cannot
+    pin a block of at least 1 MiB, the object logs a warning, and copies are slower.
 
     Attributes:
         content: the whole block, uint8, of shape ``(size,)``.

@@ -1,4 +1,4 @@
-"""A leased version, with its manifest and files; and how LATEST is read. Needs no torch."""
+"""A leased version, with its manifest and files; and the reader of LATEST. Needs no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Hold(Protocol):
-    """Keeps a version's files on disk: a lease, or the equivalent of a lease for a local copy."""
+    """Keeps a version's files on disk, for example by a lease."""
 
     def release(self) -> None:
         """Release the files. Safe to call twice."""
@@ -42,13 +42,13 @@ class LeasedVersion:
 
     Attributes:
         sequence: the version's number; each new version has a higher number. The number is 0 for a
-            step that the daemon built only for evaluation; such a step is not a version of the job.
-        step: the trainer's step, which is only a label.
+            step that the daemon built only for a bench.
+        step: the trainer's step. Two versions can have the same step.
         kind: ``full``, ``adapter`` or ``remote``.
         folder: a complete Hugging Face model folder, or a LoRA adapter's folder. For kind
             ``remote`` the folder has no files to load.
-        source: the published folder. If ``folder`` is a copy on this host, ``source`` is not held,
-            and may be pruned.
+        source: the published folder. If ``folder`` is a copy on this host, only the copy is held,
+            so the daemon can prune ``source``.
         remote_path: the location of the weights if the kind is ``remote``; else None.
         manifest: lists the files that the folder must hold.
         storage: the storage that has the folder.
@@ -89,8 +89,8 @@ class LeasedVersion:
     ) -> None:
         """Verify and copy the version in one pass, so that each byte is read once.
 
-        The folder for the copy must be empty, and no other process may use it. ``cancel`` is called
-        often; to stop the copy, it must raise an error.
+        The target ``folder`` must be empty, and only this process may write to it. ``cancel`` is
+        called often; to stop the copy, ``cancel`` must raise an error.
 
         Raises:
             VerificationError: a file is not what the manifest says.
@@ -147,8 +147,7 @@ class LeasedVersion:
     def release(self) -> None:
         """Release the version. Safe to call twice.
 
-        If storage refuses the release, or the job directory is missing now, the explorer tries
-        again at a later check for new versions.
+        If storage fails, the explorer tries again at a later check for new versions.
         """
         self._lease.release()
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Role = Literal["trainer", "explorer"]
-#: The most seconds between two checks if the filesystem sends no events.
+#: The most seconds between two checks for changed files.
 POLL: Final = 0.5
 
 
@@ -67,14 +67,18 @@ class Seams:
 class Member(Generic[Report]):
     """One participant of a job. It communicates with the other participants only through files.
 
-    Promised: a participant counts as live until it is closed, or until one lease time after its
-    process died. No other live participant of the same role has its name, and nobody else writes
-    its status. When a wait ends, it always restores the participant's status. A participant never
-    gets an older version after a newer version. Not promised: that others see a change at once.
-    Storage may cache, so a participant asks the storage again after at most :data:`POLL` seconds.
+    Promised:
+
+    - A participant counts as live until it is closed, or until one lease time after its process
+      died. Nobody else writes its status.
+    - When a wait ends, the wait restores the participant's status.
+    - A participant never gets an older version after a newer version.
+
+    Not promised: that others see a change at once. They look again after at most :data:`POLL`
+    seconds, and storage can then still show them the old content.
 
     Methods block. Several threads may call them, but only one wait runs at a time. A fork of the
-    process is not a participant; the fork must register itself.
+    process is not a participant: it must register itself.
 
     The ``timeout`` of a wait is in seconds, and includes the time until earlier waits end. The
     default is the settings' ``sync_timeout``. Another thread can end a wait with ``cancel``; the
@@ -85,7 +89,7 @@ class Member(Generic[Report]):
         name: unique among the live participants of the role.
         settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, which has the versions (sync method ``memory``).
-        first: makes the participant's first report from the id of the participant's session.
+        first: makes the participant's first report from the session's id.
 
     Raises:
         NameTakenError: a live participant has the name. This check can take one lease time.
@@ -141,12 +145,12 @@ class Member(Generic[Report]):
 
     @property
     def session_id(self) -> str:
-        """The id of this participant's heartbeat in the job, to put into the names of leases."""
+        """The id of this participant's session in the job."""
         return self._me.session.id
 
     @property
     def is_ours(self) -> bool:
-        """True if this process registered this participant; False in a fork of the process."""
+        """True if this process registered this participant; False in a fork."""
         return self._me.is_ours
 
     # -- participants -------------------------------------------------------------------------
@@ -206,9 +210,9 @@ class Member(Generic[Report]):
     def get_latest_model_path(self, *, use_huggingface: bool = False) -> Path | str | None:
         """The location of the newest weights; None if no version is published.
 
-        With ``use_huggingface`` the result is the version's folder, a complete Hugging Face model.
-        Otherwise the result is the folder of the trainer's shards; None if the shards were pruned.
-        For a version of kind ``remote`` the result is always its remote path, a string.
+        With ``use_huggingface`` this is the version's folder, a complete Hugging Face model.
+        Otherwise it is the folder of the trainer's shards, or None if the shards were pruned. For a
+        version of kind ``remote`` it is always the remote path, a string.
         """
         return self._versions.path(use_huggingface=use_huggingface)
 
@@ -217,7 +221,7 @@ class Member(Generic[Report]):
     ) -> Generator[tuple[str, Tensor], None, None]:
         """The tensors of a version, by default the newest, one at a time and in host memory.
 
-        The version is leased from the first tensor to the last, or until the iterator is closed.
+        The version is leased until the last tensor, or until the iterator is closed.
 
         Raises:
             VersionGoneError: the version was retired. Wait for a newer version.
@@ -231,7 +235,7 @@ class Member(Generic[Report]):
     ) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name, dtype (for example ``torch.bfloat16``) and shape of each tensor of a version.
 
-        By default the version is the newest version. The list is empty if no version exists.
+        By default this is the newest version. The list is empty if no version exists.
 
         Raises:
             VersionGoneError: the version was retired.
@@ -241,12 +245,11 @@ class Member(Generic[Report]):
     def hold(self, version: Version | LeasedVersion) -> LeasedVersion:
         """Hold a version: its files stay until the caller releases it.
 
-        Release the version before you close this participant. To hold a version once more that this
-        participant already holds, pass its :class:`LeasedVersion`.
+        Release the version before you close this participant. To hold a held version once more,
+        pass its :class:`LeasedVersion`.
 
         Raises:
-            VersionGoneError: the version was retired, or is not visible yet. Hold the newest
-                instead.
+            VersionGoneError: the version was retired, or is not visible yet. Hold the newest.
             VerificationError: the version's manifest is damaged.
         """
         if isinstance(version, LeasedVersion):
@@ -264,18 +267,18 @@ class Member(Generic[Report]):
         """Request the publication of a step on disk; wait for it, and return the version.
 
         If ``step`` is None, the method returns the newest version without waiting. If LATEST
-        already names the step, the method returns LATEST's version at once, even if the step was
-        saved again since. If the save in the step folder is not complete yet, the method waits for
-        the save. ``world_size`` is the number of shards that must be in the step folder; None if
-        the save is certainly complete.
+        already names the step, the method returns that version at once, even if the step was saved
+        again since. Otherwise the method waits until the save is complete and published.
+        ``world_size`` is the number of shards that must already be in the step folder; None skips
+        this check.
 
         Raises:
             SaveNotReadyError: a shard or the step's folder is missing. The pointer was not changed.
             SaveFailedError: the daemon has refused the save.
             WaitTimeoutError: the step was not published within ``timeout``.
-            InvalidSettingsError: the daemon follows the pointer from which the trainer resumes. An
-                explorer also gets this error while a trainer runs, or while another explorer, which
-                would load the step too, follows the job.
+            InvalidSettingsError: the daemon follows another pointer (``syncd run --pointer``). An
+                explorer also gets this error while a trainer runs or another explorer follows the
+                job.
         """
         if step is None:
             return self._versions.newest()
@@ -324,14 +327,13 @@ class Member(Generic[Report]):
     def load_state(self, role: Role | None = None, name: str | None = None) -> SavedState | None:
         """The newest state that a participant saved; None if it saved no state.
 
-        By default the method loads this participant's own state. For another participant's state,
-        give its role, and for an explorer also its ``name``. A saved state stays after its
-        participant has ended. A running participant can save a newer state at any time.
+        By default this is the participant's own state. For another participant's state, give its
+        ``role``, and for an explorer also its ``name``. A state outlives its participant.
 
         Raises:
             InvalidSettingsError: role and name do not identify a participant, or the name cannot be
                 part of a file name.
-            RecordError: both the file and its previous copy are torn.
+            RecordError: a state was saved, but neither it nor the previous state can be read.
             ProtocolMismatchError: a newer protocol wrote the file.
             OSError: storage failed.
         """
@@ -353,8 +355,8 @@ class Member(Generic[Report]):
     def close(self) -> None:
         """End all waits, report that this participant has stopped, and give its name up.
 
-        It is safe to call this method twice. In a fork this method does nothing. Without this call,
-        other participants notice the end of the process only one lease time later.
+        Safe to call twice; does nothing in a fork. Without this call, others notice the end of the
+        process one lease time later.
         """
         if not self.is_ours:
             return
@@ -386,11 +388,10 @@ class Member(Generic[Report]):
         return self._waits.one(self.settings.sync_timeout if timeout is None else timeout, cancel)
 
     def _is_there(self, session: str) -> bool:
-        """True if a session has a heartbeat file. A killed process's file stays for some time."""
+        """True if a session has a heartbeat file, which a killed process leaves behind."""
         return self._job.storage.exists(self._job.layout.session(session))
 
     def _trainer_there(self) -> TrainerReport | None:
-        """The report of a trainer that seems to run; else None."""
         try:
             found = self._job.read(TrainerReport, self._job.layout.trainer_report)
             stopped = found is None or found.status == RunningStatus.STOPPED.value
@@ -420,5 +421,4 @@ class Member(Generic[Report]):
         return unlike
 
     def _worth_a_look(self) -> dict[Path, frozenset[str]]:
-        """For each folder, the names of the files whose change can end a wait."""
         return {self._versions.job.layout.state: frozenset({self._versions.job.layout.latest.name})}

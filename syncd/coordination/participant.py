@@ -1,4 +1,4 @@
-"""This process as a participant of a job: the process's heartbeat, its name, and its report."""
+"""This process as a participant of a job: its heartbeat, name and report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
 
-#: A participant's report about itself; its type depends on the participant's role.
+#: A participant's report; its type depends on the participant's role.
 Report = TypeVar("Report", ExplorerReport, TrainerReport)
 #: Makes a participant's first report from its session's id.
 FirstReport = Callable[[str], Report]
@@ -30,12 +30,11 @@ FirstReport = Callable[[str], Report]
 class Participant(Generic[Report]):
     """A session, a claimed name, and the report that only this participant writes.
 
-    From construction to :meth:`close` others see this participant as live, with its latest report.
-    No two live participants of one role have the same name
-    (:class:`~syncd.storage.claims.HeldName`).
+    From construction to :meth:`close` others see this participant as live.
 
     Raises:
-        NameTakenError: a live participant has the name. This check can take one lease time.
+        NameTakenError: a live participant of the role has the name. This check can take one lease
+            time.
     """
 
     def __init__(
@@ -67,11 +66,11 @@ class Participant(Generic[Report]):
 
     @property
     def is_ours(self) -> bool:
-        """True if this process registered the participant; False in a fork of the process."""
+        """True if this process registered the participant; False in a fork."""
         return os.getpid() == self._pid
 
     def check_process(self) -> None:
-        """Raise InvalidSettingsError in a fork of the process that registered the participant."""
+        """Raise InvalidSettingsError in a fork of the registered process."""
         if not self.is_ours:
             raise InvalidSettingsError(
                 f"{self.session.id} belongs to process {self._pid}, but this process is a fork of "
@@ -82,8 +81,7 @@ class Participant(Generic[Report]):
         """Check that this participant still has its name.
 
         Raises:
-            InvalidSettingsError: this process is a fork of the process that registered the
-                participant.
+            InvalidSettingsError: this process is a fork of the registered process.
             NameTakenError: another participant took the name while this participant counted as
                 dead.
             CancelledError: this participant is closed.
@@ -96,7 +94,7 @@ class Participant(Generic[Report]):
         """Change the report. If storage refuses a change, the next update writes that change too.
 
         Raises:
-            SyncdError, OSError: for the same reasons as :meth:`check`.
+            SyncdError, OSError: see :meth:`check`.
         """
         self.check_process()
         with self._lock:
@@ -117,7 +115,7 @@ def become(
     old_status: RunningStatus | None = None,
     **changes: Any,
 ) -> None:
-    """Check that the new status may follow the present status; then change the report."""
+    """Change the status; raise InvalidTransitionError if the present status forbids this."""
     check_transition(RunningStatus(participant.record.status), status, old_status)
     participant.update(status=status.value, **changes)
 
@@ -127,8 +125,7 @@ def require_sync(participant: Participant[Report], **changes: Any) -> None:
 
     Raises:
         InvalidTransitionError: the participant is not running.
-        NameTakenError: another participant took the name while this participant counted as dead.
-        OSError: storage failed.
+        SyncdError, OSError: see :meth:`Participant.check`.
     """
     status = RunningStatus.REQUIRE_SYNC
     check_transition(RunningStatus(participant.record.status), status, RunningStatus.RUNNING)
@@ -140,10 +137,7 @@ def require_sync(participant: Participant[Report], **changes: Any) -> None:
 
 
 def back_to_running(participant: Participant[Report], **changes: Any) -> None:
-    """End a wait: change the status from ``require_sync`` back to ``running``.
-
-    If storage refuses to write the new status, the next update of the report writes it.
-    """
+    """End a wait: change the status from ``require_sync`` back to ``running``."""
     if participant.record.status != RunningStatus.REQUIRE_SYNC.value:
         return  # it was stopped meanwhile
     try:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 P = TypeVar("P", ExplorerReport, TrainerReport)
 
 _RECORD: Final = ".json"
-#: How many slices of the heartbeats are checked in each lease time.
+#: Slices of the heartbeats that are checked in each lease time.
 SLICES_PER_LEASE: Final = 16
 #: Slices between two reads of all reports, which show who joined or left.
 _SLICES_PER_ROUND: Final = 4
@@ -41,7 +41,7 @@ _SLICES_PER_ROUND: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Newer:
-    """A report that a newer syncd wrote. It is an error until its writer is known to be dead."""
+    """A report that a newer syncd wrote: an error until its writer is known to be dead."""
 
     session: str | None
     error: str
@@ -55,15 +55,13 @@ class _Cached(Generic[R]):
 
 
 class Roster:
-    """The participants of a job: their own reports, and which participants are alive.
+    """The participants of a job, with their reports and heartbeats.
 
-    A participant that was killed, or whose host is gone, counts as dead soon after one lease time,
-    and as alive until then. From the first query on, a thread checks the heartbeats, one slice at a
-    time; if ``background`` is False, the caller must call :meth:`look_at_slice`. A participant of a
-    newer protocol causes an error while it is alive, and is skipped once it is dead.
+    A killed participant counts as dead soon after one lease time. A live participant of a newer
+    protocol causes an error. If storage caches listings, a new participant is seen late.
 
-    Not promised: that a report is seen at once. On storage that caches listings, a new participant
-    may be seen later.
+    A thread checks the heartbeats from the first query on. If ``background`` is False, the caller
+    must call :meth:`look_at_slice` instead.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class Roster:
 
         Raises:
             ProtocolMismatchError: a participant has a newer protocol, and is not known to be dead.
-            JobUnavailableError: the job directory is missing now, so no participant counts as dead.
+            JobUnavailableError: the job directory is missing now.
             OSError: storage failed.
         """
         with self._lock:
@@ -158,7 +156,7 @@ class Roster:
         self._job.storage.refresh(self._job.layout.explorers)
 
     def look_at_slice(self) -> None:
-        """Check one slice of the heartbeats; call this about 16 times in each lease time."""
+        """Check one slice; call this :data:`SLICES_PER_LEASE` times in each lease time."""
         with self._lock:
             if self._slice == 0:
                 if self._counts_explorers:
@@ -179,7 +177,6 @@ class Roster:
         self._liveness = self._lookout.look(self._sessions())
 
     def _look_at_new(self) -> None:
-        """Check sessions that were never checked; known sessions wait for their slice."""
         if self._sessions() - self._liveness.keys():
             self._look()
 
@@ -189,7 +186,6 @@ class Roster:
         return {one for one in explorers | trainer if one is not None}
 
     def _counted(self, report: P | _Newer) -> P | None:
-        """The report if its participant is alive or has the status ``stopped``; else None."""
         # A participant that does not register has no heartbeat, so only its status counts.
         alive = report.session is None or self._liveness.get(report.session) is Liveness.ALIVE
         if isinstance(report, _Newer):
@@ -247,7 +243,7 @@ class Roster:
         cached = cache.get(path)
 
         def look(fd: int) -> _Cached[R]:
-            # Of the open file: a status by name may be as old as this client's cache.
+            # From the open file, because a status by path can come from this client's cache.
             status = self._job.storage.fstat(fd)
             now = signature(status)
             # One read is not enough, because times are coarse and inodes are reused.
@@ -285,8 +281,7 @@ class Roster:
 def served(report: ExplorerReport, newest: Version | None, run: str | None) -> Version | None:
     """The version that an explorer counts as serving; None before its first version.
 
-    If the explorer serves weights that it received in a broadcast of the trainer's ``run``, the
-    step of the broadcast counts.
+    For weights from a broadcast of the trainer's ``run`` see :func:`.after_broadcast`.
     """
     if report.sequence is None or report.step is None:
         return None

@@ -1,4 +1,4 @@
-"""A participant's saved state, to resume from: its latest iteration, and the user's own data."""
+"""A participant's saved state, to resume from: the latest iteration and the user's data."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ _TORN: Final = SavedState(iteration=0)
 
 
 class StateFile:
-    """The file of one participant's saved state, and the file of the previous state.
+    """The file of one participant's saved state, and a second file with the previous state.
 
-    If a save is interrupted at any point, the previous state is kept. If the file is torn
-    nevertheless, loading reads the file of the previous state.
+    If the first file is torn, :meth:`load` reads the second.
     """
 
     def __init__(self, job: Job, path: Path) -> None:
@@ -39,7 +38,7 @@ class StateFile:
         self._previous = path.with_name(f"{path.name}{_PREVIOUS}")
 
     def save(self, iteration: int, state: Mapping[str, Any]) -> None:
-        """Save a state durably; raise InvalidSettingsError if it could not be read again."""
+        """Save a state durably; raise InvalidSettingsError if it could not be loaded again."""
         try:
             content = _readable(iteration, state)
         except (TypeError, ValueError, RecursionError, RecordError) as error:
@@ -54,7 +53,7 @@ class StateFile:
         self._replace(self._path, content)
 
     def load(self) -> SavedState | None:
-        """The newest saved state; None if there is none. See :meth:`.Member.load_state`."""
+        """The newest saved state; see :meth:`.Member.load_state`."""
         found = self._read(self._path)
         if found is not None and found is not _TORN:
             return found
@@ -78,12 +77,10 @@ class StateFile:
         self._job.storage.replace(path, content, room=self._job.layout.drafts)
 
     def _read(self, path: Path) -> SavedState | None:
-        """The state in a file; None if there is no file; ``_TORN`` if the file holds no state."""
         return self._job.read(SavedState, path, _POLICY, limit=LONG_RECORD_LIMIT, unreadable=_TORN)
 
 
 def _readable(iteration: int, state: Mapping[str, Any]) -> bytes:
-    """Encode a state as a record; raise an error if the record could not be read again."""
     # Refuse NaN and Inf here, because pydantic would write them as null.
     json.dumps(state, allow_nan=False)
     content = encode(SavedState(iteration=iteration, state=dict(state)))

@@ -1,7 +1,4 @@
-"""``Synchronizer``: the methods of Trinity-RFT's Synchronizer, async, over the files of a job.
-
-Each method runs a blocking call in a thread and awaits the call.
-"""
+"""``Synchronizer``: the methods of Trinity-RFT's Synchronizer, async, over the files of a job."""
 
 from __future__ import annotations
 
@@ -31,14 +28,14 @@ _THREADS: Final = 4
 class Synchronizer:
     """One participant of a job, as an async object.
 
-    This class has only the methods of Trinity's Synchronizer. Other methods, which the hooks need,
-    are in :attr:`blocking`; call them with ``await asyncio.to_thread(…)``.
-
-    Each method awaits the blocking twin's method of the same name, which has the full
-    documentation: see :class:`~syncd.coordination.member.Member`,
+    Each method runs the method of :attr:`blocking` with the same name in a thread. That method has
+    the full documentation: see :class:`~syncd.coordination.member.Member`,
     :class:`~syncd.coordination.trainer.TrainerSynchronizer` and
-    :class:`~syncd.coordination.explorer.ExplorerSynchronizer`. If the task of a wait is cancelled,
-    the wait first restores the participant's status and then raises the cancellation.
+    :class:`~syncd.coordination.explorer.ExplorerSynchronizer`. :attr:`blocking` also has methods
+    that Trinity's Synchronizer lacks; call them with ``await asyncio.to_thread(…)``.
+
+    If the task of a wait is cancelled, the wait restores the participant's status before it raises
+    the cancellation.
 
     The constructor blocks, for one lease time if a dead participant had the name. In a running
     event loop use :meth:`open`.
@@ -47,10 +44,10 @@ class Synchronizer:
         job_dir: the job directory.
         role: ``trainer`` (a job has only one) or ``explorer``.
         name: this participant's name, unique among the live participants of its role.
-        options: further keyword arguments of the role's blocking twin.
+        options: further keyword arguments of the class of :attr:`blocking`.
 
     Attributes:
-        blocking: the blocking twin, which does the work.
+        blocking: the TrainerSynchronizer or ExplorerSynchronizer that does the work.
 
     Raises:
         NameTakenError: a live participant has the name.
@@ -73,7 +70,7 @@ class Synchronizer:
     async def open(cls, job_dir: str | Path, role: Role, name: str, **options: Any) -> Self:
         """Construct a Synchronizer without blocking the event loop.
 
-        A cancelled call still waits for the construction, and closes the new participant.
+        If this call is cancelled, it waits for the construction, and closes the new participant.
         """
         future = elsewhere(partial(cls, job_dir, role, name, **options))
         try:
@@ -166,8 +163,7 @@ class Synchronizer:
     ) -> AsyncGenerator[tuple[str, Tensor], None]:
         """The tensors of a version, by default the newest, one at a time and in host memory.
 
-        If you do not read the iterator to its end, close it (``contextlib.aclosing``) to end the
-        lease.
+        To stop early, close the iterator (``contextlib.aclosing``), which ends the lease.
         """
         tensors = self.blocking.get_model_state_dict_iterator(version)
         try:
@@ -196,8 +192,7 @@ class Synchronizer:
         ``module`` is this participant's role. An explorer's ``trainer_step`` is ignored.
 
         Returns:
-            The trainer's step; None if the participants are not ready in time, or if the trainer or
-            all explorers are gone.
+            The trainer's step; None if no transfer takes place.
         """
         if module == "trainer":
             call = partial(self._trainer.ready_to_nccl_sync, trainer_step, timeout=timeout)
@@ -268,7 +263,7 @@ class Synchronizer:
 
 
 class Threads:
-    """A pool of threads for blocking calls. The pool ends at :meth:`close` or with the process."""
+    """A pool of threads for blocking calls."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="syncd-synchronizer")
@@ -278,7 +273,7 @@ class Threads:
         return await finished(self._submit(partial(call, *given)))
 
     async def wait(self, call: Callable[..., T]) -> T:
-        """Run a wait in a thread and return its result; a cancelled task cancels the wait."""
+        """Run a wait in a thread; a cancellation of the task cancels the wait."""
         cancel = Cancellation()
         return await finished(self._submit(partial(call, cancel=cancel)), cancel.cancel)
 
@@ -291,14 +286,14 @@ class Threads:
 
 
 def elsewhere(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a call in the event loop's own pool, because :class:`Threads` may be busy or closed."""
+    """Run a call in the event loop's own pool, because :class:`Threads` can be busy or closed."""
     return asyncio.get_running_loop().run_in_executor(None, call)
 
 
 async def finished(future: asyncio.Future[T], cancel: Callable[[], None] = lambda: None) -> T:
     """Wait for a thread's call; raise a cancellation only after the call has ended.
 
-    Otherwise the caller would continue, and the event loop might close, while the call is running.
+    An earlier cancellation would let the event loop close while the call is running.
     """
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
@@ -310,5 +305,5 @@ async def finished(future: asyncio.Future[T], cancel: Callable[[], None] = lambd
     if cancelled is None:
         return future.result()
     if not future.cancelled():
-        future.exception()  # retrieved, because asyncio warns of errors that nobody has retrieved
+        future.exception()  # else asyncio warns of an error that nobody retrieved
     raise cancelled

@@ -1,6 +1,6 @@
 """Read a version's tensors as torch tensors.
 
-This module imports torch, so import this module inside functions only.
+This module imports torch: import it inside functions only.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; writing to the memory changes the tensor."""
+    """The memory of a tensor, to read or write. The tensor must be contiguous, on the CPU."""
     array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()  # NumPy lacks some dtypes
     return memoryview(array)
 
@@ -79,8 +79,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def fill(file: SafetensorsFile, view: memoryview, offset: int) -> None:
     """Fill ``view`` with a file's bytes; raise VerificationError if the file ends too early.
 
-    This uses pread, because reading a memory map would kill the process if the file server loses
-    the file.
+    If the file server loses the file, pread raises an error. A memory map would kill the process.
     """
     if file.storage.pread_fully(file.fd, view, offset) < len(view):
         raise VerificationError(f"{file.path} is shorter than its header says")

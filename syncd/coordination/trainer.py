@@ -1,4 +1,4 @@
-"""The blocking Synchronizer of the trainer; a training loop's hook calls its methods."""
+"""The blocking Synchronizer of the trainer."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def begin_save(self, step: int) -> None:
         """Announce a save before its first byte is written.
 
-        After the announcement the pruner keeps the folders of this step and of higher steps,
-        because a trainer that resumed at a lower step will write these folders again.
+        The pruner then keeps the folders of this step and of higher steps, because a trainer that
+        resumed at a lower step will write these folders again.
         """
         self._me.update(step=step)
         self._versions.copy_report(self._me.record)
@@ -144,7 +144,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
         Args:
             model_state_dict: a state dict for the ``writer``, or the remote path of a Tinker-style
-                trainer. None means that the save is on disk and the pointer names its step.
+                trainer; None if the save is on disk and the pointer names its step.
             trainer_step: the step of the weights.
 
         Raises:
@@ -173,7 +173,6 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """True if the daemon has neither published nor refused the last announced save.
 
         If this step was saved before, the older save's outcome can make the result False too early.
-        The trainer may then answer that nothing newer will come, and explorers ask again.
         """
         if self._saved_step is None:
             return False
@@ -192,11 +191,11 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> bool:
         """Wait while the slowest live explorer lags by more than ``max_explorer_lag`` steps.
 
-        The method does not wait for an explorer that evaluates a step (``explorer_hooks.bench``),
-        or that has refused a version and so needs a newer version from the trainer.
+        Explorers that evaluate a step (``explorer_hooks.bench``) do not count. Explorers that
+        refused a version do not count either, because they need a newer version from the trainer.
 
         Returns:
-            False if the slowest explorer still lags at the timeout. Training should then continue.
+            False if the slowest explorer still lags at the timeout; continue the training then.
         """
         if self.settings.max_explorer_lag is None:
             return True
@@ -223,10 +222,9 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> int | None:
         """Wait until all live explorers are ready for a transfer of a step's weights.
 
-        Promised: if any participant returns the step, all live participants return the step, as
-        long as their storage works. Not promised: that all participants take part in the transfer.
-        A participant can die after the agreement, so a transfer needs its own timeout. This method
-        does not report new weights; each explorer does so by its ``nccl_sync_succeeded``.
+        If one participant returns the step, all live participants return the step, as long as their
+        storage works. A participant can still die before the transfer, so the transfer needs its
+        own timeout. Each explorer reports the new weights by its ``nccl_sync_succeeded``.
 
         Returns:
             The step; None if not all explorers are ready within ``timeout``, or if no explorer is
@@ -249,18 +247,15 @@ class TrainerSynchronizer(Member[TrainerReport]):
         return self._transfer.takers()
 
     def have_received(self, save_id: SaveId) -> bool:
-        """True if all explorers that take part in broadcasts serve the sent weights.
-
-        The result is False if no explorer takes part in broadcasts.
-        """
+        """True if explorers take part in broadcasts, and all of these serve the sent weights."""
         received = {one.received for one in self._roster.working() if one.workers}
         return received == {str(save_id)}
 
     def has_missed(self, save_id: SaveId) -> bool:
         """True if an explorer has missed the sent weights and is too stale (``max_staleness``).
 
-        A member of the last transfer may still be receiving or loading the weights. So this method
-        ignores such a member for three times ``broadcast_timeout`` after the agreement.
+        Members of the last transfer can still be receiving or loading the weights, so they do not
+        count until three times ``broadcast_timeout`` after the agreement.
         """
         newest = self._versions.newest()
         if newest is None:
@@ -274,7 +269,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         )
 
     def goes_by_files(self, step: int) -> None:
-        """Announce that a step's weights come by files, so explorers expect no transfer."""
+        """Announce that a step's weights come as published files, without a transfer."""
         self._transfer.by_files(step)
 
     # -- the weight group --------------------------------------------------------------------------
@@ -290,7 +285,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         Args:
             master_address: this host's address: a host name or an IP address.
             master_port: the port; 0 for any free port, chosen again for each group.
-            state_dict_meta: ignored; the parameter exists because Trinity's method has it.
+            state_dict_meta: ignored; Trinity's method has it.
         """
         self._group.close()
         self._group.place = MeetingPlace(master_address, master_port)
@@ -298,8 +293,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def open_group(self, save_id: SaveId, device: torch.device) -> WeightGroup:
         """Open the weight group of the transfer that :meth:`ready_to_nccl_sync` agreed on.
 
-        The group of the previous transfer is used again if its members are the same and no transfer
-        has failed in it. Otherwise a new group is formed.
+        The previous group is used again if the members are the same and no transfer failed.
 
         Args:
             save_id: the save id of the weights to transfer.
@@ -330,9 +324,9 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> None:
         """Form the weight group with all live explorers, without a transfer.
 
-        Each explorer must call the method of the same name. A transfer forms the group by itself,
-        so call this method only before training, to test whether the group can be formed.
-        ``device`` is the device of the tensors to transfer.
+        Each explorer must call the method of the same name. Use this method only before training,
+        as a test, because a transfer forms the group by itself. ``device`` is the device of the
+        tensors to transfer.
 
         Raises:
             BroadcastError: an explorer was not ready within ``timeout``, or the group cannot be
@@ -351,9 +345,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> None:
         """Leave the weight group after all live explorers have left it.
 
-        Each explorer must call the method of the same name. The default of ``timeout`` is
-        ``broadcast_timeout``; at the timeout the trainer leaves. After ``cancel`` the group stays
-        open.
+        Each explorer must call the method of the same name. At the ``timeout``, by default
+        ``broadcast_timeout``, the trainer leaves anyway. After ``cancel`` the group stays open.
         """
         open_now = self._group.rendezvous
         if open_now is not None:

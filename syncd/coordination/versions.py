@@ -51,8 +51,7 @@ _TORCH_NAMES: Final = {name: f"torch.{torch_name}" for torch_name, (name, _) in 
 class Versions:
     """The versions of a job, or of the job's memory directory.
 
-    Args:
-        session: the heartbeat that the leases name; None to make a separate heartbeat.
+    The leases name the heartbeat ``session``; None makes a separate heartbeat.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Versions:
         self.holds = Holds(job, name, session.id)
 
     def newest(self, known: Version | None = None, *, sure: bool = False) -> Version | None:
-        """The version that LATEST names, if it is newer than ``known``; else ``known``.
+        """LATEST's version if it is newer than ``known``; else ``known``.
 
         With ``sure`` the method asks the file server instead of this client's cache.
         """
@@ -86,7 +85,7 @@ class Versions:
         return known if pull_decision(known, found) is Pull.NOTHING_NEW else found
 
     def is_latest_damaged(self) -> bool:
-        """True if LATEST exists, but names no version; False if storage does not answer."""
+        """True if LATEST exists but names no version; False if storage does not answer."""
         try:
             there = self.job.storage.exists(self.job.layout.latest)
             return there and read_latest(self.job) is None
@@ -111,7 +110,7 @@ class Versions:
 
     def _hold_newest(self) -> LeasedVersion | None:
         for left in reversed(range(_ATTEMPTS)):
-            # After a retired version ask the server, because this client may have cached LATEST.
+            # After a retired version ask the server, because this client can have cached LATEST.
             newest = self.newest(sure=left < _ATTEMPTS - 1)
             if newest is None:
                 return None
@@ -140,7 +139,7 @@ class Versions:
             yield from stream(version)
 
     def metadata(self, wanted: Version | None = None) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype and shape of each tensor; see :meth:`.Member.get_state_dict_meta`."""
+        """Describe each tensor; see :meth:`.Member.get_state_dict_meta`."""
         with self.held(wanted) as version:
             if version is None:
                 return []
@@ -150,10 +149,7 @@ class Versions:
             ]
 
     def path(self, *, use_huggingface: bool) -> Path | str | None:
-        """The location of the newest weights; see :meth:`.Member.get_latest_model_path`.
-
-        This method does not hold the folder, so the folder may be pruned once newer versions exist.
-        """
+        """The newest weights, without a hold; see :meth:`.Member.get_latest_model_path`."""
         newest = read_latest(self.job)
         if newest is None:
             return None
@@ -166,7 +162,7 @@ class Versions:
         return actor if self.job.storage.exists(actor) else None
 
     def outcome(self, step: int) -> SaveOutcome | None:
-        """The recorded outcome of a step's last save; None if no outcome is recorded yet."""
+        """The recorded outcome of a step's last save; None if there is none yet."""
         saves = self.job.read(SaveOutcomes, self.job.layout.saves, limit=LONG_RECORD_LIMIT)
         return saves.steps.get(step) if saves is not None else None
 
@@ -180,7 +176,7 @@ class Versions:
         )
 
     def _is_of_now(self, step: int, outcome: SaveOutcome) -> bool:
-        """True unless the receipt in the step folder shows that the outcome is of another save."""
+        """True unless the step folder's receipt shows that the outcome is of another save."""
         path = self.job.layout.actor(step) / RECEIPTS / receipt_name(0)
         try:
             receipt = self.job.read(Receipt, path)
@@ -191,10 +187,7 @@ class Versions:
         return receipt is None or receipt.save_id == outcome.identity
 
     def on_its_way(self) -> int | None:
-        """The step that the pointer names, if its save still has to be published or refused.
-
-        The result is None if the pointer names no step, or a step that is not on disk.
-        """
+        """The pointer's step, if it is on disk but not yet published or refused; else None."""
         step = self._unanswered()
         if step is None:
             ask_server(self.job)
@@ -213,7 +206,7 @@ class Versions:
         return None if latest is not None and latest.step == step else step
 
     def daemon_lives(self) -> bool:
-        """True if the daemon's lock is live; a killed daemon counts as live for one lease time."""
+        """True if a daemon is live; a killed daemon counts as live for one lease time."""
         seen = self._judge.look(self.job.layout.daemon_lock)
         if seen is Liveness.MISSING:
             seen = self._judge.look_again(self.job.layout.daemon_lock)
@@ -243,7 +236,7 @@ class Versions:
                 )
 
     def pointed(self) -> int | None:
-        """The step that the daemon's pointer names; None if the pointer names no step."""
+        """The step that the daemon's pointer names; None if it names none."""
         try:
             return parse_pointer(self.job.storage.read(self._pointer()))
         except OSError as error:
@@ -252,11 +245,7 @@ class Versions:
             raise
 
     def check_may_point(self, step: int) -> None:
-        """Check that the daemon follows the pointer that :meth:`point` writes.
-
-        Raises:
-            InvalidSettingsError: the daemon follows the pointer from which the trainer resumes.
-        """
+        """Raise InvalidSettingsError if the daemon does not follow :meth:`point`'s pointer."""
         pointer = self._pointer()
         if pointer != self.job.layout.state_pointer:
             raise InvalidSettingsError(
@@ -280,7 +269,7 @@ class Versions:
         self.job.storage.replace(self.job.layout.step(step) / name, content)
 
     def copy_report(self, report: TrainerReport) -> None:
-        """Copy ``report`` into the memory directory, if there is one, for the daemon there."""
+        """Copy ``report`` into the memory directory, if there is one."""
         if self._own is not None:
             here = report.model_copy(update={"session": self._own.id})
             path, room = self.job.layout.trainer_report, self.job.layout.drafts

@@ -44,7 +44,7 @@ class Cancellation:
             raise CancelledError("the wait was cancelled, or its synchronizer closed")
 
     def pause(self, seconds: float) -> bool:
-        """Sleep for ``seconds`` or until :meth:`cancel`; return True after a :meth:`cancel`."""
+        """Sleep for ``seconds`` or until :meth:`cancel`; return :attr:`is_done`."""
         # Polls, because a signal handler that cancels could deadlock on the lock of an Event.
         deadline = time.monotonic() + seconds
         while not self._done and (left := deadline - time.monotonic()) > 0:
@@ -63,7 +63,7 @@ class Cancellation:
 
 
 class Wait:
-    """One wait, as a context manager. ``watcher`` ends pauses early; the wait does not close it."""
+    """One wait, as a context manager. ``watcher`` ends pauses early; the caller must close it."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Wait:
 
 
 class Waits:
-    """The waits of one participant: one at a time, because each wait changes its status.
+    """The waits of one participant: one at a time, because each changes the participant's status.
 
     Args:
         worth_a_look: returns, for each folder, the names of the files whose change can end a wait.
@@ -134,7 +134,7 @@ class Waits:
     def one(self, timeout: float, cancel: Cancellation | None) -> Iterator[Wait]:
         """Queue behind the participant's other waits, and then yield this wait.
 
-        The ``timeout`` is in seconds, for the queue and the wait together.
+        ``timeout`` is in seconds, for the queue and the wait together.
 
         Raises:
             WaitTimeoutError: the timeout passed while another wait was running.
@@ -154,7 +154,7 @@ class Waits:
                 )
         try:
             for each in cancels:
-                each.check()  # ended() may have had the turn before us, and closed the watcher
+                each.check()  # ended() possibly had the turn before us, and closed the watcher
             with Wait(
                 self._hints(),
                 timeout=deadline - self._clock(),
@@ -176,7 +176,6 @@ class Waits:
             yield
 
     def _hints(self) -> Watcher:
-        """The watcher that ends pauses early; a new watcher if the folders have changed."""
         names = self._worth_a_look()
         if self._watcher is None or names != self._watched:
             if self._watcher is not None:

@@ -29,13 +29,12 @@ class WeightWaits:
     """One explorer's waits for weights, which come as a newer version or by a transfer.
 
     Args:
-        compare: returns the differences between a trainer's settings and an explorer's settings;
-            its third argument is the trainer's session.
+        compare: returns the differences between the settings of a trainer and of an explorer; the
+            third argument is the trainer's session.
         terms: the settings to compare if the explorer was made without settings.
-        poll: the least seconds between two checks for the trainer's answer to a request.
+        poll: for :meth:`SyncRequest.repeat`, in seconds.
 
     Attributes:
-        has_seen_trainer: True once this explorer has seen a running trainer.
         unlike: the differences between the settings of the running trainer and of this explorer.
     """
 
@@ -91,7 +90,7 @@ class WeightWaits:
         ends_with_trainer: bool = False,
         look: Callable[[], None] = lambda: None,
     ) -> Version | Offer | None:
-        """Run the loop that all waits for weights share; return None if the trainer has ended."""
+        """Run the loop of all waits; see :meth:`.ExplorerSynchronizer.wait_for_weights`."""
         if ends_with_trainer:
             self.for_trainer(current, wait)
         request = SyncRequest(self._me, self._roster, clock=self._clock, poll=self._poll)
@@ -146,7 +145,7 @@ class WeightWaits:
             self._warn_without_trainer()
 
     def _lacks_trainer(self) -> bool:
-        """True if no live trainer works; False also if the trainer's report cannot be read."""
+        """True if it is certain that no trainer is running."""
         try:
             return self._roster.trainer_status() is RunningStatus.STOPPED
         except (OSError, SyncdError) as error:
@@ -154,7 +153,6 @@ class WeightWaits:
             return False
 
     def _warn_without_daemon(self) -> None:
-        """Log once if no daemon works; a killed daemon counts as live for one lease time."""
         try:
             lives = self._versions.daemon_lives()
         except OSError as error:
@@ -171,7 +169,6 @@ class WeightWaits:
         )
 
     def _why_nothing(self, current: Version | None) -> str:
-        """The message of a wait that ended without a newer version than ``current``."""
         versions = self._versions
         root = versions.job.layout.root
         why = f"no version was published in {root} in time"
@@ -192,7 +189,7 @@ class WeightWaits:
     def _look_at_trainer(
         self, joins: Callable[[], bool] | None, ending: Ending | None
     ) -> tuple[Offer | None, bool]:
-        """Check the trainer once: return the offer to join, and True if the wait is over."""
+        """Check the trainer once; return the agreed offer, and True if the wait is over."""
         if joins is None and ending is None:
             return None, False
         try:
@@ -206,7 +203,6 @@ class WeightWaits:
         return offer, is_over
 
     def _has_trainer_stopped(self) -> bool:
-        """True if no trainer is running: the trainer has stopped, died, or not registered yet."""
         trainer = self._roster.trainer()
         stopped = trainer is None or trainer.status == RunningStatus.STOPPED.value
         if trainer is not None and not stopped:
@@ -237,10 +233,7 @@ class WeightWaits:
 
 
 class SyncRequest:
-    """One wait's request to the trainer for a sync.
-
-    If the trainer answers that nothing newer will come, this object repeats the request.
-    """
+    """One wait's request to the trainer for a sync."""
 
     def __init__(
         self, me: Participant[ExplorerReport], roster: Roster, *, clock: Clock, poll: float
@@ -258,10 +251,10 @@ class SyncRequest:
         return (trainer.session, trainer.nothing_new) if trainer and trainer.nothing_new else None
 
     def repeat(self) -> None:
-        """Require a sync; require it again if the trainer answered without a newer version.
+        """Require a sync, and again after each answer that nothing newer will come.
 
-        Calls less than ``poll`` seconds after the last check do nothing. If storage refuses the
-        request, the next check tries again.
+        A call does nothing if the last check is less than ``poll`` seconds ago. If storage refuses
+        the request, the next check tries again.
         """
         now = self._clock()
         if now - self._looked < self._poll:
@@ -284,9 +277,9 @@ class SyncRequest:
             )
 
     def end(self, *, missed: bool) -> None:
-        """Withdraw the request; errors of storage are logged, not raised.
+        """Withdraw the request; storage errors are only logged.
 
-        If ``missed``, the explorer's report counts this wait as one without newer weights.
+        If ``missed``, the explorer's report counts one more wait without newer weights.
         """
         me = self._me
         count = me.record.nothing_new + missed
@@ -310,12 +303,11 @@ class Ending:
 
     - The trainer has stopped or died, or has said since the wait began that nothing newer will
       come.
-    - The trainer's last announced save was published, skipped or quarantined. This condition is
-      needed because explorers see the trainer's end before the daemon has merged that save.
+    - The trainer's last save was published, skipped or quarantined. Explorers see the trainer's end
+      before the daemon has merged that save.
 
-    If no daemon is alive to merge the save, the wait is over one lease time later, with a warning.
-    If no trainer has ever registered (for example with verl), nothing is known about announced
-    saves, and the wait is over at once.
+    If no daemon lives to merge the save, the wait is over one lease time later, with a warning. If
+    no trainer has ever registered (for example with verl), the wait is over at once.
     """
 
     def __init__(

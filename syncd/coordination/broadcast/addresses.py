@@ -15,11 +15,9 @@ _DISCARD: Final = 9
 
 
 def own_address() -> str:
-    """The IP address at which other hosts can reach this host: the address of the default route.
+    """This host's IP address on its default route; ``127.0.0.1`` without a default route.
 
-    If this host has no default route, the result is ``127.0.0.1``, which no other host can reach.
-    If this host is on several networks, other hosts may need another address: set
-    ``master_address``.
+    If other hosts need an address on another network, set ``master_address``.
     """
     for host in _ANYWHERE:
         try:
@@ -38,7 +36,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on one address of this host; raise BroadcastError if its port cannot be used."""
+    """Listen on an address of this host; raise BroadcastError if this is impossible."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(
             address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

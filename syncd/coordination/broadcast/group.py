@@ -1,8 +1,7 @@
 """The weight group of the trainer's rank 0 and all explorers' workers.
 
-A weight group is one process group with its own TCPStore, and disturbs no other process group.
-Every wait has a deadline. A torch call that could wait longer for a peer runs in a separate thread,
-which is abandoned at the deadline.
+A weight group is a process group with its own TCPStore, and disturbs no other process group.
+Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
 
 _YES: Final = "yes"
 _NO: Final = "no"
-#: Seconds between two checks for the end of a broadcast, at most.
+#: The most seconds between two checks for the end of a broadcast.
 _LOOK: Final = 0.001
-#: Seconds after the deadline in which the store may still give the decision made at the deadline.
+#: Seconds after the deadline to read the decision that was made at the deadline.
 _GRACE: Final = 1.0
 
 
@@ -49,7 +48,7 @@ class Broadcasting:
         self._finish = finish
 
     def wait(self) -> None:
-        """Wait until the tensor may be used again (rank 0) or has arrived (other ranks)."""
+        """Wait until the tensor can be used again (rank 0) or has arrived (other ranks)."""
         self._finish()
 
 
@@ -57,20 +56,14 @@ class WeightGroup:
     """One rank's membership in one generation of a weight group; made by :meth:`join`.
 
     In a transfer all ranks do the same broadcasts in the same order, and then call :meth:`agree`.
+    Tensors have the right content only if :meth:`agree` returns True.
 
-    Promised: no method, and no :meth:`Broadcasting.wait`, waits longer than the transfer's deadline
-    plus one second. A BroadcastError ends the group for this rank; the other ranks end the group at
-    their own deadlines.
+    No call waits longer than the transfer's deadline plus one second. A BroadcastError ends the
+    group for this rank; the other ranks end the group at their own deadlines.
 
-    Not promised: that tensors have the right content if :meth:`agree` did not return True. Also not
-    promised: protection from strangers. As in any torch.distributed job, any process that can reach
-    the store can take part.
+    Any process that can reach the store can take part, as in any torch.distributed job.
 
-    Only one thread at a time may call methods, except :meth:`close`, which any thread may call.
-
-    Attributes:
-        world_size, generation, name: the group's number of ranks, its generation and its name.
-        device: the device that tensors must be on.
+    Only one thread at a time may call methods; any thread may call :meth:`close`.
     """
 
     def __init__(
@@ -110,12 +103,11 @@ class WeightGroup:
     ) -> WeightGroup:
         """Form the group together with all other ranks, and begin a transfer.
 
-        ``deadline`` is in seconds: first for forming the group, and then again for each transfer.
-        For ``nccl`` the device must be a GPU. Only rank 0 gives ``listening``, which must listen at
-        the rendezvous's address and port; rank 0's store takes the socket over.
+        ``deadline`` is in seconds: for forming the group, and again for each transfer. For ``nccl``
+        the device must be a GPU. Only rank 0 gives ``listening``, a socket for :func:`.serve`.
 
         Raises:
-            BroadcastError: not all ranks connected in time, or this process cannot form the group.
+            BroadcastError: not all ranks connected in time, or the group cannot be formed.
         """
         if not 0 <= rank < rendezvous.world_size:
             raise BroadcastError(
@@ -127,7 +119,7 @@ class WeightGroup:
         servers: list[Store] = []
 
         def form() -> tuple[Any, Store]:
-            # Two connections, because a call that waits on one of them blocks all others on it.
+            # Two, because a call that waits on a connection blocks all other calls on it.
             ours, theirs = (connect(rendezvous, deadline) for _ in range(2))
             backend = make_backend(rendezvous, rank, theirs, deadline=deadline, device=device)
             return backend, ours
@@ -155,15 +147,15 @@ class WeightGroup:
 
     @property
     def has_failed(self) -> bool:
-        """True if the group has failed or is closed, so that it cannot be used any more."""
+        """True if the group has failed or is closed."""
         return self._failure is not None
 
     def begin(self) -> None:
-        """Begin a transfer. The time to the transfer's deadline starts now."""
+        """Begin a transfer, with a new deadline."""
         self._deadline = time.monotonic() + self._patience
 
     def broadcast(self, tensor: Tensor) -> Broadcasting:
-        """Begin to broadcast a tensor from rank 0; all ranks must do this in the same order.
+        """Begin to broadcast a tensor from rank 0.
 
         The tensor must be uint8, contiguous, on the group's device, and equally long on all ranks.
         Do not read or change the tensor until :meth:`Broadcasting.wait` has returned.
@@ -182,9 +174,8 @@ class WeightGroup:
     def agree(self, ok: bool) -> bool:
         """Tell the other ranks if all weights arrived here; learn if they arrived at all ranks.
 
-        Promised: all ranks that get an answer get the same answer. Rank 0 gets True only after all
-        other ranks got True. If a rank may have missed the answer, rank 0 gets an error, so that
-        the trainer can send the weights as published files instead.
+        All ranks that get an answer get the same answer. Rank 0 gets True only after all other
+        ranks got True.
 
         Raises:
             BroadcastError: not all ranks answered within the transfer's deadline, or the store is
@@ -226,7 +217,7 @@ class WeightGroup:
         with self._lock:
             self._failure = self._failure or "the group was closed"
             backend, self._backend = self._backend, None
-            self._stores.clear()  # rank 0's store ends with its last reference: its port is free
+            self._stores.clear()  # rank 0's store frees its port with its last reference
         if backend is not None:
             backends = [backend]
             del backend  # the last reference goes in the background
@@ -248,7 +239,7 @@ class WeightGroup:
         self._unfinished.remove(work)
 
     def _decide(self, store: Store, key: str, *, ok: bool) -> tuple[bool, list[int]]:
-        """The verdict; if the verdict is no, also the ranks that have not confirmed the arrival."""
+        """The verdict; and, after a no, the ranks that have not confirmed the arrival."""
         if ok:
             store.set(f"{key}/yes/{self.rank}", _YES)
             if store.add(f"{key}/yes", 1) == self.world_size:
@@ -286,14 +277,13 @@ class WeightGroup:
             raise BroadcastError(f"the weight group {self.name} has failed: {self._failure}")
 
     def _fail(self, why: str) -> BroadcastError:
-        """End the group for this rank; return the error to raise."""
         self._failure = why
         self.close()
         return BroadcastError(f"{why} (weight group {self.name})")
 
 
 class KeptGroup:
-    """A worker's weight group, kept for the next transfer and formed again if necessary."""
+    """A worker's weight group, kept for the next transfer."""
 
     def __init__(self) -> None:
         self._group: WeightGroup | None = None

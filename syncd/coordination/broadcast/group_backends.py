@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The shortest timeout in seconds, because torch takes 0 for no limit, and rounds down.
+#: The shortest timeout in seconds, because torch rounds down, and 0 means no limit.
 _SHORTEST: Final = 0.01
 #: Seconds between two checks that a closed group's work has ended.
 _REAP: Final = 0.1
-#: The shortest timeout of a connection: torch rounds it down to whole seconds.
+#: The shortest timeout of a connection in seconds, because torch rounds down to whole seconds.
 _CONNECT: Final = 1.0
 #: With this variable, NCCL raises errors to the caller; without it, a watchdog ends the process.
 _BLOCKING: Final = "TORCH_NCCL_BLOCKING_WAIT"
@@ -40,7 +40,7 @@ _ENVIRONMENT: Final = threading.Lock()
 #: process crashes (std::terminate) if a thread is in torch then.
 _ENDING: Final = threading.Lock()
 _exiting: Final = threading.Event()
-#: Seconds that the interpreter's end waits for that lock, whose holder may not exist in a fork.
+#: The most seconds of that wait: in a fork the thread that holds the lock can be missing.
 _PATIENCE: Final = 10.0
 
 Name = Literal["nccl", "gloo"]
@@ -64,10 +64,10 @@ def backend_for(device: torch.device) -> Name:
 
 
 def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> Store:
-    """Start rank 0's store. The store and its port stay open while the returned object exists.
+    """Start rank 0's store, which stays open while the returned object exists.
 
-    The socket ``listening`` must listen at the rendezvous's address and port; the store takes it
-    over. ``deadline`` is the store's timeout, in seconds.
+    The store takes over ``listening``, a socket that must listen at the rendezvous's address and
+    port. ``deadline`` is the store's timeout, in seconds.
     """
     return dist.TCPStore(  # type: ignore[attr-defined] # public, but not in torch's stub
         rendezvous.address,
@@ -101,7 +101,7 @@ def make_backend(
 def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
     """Destroy a backend in the background, because its destructor waits for unfinished work.
 
-    The caller must keep no reference to the backend except ``backends``, a list of one.
+    ``backends`` is a list with the only reference to the backend.
     """
 
     def work() -> None:
@@ -168,7 +168,7 @@ def _gloo(
     deadline: float,
     device: torch.device,  # noqa: ARG001 # gloo takes tensors of any
 ) -> Any:
-    # By address, because this host's name may not resolve.
+    # By address, because this host's name cannot always be resolved.
     address = address_towards(rendezvous.address, rendezvous.port) if rank else rendezvous.address
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 # torch has no other name for it
@@ -194,7 +194,7 @@ def _nccl(
             work = backend.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)])
             work.wait(torch_time(deadline))
         except BaseException:
-            # In the background, because its destructor may be slow and then end the process.
+            # In the background, because its destructor can be slow, and can then end the process.
             backends = [backend]
             del backend
             release(backends, [])
@@ -207,7 +207,7 @@ _MAKERS: Final[Mapping[Name, _Maker]] = {"gloo": _gloo, "nccl": _nccl}
 
 @contextlib.contextmanager
 def _blocking() -> Iterator[None]:
-    """Turn the watchdog off, but only for the NCCL group that the block makes."""
+    """Turn NCCL's watchdog off for the group that the block makes."""
     with _ENVIRONMENT:
         before = os.environ.get(_BLOCKING)
         os.environ[_BLOCKING] = "1"
@@ -223,9 +223,9 @@ def _blocking() -> Iterator[None]:
 def within(end: float, call: Callable[[], T]) -> T:
     """Run a call in a new thread; return the call's result or raise its error.
 
-    Some calls into torch have no timeout, and would wait forever for a stopped peer. At ``end``, by
-    the monotonic clock, the thread is abandoned, and this function raises TimeoutError. The call
-    must release the interpreter's lock while it waits.
+    At ``end``, by the monotonic clock, this function abandons the thread and raises TimeoutError,
+    because some calls into torch have no timeout. The call must release the interpreter's lock
+    while it waits.
     """
     done = threading.Event()
     results: list[T] = []
@@ -248,5 +248,5 @@ def within(end: float, call: Callable[[], T]) -> T:
 
 
 def torch_time(seconds: float) -> timedelta:
-    """A timeout for torch. It is never 0, because 0 means no limit in torch."""
+    """A timeout for torch, never 0."""
     return timedelta(seconds=max(_SHORTEST, seconds))

@@ -1,7 +1,4 @@
-"""Meeting in the weight group: the steps from the agreement on a transfer to its first byte.
-
-Code that needs torch is imported only when a group is formed.
-"""
+"""Meeting in the weight group: the steps from the agreement on a transfer to its first byte."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ class MeetingPlace(NamedTuple):
     """The address and port at which the other ranks connect to rank 0.
 
     Attributes:
-        address: a host name or an IP address; None for the result of
-            :func:`.addresses.own_address`.
+        address: a host name or an IP address; None for :func:`.addresses.own_address`.
         port: 0 for any free port.
     """
 
@@ -47,11 +43,11 @@ class Meetings:
         self._room = job.layout.drafts
 
     def current(self) -> Rendezvous | None:
-        """The newest written rendezvous; None if ``group.json`` is missing or unreadable."""
+        """The newest rendezvous; None if ``group.json`` is missing or unreadable."""
         return self._job.read(Rendezvous, self._path)
 
     def put(self, rendezvous: Rendezvous) -> None:
-        """Write a rendezvous for the members to read."""
+        """Write a rendezvous."""
         self._job.storage.replace(self._path, encode(rendezvous), room=self._room)
 
 
@@ -79,11 +75,11 @@ class TrainerGroup:
     ) -> WeightGroup:
         """Open the group of an offer's members, and begin a transfer in the group.
 
-        ``deadline`` is in seconds: first for forming a new group, and then again for each transfer.
+        For ``deadline`` see :meth:`.WeightGroup.join`.
 
         Raises:
-            BroadcastError: the group cannot be formed, or not all members connected. After this
-                error no group is open.
+            BroadcastError: the group cannot be formed, or not all members connected. No group is
+                open then.
         """
         group, known = self._group, self._rendezvous
         members = _with_ranks(agreed.offer)
@@ -146,7 +142,7 @@ class TrainerGroup:
             )
 
     def close(self) -> None:
-        """Leave the group, after the last transfer or a failed transfer. Safe to call twice."""
+        """Leave the group. Safe to call twice."""
         group, self._group, self._rendezvous = self._group, None, None
         if group is not None:
             group.close()
@@ -191,7 +187,7 @@ class ExplorerGroup:
         return self._kept.open(rendezvous, rank, deadline=deadline, device=device)
 
     def close(self) -> None:
-        """Leave the group in this process. Safe to call twice."""
+        """Leave the group. Safe to call twice."""
         if self._kept is not None:
             self._kept.close()
 

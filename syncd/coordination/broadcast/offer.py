@@ -1,9 +1,9 @@
 """Agreeing on a transfer of weights (``nccl``): all live explorers take part, or no explorer does.
 
 The trainer makes an offer that names every live explorer. Each explorer joins by naming the offer
-in its own report. When all have joined, the trainer decides that the transfer takes place. An
-explorer that gives up decides that the transfer does not take place. The decision is a file that
-only one participant can create, so all participants see the same decision.
+in its own report. When all explorers have joined, the trainer decides that the transfer takes
+place. An explorer that gives up decides the contrary. The decision is a file that only one
+participant can create, so all participants see the same decision.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class Takers(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """A transfer that takes place.
+    """An offer whose transfer takes place.
 
     Attributes:
-        offer: the offer that all its members have joined.
         group: the name of the weight group that all members have open; None without such a group.
     """
 
@@ -56,7 +55,7 @@ class Offers:
         self._job = job
 
     def current(self) -> Offer | None:
-        """The newest offer; None if there is no offer, or the offer is unreadable."""
+        """The newest offer; None if there is none, or it is unreadable."""
         return self._job.read(Offer, self._job.layout.offer)
 
     def make(
@@ -89,7 +88,7 @@ class Offers:
         )
 
     def decide(self, offer: str, wish: Decision, session: str) -> Decision:
-        """Decide an offer, and return the decision that counts: the first decision."""
+        """Decide an offer; return the first decision, which counts."""
         path = self._job.layout.verdict(offer)
         draft = self._job.layout.drafts / f"{TEMPORARY}verdict-{secrets.token_hex(6)}"
         try:
@@ -115,7 +114,7 @@ class TrainerSide:
     """Makes an offer and decides it.
 
     Attributes:
-        agreed: the transfer of the latest offer, if all explorers joined that offer; else None.
+        agreed: the latest offer's transfer, if it takes place; else None.
     """
 
     def __init__(self, offers: Offers, roster: Roster, me: Participant[TrainerReport]) -> None:
@@ -126,7 +125,7 @@ class TrainerSide:
         self.agreed: Agreed | None = None
 
     def takers(self) -> Takers:
-        """Count the running explorers, by their present reports."""
+        """Count the running explorers."""
         working = self._working()
         return Takers(len(working), sum(one.workers > 0 for one in working))
 
@@ -137,8 +136,8 @@ class TrainerSide:
     def agree(self, step: int, wait: Wait) -> int | None:
         """Offer a transfer, and wait until all live explorers have joined the offer.
 
-        The method does not wait for explorers that take no part in broadcasts. The result is the
-        step; None if not all explorers join in time, or if no explorer is running.
+        Explorers that take no part in broadcasts do not count. The result is the step; None if not
+        all other explorers join in time, or there are none.
         """
         self.agreed = None
         require_sync(self._me)
@@ -170,7 +169,6 @@ class TrainerSide:
         return self._roster.working()
 
     def _try(self, step: int, working: list[ExplorerReport]) -> bool:
-        """Check the explorers once; return True if the transfer takes place."""
         members = tuple(
             OfferedMember(name=one.name, session=one.session, workers=one.workers)
             for one in sorted(working, key=lambda one: one.name)
@@ -198,12 +196,12 @@ class TrainerSide:
             self._decide(self._open, "off")
 
     def _decide(self, offer: Offer, wish: Decision) -> Decision:
-        """Decide the open offer; return the decision that counts, which may be an explorer's."""
+        """Decide the open offer; return the decision that counts, possibly an explorer's."""
         self._open = None
         decided = self._offers.decide(offer.offer, wish, self._me.session.id)
         try:
-            # The verdict file decides. The offer repeats it, because the client of a waiting
-            # explorer may have cached that the verdict file does not exist.
+            # The verdict file decides. The offer repeats the verdict, because an explorer's client
+            # can have cached that the verdict file does not exist.
             self._offers.put(offer.model_copy(update={"decided": decided}))
         except OSError as error:
             log.warning(
@@ -273,7 +271,7 @@ class ExplorerSide:
     def look(self) -> Offer | None:
         """Check the current offer once; return the joined offer if its transfer takes place.
 
-        The explorer joins an open offer that names this explorer, unless it has joined another.
+        If the offer is open and names this explorer, the explorer joins it.
         """
         offer, joined = self._offers.current(), self._joined
         other = joined is not None and offer is not None and offer.offer != joined.offer
@@ -281,7 +279,7 @@ class ExplorerSide:
         if other and (decided := self.leave()) is not None:
             return decided
         if self._joined is None and offer is not None and self._concerns_us(offer):
-            self._joined = offer  # first, because a failed update may still be written
+            self._joined = offer  # first, because a later update can still write a failed update
             self._me.update(joined=offer.offer)
         elif self._joined is not None and offer is not None and offer.decided is not None:
             joined, self._joined = self._joined, None
@@ -293,10 +291,10 @@ class ExplorerSide:
         return None
 
     def leave(self) -> Offer | None:
-        """Leave the joined offer.
+        """Leave the joined offer; return None if this explorer has left.
 
-        The result is the offer if the trainer had already decided that the transfer takes place. In
-        that case this explorer must take part. Otherwise the result is None.
+        If the trainer decided first that the transfer takes place, return the offer: this explorer
+        must take part.
         """
         joined, self._joined = self._joined, None
         if joined is None:
@@ -313,7 +311,6 @@ class ExplorerSide:
         return ours and offer.decided is None and offer.offer not in self._over
 
     def _goes_by_files(self) -> bool:
-        """True if a new offer says that the weights come as published files."""
         offer = self._offers.current()
         if self.has_joined or offer is None or offer.decided != "files":
             return False

@@ -1,8 +1,8 @@
 """The contents of a weight transfer, and its buckets of bytes. Pure, without torch.
 
-The *meta* lists the tensors of a transfer. All tensors are laid out in one *image*, in the order of
-the meta; each tensor begins at a multiple of :data:`ALIGNED` bytes. The image is cut into
-*buckets*, and each broadcast transfers one bucket.
+The *meta* lists the tensors of a transfer. The *image* holds all tensors, in the order of the meta;
+each tensor begins at a multiple of :data:`ALIGNED` bytes. Each broadcast transfers one *bucket* of
+the image.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUCKET: Final = 256 * 1024 * 1024
 AT_A_TIME: Final = 2
 #: Broadcasts in progress at a time, if nothing is packed or checked meanwhile.
 AHEAD: Final = 8
-#: The most bytes of an encoded meta; a million tensors take about half as many.
+#: The most bytes of an encoded meta; a million tensors take about 128 MiB.
 META_LIMIT: Final = 256 * 1024 * 1024
 #: Bytes of the digest of a meta, and of a bucket: xxh3-128.
 DIGEST: Final = 16
@@ -47,7 +47,7 @@ HEADER: Final = _HEADER.size
 
 
 class Described(Protocol):
-    """Anything with a tensor's name, dtype and shape, such as an entry of a manifest or a plan."""
+    """A tensor's name, dtype and shape, for example an entry of a manifest."""
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class Described(Protocol):
 
 
 class WeightSpec(NamedTuple):
-    """One tensor of a transfer, with the same name as in a published version of the model."""
+    """One tensor of a transfer, with its name in a published version."""
 
     name: str
     dtype: str
@@ -71,24 +71,24 @@ class WeightSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes in the whole tensor."""
+        """The tensor's number of bytes."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     @property
     def digest(self) -> None:
-        """Always None, because nobody knows a tensor's digest before its transfer."""
+        """None, because a tensor's digest is unknown before its transfer."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightMeta:
-    """The names, dtypes and shapes of a transfer's tensors, in the order of the transfer."""
+    """The tensors of a transfer, in the order of the transfer."""
 
     tensors: tuple[WeightSpec, ...]
 
     @classmethod
     def of(cls, tensors: Iterable[Described]) -> Self:
-        """The meta of the tensors of a plan or a manifest, in their order."""
+        """The meta of the tensors of a plan or a manifest."""
         return cls(tuple(WeightSpec(one.name, one.dtype, one.shape) for one in tensors))
 
     @property
@@ -98,7 +98,7 @@ class WeightMeta:
 
     @property
     def digest(self) -> bytes:
-        """A digest of 16 bytes, which is equal for equal lists of tensors."""
+        """The xxh3-128 digest of :meth:`encode`, 16 bytes."""
         return xxhash.xxh3_128_digest(self.encode())
 
     def encode(self) -> bytes:
@@ -138,8 +138,7 @@ class Header(NamedTuple):
     """The first :data:`HEADER` bytes of a transfer.
 
     Attributes:
-        digest: the digest of the meta.
-        has_digests: True if the transfer sends the digests of the buckets after the buckets.
+        has_digests: True if the digests of the buckets follow the buckets.
     """
 
     digest: bytes
@@ -149,7 +148,7 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, meta: WeightMeta, bucket_bytes: int, *, has_digests: bool) -> Self:
-        """The header of a transfer; too small ``bucket_bytes`` are raised to :data:`ALIGNED`."""
+        """The header of a transfer; ``bucket_bytes`` become at least :data:`ALIGNED`."""
         size = len(meta.encode())
         return cls(meta.digest, size, max(bucket_bytes, ALIGNED), has_digests)
 
@@ -177,8 +176,8 @@ class BucketPiece(NamedTuple):
 
     Attributes:
         tensor: the tensor's index in the meta.
-        first: the offset of the run in the tensor, in bytes.
-        at: the offset of the run in the bucket, in bytes.
+        first: the byte offset in the tensor.
+        at: the byte offset in the bucket.
     """
 
     tensor: int
@@ -197,7 +196,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """All tensors of a transfer, one after the other, and their buckets.
+    """The image of a transfer, and its buckets.
 
     Attributes:
         offsets: the offset of each tensor of the meta, in bytes.
@@ -212,10 +211,9 @@ class Image:
     def of(cls, meta: WeightMeta, bucket_bytes: int) -> Self:
         """Cut a transfer into buckets of at most ``bucket_bytes``.
 
-        A tensor of at least a sixteenth of ``bucket_bytes`` has one or more buckets of its own.
-        These buckets are views of the tensor's memory, so the tensor need not be packed. Smaller
-        tensors are packed together into buckets of up to a quarter of ``bucket_bytes``, because
-        copying them costs less than one broadcast for each tensor.
+        A tensor of at least ``bucket_bytes / 16`` has its own buckets, so it need not be packed.
+        Smaller tensors are packed together into buckets of at most ``bucket_bytes / 4``, because
+        packing costs less than one broadcast for each tensor.
 
         ``bucket_bytes`` must be at least :data:`ALIGNED`; it is rounded down to a multiple of that.
         """
@@ -250,5 +248,5 @@ class Image:
 
 
 def padded(size: int) -> int:
-    """A number of bytes, rounded up to a multiple of :data:`ALIGNED`."""
+    """Round a size up to a multiple of :data:`ALIGNED`."""
     return -(-size // ALIGNED) * ALIGNED
