@@ -1,5 +1,5 @@
 """The on-disk protocol: names, paths, records, errors and the sync policy.
 
-It uses neither the disk nor the clock, and imports no other package of syncd. Read ``layout.py``
-first, and then ``records.py``.
+The package uses neither the disk nor the clock, and imports no other package of syncd. Read
+``layout.py`` first, and then ``records.py``.
 """

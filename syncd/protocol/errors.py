@@ -1,42 +1,42 @@
-"""The error tree: all errors that syncd raises on purpose.
+"""The error tree: all errors that syncd raises on purpose, with their exit codes.
 
 ::
 
-    SyncdError                     1   the base class of all; never raised itself
-    ├── InvalidSettingsError       2   an option, a name or a folder that cannot be used
-    │   ├── NameTakenError         2   a name that a live participant has
-    │   ├── InvalidTransitionError 2   a status that cannot follow the present status
-    │   └── TorchMissingError      2   a feature that needs torch or NumPy, which is not installed
-    ├── RecordError                3   a record of syncd that cannot be read
-    │   └── ProtocolMismatchError  3   a record that a newer protocol wrote
-    ├── CheckpointError            4   a save that can never be published; it is quarantined
-    │   ├── ShardFormatError       4   a file not in torch.save's format, or with code to run
-    │   ├── PlacementError         4   a placement or mesh that syncd does not know how to merge
-    │   ├── CoverageError          4   pieces that overlap, leave gaps, or disagree
-    │   └── NonFiniteError         4   weights with NaN or Inf, which --refuse-nonfinite refuses
-    ├── SaveNotReadyError          5   a save not whole yet, or changed while it was read: retry
-    ├── VersionGoneError           6   a version that was retired before it could be leased
-    ├── VerificationError          7   a version whose bytes differ from its manifest
-    ├── EngineMismatchError        8   weights that do not fit the engine: names, shapes, dtypes
-    ├── WaitTimeoutError           9   no newer version was published in time
-    ├── SupersededError           10   another daemon has taken over; stand by
-    ├── JobUnavailableError       11   the job folder cannot be used now (missing, unmounted, busy)
-    ├── CancelledError            12   an operation that the caller asked to stop
-    ├── SaveFailedError          13   a trainer's save that did not become whole
-    ├── NoRoomError              14   the disk has no room for the files that are to be written
-    ├── EngineBrokenError        15   an engine whose weights are unknown
-    ├── NotFollowingError        16   a background watcher that has ended by itself
-    ├── CommandFailedError       17   a user's command that failed, or took too long
-    ├── ServerError              18   a request that an inference server did not carry out
-    │   ├── ServerRefusedError   18   a request that the server answered with an error
-    │   ├── ServerUnreachableError 18 a server that does not answer (an OSError too)
-    │   └── ServerBusyError      18   a request to repeat later (an OSError too)
-    ├── UnfitStorageError        19   storage on which a promise of syncd cannot hold
-    ├── BroadcastError           20   a broadcast that failed; the files still reach explorers
-    └── OutOfStepError           21   a training whose ranks are at different points: end it
+    SyncdError                     1
+    ├── InvalidSettingsError       2
+    │   ├── NameTakenError         2
+    │   ├── InvalidTransitionError 2
+    │   └── TorchMissingError      2
+    ├── RecordError                3
+    │   └── ProtocolMismatchError  3
+    ├── CheckpointError            4
+    │   ├── ShardFormatError       4
+    │   ├── PlacementError         4
+    │   ├── CoverageError          4
+    │   └── NonFiniteError         4
+    ├── SaveNotReadyError          5
+    ├── VersionGoneError           6
+    ├── VerificationError          7
+    ├── EngineMismatchError        8
+    ├── WaitTimeoutError           9
+    ├── SupersededError           10
+    ├── JobUnavailableError       11
+    ├── CancelledError            12
+    ├── SaveFailedError           13
+    ├── NoRoomError               14
+    ├── EngineBrokenError         15
+    ├── NotFollowingError         16
+    ├── CommandFailedError        17
+    ├── ServerError               18
+    │   ├── ServerRefusedError    18
+    │   ├── ServerUnreachableError 18
+    │   └── ServerBusyError       18
+    ├── UnfitStorageError         19
+    ├── BroadcastError            20
+    └── OutOfStepError            21
 
-The number is the exit code of a command that ends with that error. Messages say what happened, to
-which file, and what to do.
+A command that ends with an error exits with the number of this error. Messages say what happened,
+to which file, and what to do.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ __all__ = [
 
 
 class SyncdError(Exception):
-    """The base class of all errors that syncd raises on purpose."""
+    """The base class of all errors that syncd raises on purpose. It is never raised itself."""
 
     exit_code: ClassVar[int] = 1
 
@@ -92,7 +92,7 @@ class InvalidSettingsError(SyncdError):
 
 
 class NameTakenError(InvalidSettingsError):
-    """Raised when another participant has the name, or took it while this one counted as dead."""
+    """Raised when a participant has the name, or took it while this process counted as dead."""
 
 
 class InvalidTransitionError(InvalidSettingsError):
@@ -136,7 +136,7 @@ class CoverageError(CheckpointError):
 
 
 class NonFiniteError(CheckpointError):
-    """Raised when weights hold NaN or Inf, and the daemon's settings refuse such a save."""
+    """Raised when weights hold NaN or Inf, and ``--refuse-nonfinite`` refuses such a save."""
 
 
 class SaveNotReadyError(SyncdError):
@@ -208,7 +208,7 @@ class NoRoomError(SyncdError):
 
 
 class EngineBrokenError(SyncdError):
-    """Raised when an engine could load neither new nor previous weights, or does not serve.
+    """Raised when an engine cannot load the new or the previous weights, or does not serve.
 
     Attributes:
         refuses: True if the new version broke the engine. That version is not tried again.
@@ -276,8 +276,8 @@ class BroadcastError(SyncdError):
 class OutOfStepError(SyncdError):
     """Raised when the ranks of a trainer are not at the same point, so that training must end.
 
-    A collective has failed on one rank, or the ranks called a hook with unlike steps. If training
-    continued, ranks could answer each other's collectives by mistake.
+    A collective failed on one rank, or the ranks called a hook with different steps. In further
+    training, ranks could answer each other's collectives by mistake.
     """
 
     exit_code = 21

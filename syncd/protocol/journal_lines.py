@@ -29,14 +29,11 @@ class JournalLine(Record):
         event: the action. The less obvious ones are:
             - ``active``: a daemon took over;
             - ``adopted``: a version that an earlier daemon had finished became LATEST;
-            - ``rolled_back``: the daemon published an older version again;
             - ``live``: an explorer began to serve the version;
             - ``refused``: the daemon refused a rollback;
-            - ``delta``, ``no_delta``: the daemon made a delta to the version, or made none;
-            - ``names``: new versions have the hub's tensor names instead of the trainer's, or the
-              reverse; or the hub's names and the trainer's names differ for the first time.
+            - ``names``: the tensors' names changed between the hub's and the trainer's; or both
+              differ for the first time.
 
-        kind, bytes: the kind and size of the published version.
         seconds: for ``published``: from the start of the merge until LATEST named the version. For
             ``live``: from the update of LATEST until the explorer served the version; None if an
             earlier daemon published the version.
@@ -46,10 +43,10 @@ class JournalLine(Record):
         of: the version that is published again, or the base of the delta.
         changed: the fraction of the elements that differ, 0 to 1.
         delta_bytes: the size of the delta. For ``live``: the bytes of the deltas that the explorer
-            read instead of the version's files; None if the explorer read the version's files.
+            read instead of the version's files, if any.
         by: the person or process that asked for a rollback.
-        why: the reason. For ``published``: the tensors with NaN or Inf, if any. For ``names``: the
-            reason why the trainer's names are used, if no setting asks for them.
+        why: the reason. For ``published``: the tensors with NaN or Inf, if any. For ``names``: why
+            the trainer's names are used, if no setting asks for them.
     """
 
     time: float

@@ -1,4 +1,4 @@
-"""The paths of a job directory, as in ``docs/protocol.md``; this module does not use the disk."""
+"""The paths of a job directory, as in ``docs/protocol.md``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from syncd.protocol.names import (
 
 @dataclass(frozen=True, slots=True)
 class JobLayout:
-    """The paths of the job directory ``root``, where the trainers write."""
+    """The paths of the job directory ``root``."""
 
     root: Path
 
@@ -26,7 +26,7 @@ class JobLayout:
         return self.root / step_folder(step)
 
     def actor(self, step: int) -> Path:
-        """``global_step_N/actor``, where the model's shards are."""
+        """``global_step_N/actor``: the model's shards."""
         return self.step(step) / ACTOR
 
     @property
@@ -50,11 +50,11 @@ class JobLayout:
 
     @property
     def deltas(self) -> Path:
-        """The folder of all deltas; it does not exist before the first delta."""
+        """The folder of all deltas; missing before the first delta."""
         return self.root / "deltas"
 
     def delta(self, sequence: int) -> Path:
-        """``deltas/d000017``: the immutable delta whose target is the version of this sequence."""
+        """``deltas/d000017``: the immutable delta to the version of this sequence."""
         return self.deltas / delta_folder(sequence)
 
     @property
@@ -64,7 +64,7 @@ class JobLayout:
 
     @property
     def format(self) -> Path:
-        """The file with the protocol version and lease time of this job, written once."""
+        """The protocol version and lease time of this job, written once."""
         return self.state / "format.json"
 
     @property
@@ -74,7 +74,7 @@ class JobLayout:
 
     @property
     def epochs(self) -> Path:
-        """The folder of the daemons' rooms; each take-over makes a room."""
+        """The folder of the daemons' rooms."""
         return self.state / "epoch"
 
     @property
@@ -89,12 +89,12 @@ class JobLayout:
 
     @property
     def delta_progress(self) -> Path:
-        """The progress of the newest delta. Explorers that wait for this delta read the file."""
+        """The progress of the newest delta."""
         return self.state / "delta_progress.json"
 
     @property
     def daemon_report(self) -> Path:
-        """The daemon's report about itself, for ``syncd status``."""
+        """The daemon's report about itself."""
         return self.state / "daemon.json"
 
     @property
@@ -104,7 +104,7 @@ class JobLayout:
 
     @property
     def audit(self) -> Path:
-        """One line for every deletion; older lines are in a second file (:func:`older_lines`)."""
+        """One line for every deletion; older lines are in :func:`older_lines`."""
         return self.state / "audit.jsonl"
 
     @property
@@ -118,16 +118,16 @@ class JobLayout:
         return self.state / "leases"
 
     def lease_folder(self, sequence: int) -> Path:
-        """The folder with the leases of a version; only the active daemon makes this folder."""
+        """The folder with a version's leases; only the active daemon makes it."""
         return self.leases / version_folder(sequence)
 
     @property
     def sessions(self) -> Path:
-        """The folder of heartbeats; each process has one heartbeat."""
+        """The folder of the processes' heartbeats."""
         return self.state / "sessions"
 
     def session(self, session: str) -> Path:
-        """A process's heartbeat."""
+        """The heartbeat of a session."""
         return self.sessions / f"{session}.lock"
 
     @property
@@ -136,26 +136,26 @@ class JobLayout:
         return self.state / "explorers"
 
     def explorer(self, name: str) -> Path:
-        """The report of one explorer about itself."""
+        """An explorer's report about itself."""
         return self.explorers / f"{name}.json"
 
     @property
     def trainer_report(self) -> Path:
-        """The report of the trainer about itself."""
+        """The trainer's report about itself."""
         return self.state / "trainer.json"
 
     @property
     def claims(self) -> Path:
-        """The folder of claims. Each claim says which session holds a name."""
+        """The folder of the claims of names."""
         return self.state / "claims"
 
     def claim(self, role: str, name: str) -> Path:
-        """The claim of an explorer's name, or the claim of the job's trainer."""
+        """The claim of an explorer's name, or of the job's trainer."""
         return self.claims / (f"explorer.{name}" if role == "explorer" else role)
 
     @property
     def offer(self) -> Path:
-        """The trainer's offer of a transfer of weights, and the members of the transfer."""
+        """The trainer's offer of a broadcast, and its members."""
         return self.state / "broadcast" / "offer.json"
 
     @property
@@ -164,17 +164,17 @@ class JobLayout:
         return self.offer.with_name("group.json")
 
     def verdict(self, offer: str) -> Path:
-        """The file that says whether an offered transfer takes place."""
+        """The file that says if an offered broadcast takes place."""
         return self.offer.with_name(f"{offer}.verdict")
 
     def saved_state(self, role: str, name: str) -> Path:
-        """The state that the trainer or an explorer needs to resume."""
+        """The state from which the trainer or an explorer resumes."""
         meta = self.state / "meta"
         return meta / (f"explorer_meta.{name}.json" if role == "explorer" else "trainer_meta.json")
 
     @property
     def drafts(self) -> Path:
-        """Temporary files; a rename moves each finished file into a folder that others watch."""
+        """Temporary files for folders that others watch; a rename moves finished files there."""
         return self.state / "drafts"
 
     @property
@@ -193,20 +193,20 @@ class JobLayout:
         return self.state / "requests"
 
     def request(self, request: str) -> Path:
-        """The file of one request, which the daemon replaces by its answer."""
+        """One request, which the daemon replaces by its answer."""
         return self.requests / f"{request}.json"
 
     @property
     def bench(self) -> Path:
-        """The requests to build a step for a single explorer, and the built steps."""
+        """The requests of benches, and the steps built for them."""
         return self.state / "bench"
 
     def bench_request(self, request: str) -> Path:
-        """The request to build a step for one explorer."""
+        """A bench's request to build a step."""
         return self.bench / f"{request}.json"
 
     def bench_build(self, session: str, request: str) -> Path:
-        """The step that the daemon built for the explorer with this session: a model folder."""
+        """The step that the daemon built for a bench: a model folder."""
         return self.bench / session / request
 
     @property
@@ -216,7 +216,7 @@ class JobLayout:
 
     @property
     def quarantine(self) -> Path:
-        """The folder of reasons why saves could not be published, one file for each save."""
+        """The reasons why saves could not be published, one file for each save."""
         return self.state / "quarantine"
 
 

@@ -1,4 +1,4 @@
-"""Make and parse the names of the on-disk protocol; this module does not use the disk."""
+"""Make and parse the names of files and folders in the on-disk protocol."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _JOINERS: Final = "\u200c\u200d"
 
 
 def is_weights_name(name: str) -> bool:
-    """True if a file of ``huggingface/`` with this name holds weights or their index."""
+    """True if a file in ``huggingface/`` with this name holds weights or their index."""
     return _WEIGHTS.fullmatch(name) is not None
 
 
@@ -82,7 +82,7 @@ def step_folder(step: int) -> str:
 
 
 def parse_step_folder(name: str) -> int | None:
-    """The step in a folder's name, or None if the folder is not a step folder."""
+    """The step in a step folder's name; None for other names."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -93,29 +93,29 @@ def version_folder(sequence: int) -> str:
 
 
 def parse_version_folder(name: str) -> int | None:
-    """The sequence in a folder's name, or None if the folder is not a version folder."""
+    """The sequence in a version folder's name; None for other names."""
     match = _VERSION.fullmatch(name)
     return int(match[1]) if match and version_folder(int(match[1])) == name else None
 
 
 def delta_folder(sequence: int) -> str:
-    """The name of the folder of the delta to a version, e.g. ``d000017``."""
+    """The folder name of the delta to a version, e.g. ``d000017``."""
     return f"d{sequence:06d}"
 
 
 def parse_delta_folder(name: str) -> int | None:
-    """The sequence in a folder's name, or None if it is not the folder of a delta."""
+    """The sequence in a delta folder's name; None for other names."""
     match = _DELTA.fullmatch(name)
     return int(match[1]) if match and delta_folder(int(match[1])) == name else None
 
 
 def shard_name(world_size: int, rank: int) -> str:
-    """The name of a rank's model shard, as verl and Trinity-RFT write it."""
+    """The name of a rank's model shard, as in verl and Trinity-RFT."""
     return f"model_world_size_{world_size}_rank_{rank}.pt"
 
 
 def master_name(world_size: int, rank: int) -> str:
-    """The name of the file with a rank's uncast weights, if the weights in its shard are cast."""
+    """The name of a rank's uncast weights, if the weights in its shard are cast."""
     return f"master_world_size_{world_size}_rank_{rank}.pt"
 
 
@@ -125,43 +125,43 @@ def optimizer_name(world_size: int, rank: int) -> str:
 
 
 def extra_state_name(world_size: int, rank: int) -> str:
-    """The name of a rank's extra state: scheduler and random number generators."""
+    """The name of a rank's scheduler and random number generators."""
     return f"extra_state_world_size_{world_size}_rank_{rank}.pt"
 
 
 def parse_shard_name(name: str) -> tuple[int, int] | None:
-    """``(world_size, rank)`` of a name of :func:`shard_name`; None for other names."""
+    """``(world_size, rank)`` in a name of :func:`shard_name`; None for other names."""
     match = _SHARD.fullmatch(name)
     return (int(match[2]), int(match[3])) if match and match[1] == "model" else None
 
 
 def parse_master_name(name: str) -> tuple[int, int] | None:
-    """``(world_size, rank)`` of a name of :func:`master_name`; None for other names."""
+    """``(world_size, rank)`` in a name of :func:`master_name`; None for other names."""
     match = _SHARD.fullmatch(name)
     return (int(match[2]), int(match[3])) if match and match[1] == "master" else None
 
 
 def distcp_order(name: str) -> tuple[int, int, str]:
-    """The sort key of a ``.distcp`` file: rank, number and name. Files without a rank come last."""
+    """The sort key of a ``.distcp`` file: rank, number, name. Files without a rank come last."""
     match = _DISTCP.fullmatch(name)
     return (int(match[1]), int(match[2]), name) if match else (sys.maxsize, 0, name)
 
 
 def is_dcp_file(name: str) -> bool:
-    """True if ``torch.distributed.checkpoint`` writes files with this name for a save."""
+    """True for the names of files that ``torch.distributed.checkpoint`` writes for a save."""
     return name == DCP_METADATA or name.endswith(DCP_SUFFIX)
 
 
 def is_rank_metadata(name: str) -> bool:
-    """True if a file with this name is a DCP file with the metadata of only one rank."""
+    """True for the name of the DCP metadata of only one rank."""
     return _RANK_METADATA.fullmatch(name) is not None
 
 
 def parse_part_name(name: str) -> tuple[int | None, int, int] | None:
-    """``(shard, file, files)`` of a Hugging Face file's name with ``N-of-M``; None for other names.
+    """``(shard, N, M)`` in ``shard-00001-model-N-of-M.safetensors``; None for other names.
 
-    The shard is None if the file holds whole tensors. If the name begins with ``shard-00001-``, a
-    rank wrote the file through ``HuggingFaceStorageWriter``.
+    With ``shard-…``, the file is a rank's, from ``HuggingFaceStorageWriter``. Without it, the file
+    holds whole tensors, and the shard is None.
     """
     match = _PART.fullmatch(name)
     if match is None:
@@ -181,22 +181,22 @@ _FULL_RECEIPT: Final = "full_rank_"
 
 
 def full_receipt_name(rank: int) -> str:
-    """The name of a rank's receipt of a full checkpoint, with optimizer and extra state."""
+    """The name of a rank's receipt for a full checkpoint."""
     return f"{_FULL_RECEIPT}{rank}.json"
 
 
 def is_full_receipt_name(name: str) -> bool:
-    """True if a file with this name is a rank's receipt of a full checkpoint."""
+    """True for the names of :func:`full_receipt_name`."""
     return name.startswith(_FULL_RECEIPT)
 
 
 def failure_name(rank: int) -> str:
-    """The name of the file in which a rank reports the id of a save that it could not write."""
+    """The name of the file in which a rank reports a save that it could not write."""
     return f"failed_rank_{rank}.txt"
 
 
 def is_resumable_state(name: str) -> bool:
-    """True if a trainer could resume from a step that has this file in its ``actor/`` folder."""
+    """True if a trainer could resume from a step with this file in ``actor/``."""
     return _RESUMABLE.fullmatch(name) is not None
 
 
@@ -207,7 +207,7 @@ def parse_pointer(content: bytes) -> int | None:
 
 
 def checked_name(name: object, what: str) -> str:
-    """The name, unchanged, if it can be part of a file name; ``what`` is for the error message.
+    """Return the name if it can be part of a file name; ``what`` is for the error message.
 
     Raises:
         InvalidSettingsError: the name is empty, has more than 64 characters, begins with ``-``, or
@@ -222,26 +222,26 @@ def checked_name(name: object, what: str) -> str:
 
 
 def lease_marker(name: str, session: str) -> str:
-    """The file name of an explorer's lease: the explorer's name, a dot and its session."""
+    """The file name of an explorer's lease: ``NAME.SESSION``."""
     return f"{name}.{session}"
 
 
 def parse_lease_marker(marker: str) -> tuple[str, str] | None:
-    """``(name, session)`` of a lease's file name, or None if it has another format."""
+    """``(name, session)`` in a lease's file name; None for other names."""
     name, dot, session = marker.partition(".")
     return (name, session) if dot and _NAME.fullmatch(name) and _NAME.fullmatch(session) else None
 
 
 def has_control(text: str) -> bool:
-    """True if text has control characters (C0, DEL, C1), which no tensor or file name may have."""
+    """True if text has control characters (C0, DEL, C1)."""
     return _CONTROL.search(text) is not None
 
 
 def printable(text: object) -> str:
     """Text from outside, as one line without characters that a terminal would obey.
 
-    It escapes control, bidi and other invisible characters, line ends, and bytes that are not
-    UTF-8. Spaces and joiners, which many writing systems need, stay.
+    Control, bidi and other invisible characters, line ends, and bytes that are not UTF-8 are
+    escaped. Spaces and joiners stay, because many writing systems need them.
     """
     plain = str(text)
     return plain if plain.isprintable() else "".join(map(_printable, plain))

@@ -12,7 +12,7 @@ from syncd.protocol.records import Record, Step, Text
 
 
 class Claim(Record):
-    """The session that holds a participant's name. ``name`` is for people who read the file."""
+    """The session that holds a participant's name. ``name`` is for people."""
 
     session: str
     name: Text | None = None
@@ -25,8 +25,7 @@ class _Owned(BaseModel):
 def session_of(content: bytes) -> str | None:
     """The session in a report or claim; None if it names no session that can be a file name.
 
-    This function accepts any protocol version, so that an older syncd can tell whether a newer
-    participant lives.
+    Any protocol version is accepted, so that an older syncd can tell if a newer participant lives.
     """
     try:
         return checked_name(_Owned.model_validate_json(content).session, "the session")
@@ -39,7 +38,7 @@ class _Named(BaseModel):
 
 
 def name_in(content: bytes) -> str | None:
-    """The name, if any, in a participant's report or claim of any protocol version."""
+    """The name in a participant's report or claim of any protocol version, if any."""
     try:
         return _Named.model_validate_json(content).name
     except ValidationError:
@@ -47,7 +46,7 @@ def name_in(content: bytes) -> str | None:
 
 
 class OfferedMember(BaseModel):
-    """An explorer that receives an offer, with the number of its ranks in the weight group."""
+    """An explorer that receives an offer; ``workers`` is the number of its ranks."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -63,8 +62,8 @@ class Offer(Record):
     """``.syncd/broadcast/offer.json``: the trainer is ready to transfer the weights of a step.
 
     Attributes:
-        members: all explorers that must join before the offer is decided.
-        decided: a copy of the verdict, which waiting explorers read; None while the offer is open.
+        members: all explorers that must join before the transfer.
+        decided: a copy of the verdict, for waiting explorers; None while the offer is open.
             ``files``: the offer was never open, because the weights travel by the checkpoint path.
     """
 
@@ -92,12 +91,8 @@ class Rendezvous(Record):
     """``.syncd/broadcast/group.json``: the address at which the members of a decided offer meet.
 
     Rank 0 of the group is the trainer's rank 0. The workers of the explorers have the next ranks,
-    in the order of the offer.
-
-    Attributes:
-        generation: the number of the process group; each new group has a higher number.
-        address, port: the address of rank 0's store.
-        save_id: the identity of the transferred weights: run, step and counter.
+    in the order of the offer. Each new group has a higher ``generation``. ``save_id`` names the
+    transferred weights.
     """
 
     offer: OfferId

@@ -97,7 +97,7 @@ class SyncMethod(_Choice):
     - ``nccl`` (or ``online``): by a broadcast.
     - ``checkpoint`` (or ``offline``): each rank writes its shards, and the daemon merges them.
     - ``memory``: rank 0 gathers the full state dict into one safetensors file, and the daemon links
-      that file. The file may be on a tmpfs if all processes share a host.
+      that file. If all processes share a host, the file can be on a tmpfs.
     """
 
     NCCL = "nccl"
@@ -130,13 +130,16 @@ class SyncSettings:
         method: the way in which weights travel; a name or an alias.
         style: the side that decides when to sync; a name or an alias.
         sync_interval: steps between two syncs.
-        trainer_sync_interval, explorer_sync_interval: for one side; None = ``sync_interval``.
+        trainer_sync_interval, explorer_sync_interval: the interval of one side; None =
+            ``sync_interval``.
         sync_offset: steps that explorers do before they count the steps of ``sync_interval``.
         sync_timeout: the most seconds that trainer and explorers wait for each other.
         save_interval: steps between two full checkpoints; 0 = no full checkpoints.
         save_timeout: seconds that rank 0 waits for all ranks' receipts before it gives up a save.
-        max_staleness: the most steps that a producing explorer may lag behind; None = no limit.
-        max_explorer_lag: the trainer waits if an explorer lags by more steps; None = no limit.
+        max_staleness: an explorer that lags behind by more steps must stop producing; None = no
+            limit.
+        max_explorer_lag: the trainer waits if an explorer lags behind by more steps; None = no
+            limit.
         checkpoint_every: with method ``nccl``, every n-th sync also saves the weights by the
             checkpoint path, for late joiners.
         broadcast_timeout: the most seconds for each of handshake, setup and transfer. If one takes
@@ -197,8 +200,8 @@ class SyncSettings:
     ) -> tuple[SyncSettings, str | None]:
         """These settings, but with method ``checkpoint`` if method ``nccl`` is impossible.
 
-        It is impossible with LoRA (``lora``), and with a remote trainer that only gives paths
-        (``tinker``).
+        Method ``nccl`` is impossible with LoRA (``lora``), and with a remote trainer that only
+        gives paths (``tinker``).
 
         Returns:
             The settings, and a warning for the caller to log; None if no setting was changed.
@@ -216,7 +219,7 @@ Given = TypeVar("Given")
 
 
 def given_or_default(name: str, kind: type[Given], value: object) -> Given:
-    """The settings that a user gave as argument ``name``, or the defaults if ``value`` is None.
+    """The settings ``value``, or the defaults if ``value`` is None. ``name`` is for error messages.
 
     Raises:
         InvalidSettingsError: ``value`` is neither None nor of the class ``kind``.
@@ -238,7 +241,7 @@ def _check(name: str, value: object, least: int, needed: str, *, or_none: bool =
 
 
 def check_above_0(name: str, value: object, unit: str) -> None:
-    """Raise InvalidSettingsError unless the argument ``name`` is a number above 0, in ``unit``."""
+    """Raise InvalidSettingsError unless ``value`` is a number above 0, in ``unit``."""
     if not isinstance(value, Real) or not float(value) > 0:
         raise InvalidSettingsError(
             f"{name} is {value!r}: it must be a number of {unit}, more than 0"
@@ -246,20 +249,12 @@ def check_above_0(name: str, value: object, unit: str) -> None:
 
 
 def check_step(step: object) -> None:
-    """Check that the argument ``step`` of a hook's method is a training step.
-
-    Raises:
-        InvalidSettingsError: ``step`` is not a whole number, or is below 0.
-    """
+    """Raise InvalidSettingsError unless ``step`` is a whole number, 0 or more."""
     _check("step", step, 0, "the number of the training step, such as 2")
 
 
 def check_timeout(timeout: object) -> None:
-    """Check that the argument ``timeout`` of a hook's method is a number of seconds, or None.
-
-    Raises:
-        InvalidSettingsError: ``timeout`` is of another type.
-    """
+    """Raise InvalidSettingsError unless ``timeout`` is a number of seconds, or None."""
     if timeout is not None and not isinstance(timeout, Real):
         raise InvalidSettingsError(
             f"timeout is {timeout!r}: it must be a number of seconds, or None"
@@ -291,7 +286,7 @@ def trainer_decision(
     on_its_way: bool = False,
     waiting: bool = False,
 ) -> TrainerDecision:
-    """The trainer's actions after ``step``, or while it waits for data.
+    """The trainer's actions after ``step``, or while the trainer waits for data.
 
     Args:
         settings: the settings of the job.
@@ -332,7 +327,7 @@ def explorer_syncs(
 ) -> bool:
     """True if an explorer that has no work in flight should sync now.
 
-    ``settings`` and ``step`` are those of :func:`explorer_sync_is_due`. ``trainer_requires_sync``
+    ``settings`` and ``step`` are as in :func:`explorer_sync_is_due`. ``trainer_requires_sync``
     is True if the trainer's status is ``require_sync``; None if the trainer has stopped.
     """
     if not explorer_sync_is_due(settings, step):
@@ -363,10 +358,10 @@ class Pull(Enum):
 def pull_decision(held: Version | None, newest: Version | None) -> Pull:
     """The action of an explorer on the newest version.
 
-    An explorer never loads a lower sequence than it holds. ``ADOPT`` means that it need not load a
-    first version of step 0, because the engine began with these weights; an ``ExplorerHook`` loads
-    it nevertheless. ``held`` is None before the engine's first version; ``newest`` is None before
-    any publication.
+    An explorer never loads a lower sequence than it holds. ``ADOPT`` means that the explorer need
+    not load its first version: the version has step 0, and the engine began with these weights. An
+    ``ExplorerHook`` loads this version nevertheless. ``held`` is None before the engine's first
+    version; ``newest`` is None before any publication.
     """
     if newest is None or (held is not None and newest.sequence <= held.sequence):
         return Pull.NOTHING_NEW
@@ -376,7 +371,7 @@ def pull_decision(held: Version | None, newest: Version | None) -> Pull:
 def may_produce(settings: SyncSettings, held: Version | None, newest: Version | None) -> bool:
     """True if an explorer may go on producing with its version (``settings.max_staleness``).
 
-    ``held`` is None before its first version; ``newest`` is None before any publication.
+    ``held`` is None before the explorer's first version; ``newest`` is None before any publication.
     """
     return settings.max_staleness is None or _lag(held, newest) <= settings.max_staleness
 
@@ -384,7 +379,7 @@ def may_produce(settings: SyncSettings, held: Version | None, newest: Version | 
 def must_wait_for_explorers(
     settings: SyncSettings, newest: Version | None, held: Iterable[Version | None]
 ) -> bool:
-    """True if the trainer waits for the slowest explorer (``settings.max_explorer_lag``).
+    """True if the trainer must wait for the slowest explorer (``settings.max_explorer_lag``).
 
     ``held`` has the versions of the explorers to wait for. ``newest`` must be a published version,
     because explorers cannot load an unpublished one: the trainer would wait for ever.
@@ -396,8 +391,9 @@ def must_wait_for_explorers(
 def after_broadcast(held: Version, newest: Version) -> Version:
     """The version to assume for an explorer that received a broadcast of the present run.
 
-    ``held`` has the newest sequence whose files the explorer loaded, and the broadcast's step. If
-    ``newest`` has no later step, the explorer lacks nothing: the result has at least its sequence.
+    ``held`` has the broadcast's step, and the newest sequence whose files the explorer loaded. If
+    ``newest`` has no later step, the explorer lacks nothing, so the result has at least the
+    sequence of ``newest``.
     """
     return (
         Version(max(held.sequence, newest.sequence), held.step)
@@ -420,5 +416,5 @@ K = TypeVar("K")
 
 
 def unanswered(requests: Mapping[K, int], answered: Mapping[K, int]) -> set[K]:
-    """The participants with more ``requests`` now than at their last answer (``answered``)."""
+    """The participants with more ``requests`` than were ``answered``."""
     return {who for who, asked in requests.items() if asked > answered.get(who, 0)}

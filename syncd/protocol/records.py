@@ -1,7 +1,7 @@
 """The JSON records of the protocol, as pydantic models.
 
-:func:`parse` reads all records. Times are seconds since the epoch by the writer's clock, only for
-people: syncd bases no decision on them (``docs/protocol.md``, "Sessions and time").
+``time`` in a record is Unix time by the writer's clock. It is only for people: syncd bases no
+decision on it (``docs/protocol.md``, "Sessions and time").
 """
 
 from __future__ import annotations
@@ -144,11 +144,10 @@ class Latest(Record):
     """``.syncd/LATEST``: the version that explorers should serve.
 
     Attributes:
-        delta_from: the base of the delta that the daemon planned when it wrote LATEST; None if it
-            planned none. :class:`~.reports.DeltaProgress` tells whether the delta was made.
-        names: whose tensor names the job keeps: those in the newest version for which the hub's
-            names and the trainer's names differ. None if there was no such version, or if an older
-            release wrote LATEST.
+        delta_from: the base of the delta that the daemon planned for this version, if any.
+            :class:`~.reports.DeltaProgress` tells if the daemon made this delta.
+        names: the origin of the tensor names that the job keeps. None if the hub's names and the
+            trainer's names never differed, or if an older release wrote LATEST.
     """
 
     sequence: Sequence
@@ -161,10 +160,10 @@ class Latest(Record):
 
 
 class VersionFile(BaseModel):
-    """A file of a version, with the xxh3-128 of its bytes as ``digest``.
+    """A file of a version; ``digest`` is the xxh3-128 of its bytes.
 
-    For a safetensors file, ``digest`` is the xxh3-128 of its header bytes followed by its tensors'
-    digests (16 bytes each, in file order).
+    For a safetensors file, ``digest`` is the xxh3-128 of the header bytes, followed by the digests
+    of the tensors (16 bytes each, in file order).
     """
 
     model_config = ConfigDict(frozen=True)
@@ -176,9 +175,10 @@ class VersionFile(BaseModel):
 
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a version; ``dtype`` is safetensors' name of the tensor's dtype.
+    """A tensor of a version; ``dtype`` is safetensors' name, for example ``BF16``.
 
-    This is no pydantic model: one would take a kilobyte, and a version may have a million tensors.
+    This is no pydantic model, because each would take a kilobyte, and a version can have a million
+    tensors.
     """
 
     name: str
@@ -194,7 +194,6 @@ class RolledBack(BaseModel):
     Attributes:
         instead_of: the identity of the save whose version LATEST named before the rollback. The
             daemon does not publish this save again, even while the pointer names it.
-        request: the id of the request for the rollback.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -205,9 +204,9 @@ class RolledBack(BaseModel):
 
 
 class AdaptedModel(BaseModel):
-    """The base model that an adapter is for, as ``adapter_config.json`` names it.
+    """The base model of an adapter, as ``adapter_config.json`` names it.
 
-    ``name`` is a hub model or a folder of the trainer's host. ``revision`` is None for the newest.
+    ``name`` is a hub model or a folder on the trainer's host. ``revision`` is None for the newest.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -220,9 +219,9 @@ class NonFinite(BaseModel):
     """The tensors with NaN or Inf, of one or several files.
 
     Attributes:
-        count: the number of these tensors; a lower bound for several files (:meth:`of_all`).
-        names: at most four of their names, shortened, without control characters. The list is
-            short, because a daemon reads the receipts of all ranks again and again.
+        count: the number of these tensors; a lower bound for several files.
+        names: at most four of their names, shortened. The list is short, because a daemon reads
+            the receipts of all ranks again and again.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -232,14 +231,14 @@ class NonFinite(BaseModel):
 
     @classmethod
     def of(cls, names: Collection[str]) -> NonFinite:
-        """The record for the tensors with these names."""
+        """Make the record for the tensors with these names."""
         first = itertools.islice(names, _NAMED)
         shown = (printable(name[:_SHOWN])[:_SHOWN] for name in first)
         return cls(count=len(names), names=tuple(shown))
 
     @classmethod
     def of_all(cls, found: Iterable[NonFinite]) -> NonFinite:
-        """The record for several files, which may hold parts of the same tensors."""
+        """Combine the records of several files, which can hold parts of the same tensors."""
         found = list(found)
         together = cls.of(dict.fromkeys(name for one in found for name in one.names))
         most = max((one.count for one in found), default=0)
@@ -255,17 +254,16 @@ class Manifest(Record):
     """``manifest.json`` of a version: its kind, files, tensors and digests.
 
     Attributes:
-        sequence: the version's sequence; 0 for a folder that was never published.
+        sequence: 0 if the folder was never published.
         remote: the path of the weights; only for kind ``remote``.
-        base_model: the model that the adapter is for; only for kind ``adapter``. None if the
-            adapter does not name its model, so the explorer has to know it.
-        checked: how the trainer's files were checked during the merge: ``receipt`` (the receipts of
-            our hook), ``crc32`` (the CRC-32 of every record, without receipts), or ``stillness``
-            (names, sizes and times did not change, without receipts and CRC-32).
-        names: whose names the tensors have; ``trainer`` if the hub's are the same or unknown.
-        nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody
-            checked, as in a save without receipts.
-        timings: seconds by the name of each part of the daemon's work.
+        base_model: only for kind ``adapter``; None if the adapter does not name its base model.
+        checked: how the merge checked the trainer's files: ``receipt`` (against our hook's
+            receipts), ``crc32`` (the CRC-32 of every record), or ``stillness`` (only that names,
+            sizes and times did not change). The last two are for saves without receipts.
+        names: the origin of the tensors' names; ``trainer`` if the hub's are the same or unknown.
+        nonfinite: the tensors with NaN or Inf in the save; None if nobody checked, as in a save
+            without receipts.
+        timings: seconds for each part of the daemon's work.
     """
 
     sequence: Size
@@ -332,8 +330,8 @@ class DeltaEnd(BaseModel):
 class Delta(Record):
     """``delta.json``: the elements of ``target`` that differ from ``base`` (docs/deltas.md).
 
-    ``files`` has all files of the folder except ``delta.json``, each with the xxh3-128 of its
-    bytes. ``changed`` is the number of elements that differ, of all ``elements``.
+    ``files`` has all other files of the folder, each with the xxh3-128 of its bytes. Of all
+    ``elements``, ``changed`` differ.
     """
 
     base: DeltaEnd
@@ -344,7 +342,7 @@ class Delta(Record):
 
     @property
     def bytes(self) -> int:
-        """The size of all files together, except ``delta.json``."""
+        """The size of all ``files`` together."""
         return sum(file.size for file in self.files)
 
 
@@ -369,12 +367,12 @@ class SaveId:
 
     @classmethod
     def parse(cls, text: str) -> SaveId | None:
-        """The save id in a text, or None if the text is no save id."""
+        """The save id in a text; None if the text is no save id."""
         match = _SAVE_ID.fullmatch(text)
         return cls(match[1], int(match[2]), int(match[3])) if match else None
 
     def is_newer_than(self, other: SaveId) -> bool:
-        """True if this save and ``other`` are of one run, and this save is the later one."""
+        """True if both saves are of one run, and this save is the later one."""
         return self.run == other.run and self.counter > other.counter
 
 
@@ -399,8 +397,8 @@ class Receipt(Record):
 
     Attributes:
         files: relative to ``actor/``; rank 0 also lists ``huggingface/`` and ``lora_adapter/``.
-        sync_dtype: the dtype (``bf16`` or ``fp16``) to which this rank cast the floating tensors of
-            the published weights; None if this rank cast no tensor.
+        sync_dtype: the dtype (``bf16`` or ``fp16``) to which this rank cast the published floating
+            tensors; None if it cast no tensor.
     """
 
     save_id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -412,7 +410,7 @@ class Receipt(Record):
 
 
 class SaveOutcome(BaseModel):
-    """The outcome of the save with this identity.
+    """The outcome of a save.
 
     ``model_only`` is True if a DCP save holds only a model; None if nobody has checked.
     """

@@ -21,7 +21,7 @@ class Load(BaseModel):
     """A load: an explorer began to serve a version from files.
 
     Attributes:
-        pause: seconds for which the engine did not serve; None if nobody measured the pause.
+        pause: seconds for which the engine did not serve; None if not measured.
         delta_bytes: the bytes of deltas that were read instead of the version's files, if any.
     """
 
@@ -38,17 +38,17 @@ class Reload(BaseModel):
 
     Attributes:
         sequence: 0 for a step that was built for a bench.
-        verify: the time to read the version and compare it with the manifest. With a stage folder
-            it includes the copy, or the wait for another explorer's copy.
-        prepare: the time of ``before_load``, and of preparations while the engine still serves.
+        verify: reading the version and comparing it with the manifest. With a stage folder it
+            includes the copy, or the wait for another explorer's copy.
+        prepare: ``before_load``, and preparations while the engine still serves.
         pause: the time without service: from the start of ``pause`` to the end of ``resume``.
         load: the part of ``pause`` in which the engine's ``load`` ran.
         staged: True if a copy on the explorer's host was read; None if staging is off.
-        not_staged: the reason why the version was not staged, although staging is on.
+        not_staged: the reason why there was no such copy, although staging is on.
         full_bytes: the bytes of the version's own files that were read from the job to make the
-            copy; 0 if another process on the host made it; None if staging is off.
-        delta_bytes: the bytes of deltas that were read for the version; None if no delta was used.
-        no_delta: the reason why no delta was used, if a delta was possible.
+            copy; 0 if another process made the copy; None if staging is off.
+        delta_bytes: the bytes of deltas that were read for the version, if any.
+        no_delta: the reason why a possible delta was not used.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -67,7 +67,7 @@ class Reload(BaseModel):
 
     @property
     def seconds(self) -> float:
-        """The seconds from the lease of the version until the engine serves it."""
+        """From the lease of the version until the engine serves it."""
         return self.verify + self.prepare + self.pause
 
 
@@ -76,8 +76,8 @@ def loads_with(
 ) -> tuple[Load, ...]:
     """The list ``loads``, with the load of ``version`` if it is newer than the listed versions.
 
-    The list keeps the newest :data:`LOADS_KEPT` loads. ``reload``, the times of the engine's last
-    load, is used only if that load was of this version.
+    ``reload`` has the times of the engine's last load. It is ignored if that load was of another
+    version.
     """
     if version is None or (loads and version.sequence <= loads[-1].sequence):
         return loads
@@ -92,7 +92,7 @@ def loads_with(
 
 
 class SyncTerms(BaseModel):
-    """Sync settings, with intervals in steps, that must be equal in a trainer and its explorers."""
+    """Sync settings that must be equal in a trainer and its explorers. Intervals are in steps."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -102,7 +102,7 @@ class SyncTerms(BaseModel):
 
     @classmethod
     def of(cls, settings: SyncSettings | None) -> SyncTerms | None:
-        """The terms of these settings; None if ``settings`` is None."""
+        """The terms of these settings, if any."""
         if settings is None:
             return None
         return cls(
@@ -144,26 +144,25 @@ class ExplorerReport(Record):
     """``.syncd/explorers/ID.json``: an explorer's report about itself.
 
     Attributes:
-        sequence, step: the version that the explorer serves; None before the first version.
+        sequence, step: the served version; None before the first version.
         nothing_new: the number of waits that ended without a newer version.
         refused: the newest version that the explorer refused, and the reason.
         requests: the number of syncs that the explorer has required (``require_sync``).
         joined: the id of the offer that the explorer has joined.
-        loads: the newest loads from old to new, also of earlier explorers with this name. None in
-            older releases.
+        loads: the newest loads, oldest first, with the loads of earlier explorers of this name.
+            None in older releases.
         fault: the reason why nobody can rely on the explorer: its engine's weights are unknown, or
             it no longer follows the job.
         workers: the number of its ranks in a weight group; 0 if it takes no part in broadcasts.
-        group: the weight group that is open in all workers; None if a worker has failed.
+        group: the weight group that is open in all workers, if any.
         received: the save id of the served weights, if a broadcast brought them. ``step`` is then
             their step, and ``sequence`` is the newest version whose files the explorer holds.
-        bench: the step that the explorer evaluates without following the job. In that case
-            ``sequence``, ``step`` and ``reload`` are None, and nobody waits for the explorer.
-        starting: the reason why the explorer waits before it runs for the first time. Its status is
-            then ``stopped``, so that nobody waits for it.
+        bench: the step that a bench evaluates. ``sequence``, ``step`` and ``reload`` are then None,
+            and nobody waits for the explorer.
+        starting: the reason why the explorer waits before its first run. Its status is then
+            ``stopped``, so that nobody waits for it.
         delta_base: the newest version that the explorer's host has as a whole copy outside the
-            job's filesystem. A delta can be applied to this copy. None also in releases without
-            deltas.
+            job's filesystem. A delta can be applied to this copy.
         hub_names: True if the explorer also accepts versions with the hub's names.
     """
 
@@ -198,7 +197,7 @@ class ExplorerReport(Record):
 
     @property
     def last_loads(self) -> tuple[Load, ...]:
-        """The newest loads; only the most recent load if the explorer's release lists none."""
+        """The newest loads; only the last load if the explorer's release lists none."""
         if self.loads is not None:
             return self.loads
         if self.sequence is None or self.received is not None:
@@ -210,7 +209,7 @@ class TrainerReport(Record):
     """``.syncd/trainer.json``: the trainer's report about itself.
 
     Attributes:
-        step: the step of the newest save that the trainer announced; None before the first save.
+        step: the step of the newest announced save; None before the first save.
         name, session: None if the trainer does not register. Then only ``status`` shows whether the
             trainer works.
         nothing_new: how often the trainer told waiting explorers that no newer weights will follow.
@@ -257,9 +256,9 @@ class MergeProgress(BaseModel):
 class DeltaProgress(Record):
     """``.syncd/delta_progress.json``: the state of the delta to version ``sequence``. Only a hint.
 
-    While the daemon makes the delta, it replaces the file every :data:`DELTA_SIGN` seconds for as
-    long as the work advances. ``done`` and ``total`` are bytes of the version's tensors. The state
-    ``none`` means that the daemon made no delta, because of ``why``.
+    While the work on the delta advances, the daemon replaces the file every :data:`DELTA_SIGN`
+    seconds. ``done`` and ``total`` are bytes of the version's tensors. In state ``none`` the daemon
+    made no delta, because of ``why``.
     """
 
     sequence: Sequence
@@ -275,13 +274,12 @@ class DaemonReport(Record):
     """``.syncd/daemon.json``: state of the active daemon, for people and ``syncd status``.
 
     Attributes:
-        paused: the id of the pause that is in force; None if the daemon publishes.
-        memory_dir: the memory directory: a second job, which the same process serves on its host.
-        merge: the progress while the state is ``merging``, possibly some seconds old.
-        release: the daemon's release; None if it is too old to build steps for benches.
+        paused: the id of the pause that is in force, if any.
+        memory_dir: the memory directory that the same process serves.
+        merge: the progress in state ``merging``, possibly some seconds old.
+        release: None if the daemon is too old to build steps for benches.
         names: the origin of the tensor names in LATEST's version; None if the hub's names and the
             trainer's names are the same.
-        pointer: the name of the pointer that this daemon follows.
     """
 
     session: str

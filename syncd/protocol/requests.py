@@ -1,6 +1,6 @@
 """Records by which people steer a job: a pause, and requests to its daemon.
 
-A pin is not a record but an empty file (:mod:`syncd.storage.leases`).
+A pin is an empty file, not a record (:mod:`syncd.storage.leases`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from syncd.protocol.records import Record, Sequence, SessionId, Step, Text
 class Pause(Record):
     """``.syncd/paused.json``: while this file exists, nothing is published or pruned.
 
-    The daemon repeats the ``id`` in its report once it has paused.
+    Once the daemon has paused, its report repeats the ``id``.
     """
 
     id: str
@@ -24,9 +24,9 @@ class Pause(Record):
 class RollbackRequest(Record):
     """``.syncd/requests/ID.json``: make an old version LATEST again, under a new sequence.
 
-    The asking process writes the request with ``outcome`` ``asked``. From then on only the daemon
-    may change the request. The daemon replaces the request by its answer, and the asking process
-    removes the answer. ``sequence`` is the old version, and ``made`` is the new one.
+    ``sequence`` is the old version, and ``made`` is the new one. The asking process writes
+    ``outcome`` ``asked``. The daemon replaces this request by its answer, which the asking process
+    removes.
     """
 
     id: str
@@ -41,10 +41,9 @@ class RollbackRequest(Record):
 class BenchRequest(Record):
     """``.syncd/bench/ID.json``: build a step for the single explorer with this session.
 
-    The daemon builds the step in ``.syncd/bench/SESSION/ID/``. The explorer writes the request with
-    ``outcome`` ``asked``, and removes the request once it no longer needs the build. The daemon
-    deletes a build if its request is gone, or if its session is dead. The daemon replaces a request
-    only to refuse it.
+    The daemon builds the step in ``.syncd/bench/SESSION/ID/``. It replaces a request only to refuse
+    it. Once the explorer has removed the request, or its session is dead, the daemon deletes the
+    build.
     """
 
     id: SessionId

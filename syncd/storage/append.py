@@ -1,7 +1,7 @@
 """The daemon's growing files, such as the journal: one line for each event, up to a limit.
 
-When such a file has :data:`LIMIT` bytes, the daemon renames the file over the file of older lines,
-and begins a new file. So there are at most two files, and the lines of the replaced file are lost.
+When a file has :data:`LIMIT` bytes, the daemon renames it over the file of older lines, and begins
+a new file. The lines of the replaced file are lost.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ LIMIT: Final = 4 * 1024 * 1024
 def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: int = LIMIT) -> None:
     """Append whole lines to a file, which is made if it is missing.
 
-    If ``durable``, the lines survive a power loss. Older lines may be lost if a superseded daemon
-    begins a new file at the same time. A link or folder in its place is renamed first.
+    If ``durable``, the lines survive a power loss. A link or folder with the file's name is renamed
+    first. A superseded daemon that begins a new file at the same time can lose older lines.
 
     Raises:
-        OSError: the storage refused a call. A part of the data may be in the file.
+        OSError: the storage refused a call. The file can hold a part of the data.
     """
     status = storage.status(path)
     if status is not None and status.st_size >= limit:
@@ -57,8 +57,8 @@ def _turn_over(storage: Storage, path: Path) -> None:
 def last_lines(storage: Storage, path: Path, limit: int = 2 * LIMIT) -> list[bytes]:
     """The newest lines of a growing file and of its file of older lines, oldest first.
 
-    At most ``limit`` bytes are read, counted from the end. A path that is missing or not a file
-    counts as empty. If a new file is begun during the call, a line may appear twice.
+    At most ``limit`` bytes are read. A path that is missing or not a file counts as empty. If a new
+    file is begun during the call, a line can appear twice.
     """
     found: list[bytes] = []
     for part in (path, older_lines(path)):

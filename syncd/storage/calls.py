@@ -1,7 +1,5 @@
 """The system calls on shared storage, one in each method, so that tests can inject faults.
 
-A subclass in a test can make any call fail, or end the process in that call, as a crash would.
-
 Below the job directory syncd never follows a link, because through a link a daemon could read or
 delete files outside the job. So :class:`Beneath` opens each folder with ``O_NOFOLLOW``.
 """
@@ -46,9 +44,9 @@ class Free(NamedTuple):
 
 
 class Calls:
-    """The system calls, for paths that :class:`Beneath` resolves, with the job directory as root.
+    """The system calls. :class:`Beneath` resolves their paths, with the job directory as ``root``.
 
-    If ``durable`` is False, :meth:`fsync` and :meth:`sync_folder` do nothing, to save their time.
+    If ``durable`` is False, :meth:`fsync` and :meth:`sync_folder` do nothing, to save time.
     """
 
     def __init__(self, root: Path | None = None, *, durable: bool = True) -> None:
@@ -58,12 +56,12 @@ class Calls:
     # -- changes of storage ---------------------------------------------------------------------
 
     def mkdir(self, path: Path) -> None:
-        """Make one folder. Raises FileExistsError if the name exists."""
+        """Make one folder."""
         with self._beneath.at(path) as (name, folder):
             os.mkdir(name, dir_fd=folder)
 
     def rmdir(self, path: Path) -> None:
-        """Remove an empty folder. Raises OSError (``ENOTEMPTY``) if the folder is not empty."""
+        """Remove an empty folder."""
         with self._beneath.at(path) as (name, folder):
             os.rmdir(name, dir_fd=folder)
 
@@ -73,12 +71,12 @@ class Calls:
             os.rename(old, new, src_dir_fd=out_of, dst_dir_fd=into)
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name. Raises FileExistsError if the name exists."""
+        """Give a file a second name."""
         with self._beneath.both(source, target) as ((old, out_of), (new, into)):
             os.link(old, new, src_dir_fd=out_of, dst_dir_fd=into, follow_symlinks=False)
 
     def symlink(self, target: Path, path: Path) -> None:
-        """Make a symbolic link. Raises FileExistsError if the name exists."""
+        """Make a symbolic link."""
         with self._beneath.at(path) as (name, folder):
             os.symlink(target, name, dir_fd=folder)
 
@@ -93,7 +91,7 @@ class Calls:
             os.utime(name, dir_fd=folder, follow_symlinks=False)
 
     def chgrp(self, path: Path, group: int) -> None:
-        """Change the group of a folder to a group of this user."""
+        """Give a folder to a group of this user."""
         with self._beneath.at(path) as (name, folder):
             os.chown(name, -1, group, dir_fd=folder, follow_symlinks=False)
 
@@ -106,11 +104,11 @@ class Calls:
             os.close(fd)
 
     def create(self, path: Path) -> int:
-        """Make a new file, and return its descriptor. Raises FileExistsError if the name exists."""
+        """Make a new file, and return its descriptor."""
         return self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def open_append(self, path: Path) -> int:
-        """Open a file for appending, and make it if it is missing; return a descriptor.
+        """Open a file for appending, or make it; return a descriptor.
 
         Raises:
             OSError: ``EINVAL`` if the file is not regular, or has several hard links.
@@ -122,19 +120,19 @@ class Calls:
         return fd
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
-        """Write at the descriptor's position, and return the number of written bytes."""
+        """Write at the descriptor's position; return the number of bytes."""
         return os.write(fd, data)
 
     def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        """Write at an offset, and return the number of written bytes."""
+        """Write at an offset; return the number of bytes."""
         return os.pwrite(fd, data, offset)
 
     def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        """Copy inside the kernel, and return the number of bytes; 0 at the end of the source."""
+        """Copy inside the kernel; return the number of bytes."""
         return os.copy_file_range(source, target, count, at, to)
 
     def sendfile(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        """Copy inside the kernel between different filesystems; return the number of bytes."""
+        """Copy inside the kernel, also between filesystems; return the number of bytes."""
         os.lseek(target, to, os.SEEK_SET)
         return os.sendfile(target, source, at, count)
 
@@ -148,7 +146,7 @@ class Calls:
             os.fsync(fd)
 
     def close(self, fd: int) -> None:
-        """Close a written file. Network filesystems may report a failed write only at the close."""
+        """Close a written file. Network filesystems can report a failed write only at the close."""
         os.close(fd)
 
     def sync_folder(self, path: Path) -> None:
@@ -174,7 +172,7 @@ class Calls:
         return fd
 
     def release(self, fd: int) -> None:
-        """Close a descriptor that was only read from, so no data can be lost."""
+        """Close a descriptor that was only read from, so that no data can be lost."""
         os.close(fd)
 
     def fstat(self, fd: int) -> os.stat_result:
@@ -190,7 +188,7 @@ class Calls:
         return os.pread(fd, count, offset)
 
     def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
-        """Read bytes from an offset into ``part``, maybe fewer; return the number, 0 at the end."""
+        """Read bytes into ``part``, possibly fewer than fit; return the number, 0 at the end."""
         return os.preadv(fd, [part], offset)
 
     def names(self, path: Path) -> list[str]:
@@ -240,7 +238,7 @@ class Calls:
             )
 
     def free(self, path: Path) -> Free:
-        """The free space on a folder's filesystem. A quota may leave less."""
+        """The free space on a folder's filesystem. A quota can leave less."""
         found = os.statvfs(path)
         return Free(
             found.f_bavail * found.f_frsize if found.f_blocks else None,
@@ -260,7 +258,7 @@ class Calls:
             return os.open(name, flags, 0o666, dir_fd=folder)
 
     def _regular(self, fd: int, path: Path) -> os.stat_result:
-        """The status of an open regular file. If the file is not regular, close it and raise."""
+        """The status of an open file. If the file is not regular, close it and raise."""
         try:
             status = os.fstat(fd)
         except OSError:  # for example ESTALE on NFS, if the file was replaced since the open
@@ -282,10 +280,10 @@ def kind_of(entry: os.DirEntry[str]) -> Kind:
 
 
 class Beneath:
-    """Resolves paths beneath a root.
+    """Resolves paths beneath a root, without following links there.
 
-    Links are followed on the way to the root, but never below the root. Paths outside
-    the root, and all paths if there is no root, are resolved as usual.
+    Links on the way to the root are followed. Paths outside the root, and all paths if there is no
+    root, are resolved as usual.
     """
 
     def __init__(self, root: Path | None) -> None:

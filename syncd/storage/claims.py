@@ -1,7 +1,7 @@
 """Exclusive names: at most one live participant holds each name.
 
 A claim is a file under ``.syncd/claims/``, created exclusively, with the session that holds the
-name. If that session is dead (:class:`~.judge.Judge`), another participant may take the name.
+name. If that session is dead (:class:`~.judge.Judge`), another participant can take the name.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class HeldName:
     """The name of a participant, held by this process's session.
 
     Promised: while the hosts and the storage of two participants work, only one has the name. A
-    participant that was paused for longer than a lease time may have lost its name, and notices the
-    loss at its next :meth:`check`. A write that began before the loss may still take effect.
+    participant that was paused for longer than a lease time can lose its name. The next
+    :meth:`check` then raises an error, but a write that began before the loss can take effect.
     """
 
     def __init__(self, job: Job, path: Path, session: str, name: str) -> None:
@@ -62,9 +62,8 @@ class HeldName:
     ) -> Self:
         """Take a name; if a session has it, wait until that session is known to be alive or dead.
 
-        The wait for a dead session takes up to a lease time. ``role`` is ``explorer`` or
-        ``trainer``. A job has only one trainer, so two trainers with different names exclude each
-        other too. The heartbeat of ``session`` must beat already.
+        A session is known to be dead after a lease time. ``role`` is ``explorer`` or ``trainer``.
+        Two trainers of a job exclude each other, even with different names.
 
         Raises:
             NameTakenError: a live participant has the name.
@@ -96,7 +95,7 @@ class HeldName:
 
         Raises:
             NameTakenError: another participant took the name while this process counted as dead.
-            CancelledError: this participant released the name.
+            CancelledError: this process released the name.
         """
         if self._given_up:
             raise CancelledError(f"{self._path} was released, because this participant is closed")
@@ -157,7 +156,7 @@ class HeldName:
 
 
 def read_claim(storage: Storage, path: Path) -> str | None:
-    """The session in a claim; None if there is no claim, or if the claim names no session."""
+    """The session in a claim, if any."""
     try:
         session = session_of(storage.read(path))
     except OSError as error:

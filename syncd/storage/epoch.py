@@ -1,10 +1,9 @@
 """The fence: each active daemon works in its own room (a folder) and commits by a rename out of it.
 
-``daemon.lock`` only says which daemon *should* work. A daemon that lost the lock during a pause
-would still rename files. So a take-over makes a new room ``.syncd/epoch/<n>-<suffix>/``, and then
-empties and removes every room with a lower name. From then on a rename out of a lower room, or into
-it, fails because the folder is gone. ``docs/protocol.md`` explains why this fence holds, and
-``tests/model`` checks the explanation.
+``daemon.lock`` only says which daemon *should* work: a daemon that lost the lock during a pause
+would still rename files. So a take-over makes a new room ``.syncd/epoch/<n>-<suffix>/``, and
+removes every lower room. Then a rename out of a lower room, or into it, fails.
+``docs/protocol.md`` has the reasons, and ``tests/model`` checks them.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Epoch:
     """The room of one active daemon.
 
     Promised: after :meth:`take_over` has returned, no daemon of a lower epoch commits or prunes
-    anything. From then on the methods of a lower epoch raise :class:`SupersededError` if they would
-    change files outside its room. This error can be the daemon's only sign that it is superseded.
+    anything. Instead, its methods raise :class:`SupersededError`. A superseded daemon can have no
+    other sign.
 
     Attributes:
         number: the number of the epoch. Rooms with equal numbers are ordered by their suffix.
@@ -104,11 +103,11 @@ class Epoch:
         return epoch
 
     def start_version(self, sequence: int) -> Path:
-        """Make an empty folder to build a version in, and return its path."""
+        """Make an empty folder for the build of a version."""
         return self.start_build(version_folder(sequence))
 
     def start_build(self, name: str) -> Path:
-        """Make an empty folder to build in, and return its path."""
+        """Make an empty folder for a build."""
         folder = self.building / name
         if self._job.storage.exists(folder):
             self._job.storage.remove_tree(folder)
@@ -138,11 +137,15 @@ class Epoch:
         self._job.storage.sync_folder(target.parent)
 
     def publish_version(self, sequence: int) -> Path:
-        """Commit a built version: rename it to ``published/``, which uses up the number."""
+        """Commit a built version: rename it to ``published/``, which uses up its sequence."""
         return self.commit_build(version_folder(sequence), self._job.layout.version(sequence))
 
     def commit_build(self, name: str, target: Path) -> Path:
-        """Commit a build by one rename; SupersededError also if another daemon made ``target``."""
+        """Commit a build by one rename.
+
+        Raises:
+            SupersededError: another daemon took over, or made ``target``.
+        """
         source = self.building / name
         before = self._job.storage.status(source)
 
@@ -162,7 +165,7 @@ class Epoch:
     def replace_file(self, target: Path, data: bytes, *, durable: bool = True) -> None:
         """Replace one of the daemon's files, such as LATEST, by one rename out of this room.
 
-        If ``durable`` is False, a power loss may lose or tear the file; use this for hints only.
+        If ``durable`` is False, a power loss can lose or tear the file; use this for hints only.
         """
         try:
             with Draft(self._job.storage, target, room=self._room) as draft:
@@ -180,29 +183,22 @@ class Epoch:
             self._job.storage.sync_folder(target.parent)
 
     def set_aside(self, path: Path) -> Path:
-        """Move a folder into this room's ``trash/``, where nobody finds it, for a last check.
+        """Move a folder into ``trash/``, where nobody finds it, for a last check.
 
         After the check, :meth:`condemn` the folder at the returned path, or rename it back.
-
-        Raises:
-            FileNotFoundError: the folder does not exist.
         """
         return self._move(path, self._trash)
 
     def condemn(self, path: Path) -> Path:
-        """Decide to delete a folder: one rename into ``doomed/``, from which :meth:`sweep` deletes.
-
-        Raises:
-            FileNotFoundError: the folder does not exist.
-        """
+        """Decide to delete a folder: move it into ``doomed/``, which :meth:`sweep` empties."""
         return self._move(path, self._doomed)
 
     def undecided(self) -> list[Path]:
-        """The folders in ``trash/``, also of earlier daemons: neither condemned nor put back."""
+        """The folders in ``trash/``, including those of earlier daemons."""
         return [self._trash / name for name in self._job.storage.names(self._trash)]
 
     def condemned(self) -> list[Path]:
-        """The folders in ``doomed/``, which are still to be deleted."""
+        """The folders in ``doomed/``."""
         return [self._doomed / name for name in self._job.storage.names(self._doomed)]
 
     def sweep(self) -> None:
@@ -220,7 +216,7 @@ class Epoch:
             raise refused
 
     def is_live(self) -> bool:
-        """True if this room still exists; only for messages, because it may vanish at any time."""
+        """True if this room still exists. It can disappear right after the call."""
         folders = (self.building, self._trash, self._doomed)
         return all(self._job.storage.exists(folder) for folder in folders)
 
@@ -247,9 +243,9 @@ class Epoch:
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it, which ends all unfinished work there.
 
-        The folders of the room are removed, never moved. The room's daemon may know them by handles
-        (always on NFS, for a moment elsewhere), and with a handle it could rename files even in a
-        moved folder. A handle becomes useless only when its folder is removed.
+        The folders of the room are removed, never moved. The room's daemon can have handles of them
+        (always on NFS, for a moment elsewhere). In a moved folder it could still rename files by a
+        handle.
         """
         homes = {
             room / "building": self._doomed,

@@ -1,7 +1,7 @@
-"""The only code that changes shared storage, except for the lock files of filelock.
+"""Operations on shared storage, built only from the system calls in :mod:`.calls`.
 
-This module has the operations that are built only from the system calls in :mod:`.calls`. It raises
-``OSError`` unchanged, because only the caller knows the meaning of, for example, ``ENOENT``.
+They raise ``OSError`` unchanged, because only the caller knows the meaning of, for example,
+``ENOENT``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def signature(status: os.stat_result) -> Signature:
 
 
 class Storage(Calls):
-    """Shared storage as syncd uses it: the system calls, and operations built only from them."""
+    """The system calls on shared storage, and the operations built from them."""
 
     def write_all(self, fd: int, data: bytes | memoryview) -> None:
         """Write all of ``data`` at the descriptor's position."""
@@ -67,7 +67,7 @@ class Storage(Calls):
             offset += done
 
     def copy_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        """Copy up to ``count`` bytes the cheapest way; return their number, 0 only at the end."""
+        """Copy up to ``count`` bytes from ``at`` to ``to``; return their number, 0 at the end."""
         for copy in (self.copy_file_range, self.sendfile):
             try:
                 copied = copy(source, target, count, at, to)
@@ -93,7 +93,7 @@ class Storage(Calls):
         return True
 
     def link_if_possible(self, source: Path, target: Path) -> bool:
-        """Give a file a second name; False, with nothing changed, if storage cannot link it."""
+        """Give a file a second name; False if the storage cannot link it."""
         try:
             self.link(source, target)
         except OSError as error:
@@ -111,7 +111,7 @@ class Storage(Calls):
 
     @contextmanager
     def closing(self, fd: int) -> Iterator[int]:
-        """Close a written descriptor at the end of the block. Raise an error if the close fails."""
+        """Close a written descriptor after the block, and raise an error if the close fails."""
         try:
             yield fd
         except BaseException:
@@ -120,7 +120,7 @@ class Storage(Calls):
         self.close(fd)
 
     def replace(self, path: Path, data: bytes, *, room: Path | None = None) -> None:
-        """Replace a file by one rename of a :class:`Draft` in ``room``, durably."""
+        """Replace a file durably, by one rename of a :class:`Draft` in ``room``."""
         for left in reversed(range(_ATTEMPTS)):
             try:
                 with Draft(self, path, room=room) as draft:
@@ -136,8 +136,9 @@ class Storage(Calls):
     def make_folder(self, path: Path, *, below: Path) -> None:
         """Make a folder and its missing parent folders, durably, but never ``below``.
 
-        If ``below`` is missing (the job was unmounted, or another daemon removed the room), the
-        method makes nothing, and raises FileNotFoundError.
+        Raises:
+            FileNotFoundError: ``below`` is missing, because the job was unmounted, or another
+                daemon removed the room. Nothing was made.
         """
         try:
             self.mkdir(path)
@@ -156,8 +157,8 @@ class Storage(Calls):
     def refresh(self, path: Path) -> None:
         """Make this client ask the server, instead of its cache, for the names in a folder.
 
-        A client of a network filesystem drops its cache when it changes the folder. So this method
-        sets the folder's times, which needs no disk space.
+        The method sets the folder's times. If a client of a network filesystem changes a folder, it
+        drops its cache of this folder.
         """
         self.utime(path)
 
@@ -172,7 +173,7 @@ class Storage(Calls):
         return True
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder and its content; follow no link, and ignore files that are missing."""
+        """Remove a folder and its content. Follow no link, and ignore missing files."""
         # Without recursion, because a tree may be deeper than Python's stack. Deep folders are
         # moved up first, because longer paths take longer.
         pending, emptied = [(path, 0)], []
@@ -231,7 +232,7 @@ class Storage(Calls):
     def look_into(self, path: Path, look: Callable[[int], T]) -> T:
         """Open a regular file by name, and call ``look`` with its descriptor.
 
-        If an NFS 3 server forgets a file that is replaced meanwhile (ESTALE), open the new file.
+        If the file was replaced meanwhile, and an NFS 3 server reports ESTALE, open the new file.
         """
         for _ in range(_ATTEMPTS - 1):
             try:
@@ -249,7 +250,7 @@ class Storage(Calls):
             self.release(fd)
 
     def read(self, path: Path, limit: int = RECORD_LIMIT) -> bytes:
-        """All bytes of a regular file. Raises OSError (``EFBIG``) if it has more than ``limit``."""
+        """All bytes of a regular file. Raises OSError (``EFBIG``) if it exceeds ``limit``."""
         return self.read_with_signature(path, limit)[0]
 
     def read_with_signature(self, path: Path, limit: int = RECORD_LIMIT) -> tuple[bytes, Signature]:
@@ -275,7 +276,7 @@ class Storage(Calls):
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Add the file's path to errors of calls on a descriptor, for example a full disk."""
+    """Add the path to errors of calls on a descriptor, for example if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -287,9 +288,9 @@ def named(path: Path) -> Iterator[None]:
 class Draft:
     """A file that is written under a temporary name, and gets its final name by one rename.
 
-    The temporary name begins with ``.tmp-``. It is in the folder ``room``, by default the folder of
-    ``path``. After the rename in :meth:`commit` the file is whole and durable. If the ``with``
-    block ends without a commit, the temporary file is removed. A killed process leaves it there.
+    The temporary name begins with ``.tmp-``. It is in ``room``, by default the folder of ``path``.
+    If the ``with`` block ends without a commit, the temporary file is removed. A killed process
+    leaves it there.
     """
 
     def __init__(self, storage: Storage, path: Path, *, room: Path | None = None) -> None:
@@ -305,7 +306,7 @@ class Draft:
         return self
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append ``data``, and return its length in bytes, as a file object does."""
+        """Append ``data``, and return its length in bytes."""
         with named(self._path):
             self._storage.write_all(self._fd, data)
         length = memoryview(data).nbytes
@@ -313,11 +314,11 @@ class Draft:
         return length
 
     def overwrite(self, data: bytes, offset: int) -> None:
-        """Replace bytes that were already written, e.g. a header that is known only at the end."""
+        """Replace bytes that were already written, e.g. a header."""
         self._storage.pwrite_all(self._fd, data, offset)
 
     def finish(self, *, durable: bool = True) -> None:
-        """Close the file under its temporary name; if not ``durable``, a power loss may tear it."""
+        """Close the file under its temporary name. If not ``durable``, a power loss can tear it."""
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1

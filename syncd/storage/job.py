@@ -39,7 +39,7 @@ class Job:
         """Make the missing folders of ``.syncd`` and ``published``, and agree on the format.
 
         The first process that opens a job fixes its ``lease_time`` (seconds, by default 30). Later
-        values are ignored: two hosts with different lease times would take leases from each other.
+        values are ignored, because all processes of a job must use the same lease time.
 
         Raises:
             JobUnavailableError: the job directory is missing or cannot be written.
@@ -91,19 +91,19 @@ class Job:
                 )
 
     def is_there(self) -> bool:
-        """True if this job, which was opened before, is still present.
+        """True if this job is still present. The job must have been opened before.
 
         If False, do not rely on the job's files, because storage that is not mounted looks empty.
         """
         return self.storage.exists(self.layout.format)
 
     def check_is_there(self) -> None:
-        """Raise JobUnavailableError if this job, which was opened before, is not present."""
+        """Raise JobUnavailableError unless :meth:`is_there`."""
         if not self.is_there():
             raise JobUnavailableError(f"{self.layout.format} is not there: is its storage mounted?")
 
     def lease_time(self) -> float:
-        """The lease time of an existing job, in seconds. This method makes no files.
+        """The lease time of an existing job, in seconds.
 
         Raises:
             JobUnavailableError: syncd has never served this job.
@@ -154,7 +154,8 @@ class Job:
 
         Raises:
             OSError: the file is missing or cannot be read.
-            RecordError: the file holds no valid record; a ProtocolMismatchError if it is newer.
+            RecordError: the file holds no valid record.
+            ProtocolMismatchError: the record is newer.
         """
         path = self.layout.format
         try:
@@ -201,7 +202,7 @@ class Job:
     def previous_loads(self, name: str) -> tuple[Load, ...]:
         """The newest loads in the report of the previous explorer of this name.
 
-        The new explorer repeats them, because the daemon may not have read the previous report yet.
+        The new explorer repeats them in case the daemon has not read the previous report yet.
         """
         report = self.read(ExplorerReport, self.layout.explorer(name), IF_ANY)
         return (report.loads or ())[-LOADS_KEPT:] if report else ()
@@ -209,7 +210,7 @@ class Job:
     def explorer_reports(
         self, names: Iterable[str], policy: ReadPolicy
     ) -> Iterator[ExplorerReport]:
-        """The reports in the files of these ``names``, except temporary files."""
+        """The reports in the files with these ``names``, except temporary files."""
         for name in (name for name in names if not name.startswith(TEMPORARY)):
             report = self.read(ExplorerReport, self.layout.explorers / name, policy)
             if report is not None:
@@ -244,7 +245,7 @@ def registering(layout: JobLayout) -> Iterator[None]:
 
 
 def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
-    """The end of an error message that nothing was published in time: the remedy.
+    """The remedy in an error message if nothing was published in time.
 
     ``folder`` is a job or its memory directory. ``lives`` is True if a daemon seems to work there.
     """

@@ -51,10 +51,10 @@ class _Watch:
 class Judge:
     """Decides whether a heartbeat is alive or dead, only by this process's monotonic clock.
 
-    A heartbeat is dead if its file has not changed for ``lease_time`` seconds. The time between
-    two checks counts only if it is at most a third of a lease time, so that a pause of this process
-    does not count. If ``counts_pauses``, a longer time counts as a third of a lease time. Then a
-    live heartbeat may be judged dead, so set ``counts_pauses`` only if this does no harm.
+    A heartbeat is dead if its file has not changed for ``lease_time`` seconds. The time between two
+    checks counts only if it is at most a third of a lease time, so that a pause of this process
+    does not count. If ``counts_pauses``, a longer time counts as a third of a lease time. The
+    caller must then tolerate that a live heartbeat is judged dead.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Judge:
         return Liveness.DEAD if watch.still >= self.lease_time else Liveness.ALIVE
 
     def saw_beat(self, path: Path) -> bool:
-        """True if the heartbeat's file changed between the last two checks, so its owner lives."""
+        """True if the heartbeat's file changed between the last two checks."""
         watch = self._watched.get(path)
         return watch is not None and watch.beats
 
@@ -189,8 +189,7 @@ class Lookout:
     """Judges many heartbeats: each call checks some of them, and returns the results for all.
 
     Promised: if :meth:`look` is called once a tick, each heartbeat is checked at least three times
-    in a lease time. A new heartbeat is checked at the next call, and a missing heartbeat is checked
-    on the server. A result may be a third of a lease time old.
+    in a lease time. A result can be a third of a lease time old.
 
     No other object may use ``judge``. You can change ``tick``, the seconds between two calls.
     """
@@ -210,7 +209,8 @@ class Lookout:
     def look(self, sessions: Collection[str]) -> Mapping[str, Liveness]:
         """Check the heartbeats whose turn it is, and return the newest result for each session.
 
-        Other sessions are forgotten. After an OSError the next call begins with the same heartbeat.
+        ``sessions`` are all sessions to watch; others are forgotten. After an OSError the next call
+        begins with the same heartbeat.
         """
         wanted = set(sessions)
         left = self._last.keys() - wanted

@@ -1,15 +1,12 @@
 """Leases and pins: files that keep a version or a step from being pruned.
 
-An explorer leases the version that it serves, by a file with its session in the name. A user pins a
-version or a step, by an empty file. A pin needs no message to a daemon: once :func:`pin_version` or
-:func:`pin_step` has returned, nothing prunes the pinned version or step:
+An explorer leases the version that it serves. A user pins a version or a step:
 
-- Leases and pins of a version are in its lease folder. Retiring a version begins with the rmdir of
-  that folder, which fails while the folder has any file.
-- The pin of a step is in the step folder. Pruning renames that folder into a trash, checks its
-  content once more, and puts the folder back if anything changed. :func:`pin_step` returns only
-  after it has seen the pin under the step's own name. So a prune that begins later sees the pin,
-  and a prune that began earlier has put the folder back.
+- Leases and pins of a version are files in its lease folder. The daemon retires a version only
+  after an rmdir of this folder, which fails while the folder has any file.
+- The pin of a step is a file in the step folder. To prune a step, the daemon renames the folder
+  into a trash, checks it again, and puts it back if anything changed. :func:`pin_step` returns only
+  after it has seen the pin under the step's own name, so every prune sees the pin or is undone.
 """
 
 from __future__ import annotations
@@ -34,8 +31,8 @@ _PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 class Lease:
     """An explorer's hold on one version, made by :meth:`take`.
 
-    Promised: once ``take`` has returned, no file of the version is deleted. The promise ends when
-    ``release`` is called, or when the session has been dead for the daemon's ``dead_reader_grace``.
+    Promised: once ``take`` has returned, no file of the version is deleted, until ``release``, or
+    until the session has been dead for the daemon's ``dead_reader_grace``.
     """
 
     def __init__(self, job: Job, sequence: int, name: str, session: str) -> None:
@@ -48,7 +45,7 @@ class Lease:
         """Lease a version.
 
         Raises:
-            VersionGoneError: the version was retired. The caller should read LATEST again.
+            VersionGoneError: the version was retired. Read LATEST again.
         """
         lease = cls(job, sequence, name, session)
         try:
@@ -67,7 +64,7 @@ class Lease:
         """Release the version. Safe to call twice.
 
         Raises:
-            OSError: storage refused, or the job folder is missing now. The lease still exists.
+            OSError: storage refused, or the job folder is missing. The lease still exists.
         """
         if self._storage.unlink_if_there(self._path):
             return
@@ -79,7 +76,7 @@ class Lease:
 
 
 def pin_version(job: Job, sequence: int) -> None:
-    """Pin a published version, until :func:`unpin_version`.
+    """Pin a published version.
 
     Raises:
         VersionGoneError: the version was retired, or never published.
@@ -111,7 +108,7 @@ def pin_step(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Pin a step until :func:`unpin_step`. The trainer can still delete the folder.
+    """Pin a step. The trainer can still delete the folder.
 
     Raises:
         InvalidSettingsError: the job has no folder of this step.
@@ -155,7 +152,7 @@ def unpin_step(
 
 
 def _make(storage: Storage, marker: Path) -> None:
-    """Make a pin durably. If the pin exists, sync it again, because it may not be durable yet."""
+    """Make a pin durably. Sync an existing pin again, because it may not be durable yet."""
     try:
         storage.write_new(marker, b"")
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""The temporary folder in which ``syncd doctor`` measures; doctor changes nothing outside it.
+"""Probe rooms: temporary folders in which ``syncd doctor`` measures.
 
 The file ``NAME.alive`` marks the folder ``NAME``. The mark is made before the folder, and removed
 after the folder. So every process may remove a folder without a mark.
@@ -25,10 +25,10 @@ _ATTEMPTS: Final = 5
 
 
 class ProbeRoom:
-    """The folder of one run of ``syncd doctor``, in which the run may make any file.
+    """The folder of one run of ``syncd doctor``.
 
-    Promised: the job's own files are not touched, and :meth:`remove` leaves no file. The next run
-    (:func:`sweep_rooms`) or a daemon (:func:`left_rooms`) removes the files of a killed run.
+    The next run (:func:`sweep_rooms`) or a daemon (:func:`left_rooms`) removes the files of a
+    killed run.
     """
 
     def __init__(self, job: Job, name: str) -> None:
@@ -72,7 +72,7 @@ class ProbeRoom:
         return True
 
     def beat(self) -> None:
-        """Show that this run is alive. Raises JobUnavailableError if its room was removed."""
+        """Show that this run is alive. Raises JobUnavailableError if the room's mark is gone."""
         try:
             self._job.storage.utime(self._mark)
         except OSError as error:
@@ -104,7 +104,7 @@ class ProbeRoom:
 
 
 def rooms(job: Job, prefix: str) -> list[Path]:
-    """The rooms whose names begin with ``prefix``: rooms of running and of killed runs."""
+    """The rooms whose names begin with ``prefix``, of running and of killed runs."""
     names = set(job.storage.names(job.layout.doctor))
     return [
         job.layout.doctor / name
@@ -114,7 +114,7 @@ def rooms(job: Job, prefix: str) -> list[Path]:
 
 
 def sweep_rooms(job: Job) -> None:
-    """Remove the rooms of killed runs of this host."""
+    """Remove the rooms of killed runs of this host, and rooms without a mark."""
     names = job.storage.names(job.layout.doctor)
     for name in names:
         if name.endswith(_ALIVE) and _has_ended(job.storage, job.layout.doctor / name):
@@ -172,7 +172,7 @@ def _here() -> str:
 
 
 def _process(pid: int) -> str | None:
-    """The number of a process and the time of its start; None if there is no such process."""
+    """The number of a process and its start time; None if there is no such process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -29,7 +29,7 @@ class ReadPolicy:
     Attributes:
         absent: returns True for an OSError that counts as a missing file, which is not logged.
         damaged: returns True for an OSError that counts as an unreadable record.
-        newer: True if a record of a newer protocol counts as unreadable, instead of raising.
+        newer: if False, a record of a newer protocol raises; otherwise it counts as unreadable.
         say: logs the path and the error of an unreadable record.
     """
 
@@ -52,7 +52,7 @@ IF_ANY: Final = ReadPolicy(absent=lambda _: True, say=lambda *_: None)
 
 
 def readable_lines(model: type[R], lines: Iterable[bytes], path: Path) -> Iterator[R]:
-    """The records in a file with one record a line, without torn, empty and newer lines."""
+    """The records in a file with one record a line. Torn, empty and newer lines are left out."""
     for line in lines:
         try:
             record = parse(model, line, path)

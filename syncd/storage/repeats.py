@@ -27,7 +27,7 @@ class _Said:
 class Repeats:
     """Decides whether a repeated message is logged now, or held back. Safe to use from any thread.
 
-    A message may be logged ``burst`` times in an interval, which is a minute at first. As long as
+    A message is logged up to ``burst`` times in an interval, which is a minute at first. As long as
     the message continues to occur, the interval doubles each time, up to an hour.
     """
 
@@ -42,7 +42,7 @@ class Repeats:
         return self.held_back(key) is not None
 
     def held_back(self, key: Hashable) -> int | None:
-        """How often a message was held back since its last line; None if it is held back now."""
+        """How often a message was held back since it was last logged; None to hold it back now."""
         with self._lock:
             now = self._clock()
             said = self._said.get(key)
@@ -55,7 +55,7 @@ class Repeats:
             return None
 
     def forget(self, key: Hashable) -> None:
-        """Forget a message whose cause is over, so that it would be logged again at once."""
+        """Forget a message whose cause is over: its next occurrence is logged at once."""
         with self._lock:
             self._said.pop(key, None)
 

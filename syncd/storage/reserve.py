@@ -21,7 +21,7 @@ class Reserve:
     """16 files of 64 KiB, which are removed when the disk is full.
 
     The freed space is enough for a heartbeat, a room, a report and the audit lines of the
-    deletions. Another process may use the freed space first.
+    deletions, if no other process uses the space first.
     """
 
     def __init__(self, job: Job) -> None:
@@ -56,7 +56,7 @@ class Reserve:
         return True
 
     def give_up(self) -> bool:
-        """Remove the files of the reserve; False if there were no files."""
+        """Remove the files of the reserve; False if there were none."""
         freed = [
             self._job.storage.unlink_if_there(self._job.layout.reserve / name)
             for name in self._job.storage.names(self._job.layout.reserve)

@@ -1,6 +1,6 @@
 """Checks of this user's rights to write to a job, and to delete folders that trainers made.
 
-A daemon needs both rights. A result can be wrong, because the storage itself decides at each call.
+The result can be wrong, because the storage itself decides at each call.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TO_DELETE: Final = (
 def share_with_group(job: Job, group: str) -> None:
     """Give a job's folder, and syncd's folders in it, to a group (a name or a number).
 
-    The setgid bit passes the group on to new files and folders. The umask of this process decides
-    whether the group may write to the files that this process makes.
+    New files and folders get the group by the setgid bit. The umask of this process decides if the
+    group may write to its files.
 
     Raises:
         InvalidSettingsError: there is no such group; this process is not in the group; or a folder
@@ -81,7 +81,7 @@ def check_rights(job: Job) -> None:
 
 
 def unwritable(job: Job) -> Path | None:
-    """The first folder that a daemon must write to, but that this user may not write to."""
+    """The first folder that a daemon must write to, but this user may not."""
     for folder in (job.layout.root, job.layout.state, *_working(job.layout)):
         if job.storage.exists(folder) and not job.storage.may_change(folder):
             return folder
@@ -91,7 +91,7 @@ def unwritable(job: Job) -> Path | None:
 def unprunable(job: Job) -> str | None:
     """The reason, according to the file modes, why this user could not delete existing steps.
 
-    Empty if there is no such reason; None if there are no steps. The remedy is :data:`TO_DELETE`.
+    Empty if there is no such reason; None if there are no steps.
     """
     steps = step_folders(job)[-_FEW:]
     if not steps:

@@ -1,7 +1,6 @@
 """Sessions, each with a heartbeat of its process, and the lock that elects the working daemon.
 
-A heartbeat is a file under ``.syncd/sessions/`` that filelock's ``SoftFileLease`` creates,
-refreshes and releases. ``daemon.lock`` is such a file too. :mod:`.judge` judges both.
+Heartbeats and the lock are files of filelock's ``SoftFileLease``. :mod:`.judge` judges both.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ class Session:
     """This process's heartbeat in one job.
 
     Promised: while the process runs and its storage answers, other processes see the session alive.
-    If the storage did not answer for longer than a lease time, they see the session alive again
-    soon after it answers. The heartbeat may continue while the process hangs. So a loop that makes
-    no progress must end its process.
+    After a longer failure of the storage they see it alive again soon. The heartbeat can continue
+    while the process hangs, so a loop that makes no progress must end its process.
     """
 
     def __init__(self, layout: JobLayout, lease_time: float, *, prefix: str = "") -> None:
@@ -67,7 +65,7 @@ class Session:
             self._lock.release()
 
     def _renew_soon(self, lost: LeaseCompromise) -> None:
-        """Start a thread that renews the heartbeat, because filelock no longer refreshes it."""
+        """Renew the heartbeat in a thread, because filelock no longer refreshes it."""
         why = lost.error or lost.reason
         log.warning(
             "the heartbeat of session %s stopped: %s",
@@ -143,7 +141,7 @@ class DaemonLock:
 
     @property
     def lost(self) -> bool:
-        """True if this process has noticed that the lock is no longer its own."""
+        """True if this process has noticed that it lost the lock."""
         return self._lock.compromise is not None
 
     def release(self) -> None:
@@ -152,11 +150,10 @@ class DaemonLock:
 
 
 class _Lease(SoftFileLease):
-    """A filelock lease inside a job; its file is never made through a link.
+    """A filelock lease whose file is never made through a link.
 
-    filelock resolves the whole path again at each call, so it would follow a link that has replaced
-    a folder. To prevent this, the path begins at a descriptor of the folder while the lease is
-    being taken.
+    filelock resolves the whole path at each call, so it would follow a link that has replaced a
+    folder. So during :meth:`take` the path begins at a descriptor of the folder.
     """
 
     beneath: Beneath
@@ -171,10 +168,7 @@ class _Lease(SoftFileLease):
         super()._start_heartbeat(*given, **named)
 
     def take(self) -> None:
-        """Take the lease, without waiting, in an existing folder.
-
-        filelock's own ``acquire`` would make missing folders, even in an unmounted job.
-        """
+        """Take the lease without waiting. Make no folder, because the job could be unmounted."""
         with self.beneath.at(Path(self.lock_file)) as (name, folder):
             self._place = None if folder is None else f"/proc/self/fd/{folder}/{name}"
             try:

@@ -51,10 +51,10 @@ def ask_server(job: Job) -> None:
 
 
 def check_on_disk(job: Job, step: int) -> None:
-    """Check that a step has a folder, by its name on the server, because listings may be late.
+    """Check on the server that a step has a folder, because listings can be late.
 
     Raises:
-        SaveNotReadyError: the step has no folder. The message lists the steps that have a folder.
+        SaveNotReadyError: the step has no folder.
         JobUnavailableError: the job is missing now, for example unmounted.
     """
     ask_server(job)
@@ -72,9 +72,9 @@ def check_on_disk(job: Job, step: int) -> None:
 def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
     """Make the step's folder, if it is missing, by a rename out of ``drafts/``.
 
-    If the job is not mounted, nothing is made in its mount point. ``mark`` names an empty file that
-    the folder has from the start. A folder without this file is empty, so another process that
-    makes the folder at the same time can replace it.
+    So nothing is made in the mount point of an unmounted job. ``mark`` names an empty file that the
+    folder has from the start. Without it, another process that makes the folder at the same time
+    could replace the folder, because it is empty.
     """
     folder = job.layout.step(step)
     for left in reversed(range(_ATTEMPTS)):

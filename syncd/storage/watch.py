@@ -52,10 +52,10 @@ class Watcher:
     """Wakes its owner when a watched name in a watched folder changes.
 
     ``names``: folder → the names in it to watch; links are followed. If a folder's storage
-    does not answer, the call that begins to watch it blocks, but other watchers do not.
+    does not answer, only the call that begins to watch this folder blocks.
 
-    If a folder is moved, replaced or unmounted, its watchers get no more events. While such a
-    folder is still watched, watchers of a new folder with the same name get no events either.
+    If a folder is moved, replaced or unmounted, its watchers get no more events. Until these
+    watchers are closed, watchers of a new folder with the same name get no events either.
     """
 
     def __init__(self, names: Mapping[Path, frozenset[str]]) -> None:
@@ -96,7 +96,7 @@ class Watcher:
         return bool(ready)
 
     def wake(self) -> None:
-        """End the current wait, or else the next. Any thread or signal handler may call this."""
+        """End the current wait, or else the next one. Safe in any thread or signal handler."""
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
@@ -133,8 +133,8 @@ class _Hints(FileSystemEventHandler):
 class _Emitter(InotifyEmitter):
     """Ends its thread before it forgets its inotify watch.
 
-    The library's own emitter forgets the watch first. If a file was moved away, its thread delays
-    the event by half a second, finds the watch forgotten, and logs an error.
+    watchdog's own emitter forgets the watch first. If a file was moved away, its thread delays the
+    event by half a second, finds no watch, and logs an error.
     """
 
     def on_thread_stop(self) -> None:
@@ -155,7 +155,7 @@ class _Observer(InotifyObserver):
 class _Shared:
     """The observer that all watchers of a process share; it ends with the last watcher.
 
-    It is shared because each observer takes one of the user's inotify instances (by default 128).
+    More observers would take more of the user's inotify instances (by default 128).
     """
 
     of_this_process: _Shared
@@ -194,7 +194,7 @@ class _Shared:
         """Stop passing changes on to ``hints``.
 
         Raises:
-            TimeoutError: another folder's storage does not answer. Changes may still be passed on.
+            TimeoutError: another folder's storage does not answer. The changes are still passed on.
         """
         if self is not _Shared.of_this_process:
             return  # in a fork: the watches of the instance are its parent's
@@ -222,10 +222,7 @@ class _Shared:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock; wait for the lock only for a limited time.
-
-        A thread keeps the lock if storage stops answering while the thread reads a folder.
-        """
+        """Hold the lock. Another thread can keep it while a folder's storage does not answer."""
         if not self._lock.acquire(timeout=_PATIENCE):
             raise TimeoutError("the storage of another watched folder does not answer")
         try:
