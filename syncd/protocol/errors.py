@@ -103,7 +103,7 @@ class TorchMissingError(InvalidSettingsError, ModuleNotFoundError):
     """Raised when torch or NumPy is not installed; the message has the command that installs it.
 
     Attributes:
-        name: the missing module, as in every ``ModuleNotFoundError``.
+        name: the missing module.
     """
 
 
@@ -208,7 +208,7 @@ class NoRoomError(SyncdError):
 
 
 class EngineBrokenError(SyncdError):
-    """Raised when an engine cannot load the new or the previous weights, or does not serve.
+    """Raised when an engine can load neither the new nor the old weights, or does not serve.
 
     Attributes:
         refuses: True if the new version broke the engine. That version is not tried again.
@@ -243,8 +243,8 @@ class ServerRefusedError(ServerError):
     """Raised when a server answers with an error.
 
     Attributes:
-        answer: the JSON of the answer; None if the answer is not JSON.
-        status: the HTTP status of the answer, if the status reported the error; else None.
+        answer: the JSON of the answer, if any.
+        status: the HTTP status of the answer, if it reported the error; else None.
     """
 
     def __init__(self, message: str, *, answer: object = None, status: int | None = None) -> None:
@@ -258,7 +258,7 @@ class ServerBusyError(ServerError, OSError):
 
 
 class ServerUnreachableError(ServerError, OSError):
-    """Raised when a server does not answer. The server may have carried out the request."""
+    """Raised when a server does not answer. Perhaps the server has carried out the request."""
 
 
 class UnfitStorageError(SyncdError):

@@ -31,7 +31,7 @@ class JournalLine(Record):
             - ``adopted``: a version that an earlier daemon had finished became LATEST;
             - ``live``: an explorer began to serve the version;
             - ``refused``: the daemon refused a rollback;
-            - ``names``: the tensors' names changed between the hub's and the trainer's; or both
+            - ``names``: the tensors' names changed between the hub's and the trainer's, or the two
               differ for the first time.
 
         seconds: for ``published``: from the start of the merge until LATEST named the version. For
@@ -41,10 +41,10 @@ class JournalLine(Record):
         latency: for ``published``: seconds from the time when the daemon found the save whole until
             LATEST named the version.
         of: the version that is published again, or the base of the delta.
+        by: the person or process that asked for a rollback.
         changed: the fraction of the elements that differ, 0 to 1.
         delta_bytes: the size of the delta. For ``live``: the bytes of the deltas that the explorer
             read instead of the version's files, if any.
-        by: the person or process that asked for a rollback.
         why: the reason. For ``published``: the tensors with NaN or Inf, if any. For ``names``: why
             the trainer's names are used, if no setting asks for them.
     """

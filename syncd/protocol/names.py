@@ -110,7 +110,7 @@ def parse_delta_folder(name: str) -> int | None:
 
 
 def shard_name(world_size: int, rank: int) -> str:
-    """The name of a rank's model shard, as in verl and Trinity-RFT."""
+    """The name of a rank's model shard."""
     return f"model_world_size_{world_size}_rank_{rank}.pt"
 
 
@@ -148,7 +148,7 @@ def distcp_order(name: str) -> tuple[int, int, str]:
 
 
 def is_dcp_file(name: str) -> bool:
-    """True for the names of files that ``torch.distributed.checkpoint`` writes for a save."""
+    """True for the files that ``torch.distributed.checkpoint`` writes."""
     return name == DCP_METADATA or name.endswith(DCP_SUFFIX)
 
 

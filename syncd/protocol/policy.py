@@ -136,10 +136,10 @@ class SyncSettings:
         sync_timeout: the most seconds that trainer and explorers wait for each other.
         save_interval: steps between two full checkpoints; 0 = no full checkpoints.
         save_timeout: seconds that rank 0 waits for all ranks' receipts before it gives up a save.
-        max_staleness: an explorer that lags behind by more steps must stop producing; None = no
-            limit.
-        max_explorer_lag: the trainer waits if an explorer lags behind by more steps; None = no
-            limit.
+        max_staleness: the most steps by which an explorer may lag behind and still produce; None =
+            no limit.
+        max_explorer_lag: the most steps by which an explorer may lag behind before the trainer
+            waits; None = no limit.
         checkpoint_every: with method ``nccl``, every n-th sync also saves the weights by the
             checkpoint path, for late joiners.
         broadcast_timeout: the most seconds for each of handshake, setup and transfer. If one takes

@@ -220,8 +220,8 @@ class NonFinite(BaseModel):
 
     Attributes:
         count: the number of these tensors; a lower bound for several files.
-        names: at most four of their names, shortened. The list is short, because a daemon reads
-            the receipts of all ranks again and again.
+        names: at most four of their names, shortened, because a daemon reads all receipts again and
+            again.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -258,11 +258,11 @@ class Manifest(Record):
         remote: the path of the weights; only for kind ``remote``.
         base_model: only for kind ``adapter``; None if the adapter does not name its base model.
         checked: how the merge checked the trainer's files: ``receipt`` (against our hook's
-            receipts), ``crc32`` (the CRC-32 of every record), or ``stillness`` (only that names,
-            sizes and times did not change). The last two are for saves without receipts.
+            receipts). Without receipts: ``crc32`` (the CRC-32 of every record), or ``stillness``
+            (names, sizes and times did not change).
         names: the origin of the tensors' names; ``trainer`` if the hub's are the same or unknown.
-        nonfinite: the tensors with NaN or Inf in the save; None if nobody checked, as in a save
-            without receipts.
+        nonfinite: the tensors with NaN or Inf; None if nobody checked, as in a save without
+            receipts.
         timings: seconds for each part of the daemon's work.
     """
 

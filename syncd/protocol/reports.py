@@ -47,7 +47,7 @@ class Reload(BaseModel):
         not_staged: the reason why there was no such copy, although staging is on.
         full_bytes: the bytes of the version's own files that were read from the job to make the
             copy; 0 if another process made the copy; None if staging is off.
-        delta_bytes: the bytes of deltas that were read for the version, if any.
+        delta_bytes: the bytes of deltas that were read, if any.
         no_delta: the reason why a possible delta was not used.
     """
 
@@ -67,7 +67,7 @@ class Reload(BaseModel):
 
     @property
     def seconds(self) -> float:
-        """From the lease of the version until the engine serves it."""
+        """Seconds from the lease of the version until the engine serves it."""
         return self.verify + self.prepare + self.pause
 
 
@@ -151,8 +151,8 @@ class ExplorerReport(Record):
         joined: the id of the offer that the explorer has joined.
         loads: the newest loads, oldest first, with the loads of earlier explorers of this name.
             None in older releases.
-        fault: the reason why nobody can rely on the explorer: its engine's weights are unknown, or
-            it no longer follows the job.
+        fault: the reason why nobody can rely on the explorer, for example because it no longer
+            follows the job.
         workers: the number of its ranks in a weight group; 0 if it takes no part in broadcasts.
         group: the weight group that is open in all workers, if any.
         received: the save id of the served weights, if a broadcast brought them. ``step`` is then
@@ -161,7 +161,7 @@ class ExplorerReport(Record):
             and nobody waits for the explorer.
         starting: the reason why the explorer waits before its first run. Its status is then
             ``stopped``, so that nobody waits for it.
-        delta_base: the newest version that the explorer's host has as a whole copy outside the
+        delta_base: the newest version of which the explorer's host has a whole copy outside the
             job's filesystem. A delta can be applied to this copy.
         hub_names: True if the explorer also accepts versions with the hub's names.
     """
@@ -197,7 +197,7 @@ class ExplorerReport(Record):
 
     @property
     def last_loads(self) -> tuple[Load, ...]:
-        """The newest loads; only the last load if the explorer's release lists none."""
+        """The newest loads; only the last one if the explorer's release lists none."""
         if self.loads is not None:
             return self.loads
         if self.sequence is None or self.received is not None:

@@ -46,7 +46,7 @@ class Free(NamedTuple):
 class Calls:
     """The system calls. :class:`Beneath` resolves their paths, with the job directory as ``root``.
 
-    If ``durable`` is False, :meth:`fsync` and :meth:`sync_folder` do nothing, to save time.
+    If not ``durable``, :meth:`fsync` and :meth:`sync_folder` do nothing.
     """
 
     def __init__(self, root: Path | None = None, *, durable: bool = True) -> None:
@@ -96,7 +96,7 @@ class Calls:
             os.chown(name, -1, group, dir_fd=folder, follow_symlinks=False)
 
     def chmod(self, path: Path, mode: int) -> None:
-        """Set the mode of a folder. Links are not followed."""
+        """Set the mode of a folder, but not through a link."""
         fd = self._beneath.open_folder(path)
         try:
             os.fchmod(fd, mode)
@@ -172,7 +172,7 @@ class Calls:
         return fd
 
     def release(self, fd: int) -> None:
-        """Close a descriptor that was only read from, so that no data can be lost."""
+        """Close a descriptor that was only read from, so no data can be lost."""
         os.close(fd)
 
     def fstat(self, fd: int) -> os.stat_result:
@@ -188,11 +188,11 @@ class Calls:
         return os.pread(fd, count, offset)
 
     def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
-        """Read bytes into ``part``, possibly fewer than fit; return the number, 0 at the end."""
+        """Read from an offset into ``part``, perhaps not all; return the number, 0 at the end."""
         return os.preadv(fd, [part], offset)
 
     def names(self, path: Path) -> list[str]:
-        """The names in a folder, sorted; empty if the folder does not exist."""
+        """The names in a folder, sorted; empty if the folder is missing."""
         try:
             fd = self._beneath.open_folder(path)
         except OSError as error:
@@ -217,7 +217,7 @@ class Calls:
             os.close(fd)
 
     def status(self, path: Path) -> os.stat_result | None:
-        """The status of a name, without following a link; None if the name does not exist."""
+        """The status of a name; None if it does not exist. Links are not followed."""
         try:
             with self._beneath.at(path) as (name, folder):
                 return os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -294,7 +294,7 @@ class Beneath:
         """Resolve a path for one system call in the block, and add the path to the call's error.
 
         Raises:
-            OSError: ``ELOOP`` if a folder on the way is a link; other errors of the system.
+            OSError: ``ELOOP`` if a folder on the way is a link.
         """
         text = os.fspath(path)
         parts = self._parts(_absolute(text))
@@ -327,7 +327,7 @@ class Beneath:
                 raise
 
     def open_folder(self, path: Path) -> int:
-        """Open a folder, to list or sync it, and return a descriptor."""
+        """Open a folder, to list or sync it."""
         with self.at(path) as (name, folder):
             if folder is None:
                 return os.open(name, os.O_RDONLY | _FOLDER)
@@ -349,7 +349,7 @@ def _absolute(text: str) -> str:
 
 
 def _step_into(name: str, folder: int, whole: str, flags: int) -> int:
-    """Open a subfolder of an open folder. If the subfolder is a link, the error says so."""
+    """Open a subfolder of an open folder; ``ELOOP`` if the subfolder is a link."""
     try:
         return os.open(name, flags | _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 #: If the holder of a name could not be judged for this many lease times, the name counts as taken.
 _PATIENCE: Final = 3
-#: Checks without a heartbeat until its owner counts as dead: a renewal removes it for a moment.
+#: A session counts as dead after this number of checks without its heartbeat. One check is not
+#: enough, because a renewal removes the heartbeat for a moment.
 _MISSING_LOOKS: Final = 2
 #: The most characters of a name that go into a message.
 _SHOWN: Final = 200
@@ -39,7 +40,7 @@ class HeldName:
 
     Promised: while the hosts and the storage of two participants work, only one has the name. A
     participant that was paused for longer than a lease time can lose its name. The next
-    :meth:`check` then raises an error, but a write that began before the loss can take effect.
+    :meth:`check` then raises an error, but an earlier write can still take effect.
     """
 
     def __init__(self, job: Job, path: Path, session: str, name: str) -> None:
@@ -186,7 +187,7 @@ class _Holder:
         self.until = clock() + _PATIENCE * lease_time
 
     def is_dead(self) -> bool:
-        """True if the holder is dead. Sets :attr:`lives` if the holder's heartbeat has beaten."""
+        """True if the holder is dead. Sets :attr:`lives` if its heartbeat has beaten."""
         # Look at the claim before reading it, so that no newer claim can be removed.
         marker = self._judge.look(self._path)
         session = read_claim(self._job.storage, self._path)
@@ -209,7 +210,7 @@ class _Holder:
         return seen is Liveness.DEAD
 
     def take_away(self) -> None:
-        """Remove the dead holder's claim, if no other participant has made a new claim."""
+        """Remove the dead holder's claim, if it is still the same claim."""
         if self._judge.break_dead(self._path):
             log.info(
                 "session %s is dead: removed its claim %s",

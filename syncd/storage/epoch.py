@@ -27,7 +27,7 @@ from syncd.storage.record_files import move_away
 
 log = logging.getLogger(__name__)
 
-#: No daemon reaches this number by counting, so a room with it was not made by a daemon.
+#: No daemon reaches this number by counting, so no daemon made a room with this number.
 _LAST_ROOM: Final = 10**17
 #: A longer name is cut to this number of bytes when it is moved into a room.
 _LONGEST: Final = 200
@@ -41,8 +41,8 @@ class Epoch:
     """The room of one active daemon.
 
     Promised: after :meth:`take_over` has returned, no daemon of a lower epoch commits or prunes
-    anything. Instead, its methods raise :class:`SupersededError`. A superseded daemon can have no
-    other sign.
+    anything: the methods of its :class:`Epoch` raise :class:`SupersededError`. A superseded daemon
+    can have no other sign.
 
     Attributes:
         number: the number of the epoch. Rooms with equal numbers are ordered by their suffix.
@@ -185,7 +185,7 @@ class Epoch:
     def set_aside(self, path: Path) -> Path:
         """Move a folder into ``trash/``, where nobody finds it, for a last check.
 
-        After the check, :meth:`condemn` the folder at the returned path, or rename it back.
+        Then :meth:`condemn` the folder at the returned path, or rename it back.
         """
         return self._move(path, self._trash)
 

@@ -16,8 +16,8 @@ NOT_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 #: Errors after which the work may succeed if it is done again from the start.
 PASSING: Final = GONE | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
-#: Errors of a read if the name cannot have a record: it is a link, a pipe, a socket or a folder, or
-#: the file is far too long. Waiting does not help.
+#: Errors of a read if the name cannot have a record: the name is a link, a pipe, a socket or a
+#: folder, or the file is far too long. Waiting does not help.
 _NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG})
 #: Errors that concern one name, not the storage. They would come again at the next attempt.
 _REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})

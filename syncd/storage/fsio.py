@@ -67,7 +67,11 @@ class Storage(Calls):
             offset += done
 
     def copy_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
-        """Copy up to ``count`` bytes from ``at`` to ``to``; return their number, 0 at the end."""
+        """Copy at most ``count`` bytes, from offset ``at`` to offset ``to``.
+
+        Returns:
+            The number of copied bytes; 0 only at the end of the source.
+        """
         for copy in (self.copy_file_range, self.sendfile):
             try:
                 copied = copy(source, target, count, at, to)
@@ -111,7 +115,7 @@ class Storage(Calls):
 
     @contextmanager
     def closing(self, fd: int) -> Iterator[int]:
-        """Close a written descriptor after the block, and raise an error if the close fails."""
+        """Close a written descriptor after the block. A failure to close is an error."""
         try:
             yield fd
         except BaseException:
@@ -157,8 +161,8 @@ class Storage(Calls):
     def refresh(self, path: Path) -> None:
         """Make this client ask the server, instead of its cache, for the names in a folder.
 
-        The method sets the folder's times. If a client of a network filesystem changes a folder, it
-        drops its cache of this folder.
+        The method sets the folder's times, because a client of a network filesystem drops its cache
+        of a folder that it changes.
         """
         self.utime(path)
 
@@ -276,7 +280,7 @@ class Storage(Calls):
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Add the path to errors of calls on a descriptor, for example if the disk is full."""
+    """Add the path to errors of calls on a descriptor."""
     try:
         yield
     except OSError as error:
@@ -288,9 +292,8 @@ def named(path: Path) -> Iterator[None]:
 class Draft:
     """A file that is written under a temporary name, and gets its final name by one rename.
 
-    The temporary name begins with ``.tmp-``. It is in ``room``, by default the folder of ``path``.
-    If the ``with`` block ends without a commit, the temporary file is removed. A killed process
-    leaves it there.
+    The temporary name ``.tmp-…`` is in ``room``, by default the folder of ``path``. A ``with``
+    block that ends without a commit removes the file. A killed process leaves it there.
     """
 
     def __init__(self, storage: Storage, path: Path, *, room: Path | None = None) -> None:

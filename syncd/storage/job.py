@@ -78,7 +78,7 @@ class Job:
             ) from error
 
     def _check_is_no_part(self) -> None:
-        """Refuse a folder that is a part of another job, for example that job's ``published``."""
+        """Refuse a part of another job, for example that job's ``published``."""
         root = self.layout.root
         for outer in map(JobLayout, (root.parent, root.parent.parent)):
             below = root.relative_to(outer.root).parts[:1]
@@ -107,7 +107,7 @@ class Job:
 
         Raises:
             JobUnavailableError: syncd has never served this job.
-            RecordError: the file with the lease time holds no valid record.
+            RecordError: the job's format file holds no valid record.
         """
         self.check_folders()
         path = self.layout.format
@@ -182,8 +182,8 @@ class Job:
             None if there is no file; ``unreadable`` if the file holds no record.
 
         Raises:
-            OSError: the storage failed in a way that the policy does not ignore.
-            ProtocolMismatchError: the record is of a newer protocol, and the policy forbids that.
+            OSError: the policy does not ignore this error.
+            ProtocolMismatchError: the record is newer, and the policy forbids that.
         """
         try:
             return parse(model, self.storage.read(path, limit), path)
@@ -218,7 +218,7 @@ class Job:
 
 
 def no_folder(path: object) -> JobUnavailableError:
-    """The error for a folder that does not exist, or is no folder."""
+    """The error for a folder that is missing or is no folder."""
     if os.path.exists(str(path)) and not os.path.isdir(str(path)):
         return JobUnavailableError(f"{path} is not a folder: give the folder of a job")
     return JobUnavailableError(f"no such folder: {path}. Create the folder, or mount its storage")
@@ -245,10 +245,7 @@ def registering(layout: JobLayout) -> Iterator[None]:
 
 
 def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
-    """The remedy in an error message if nothing was published in time.
-
-    ``folder`` is a job or its memory directory. ``lives`` is True if a daemon seems to work there.
-    """
+    """The remedy for a message; ``lives`` is True if a daemon seems to work in ``folder``."""
     path = shlex.quote(str(folder))
     if lives:
         return f"see `syncd status {path}`, which shows what the daemon waits for"

@@ -119,11 +119,7 @@ class Judge:
         return self.look(path)
 
     def break_dead(self, path: Path) -> bool:
-        """Remove the file that the last check found dead, if it has not changed since that check.
-
-        Returns:
-            True if the file is gone. False if its owner has refreshed it, so it was put back.
-        """
+        """Remove the file that the last check found dead; False if its owner has refreshed it."""
         watch = self._watched.pop(path, None)
         if watch is None:
             return not self._storage.exists(path)
@@ -191,7 +187,7 @@ class Lookout:
     Promised: if :meth:`look` is called once a tick, each heartbeat is checked at least three times
     in a lease time. A result can be a third of a lease time old.
 
-    No other object may use ``judge``. You can change ``tick``, the seconds between two calls.
+    Do not use ``judge`` for anything else. You can change ``tick``, the seconds between two calls.
     """
 
     def __init__(
@@ -235,7 +231,7 @@ class Lookout:
         return self._last[session]
 
     def _share(self) -> int:
-        """The number of heartbeats that are due, by the time since the last call."""
+        """The number of heartbeats that are due."""
         count = len(self._order)
         now = self._clock()
         since, self._at = now - self._at, now

@@ -51,7 +51,7 @@ class Lease:
         try:
             job.storage.close(job.storage.create(lease._path))
         except FileExistsError:
-            pass  # the lease exists, and is ours: the name has this session
+            pass  # this session has the lease already: the file name has its id
         except OSError as error:
             if is_gone(error) or is_no_record(error):  # the folder is missing, or a link
                 raise VersionGoneError(

@@ -127,7 +127,8 @@ def sweep_rooms(job: Job) -> None:
 def left_rooms(job: Job) -> list[Path]:
     """Remove rooms without a mark, and return the marks of the other rooms.
 
-    The daemon's collector removes marks that no longer change; the next call removes their rooms.
+    The daemon's collector removes marks that no longer change. The next call then removes the rooms
+    of these marks.
     """
     names = job.storage.names(job.layout.doctor)
     _remove_unmarked(job, names)
@@ -172,7 +173,7 @@ def _here() -> str:
 
 
 def _process(pid: int) -> str | None:
-    """The number of a process and its start time; None if there is no such process."""
+    """A process's number and start time; None if there is no such process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -42,7 +42,7 @@ class Repeats:
         return self.held_back(key) is not None
 
     def held_back(self, key: Hashable) -> int | None:
-        """How often a message was held back since it was last logged; None to hold it back now."""
+        """How often a message was held back since it was last logged; None if held back now."""
         with self._lock:
             now = self._clock()
             said = self._said.get(key)

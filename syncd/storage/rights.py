@@ -39,7 +39,7 @@ def share_with_group(job: Job, group: str) -> None:
 
     Raises:
         InvalidSettingsError: there is no such group; this process is not in the group; or a folder
-            belongs to another user, and is not shared with the group yet.
+            of another user is not shared with the group yet.
     """
     number = _number(group)
     if os.geteuid() and number not in {os.getegid(), *os.getgroups()}:
@@ -123,7 +123,7 @@ def _sentence(folder: Path, why: str) -> str:
 
 
 def _kept_from_us(storage: Storage, step: Path) -> Path | None:
-    """The first folder that this user cannot empty: the step's folder, or a folder in it."""
+    """The first folder of a step that this user cannot empty."""
     if not storage.may_change(step):
         return step
     try:

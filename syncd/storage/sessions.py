@@ -46,8 +46,9 @@ class Session:
     """This process's heartbeat in one job.
 
     Promised: while the process runs and its storage answers, other processes see the session alive.
-    After a longer failure of the storage they see it alive again soon. The heartbeat can continue
-    while the process hangs, so a loop that makes no progress must end its process.
+    If the storage did not answer for longer than a lease time, they see the session alive again
+    soon after the storage answers. The heartbeat can continue while the process hangs, so a loop
+    that makes no progress must end its process.
     """
 
     def __init__(self, layout: JobLayout, lease_time: float, *, prefix: str = "") -> None:
@@ -119,8 +120,8 @@ class DaemonLock:
         If the holder has another lease time, the longer of the two lease times applies.
 
         Raises:
-            FileNotFoundError: the job folder is missing, for example unmounted.
-            OSError: ``ELOOP`` if the lock's folder is a link.
+            OSError: the job folder is missing, for example unmounted; or the lock's folder is a
+                link (``ELOOP``).
         """
         if self._judge.look(self._path) is Liveness.DEAD:
             self._judge.break_dead(self._path)
@@ -152,8 +153,8 @@ class DaemonLock:
 class _Lease(SoftFileLease):
     """A filelock lease whose file is never made through a link.
 
-    filelock resolves the whole path at each call, so it would follow a link that has replaced a
-    folder. So during :meth:`take` the path begins at a descriptor of the folder.
+    filelock would follow a link that has replaced a folder. So during :meth:`take` the path begins
+    at a descriptor of the folder.
     """
 
     beneath: Beneath

@@ -100,7 +100,7 @@ class Watcher:
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """Stop watching; in a forked child, the parent's watch continues. Safe to call twice."""
+        """Stop watching. In a forked child, the parent's watch continues. Safe to call twice."""
         while self._watched:
             watched = self._watched.pop()
             try:
@@ -131,11 +131,7 @@ class _Hints(FileSystemEventHandler):
 
 
 class _Emitter(InotifyEmitter):
-    """Ends its thread before it forgets its inotify watch.
-
-    watchdog's own emitter forgets the watch first. If a file was moved away, its thread delays the
-    event by half a second, finds no watch, and logs an error.
-    """
+    """Ends its thread before it forgets its watch. Otherwise the thread can log a missing watch."""
 
     def on_thread_stop(self) -> None:
         if (watched := self._inotify) is not None:
@@ -153,10 +149,7 @@ class _Observer(InotifyObserver):
 
 
 class _Shared:
-    """The observer that all watchers of a process share; it ends with the last watcher.
-
-    More observers would take more of the user's inotify instances (by default 128).
-    """
+    """The only observer of this process, because the user's inotify instances are few."""
 
     of_this_process: _Shared
 
@@ -172,11 +165,7 @@ class _Shared:
         cls.of_this_process = cls()
 
     def begin(self, folder: Path, hints: _Hints) -> ObservedWatch:
-        """Begin to pass changes in a folder on to ``hints``.
-
-        Raises:
-            OSError: the folder cannot be watched, or another folder's storage does not answer.
-        """
+        """Pass changes in a folder on to ``hints``. Raises OSError if this is impossible."""
         # The observer reads the folder under a lock that all threads need. Read it here first, so
         # that only this thread waits for storage that does not answer.
         os.scandir(folder).close()
@@ -191,11 +180,7 @@ class _Shared:
             return watch
 
     def end(self, watch: ObservedWatch, hints: _Hints) -> None:
-        """Stop passing changes on to ``hints``.
-
-        Raises:
-            TimeoutError: another folder's storage does not answer. The changes are still passed on.
-        """
+        """Stop passing changes on to ``hints``. Raises TimeoutError if the lock is not free."""
         if self is not _Shared.of_this_process:
             return  # in a fork: the watches of the instance are its parent's
         with self._locked():
@@ -222,7 +207,7 @@ class _Shared:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock. Another thread can keep it while a folder's storage does not answer."""
+        """Hold the lock. Another thread keeps it while a folder's storage does not answer."""
         if not self._lock.acquire(timeout=_PATIENCE):
             raise TimeoutError("the storage of another watched folder does not answer")
         try:
