@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a group (None: the default process group), or this process as the only rank."""
+    """The ranks of a process group; only this process if torch.distributed is not initialized."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -33,8 +33,7 @@ class Ranks:
         """Run rank-local work. If the work fails on any rank, every rank raises an error.
 
         Raises:
-            Exception: the error of ``work`` on this rank, or else the first error of another rank.
-                If that error is not one of syncd's classes, a :class:`CheckpointError` instead.
+            Exception: this rank's error, or else the first error of another rank.
         """
         result: T | None = None
         failure: tuple[type[SyncdError], str] | None = None
@@ -53,6 +52,6 @@ class Ranks:
         return result  # type: ignore[return-value]  # nothing was raised, so work returned it
 
     def of_first(self, work: Callable[[], T]) -> T:
-        """Return rank 0's result of ``work`` on all ranks, or raise rank 0's error on all ranks."""
+        """Return rank 0's result of ``work`` on all ranks, or raise its error on all ranks."""
         mine = self.together(lambda: work() if self.rank == 0 else None)
         return self.gathered(mine)[0]  # type: ignore[return-value]  # rank 0 has worked

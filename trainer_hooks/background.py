@@ -1,4 +1,4 @@
-"""The thread that writes saves in the background, and its queue."""
+"""The thread that writes saves in the background."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ LIMIT: Final = 2
 class SaveThread:
     """Runs queued functions, one after another.
 
-    Promised: if a function raises an error, the next functions run nevertheless; the thread keeps
-    the error for :meth:`take_error`. Not promised: that the interpreter waits for this thread at
-    exit. The exit cuts off the running function, as a kill would.
+    If a function raises an error, the next functions still run. The interpreter does not wait for
+    this thread at exit: it cuts off the running function, as a kill would.
     """
 
     def __init__(self) -> None:
@@ -37,40 +36,40 @@ class SaveThread:
         self._thread.start()
 
     def submit(self, step: int, work: Callable[[], int | None]) -> None:
-        """Queue a function. It returns the bytes written, or None if it does not write a save."""
+        """Queue a function that returns the bytes written, or None if it writes no save."""
         with self._changed:
             self._queue.append((step, work))
             self._changed.notify_all()
 
     @property
     def under_way(self) -> tuple[int, ...]:
-        """The steps of the unfinished saves, the oldest first."""
+        """The steps of the unfinished saves, oldest first."""
         with self._changed:
             return self._under_way()
 
     def wait(self, *, most: int, timeout: float) -> bool:
-        """Wait until at most ``most`` saves are unfinished; return False if time runs out."""
+        """Wait until at most ``most`` saves are unfinished; return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._under_way()) <= most, timeout)
 
     def fail(self, error: SaveFailedError) -> None:
-        """Keep an error as if a queued function had raised it."""
+        """Add an error for :meth:`take_error`."""
         with self._changed:
             self._errors.append(error)
 
     def take_error(self) -> SaveFailedError | None:
-        """Remove and return the oldest error; return None if there is none."""
+        """Remove and return the oldest error, or None."""
         with self._changed:
             return self._errors.popleft() if self._errors else None
 
     def take_written(self) -> int | None:
-        """Return the bytes that saves wrote since the previous call; None if there was no save."""
+        """Return the bytes written since the previous call, or None."""
         with self._changed:
             written, self._written = self._written, None
             return written
 
     def close(self, *, timeout: float) -> tuple[int, ...]:
-        """Wait for the queued functions, and end the thread; return the steps of unfinished saves.
+        """Wait for the queued functions; return the steps of unfinished saves.
 
         Give up if no save ends for ``timeout`` seconds.
         """
@@ -124,7 +123,7 @@ class SaveThread:
 
 
 def raise_first(errors: Sequence[SyncdError]) -> None:
-    """Raise the first error, if there is one, and log the others."""
+    """Raise the first error, if any, and log the others."""
     for other in errors[1:]:
         log.error("%s", other)
     if errors:
@@ -132,7 +131,7 @@ def raise_first(errors: Sequence[SyncdError]) -> None:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Free the memory of an error's stack frames, because the next copy of a state needs it."""
+    """Drop an error's stack frames: the next copy needs the memory that they hold."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -34,13 +34,14 @@ class CheckpointCoordinator:
     """Writes one rank's saves in a thread, one by one. Replaces Trinity-RFT's class of this name.
 
     Promised: the pointer names a step only when every rank's shard of one save is complete and
-    durable. If a save fails on a rank, the next call on that rank and the next call on rank 0 raise
-    the error, once each. Not promised: that a save is announced when a call returns;
-    :meth:`wait_all` waits for the announcement. This class never moves the checkpoint pointer,
+    durable. If a save fails on a rank, the next call on that rank raises the error once. So does
+    the next call on rank 0.
+
+    Not promised: that a save is announced when a call returns. :meth:`wait_all` waits for the
+    announcement. This class never moves the checkpoint pointer,
     ``latest_checkpointed_iteration.txt``.
 
-    Construct the coordinator on every rank, and call the same methods in the same order on every
-    rank.
+    Construct the coordinator on every rank. Call the same methods in the same order on all ranks.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
@@ -89,11 +90,14 @@ class CheckpointCoordinator:
     ) -> None:
         """Call ``save_fn`` in the background, when all earlier functions have returned.
 
-        With ``is_state_dict``, ``save_fn`` must write this rank's part with ``torch.save`` to
-        ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``, where N is ``global_step``; the
-        folder exists. The pointer moves to the step once all ranks have written. Training must not
-        change the written tensors before ``save_fn`` has returned. If storage fails for a moment,
-        ``save_fn`` is called again and must start over. ``name`` is for messages.
+        With ``is_state_dict``, ``save_fn`` must write this rank's part of the state dict with
+        ``torch.save`` to ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``. N is
+        ``global_step``, W the number of ranks and R this rank. The folder exists. The pointer moves
+        to the step once all ranks have written. If storage fails for a moment, ``save_fn`` is
+        called again and must start over.
+
+        Training must not change the tensors before ``save_fn`` has returned. ``name`` is for
+        messages.
 
         Raises:
             SaveFailedError: an earlier save failed, or this save waited too long for earlier saves.
@@ -123,10 +127,11 @@ class CheckpointCoordinator:
         *,
         model_files: tuple[Callable[[Path], object], ...] = (),
     ) -> None:
-        """Copy this rank's part of a model to host memory. A thread saves it as ``global_step``.
+        """Copy this rank's part of a model to host memory, and save the copy in the background.
 
         The ``model`` is plain, or under DDP, FSDP1, FSDP2 or tensor parallelism. With FSDP1 this
-        call is collective. On rank 0, ``model_files`` write config or tokenizer to a given folder.
+        call is collective. ``model_files`` are functions that write the config or the tokenizer
+        into a given folder; only rank 0 calls them.
 
         Raises:
             SaveFailedError: an earlier save failed, or this save waited too long for earlier saves.

@@ -32,25 +32,26 @@ def announce_dcp(
 ) -> None:
     """Announce a save that ``dcp.save`` has written: move the pointer that the daemon follows.
 
-    Call this function on one rank, after all ranks have written: when ``dcp.save`` has returned, or
-    the future of ``dcp.async_save`` has a result. The daemon may delete this step once a newer step
-    is announced.
+    Call this function on one rank, after all ranks have written: ``dcp.save`` must have returned,
+    or the future of ``dcp.async_save`` must have a result. The daemon may delete this step once a
+    newer step is announced.
 
     Promised: the pointer moves by one rename, and only to a folder with a finished DCP save. Not
-    promised: that the daemon can merge the save; the daemon's log has the reason if it cannot.
+    promised: that the daemon can merge the save. If it cannot, its log has the reason.
 
     Args:
         job_dir: the job directory; its folder ``.syncd`` is created if it is missing.
         step: the step that was saved.
-        folder: the folder of the save on the same filesystem; ``JOB/global_step_N/actor`` by
-            default. The files of any other folder are hard-linked into the job, so the trainer
-            may delete its own files. ``latest_checkpointed_iteration.txt`` then names the step.
+        folder: the folder of the save, by default ``JOB/global_step_N/actor``. Any other folder
+            must be on the same filesystem, because its files are hard-linked into the job.
+            Afterwards you may delete that folder. With such a folder,
+            ``latest_checkpointed_iteration.txt`` also gets the step.
         storage: set only by tests.
 
     Raises:
         SaveNotReadyError: the folder has no finished save.
-        InvalidSettingsError: the folder cannot be hard-linked into the job, or the step's folder
-            holds weights of another kind, so the daemon would not publish this save.
+        InvalidSettingsError: the folder cannot be hard-linked into the job. Or the step's folder
+            has shards or receipts of another save, so the daemon would not publish this save.
         JobUnavailableError: the job directory is missing or not writable.
         OSError: storage failed.
     """
@@ -91,7 +92,7 @@ def announce_dcp(
 
 
 def _link_into(job: Job, step: int, source: Path, files: list[str]) -> None:
-    """Hard-link files into the step's folder. ``.metadata`` is deleted first, and linked last."""
+    """Hard-link files into the step's folder, which has no ``.metadata`` until it has all files."""
     make_step_folder(job, step)
     actor = job.layout.actor(step)
     job.storage.make_folder(actor, below=job.layout.root)

@@ -38,16 +38,15 @@ _NO_STEP: Final = -1
 class Plan(IntFlag):
     """The actions that all ranks take now.
 
-    - ``SYNC``, ``FULL``: save the weights for explorers, or a full checkpoint. If both are set,
-      they are one save, except if the sync is written to a memory folder.
-    - ``COMPLETE``: extend the existing save of this step to a full checkpoint.
-    - ``AGAIN``: like ``COMPLETE``, but the weights are written again, because files are missing.
-    - ``HUGGING_FACE``: the full checkpoint also gets the weights as a Hugging Face model. Without
-      ``FULL``, this model is added to an existing full checkpoint.
-    - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the save is due, but the writer is busy, so the save
-      stays due.
-    - ``BROADCAST``: send the weights to the weight group that rank 0 has opened. In the decision
-      after the broadcast, ``BROADCAST`` means that the weights have arrived.
+    - ``SYNC``: save the weights for explorers.
+    - ``FULL``: save a full checkpoint. With ``SYNC``, both are one save, except if there is a
+      memory folder.
+    - ``COMPLETE``: with ``FULL``, extend the existing save of this step.
+    - ``AGAIN``: like ``COMPLETE``, but also write the weights again, because files are missing.
+    - ``HUGGING_FACE``: add the weights as a Hugging Face model to the full checkpoint.
+    - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the writer is busy, so the save stays due.
+    - ``BROADCAST``: send the weights to the weight group. In the decision after a broadcast: the
+      weights have arrived.
     - ``UNDECIDED``: rank 0 could not decide.
     """
 
@@ -64,14 +63,10 @@ class Plan(IntFlag):
 
 
 class Decisions:
-    """Sends rank 0's decisions to all ranks, through a separate gloo group.
+    """Sends rank 0's decisions to all ranks.
 
-    The separate group neither delays the training's own messages nor uses an accelerator.
-
-    Promised: :meth:`agree` returns the same plan on all ranks. :meth:`agree` is not a barrier: rank
-    0 waits for no rank. The other ranks wait for rank 0, and for the ranks that forward its message
-    in gloo's tree. If rank 0 has died, :meth:`agree` fails at once, or after ``timeout`` seconds if
-    the connection is still open.
+    A separate gloo group sends them, so they do not delay the training's messages. Rank 0 waits for
+    no rank. If rank 0 has died, the other ranks wait at most ``timeout`` seconds.
     """
 
     def __init__(self, *, timeout: float) -> None:
@@ -95,11 +90,9 @@ class Decisions:
     def agree(self, decide: Callable[[], Plan], *, step: int | None = None) -> Plan:
         """Return rank 0's decision on all ranks; ``decide`` is called only on rank 0.
 
-        ``step`` is the step to decide about, and must be the same on all ranks.
-
         Raises:
-            SaveFailedError: on ranks other than 0, if rank 0 could not decide or sent no decision.
-            OutOfStepError: on ranks other than 0, if rank 0 decided about another step.
+            SaveFailedError: on other ranks, if rank 0 could not decide or sent no decision.
+            OutOfStepError: on other ranks, if rank 0 has another ``step``.
         """
         if self._group is None:
             return decide()
@@ -129,7 +122,7 @@ class Decisions:
         return Plan(decided)
 
     def wait_until_sent(self, timeout: float) -> None:
-        """On rank 0, wait until all decisions are sent; warn if one takes ``timeout`` seconds."""
+        """On rank 0, wait ``timeout`` seconds for each unsent decision; warn if one is late."""
         failed: RuntimeError | None = None
         for work, _ in self._sent:
             try:
@@ -147,9 +140,8 @@ class Decisions:
     def meet(self, name: str, *, timeout: float) -> str | None:
         """Wait until all ranks have called this method; return None, or the reason of a failure.
 
-        Each rank waits ``timeout`` seconds. The first outcome in the store of the process group
-        counts for all ranks, so no rank enters a collective if another rank has stopped waiting.
-        Use each ``name`` only once.
+        The first outcome in the process group's store counts for all ranks, so no rank enters a
+        collective alone. Use each ``name`` only once.
         """
         if self._has_lost_its_group():
             return "the process group was destroyed before close() was called"
@@ -164,7 +156,7 @@ class Decisions:
         return None if outcome == _ALL else outcome
 
     def call_off(self, name: str, why: str) -> None:
-        """Tell the other ranks that this rank will not call :meth:`meet`."""
+        """Tell the other ranks that this rank will not meet them."""
         if self._group is None or self._has_lost_its_group():
             return
         store, end = self._store(name), time.monotonic() + _ANSWER
@@ -198,7 +190,6 @@ class Decisions:
         return dist.PrefixStore(f"syncd/{name}", store)  # type: ignore[attr-defined] # public
 
     def _has_lost_its_group(self) -> bool:
-        """Whether the process group that existed at construction has been destroyed."""
         if not (self._had_group and dist.is_initialized()):
             return self._had_group
         try:

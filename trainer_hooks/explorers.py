@@ -31,9 +31,7 @@ T = TypeVar("T")
 class Explorers:
     """Calls rank 0's Synchronizer so that storage errors do not end the training.
 
-    Only :meth:`begin_save` raises storage errors, because a save must not be written if its
-    beginning was not announced. The other methods log storage errors, and the next call tries
-    again. A request that cannot be read is ignored. The constructor sets the status to running.
+    Most methods log storage errors, and the next call tries again.
     """
 
     def __init__(self, synchronizer: TrainerSynchronizer) -> None:
@@ -67,7 +65,7 @@ class Explorers:
         """Announce that a save begins, before its first byte is written.
 
         Raises:
-            OSError: storage failed.
+            OSError: storage failed, so the save must not be written.
             NameTakenError: another trainer works in this job.
             SaveFailedError: this trainer has stopped.
         """
@@ -76,27 +74,27 @@ class Explorers:
         self.synchronizer.begin_save(step)
 
     def weights_announced(self, step: int) -> None:
-        """Answer the explorers' requests, now that the pointer names the step."""
+        """Answer the explorers' requests: the pointer names the step."""
         self._tried(lambda: self.synchronizer.set_model_state_dict(None, step))
 
     def say_nothing_new(self) -> None:
-        """Tell waiting explorers that they already have the newest weights."""
+        """Tell waiting explorers that no newer weights come."""
         self._tried(self.synchronizer.notify_no_new_model_state_dict)
 
     def takers(self) -> Takers | None:
-        """The explorers that take broadcasts; None if storage fails now."""
+        """The explorers that take broadcasts; None if storage fails."""
         return self._tried(self.synchronizer.takers)
 
     def have_received(self, save_id: SaveId) -> bool:
-        """Whether all explorers that take broadcasts serve this save; False if storage fails."""
+        """True if all receivers of broadcasts serve this save."""
         return self._tried(lambda: self.synchronizer.have_received(save_id)) is True
 
     def has_missed(self, save_id: SaveId) -> bool:
-        """Whether an explorer missed this broadcast and is too stale; False if storage fails."""
+        """True if an explorer missed this broadcast and is too stale."""
         return self._tried(lambda: self.synchronizer.has_missed(save_id)) is True
 
     def open_group(self, step: int, save_id: SaveId, device: torch.device) -> WeightGroup:
-        """Wait until all explorers that take broadcasts are ready, and form the weight group.
+        """Wait until all receivers are ready, and form the weight group.
 
         Raises:
             BroadcastError: an explorer is not ready in time, or the group cannot be formed.
@@ -118,7 +116,7 @@ class Explorers:
             ) from error
 
     def transferred(self) -> None:
-        """Answer the explorers' requests, now that the broadcast weights have arrived."""
+        """Answer the explorers' requests: the broadcast weights have arrived."""
         self._tried(self.synchronizer.nccl_sync_succeeded)
 
     def group_failed(self) -> None:
@@ -126,15 +124,15 @@ class Explorers:
         self._tried(self.synchronizer.group_failed)
 
     def goes_by_files(self, step: int) -> None:
-        """Tell explorers that the weights of a step come as files, not by a broadcast."""
+        """Tell explorers that the weights of a step come as files."""
         self._tried(lambda: self.synchronizer.goes_by_files(step))
 
     def wait_for_slowest(self) -> None:
-        """Wait while the slowest explorer lags by more than the settings allow."""
+        """Wait while the slowest explorer lags too far."""
         self._tried(self.synchronizer.wait_for_explorers)
 
     def close(self) -> None:
-        """Report that this trainer has stopped, and release its name. Safe to call twice."""
+        """Report that this trainer has stopped. Safe to call twice."""
         self._closed = True
         self.synchronizer.close()
 

@@ -1,4 +1,4 @@
-"""The trainer's broadcasts (method ``nccl``). A sync that is not broadcast is saved as files."""
+"""The trainer's broadcasts (method ``nccl``)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LONGEST_BACK_OFF: Final = 15
 
 
 class Way(Enum):
-    """The route of a sync's weights. ``FALLBACK`` means files, because a broadcast failed."""
+    """The route of a sync. ``FALLBACK`` means files, because a broadcast failed."""
 
     BROADCAST = auto()
     FILES = auto()
@@ -47,7 +47,7 @@ class Way(Enum):
 
 
 class Cadence:
-    """Counts syncs, to decide which to broadcast and which to save as files.
+    """Decides which syncs to broadcast, and which to save as files.
 
     After n failed broadcasts in a row, the next 2**(n-1) - 1 syncs, at most 15, are saved as files.
     Of ``checkpoint_every`` successive syncs, at least one is saved, even if it was broadcast.
@@ -62,11 +62,11 @@ class Cadence:
 
     @property
     def is_save_due(self) -> bool:
-        """Whether this sync must be saved as files even if it was broadcast."""
+        """True if this sync must be saved even if it was broadcast."""
         return self._passed is None or self._passed + 1 >= self._checkpoint_every
 
     def may_try(self) -> bool:
-        """Whether to broadcast this sync; each call that returns False shortens the back-off."""
+        """True if this sync may be broadcast; each False shortens the back-off."""
         if not self._not_tried:
             return True
         self._not_tried -= 1
@@ -82,13 +82,13 @@ class Cadence:
         self._failures = 0
 
     def passed(self, step: int) -> None:
-        """Note that the sync of a step was not saved."""
+        """Note that a sync was not saved."""
         if self._passed is not None and step != self._step:
             self._passed += 1
         self._step = step
 
     def saved(self, step: int) -> None:
-        """Note that the weights of a step were saved."""
+        """Note that weights were saved."""
         self._passed = 0
         self._step = step
 
@@ -96,12 +96,8 @@ class Cadence:
 class TrainerBroadcasts:
     """The broadcasts of a trainer: rank 0 opens them, all ranks send.
 
-    Promised: an error of a broadcast does not end the training. The error is counted, and is
-    logged once with its reason. Then the step is saved as files. Not promised: that training
-    continues if a collective of the trainer's own ranks fails.
-
-    The counts ``broadcasts`` and ``failures`` are exact only on rank 0, because the other ranks do
-    not learn of every failure. Only rank 0 has ``explorers``.
+    If a broadcast fails, the step is saved as files. Training must end only if a collective of the
+    trainer's own ranks fails. Only rank 0 has ``explorers`` and exact counts.
     """
 
     def __init__(
@@ -125,13 +121,13 @@ class TrainerBroadcasts:
         self._group: WeightGroup | None = None
 
     def has_arrived(self, sent: SaveId | None, step: int) -> bool:
-        """On rank 0: whether ``sent`` is this step's broadcast, and all receivers serve it."""
+        """On rank 0: True if all receivers serve ``sent``, and it is of this step."""
         if sent is None or sent.step != step or self._explorers is None:
             return False
         return self._explorers.have_received(sent)
 
     def open(self, step: int, save_id: SaveId) -> Way:
-        """On rank 0: choose the route of a sync. A broadcast needs all receivers to be ready."""
+        """On rank 0: choose a sync's route. For a broadcast, wait until all receivers are ready."""
         explorers = self._explorers
         takers = explorers.takers() if explorers is not None else None
         if explorers is None or takers is None:
@@ -153,13 +149,11 @@ class TrainerBroadcasts:
         return Way.BROADCAST
 
     def send(self, step: int) -> bool:
-        """Send the weights. Collective: call it on all ranks, after :meth:`open` on rank 0.
-
-        On rank 0, return whether the weights have arrived at all explorers that take part.
+        """Send the weights. Collective. On rank 0, return True if all receivers have the weights.
 
         Raises:
-            OutOfStepError: a gathering failed, perhaps only on this rank. The ranks may be in
-                different collectives now, so end the training.
+            OutOfStepError: a gathering failed, perhaps only on this rank, so the ranks may be in
+                different collectives. End the training.
         """
         group, self._group = self._group, None
         try:
@@ -207,13 +201,7 @@ class TrainerBroadcasts:
 
 
 class Sent(NamedTuple):
-    """The result of one transfer.
-
-    Attributes:
-        buckets: the number of broadcasts; 0 on ranks other than 0.
-        seconds: the time from the first gathering until all receivers have confirmed.
-        nonfinite: on rank 0, the tensors that hold NaN or Inf; empty on other ranks.
-    """
+    """The result of one transfer: seconds, and on rank 0 buckets and tensors with NaN or Inf."""
 
     nbytes: int
     buckets: int
@@ -224,21 +212,10 @@ class Sent(NamedTuple):
 class WeightSender:
     """Sends a model to the weight group, with the tensors and names of a published version.
 
-    Large tensors are sent from the gathered memory, or from the model's own memory; small tensors
-    are packed together. LoRA adapters are not supported: they are saved as files.
-
-    Promised:
-
-    - The model is sent as it is during :meth:`send`.
-    - In addition to its part of the model, rank 0 has at most two buckets and one whole tensor in
-      memory, and with ``cast`` a cast copy of the tensors that are being sent.
-    - The other ranks have one whole tensor in memory for a moment, because torch gathers to all
-      ranks. With FSDP1 every rank also has a copy of its part of the model.
-    - No rank waits in a collective that another rank has left: if the weight group fails, the
-      remaining tensors are still gathered.
-
-    With ``digests`` None, receivers check digests of the buckets only if the group is on the CPU.
-    With ``cast`` None, the model's dtypes are kept.
+    LoRA adapters are not supported. In addition to its part of the model, rank 0 has at most two
+    buckets and one whole tensor in memory, and with ``cast`` a cast copy. The other ranks have one
+    whole tensor for a moment, because torch gathers to all ranks. With FSDP1 every rank also has a
+    copy of its part. By default, receivers check digests only if the group is on the CPU.
     """
 
     def __init__(
@@ -257,15 +234,13 @@ class WeightSender:
 
     @torch.no_grad()
     def send(self, group: WeightGroup | None) -> Sent:
-        """Send the model as it is now. Collective: call it on all ranks; only rank 0 has the group.
+        """Send the model. Collective; only rank 0 has the group. After any error, leave the group.
 
         Raises:
-            BroadcastError: some receivers may lack the weights; raised only on rank 0. Leave the
-                group, because it cannot be used any more.
-            SaveFailedError: the ranks' tensors differ, or a tensor cannot be sent; raised on all
-                ranks. Leave the group.
-            Exception: a gathering failed, perhaps only on this rank. The other ranks may still wait
-                in that collective, and would mistake this rank's next collective for it.
+            BroadcastError: only on rank 0: some receivers may lack the weights.
+            SaveFailedError: on all ranks: the ranks' tensors differ, or a tensor cannot be sent.
+            Exception: a gathering failed, perhaps only on this rank. The other ranks may mistake
+                this rank's next collective for it.
         """
         begun = time.monotonic()
         ranks = Ranks()
@@ -312,7 +287,7 @@ def _gather(
     outgoing: Outgoing | None,
     cast: Cast | None,
 ) -> None:
-    """Gather the tensors in the given order; rank 0 gives them to ``outgoing``. Collective."""
+    """Gather the tensors in order. Collective; rank 0 gives them to ``outgoing``."""
 
     def gathered(name: str) -> Tensor | None:
         held = state[name]

@@ -47,25 +47,25 @@ class TrainerHook:
     - If a save fails, the next call does its own work, and then raises the error of the failed save
       once. The error names the step. If you catch the error, training can continue.
 
-    Not promised: that a save is announced when ``after_step`` returns (:meth:`close` and
-    ``block_until_saved`` wait for this), or that it is announced if one of its ranks has died.
+    Not promised: that a save is announced when ``after_step`` returns, or at all if a rank has
+    died. :meth:`close` and ``block_until_saved`` wait for the announcement.
 
-    Construct the hook on every rank, and call its methods on every rank in the same order with the
-    same steps, because rank 0 decides for all ranks, and all ranks gather. The methods return
-    metrics in seconds, bytes and counts; ``docs/trainer.md`` lists them.
+    Construct the hook on every rank. Call its methods on every rank in the same order with the same
+    steps, because rank 0 decides for all ranks, and all ranks gather. The methods return metrics in
+    seconds, bytes and counts; ``docs/trainer.md`` lists them.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
         model: a plain module, or one under DDP, FSDP1, FSDP2 or tensor parallelism. PEFT adapters
             are saved without the base model, or merged into the weights (``SaveSettings.lora``).
         optimizer, scheduler: saved in full checkpoints.
-        tokenizer: its files and those of ``model.config`` become part of each version.
+        tokenizer: its files become part of each version, and so does ``model.config``.
         settings, saving: when to sync and save, and how; the same on all ranks.
         memory_dir: a second job directory for syncs, on a memory filesystem of rank 0's host; only
             with method ``memory``. Full checkpoints stay in ``job_dir``.
         critic, critic_optimizer: another model of this trainer, saved in full checkpoints.
-        user_state: called at each full checkpoint on each rank. Returns any other state that
-            resuming needs, as tensors, numbers, text and nestings of these.
+        user_state: called on each rank at each full checkpoint. It returns any other state that
+            resuming needs: tensors, numbers, text, or lists and dicts of these.
         name: the name of the trainer; a job has one trainer.
 
     Raises:
@@ -160,13 +160,13 @@ class TrainerHook:
         Use it to store and load states (``save_state``, ``load_state``), to list the participants
         (``modules``, ``get_explorer_status_counts``), and to see if an explorer requests a sync
         (``explorer_requires_sync``). The hook itself announces saves, answers requests, and sets
-        the status. Unlike the hook's methods, the synchronizer's methods raise if storage fails.
+        the trainer's status. The synchronizer's methods raise errors of storage.
         """
         explorers = self._job.explorers
         return None if explorers is None else explorers.synchronizer
 
     def after_step(self, step: int) -> dict[str, float]:
-        """Sync the finished step, make a full checkpoint, or both or nothing, as the settings say.
+        """Save the finished step if it is due: as a sync, as a full checkpoint, or as both.
 
         Raises:
             InvalidSettingsError: the step is not a whole number, or the model is on the meta
@@ -188,8 +188,8 @@ class TrainerHook:
     def sync_while_waiting(self) -> dict[str, float]:
         """Sync if a sync is due now. Call this method while the trainer waits for data.
 
-        Call this method equally often on all ranks, and between the same steps. This method never
-        makes a full checkpoint.
+        Call it equally often on all ranks, between the same steps. It never makes a full
+        checkpoint.
 
         Raises:
             SaveFailedError: an earlier save failed, or the hook is closed.
@@ -222,8 +222,8 @@ class TrainerHook:
 
         If this step was already synced, its weights are not written again. ``block_until_saved``
         waits until the checkpoint is announced (on rank 0) or written (on other ranks).
-        ``save_as_hf`` adds the full weights as a Hugging Face model; None to use
-        ``SaveSettings.save_as_hf``.
+        ``save_as_hf`` adds the full weights as a Hugging Face model. If it is None,
+        ``SaveSettings.save_as_hf`` decides.
 
         Raises:
             InvalidSettingsError: an argument is not of its type, or the model is on the meta
@@ -249,17 +249,18 @@ class TrainerHook:
     def close(self) -> None:
         """Save the last step, wait for unfinished saves, and report that this trainer has stopped.
 
-        Collective: call it on all ranks, before the process group is destroyed. If explorers do not
-        have the last step's weights as files, the weights are saved now (``SaveSettings.final``).
-        If full checkpoints are made (``save_interval``, or ``save_as_hf = last``), the last step
-        becomes one too. The model is saved as it is now, under the number of the last step.
+        Collective: call it on all ranks, before the process group is destroyed. If the last step's
+        weights are not in files yet, they are saved now (unless ``SaveSettings.final`` is False).
+        With ``save_interval``, or ``save_as_hf = last``, the last step also becomes a full
+        checkpoint. The model is saved as it is now, under the number of the last step.
 
         If a rank does not close within the ``save_timeout``, the other ranks log a warning and make
-        no last save. After that, each rank waits at most twice the ``save_timeout`` for each
-        unfinished save. If ranks write one at a time, this limit is multiplied by the number of
-        ranks. A second call, or a call in a forked process, does nothing. Do not call this method
-        in a signal handler, because the signal may interrupt an optimizer step: raise
-        ``SystemExit`` there instead.
+        no last save. Then each rank waits at most twice the ``save_timeout`` for each unfinished
+        save. If ranks write one at a time, this limit is multiplied by the number of ranks.
+
+        A second call, or a call in a forked process, does nothing. Do not call this method in a
+        signal handler, because the signal may interrupt an optimizer step: raise ``SystemExit``
+        there instead.
 
         Raises:
             SaveFailedError: the last save failed, or was given up because it took too long.
@@ -363,6 +364,6 @@ class TrainerHook:
 
 
 def _longest_wait(settings: SyncSettings, patience: float) -> float:
-    """The longest time, in seconds, that the other ranks wait for rank 0's decision."""
+    """The longest wait for rank 0's decision, in seconds."""
     broadcast = _BROADCAST_WAITS * settings.broadcast_timeout
     return settings.sync_timeout + patience + broadcast + _TORCH_TIMEOUT

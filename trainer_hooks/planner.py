@@ -1,4 +1,4 @@
-"""Plans the saves to make and the saves to skip; the plan is the same on all ranks."""
+"""Plans the saves to make and the saves to skip."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ class Begun(NamedTuple):
     """The saves of a plan.
 
     Attributes:
-        sync: the save for explorers; None if ``full`` is also for explorers, or nothing is synced.
-        full: the full checkpoint; None if none is made.
-        hugging_face: the full checkpoint that gets the full weights; None if none does.
+        sync: None if ``full`` is also for explorers, or nothing is synced.
+        hugging_face: the full checkpoint that gets the full weights.
     """
 
     sync: SaveId | None = None
@@ -35,23 +34,17 @@ class Begun(NamedTuple):
 class Planner:
     """Decides what to save. Rank 0 decides for all ranks if ranks could decide differently.
 
-    Promised: all ranks get the same plans and the same save ids if they make the same calls. If
-    nothing is due on a step, no rank sends a message, with three exceptions:
+    All ranks get the same plans and save ids if they make the same calls. If nothing is due on a
+    step, the ranks exchange a message only in these cases:
 
     - explorers may request syncs (``SyncStyle.EXPLORER_DRIVEN``),
     - the trainer limits the lag of explorers,
     - the trainer waits for data, and an explorer may have missed a broadcast.
 
-    Methods that need rank 0's decision raise a SaveFailedError if rank 0 sent none, and an
-    OutOfStepError if rank 0 decided about another step.
-
     Args:
-        one_save: whether a sync and a full checkpoint of the same step are one save; False with a
-            memory folder.
-        explorers: on rank 0, the communication with explorers; None on other ranks.
-        fast_path: the broadcasts, for method ``nccl``; None for other methods.
+        one_save: whether a sync and a full checkpoint of the same step are one save.
         patience: seconds that rank 0 waits for unfinished saves before it decides whether a full
-            checkpoint extends an existing save.
+            checkpoint extends one of them.
 
     Attributes:
         synced: the newest save whose weights explorers get as files.
@@ -96,7 +89,7 @@ class Planner:
         self._sent: SaveId | None = None
 
     def by_policy(self, step: int | None, *, waiting: bool) -> Plan:
-        """Plan by policy after ``step`` (None before the first step), or while waiting for data."""
+        """Plan the saves that are due. ``step`` is None before the first step."""
         driven = self._settings.style is SyncStyle.EXPLORER_DRIVEN
         due = Plan.NOTHING if step is None else self._due(step, waiting=waiting)
         if not (driven or due or (waiting and self._may_leave_some_behind)):
@@ -104,10 +97,10 @@ class Planner:
         return self._decisions.agree(lambda: self._decide(step, due, waiting=waiting), step=step)
 
     def wait_for_explorers(self) -> None:
-        """Wait while the slowest explorer lags by more than the settings allow.
+        """Wait while the slowest explorer lags too far.
 
-        The other ranks wait for rank 0's message, and not in a collective of the training, whose
-        timeout could end before this wait.
+        The other ranks wait for rank 0's message. In a collective of the training they could time
+        out.
         """
 
         def wait() -> Plan:
@@ -126,10 +119,7 @@ class Planner:
         return self._decisions.agree(lambda: self._for_checkpoint(step, with_hf=with_hf), step=step)
 
     def at_close(self, step: int | None) -> Plan:
-        """Plan the last save, so that the last step is not lost. Collective.
-
-        If some rank does not call this method within the ``save_timeout``, the plan is ``NOTHING``.
-        """
+        """Plan the last save; ``NOTHING`` if a rank does not call this in time. Collective."""
         if step is None or not (self._saving.final or self._ends_with_full):
             return Plan.NOTHING
         why_not = self._decisions.meet(self._run_id, timeout=self._settings.save_timeout)
@@ -143,7 +133,7 @@ class Planner:
         return Plan.NOTHING
 
     def wait_until_told(self) -> None:
-        """Wait until all plans are sent to the other ranks, so that this process can end."""
+        """Wait until all plans are sent."""
         self._decisions.wait_until_sent(self._settings.save_timeout)
 
     def stays_away(self) -> None:
@@ -172,12 +162,12 @@ class Planner:
         return Begun(sync, full, self._full if plan & Plan.HUGGING_FACE else None)
 
     def begin_broadcast(self, step: int) -> SaveId:
-        """Record that a broadcast of this step begins, and return the id of the broadcast."""
+        """Record that a broadcast begins, and return its id."""
         self._sent = self._new_id(step)
         return self._sent
 
     def after_broadcast(self, plan: Plan, sent: SaveId, *, arrived: bool) -> Plan:
-        """Return a plan's remaining actions after a broadcast; only rank 0's ``arrived`` counts."""
+        """Return a plan's remaining actions; only rank 0's ``arrived`` counts."""
         word = self._decisions.agree(lambda: self._after_broadcast(plan, sent.step, arrived))
         if word & Plan.BROADCAST:
             self.last_sync = sent
@@ -185,7 +175,6 @@ class Planner:
         return (plan | word) & ~Plan.BROADCAST
 
     def _due(self, step: int, *, waiting: bool) -> Plan:
-        """The actions that are due by the settings alone, or were skipped and are still due."""
         last = self._last_sync_step
         by_step = trainer_decision(self._settings, step=step, last_sync_step=last, waiting=waiting)
         due = Plan.NOTHING
@@ -202,7 +191,6 @@ class Planner:
 
     @property
     def _may_leave_some_behind(self) -> bool:
-        """Whether an explorer that misses a broadcast may have to wait for the next sync."""
         return self._fast_path is not None and self._settings.max_staleness is not None
 
     @property
@@ -216,7 +204,7 @@ class Planner:
         return save_id
 
     def _next_id(self, step: int) -> SaveId:
-        """The id of a save: the id of this step's broadcast, or a new id if there is none."""
+        """Return the id of this step's broadcast, or a new id."""
         sent, self._sent = self._sent, None
         return sent if sent is not None and sent.step == step else self._new_id(step)
 
@@ -250,7 +238,7 @@ class Planner:
         return plan
 
     def _is_missed(self) -> bool:
-        """Whether the last sync was only broadcast, and a stale explorer missed the broadcast.
+        """True if a stale explorer missed the last sync, which was only broadcast.
 
         Such an explorer waits for a sync, while the trainer waits for the explorer's data.
         """
@@ -264,7 +252,7 @@ class Planner:
         )
 
     def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:
-        """Choose a broadcast, files or nothing; with ``is_saved``, files are written anyway."""
+        """Choose a broadcast, files or nothing."""
         if self._fast_path is None:
             return self._by_files(is_saved=is_saved)
         if self._fast_path.has_arrived(self.last_sync, step):
@@ -284,7 +272,6 @@ class Planner:
         return Plan.NOTHING
 
     def _by_files(self, *, is_saved: bool) -> Plan:
-        """Sync as files; skip the sync if the writer is busy and ``is_saved`` is False."""
         busy = bool(self._thread.under_way)
         if busy and self._saving.when_busy_sync is WhenBusy.SKIP and not is_saved:
             return Plan.SYNC_SKIPPED
@@ -300,7 +287,7 @@ class Planner:
         return Plan.SYNC
 
     def _after_broadcast(self, plan: Plan, step: int, arrived: bool) -> Plan:
-        """Decide on rank 0 whether to save a broadcast step as files, too."""
+        """Decide whether to save a broadcast step as files, too."""
         is_saved = self._is_begun(self.synced, step)
         if not arrived:
             # Not skipped if the writer is busy, because explorers were told that files come.
@@ -356,7 +343,6 @@ class Planner:
         return plan
 
     def _is_begun(self, save_id: SaveId | None, step: int) -> bool:
-        """Whether a save belongs to this step, and has not failed."""
         return (
             save_id is not None and save_id.step == step and not self._progress.has_failed(save_id)
         )

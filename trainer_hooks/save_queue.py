@@ -35,12 +35,10 @@ def patience_of(settings: SyncSettings, saving: SaveSettings, world_size: int) -
 class SaveQueue:
     """Holds at most two saves, each in its own memory, and writes them in the background.
 
-    Promised: if a save cannot be written, this rank reports the failure, so that no other rank
-    waits for this rank. The memory of a finished save is reused for the next save.
+    If a save cannot be written, this rank reports the failure, so that no other rank waits for it.
 
     Args:
-        patience: the longest wait for one save, in seconds. :meth:`wait` waits for two saves, so
-            it may take twice as long.
+        patience: the longest wait for one save, in seconds.
         begin_save: called with the step, in the writing thread, before the first byte is written.
     """
 
@@ -59,7 +57,7 @@ class SaveQueue:
         return self.thread.wait(most=LIMIT - 1, timeout=self._patience)
 
     def buffers(self) -> HostBuffers:
-        """Return free buffers for a save's copy; call this only after :meth:`has_room` was True."""
+        """Return free buffers for a copy; :meth:`has_room` must have returned True."""
         return self._buffers.pop()
 
     def submit(
@@ -69,7 +67,7 @@ class SaveQueue:
         contents: RankContents,
         buffers: HostBuffers | None = None,
     ) -> None:
-        """Queue a save to be written. The buffers are free again when the save has ended."""
+        """Queue a save. Its end frees the buffers."""
 
         def work() -> int:
             try:
@@ -93,14 +91,14 @@ class SaveQueue:
     def leave_out(
         self, writer: RankWriter, save_id: SaveId, buffers: HostBuffers | None = None
     ) -> None:
-        """Tell the other ranks that this rank will not write its part of a save."""
+        """Tell the other ranks that this rank will not write its part."""
         self._progress.failed(save_id)
         if buffers is not None:
             self._buffers.append(buffers)
         self.thread.submit(save_id.step, lambda: writer.say_failed(save_id))
 
     def refuse(self, what: str) -> None:
-        """Record the error of a save that is skipped because two earlier saves took too long."""
+        """Record that a save is skipped because two saves took too long."""
         before = self.thread.under_way
         # An earlier save may have ended by now, while the ranks gathered this one.
         why = _being_written(before) if before else "two saves were unfinished"
@@ -120,15 +118,16 @@ class SaveQueue:
             raise SaveFailedError(f"{now} after {timeout:g} s; syncd goes on writing")
 
     def raise_failure(self) -> None:
-        """Raise the oldest error that was not raised yet, if there is one."""
+        """Raise the oldest error that was not raised yet."""
         error = self.thread.take_error()
         if error is not None:
             raise error
 
     def close(self, stop_waiting: Callable[[], None]) -> list[SaveFailedError]:
-        """Wait for unfinished saves, and end the thread; return the errors, the oldest first.
+        """Wait for unfinished saves, and end the thread; return the errors, oldest first.
 
-        ``stop_waiting`` is called if the saves take too long; it ends the wait for other ranks.
+        ``stop_waiting`` must end the waits for other ranks. It is called if the saves take too
+        long.
         """
         left = self.thread.close(timeout=self._patience)
         if left:

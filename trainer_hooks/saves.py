@@ -40,14 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """The trained objects that a save contains.
-
-    Attributes:
-        critic, critic_optimizer: another model, saved only in full checkpoints.
-        sync_dtype: the dtype that explorers' weights are cast to; None to keep their dtype.
-        base_vocabulary: the argument of :class:`~trainer_hooks.state.lora.PeftState`; not used
-            for a model without PEFT adapters.
-    """
+    """The trained objects that a save contains; for the fields see ``TrainerHook``."""
 
     model: nn.Module
     optimizer: Stateful | None = None
@@ -64,9 +57,7 @@ class Trained:
 class Saver:
     """Copies the contents of saves, and queues them for the writing thread.
 
-    Promised: the state is written as it was during :meth:`begin`, even if training changes it
-    later. At most two copies of this rank's part of the model exist. Not promised: that anything
-    is written when :meth:`begin` returns.
+    At most two copies of this rank's part of the model exist.
     """
 
     def __init__(
@@ -86,7 +77,7 @@ class Saver:
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.
-            InvalidSettingsError: the state contains a value that could not be loaded again.
+            InvalidSettingsError: a value in the state could not be loaded again.
         """
         queue, writer = self._queue, place.writer
         if writer is None:  # only rank 0 writes there, but all ranks gather
@@ -220,7 +211,6 @@ class Saver:
         )
 
     def _publishes_adapter(self, peft: PeftState) -> bool:
-        """Whether explorers get only the adapter; all ranks return the same value."""
         published = peft.published_as(self._trained.lora)
         if published is not self._trained.lora and published is SaveLora.MERGED:
             if self._rank == 0 and not self._said_merged:
@@ -255,7 +245,7 @@ class Saver:
     def _gathered(
         self, place: SaveFolder, folder: Path, weights: OneFile, stack: ExitStack
     ) -> Spool | None:
-        """Gather weights into a file on rank 0; ``stack`` closes the file. Collective."""
+        """Gather weights into a file on rank 0, which ``stack`` closes. Collective."""
         stream = FullStateStream(
             weights.state,
             rank=self._rank,

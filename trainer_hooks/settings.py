@@ -58,7 +58,7 @@ class SaveSettings:
         layout: ``sharded``: each rank writes its own file, and nothing is gathered. ``full``: rank
             0 gathers the weights into one safetensors file, tensor by tensor, while training waits.
         when_busy_sync: the treatment of a sync that is due while the previous save is still being
-            written. ``skip``: nothing is copied, and the sync is counted as skipped. It stays due
+            written. ``skip``: nothing is copied. The sync is counted as skipped, and stays due
             until a step at which the writer is free. ``wait``: training waits if two saves are
             unfinished.
         when_busy_full: like ``when_busy_sync``, but for full checkpoints.
@@ -74,9 +74,9 @@ class SaveSettings:
         sync_dtype: the dtype to which floating tensors are cast for explorers; None to keep the
             model's dtypes. The cast gives the same bits as ``Tensor.to``. Integers, bool and fp8
             are not cast. Full checkpoints also keep the weights in the model's dtype, and training
-            resumes only from those weights.
-        final: whether ``close`` saves the last step's weights as files, if they were not saved as
-            files before. Set it to False if the model no longer has these weights at ``close``.
+            resumes only from these uncast weights.
+        final: whether ``close`` saves the last step's weights, if they are not in files yet. Set it
+            to False if the model no longer has these weights at ``close``.
 
     Raises:
         InvalidSettingsError: a value is out of range, or not one of the choices.

@@ -41,13 +41,11 @@ class SaveFolder:
 class TrainerJob:
     """The resources that a rank opens to save.
 
-    Promised: if the constructor fails on one rank, it raises an error on all ranks, and releases
-    the trainer's name. ``run_id`` is the same on all ranks. ``explorers`` is None on ranks other
-    than 0.
+    If the constructor fails on one rank, it raises an error on all ranks, and releases the
+    trainer's name. ``run_id`` is the same on all ranks. Only rank 0 has ``explorers``.
 
     Raises:
-        JobUnavailableError: a folder is missing or not writable on some rank.
-        NoRoomError: the disk of a folder is full.
+        JobUnavailableError, NoRoomError: a folder cannot be written.
         NameTakenError: another trainer works in this job.
     """
 
@@ -103,7 +101,7 @@ class TrainerJob:
                 break
 
     def close(self) -> None:
-        """Report that this trainer has stopped, and release its name. Safe to call twice."""
+        """Report that this trainer has stopped. Safe to call twice."""
         if self.explorers is not None:
             self.explorers.close()
 
@@ -124,7 +122,7 @@ class TrainerJob:
         return SaveFolder(job, writer, SaveLayout.FULL if gathers else self._saving.layout)
 
     def _open_memory(self, root: Path, storage: Storage | None) -> SaveFolder:
-        """The memory folder; only rank 0 can reach it, because it is on rank 0's host."""
+        """Open the memory folder, which only rank 0 can reach."""
         job = Job.at(root.absolute(), storage)
         if self._ranks.rank > 0:
             return SaveFolder(job, None, SaveLayout.FULL)
@@ -164,13 +162,13 @@ class TrainerJob:
             raise
 
     def base_vocabulary(self, model: nn.Module) -> int | None:
-        """The number of tokens of the adapters' base model; None if rank 0 cannot find it."""
+        """The number of tokens of the adapters' base model, if rank 0 can find it."""
         if not adapters_of(model):
             return None
         return self._ranks.of_first(lambda: base_vocabulary(unwrapped(model)))
 
     def begin_save(self, step: int) -> None:
-        """On rank 0: announce that a save begins, before its first byte is written."""
+        """On rank 0, announce that a save begins."""
         if self.explorers is not None:
             self.explorers.begin_save(step)
 
@@ -198,7 +196,7 @@ class TrainerJob:
             )
 
     def are_weights_there(self, save_id: SaveId) -> bool:
-        """On rank 0: whether a save that was announced still has all its weights."""
+        """On rank 0: True if an announced save still has all its weights."""
         writer = self.place.writer
         try:
             return writer is not None and writer.are_weights_there(save_id)

@@ -46,8 +46,7 @@ class _Sending(NamedTuple):
 class Outgoing:
     """Rank 0's side of one transfer. An error is kept until :meth:`end` raises it.
 
-    The tensors are in the order of the calls of :meth:`put`. ``bucket_bytes`` is the largest size
-    of a bucket. With ``has_digests`` receivers check each bucket by its digest.
+    ``tensors`` are in the order of the :meth:`put` calls.
     """
 
     def __init__(
@@ -76,20 +75,17 @@ class Outgoing:
         self._looked = Looked()
 
     def greet(self) -> None:
-        """Announce the tensors, and wait until all receivers are ready for them."""
+        """Announce the tensors, and wait until all receivers are ready."""
         self._unless_failed(self._greet)
 
     def put(self, number: int, whole: Tensor) -> None:
-        """Send the tensor with this number in the plan; call it in the order of the numbers.
-
-        The tensor can be on any device. You can drop it, but must not change it before :meth:`end`.
-        """
+        """Send the tensor with this number. It must not change before :meth:`end`."""
         self._unless_failed(lambda: self._put(number, flat_bytes(whole)))
         if whole.device.type in {"cpu", "cuda"}:  # other devices may lack aminmax for some dtype
             self._unless_failed(lambda: self._looked.add(self._tensors[number].name, whole))
 
     def compare(self, number: int, name: str, whole: Tensor) -> None:
-        """Check that a tied tensor, which is not sent, equals the tensor that was sent instead."""
+        """Check that a tied tensor equals the tensor that was sent in its place."""
         self._unless_failed(lambda: self._compare(number, name, flat_bytes(whole)))
 
     def end(self) -> None:
@@ -172,7 +168,7 @@ class Outgoing:
         self._under_way.append(_Sending(memory, is_buffer, broadcasting))
 
     def _wait_while(self, true: Callable[[], bool]) -> None:
-        """Wait for unfinished broadcasts, the oldest first, while the condition is true."""
+        """Wait for broadcasts, the oldest first, while the condition is true."""
         while self._under_way and true():
             self._under_way[0].broadcasting.wait()
             self._under_way.popleft()
@@ -182,7 +178,7 @@ class Outgoing:
         self._group.broadcast(told).wait()
 
     def _unless_failed(self, work: Callable[[], None]) -> None:
-        """Call ``work``; keep an error until :meth:`end`, because the other ranks still gather."""
+        """Keep an error until :meth:`end`, because the other ranks still gather."""
         if self.error is not None:
             return
         try:
@@ -201,7 +197,7 @@ class Buffers:
         self._made: deque[_BucketBuffer] = deque()
 
     def next(self, size: int, device: torch.device, source: torch.device) -> Tensor:
-        """Return ``size`` bytes of a buffer on ``device``; its data will come from ``source``."""
+        """Return ``size`` bytes on ``device``, for data from ``source``."""
         buffer = self._made.popleft() if len(self._made) == AT_A_TIME else None
         if buffer is None or buffer.like != (device, source.type) or buffer.size < size:
             buffer = _BucketBuffer(size, device, source)
@@ -209,7 +205,7 @@ class Buffers:
         return buffer.content[:size]
 
     def close(self) -> None:
-        """Release the buffers; torch keeps the buffers that it is still sending."""
+        """Release the buffers, except if torch is still sending them."""
         self._made.clear()
 
 

@@ -43,21 +43,23 @@ class SyncdCallback(TrainerCallback):
     """Lets a Trainer sync its model after the optimizer steps that are due, on every rank.
 
     The callback calls a :class:`~trainer_hooks.hook.TrainerHook` at each optimizer step
-    (``state.global_step``). The callback also publishes the steps that the Trainer saves, and the
-    weights of the last step. The Trainer itself makes checkpoints and resumes from them.
+    (``state.global_step``). It also publishes the steps that the Trainer saves, and the weights of
+    the last step. The Trainer itself makes checkpoints and resumes from them.
 
     Promised: explorers get the whole model as it was after the step, with the names of the plain
-    model, even if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only if
-    :class:`~trainer_hooks.settings.SaveSettings` ask for a wait, if the Trainer saves a step while
-    two saves are unfinished, and at the end for the last save.
+    model, even if accelerate has wrapped it (DDP, FSDP1, FSDP2). Training waits for storage only in
+    these cases:
 
-    With ``SaveSettings(final=False)`` nothing is published at the end. With
-    ``load_best_model_at_end`` nothing is published either, because the loaded model is not the
-    model of the last step.
+    - :class:`~trainer_hooks.settings.SaveSettings` ask for a wait.
+    - The Trainer saves a step while two saves are unfinished.
+    - At the end, the last save is being written.
 
-    Not promised: that a trainer reports a failed training. Call ``train`` inside ``with callback:``
-    to have the failure reported. Otherwise the trainer counts as dead one lease time after its
-    process has ended.
+    The last step is not published with ``SaveSettings(final=False)``. With
+    ``load_best_model_at_end`` it is not published either, because the loaded model is not the model
+    of the last step.
+
+    If training fails, the trainer counts as dead only one lease time after its process has ended.
+    Call ``train`` inside ``with callback:`` to have the failure reported at once.
 
     Add the callback with ``trainer.add_callback(callback)``. Use :meth:`add_to` instead if the
     callback's metrics should reach W&B or TensorBoard.
@@ -68,16 +70,16 @@ class SyncdCallback(TrainerCallback):
         settings: when to sync; the same on all ranks. ``save_interval`` must be 0.
         saving: how saves are written; the same on all ranks. ``save_as_hf`` must be ``never``.
         memory_dir: only with method ``memory``; see :class:`~trainer_hooks.hook.TrainerHook`.
-        publish_first: whether to publish the weights before the first step, as step 0 or as the
-            step from which the Trainer resumes, for explorers that have no weights yet.
+        publish_first: whether to publish the weights before the first step, for explorers that have
+            no weights yet. They get the number 0, or the step from which the Trainer resumes.
         stop_on_failure: whether a failed save ends the training. If False, the failure is logged
-            and counted in ``sync/failed``; the previous version stays published, and the next due
+            and counted in ``sync/failed``. The previous version stays published, and the next due
             step is saved as usual.
         name: the name of the trainer; a job has one trainer.
 
     Raises:
-        InvalidSettingsError: the settings ask for full checkpoints, but only the Trainer makes
-            full checkpoints.
+        InvalidSettingsError: the settings ask for full checkpoints, but only the Trainer makes full
+            checkpoints.
     """
 
     def __init__(
@@ -117,7 +119,8 @@ class SyncdCallback(TrainerCallback):
     def add_to(self, trainer: Trainer) -> Self:
         """Add this callback before the callbacks that report to W&B, TensorBoard and so on.
 
-        ``add_callback`` would add it after them, so their reports would lack its metrics.
+        ``add_callback`` would add it after those callbacks, so their reports would lack its
+        metrics.
         """
         trainer.callback_handler.callbacks.insert(0, self)
         return self

@@ -70,9 +70,9 @@ def fsdp_save_state_dict(
 
     Each rank copies its shard to host memory, and writes the copy in the background. Rank 0 also
     saves the config, and the tokenizer of ``engine.checkpoint_manager.processing_class``.
-    ``local_path`` must be ``JOB/global_step_N/actor``, where N is ``global_step``; if it is None,
-    nothing is done. ``coordinator`` must be this rank's. ``logger`` gets a message when the save
-    has begun.
+    ``local_path`` must be ``JOB/global_step_N/actor``, where N is ``global_step``. If it is None,
+    nothing is saved. ``coordinator`` must be this rank's coordinator. ``logger`` gets a message
+    when the save has begun.
 
     Raises:
         InvalidSettingsError: the daemon would not find the save in ``local_path``.
@@ -97,17 +97,17 @@ def fsdp_upload_state_dict(
 
     Rank 0 holds the whole state dict in host memory, and training waits until the state dict is
     written. The other ranks wait in a collective of the default process group, so the timeout of
-    that group (10 minutes for NCCL by default) must be longer than the write. A
-    :class:`~trainer_hooks.hook.TrainerHook` with ``method="memory"`` writes the tensors while it
-    gathers them: rank 0 never holds all of them, and training does not wait for storage.
+    that group (10 minutes for NCCL by default) must be longer than the write. Prefer a
+    :class:`~trainer_hooks.hook.TrainerHook` with ``method="memory"``: its rank 0 writes tensors
+    while it gathers others, so it never holds all of them.
 
     On rank 0, ``synchronizer`` must be a ``TrainerSynchronizer`` of syncd with a
-    :class:`StateDictWriter`, not a Ray actor; on other ranks it is None. If ``global_step`` is 0,
+    :class:`StateDictWriter`, not a Ray actor. On other ranks it is None. If ``global_step`` is 0,
     nothing is uploaded. ``logger`` gets a message when the state dict is written.
 
     Raises:
-        InvalidSettingsError: rank 0 has no ``TrainerSynchronizer`` of syncd; on all ranks.
-        SaveFailedError: the state dict was not written; on all ranks.
+        InvalidSettingsError: rank 0 has no ``TrainerSynchronizer`` of syncd; raised on all ranks.
+        SaveFailedError: the state dict was not written; raised on all ranks.
     """
     if global_step == 0:
         return
@@ -137,8 +137,8 @@ def fsdp_upload_state_dict(
 def fsdp_sync_weight_nccl(engine: FSDPEngine, model_update_group: dist.ProcessGroup | None) -> None:
     """Broadcast the full weights, tensor by tensor. Call it on all ranks.
 
-    All ranks take part in each gathering; only rank 0 takes part in the broadcasts. Tensors are
-    sent in the order of :func:`fsdp_state_dict_meta`, which receivers need to know.
+    All ranks take part in each gathering; only rank 0 takes part in the broadcasts. Receivers must
+    expect the tensors in the order of :func:`fsdp_state_dict_meta`.
 
     Args:
         engine: the FSDPEngine. If the engine's ``_strategy`` is not ``fsdp`` (FSDP1), and the
@@ -184,7 +184,7 @@ class StateDictWriter:
     """Writes the state dicts that a ``TrainerSynchronizer`` gets, and moves the pointer.
 
     Promised: the pointer names a step only when its weights are complete and durable. Only rank 0
-    needs a StateDictWriter. No process group is needed.
+    needs a StateDictWriter. It uses no process group.
 
     Args:
         model, tokenizer: the model's config and the tokenizer's files become part of each version.
@@ -232,7 +232,7 @@ class StateDictWriter:
 
 
 def _full_weights(engine: FSDPEngine) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield each weight's name and the whole tensor (None on ranks other than 0). Collective."""
+    """Yield each weight's name, and on rank 0 the whole tensor. Collective."""
     rank = Ranks().rank
     for name, weight in _weights(engine):
         whole = full_tensor(weight, rank=rank)

@@ -1,4 +1,4 @@
-"""Fills a state dict's tensors from files of any mesh; a rank reads only the bytes of its part."""
+"""Fills a state dict's tensors from files of any mesh; a rank reads only its own part."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class BoxRead(NamedTuple):
     """A read of the box ``part`` of a file into a goal.
 
     Attributes:
-        file: the number of the file, which is the rank that wrote the file.
+        file: the rank that wrote the file.
         held: the box that the file holds, and the position of its bytes in the file.
-        compares: True to check that the goal already has these values, instead of filling the goal.
+        compares: True to compare the bytes with the goal, which is filled already.
     """
 
     goal: Goal
@@ -50,7 +50,7 @@ class BoxRead(NamedTuple):
 
 
 def goals_of(state: Mapping[str, Any]) -> list[Goal]:
-    """The local tensors of a sharded state dict; other values are skipped.
+    """The local tensors of a sharded state dict.
 
     Raises:
         PlacementError: a DTensor has a placement that is neither Shard nor Replicate.
@@ -87,13 +87,11 @@ def plan(
 ) -> list[BoxRead]:
     """Plan the reads that fill the goals, and open the files that the reads need.
 
-    Usually this rank's own file has all the data, and no other file is opened. ``own`` is the
-    number of that file; None if the number of ranks has changed. Goals named in ``optional``
-    stay as they are if no file has them.
+    ``own`` is the number of this rank's own file; None if the number of ranks has changed. Goals
+    named in ``optional`` stay as they are if no file has them.
 
     Raises:
-        CheckpointError: a tensor, or a part of it, is in no file, or has another shape or a dtype
-            that cannot be cast.
+        CheckpointError: no file has some part of a tensor, or its shape or dtype does not fit.
         OSError: a file cannot be read now.
     """
     if own is not None:
@@ -163,7 +161,7 @@ def _plan(
 
 
 def _place(goal: Goal) -> tuple[object, ...]:
-    """A key for the memory of a goal: tied tensors have equal keys."""
+    """Return a key that tied tensors share."""
     tensor = goal.tensor
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, goal.box
 
@@ -184,7 +182,7 @@ def _checked_dtype(goal: Goal, held: Held, path: Path) -> torch.dtype:
 
 
 def _becomes(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a cast is allowed: floating to floating, or integer to integer; no cast of fp8."""
+    """Allow casts from floating to floating and from integer to integer, but not of fp8."""
     if saved == wanted:
         return True
     kinds = {_kind(saved), _kind(wanted)}
@@ -201,10 +199,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def fill(copies: Sequence[BoxRead], files: SavedFiles, *, checked: Sequence[int]) -> int:
-    """Fill the goals by the reads of :func:`plan`; return the number of bytes that were read.
-
-    This rank checks the CRC-32 of the files whose numbers are in ``checked``. The ranks together
-    must check each file.
+    """Fill the goals, and check the files in ``checked``; return the number of bytes read.
 
     Raises:
         CheckpointError: a file is damaged, or two ranks have saved different values under one name.
@@ -262,7 +257,7 @@ def _copy(
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits, after ``other`` is cast to the dtype of ``one``."""
+    """Compare the bits, after a cast of ``other`` to the dtype of ``one``."""
     cast = torch.empty(one.shape, dtype=one.dtype)
     cast.copy_(other)
     here = one.cpu().reshape(-1).contiguous().view(torch.uint8)

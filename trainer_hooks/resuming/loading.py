@@ -26,11 +26,10 @@ from trainer_hooks.writing.model_files import adapters_of
 
 
 class Loading(ABC):
-    """Resumes one object, for example a model.
+    """Resumes one object; ``whose`` is its name in messages.
 
     Call the methods in the order in which this class defines them. ``prepare`` and ``load`` may be
-    collective, so call them on all ranks or on none. The other methods are local. ``whose`` is the
-    name of the object to fill, for messages.
+    collective.
     """
 
     def __init__(self, files: SavedFiles, whose: str) -> None:
@@ -48,10 +47,10 @@ class Loading(ABC):
 
     @abstractmethod
     def taken(self) -> set[str]:
-        """The names, in the files, of the values that this rank uses."""
+        """The names in the files that this rank uses."""
 
     def unused(self) -> set[str]:
-        """The names, in the files, of the values that this rank does not use."""
+        """The names in the files that this rank does not use."""
         return set(names_in(self.files.opened)) - self.taken()
 
     def too_many(self, names: Sequence[str]) -> CheckpointError:
@@ -62,13 +61,13 @@ class Loading(ABC):
         )
 
     def fill(self, checked: Sequence[int]) -> None:
-        """Fill the tensors. Check all bytes of each file whose number is in ``checked``."""
+        """Fill the tensors; check all bytes of the files in ``checked``."""
         there = [number for number in checked if number < len(self.files)]
         fill(self._copies, self.files, checked=there)
 
     @abstractmethod
     def load(self) -> None:
-        """Load the filled tensors into the model or the optimizer."""
+        """Load the filled tensors."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -84,7 +83,7 @@ class ModelLoading(Loading):
         self._state: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Find the tensors. With FSDP1, this method is collective and copies the tensors."""
+        """Find the tensors. With FSDP1: collective, and the tensors are copies."""
         try:
             self._state = get_model_state_dict(self._model)
         except AttributeError as error:
@@ -98,7 +97,7 @@ class ModelLoading(Loading):
             self._state[name] = self._state[first]
 
     def plan(self, own: int | None) -> None:
-        """Plan reads for all tensors; the files need not have the frozen base of adapters."""
+        """Plan reads for all tensors; the files may lack the frozen base of adapters."""
         if own is not None and own >= len(self.files):
             own = None  # rank 0 has written the weights of all ranks
         optional: frozenset[str] = frozenset()
@@ -111,12 +110,12 @@ class ModelLoading(Loading):
         return set(self._state)
 
     def load(self) -> None:
-        """Load the copies of FSDP1, collectively; other tensors were filled in place."""
+        """Load the copies of FSDP1. Collective; other tensors were filled in place."""
         set_model_state_dict(self._model, self._state)
         self._state = {}
 
     def forget(self) -> None:
-        """Drop the collected tensors; the model needs no undo."""
+        """Drop the collected tensors."""
         self._state = {}
 
 
@@ -134,14 +133,11 @@ class OptimizerLoading(Loading):
         self._state: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Find the tensors of the state. Collective for FSDP1.
-
-        A new optimizer has no state, so it takes a step with zero gradients first.
-        """
+        """Find the tensors of the state. A new optimizer takes a step with zero gradients first."""
         self._state = torch_optimizer_state(self._model, self._optimizer, flatten=False)
 
     def plan(self, own: int | None) -> None:
-        """Plan reads for the tensors of the state and of the options; set all other values now."""
+        """Plan reads for tensors; set all other values now."""
         names, options = self._saved(own)
         self._is_empty = not any(name.startswith(f"{STATE}.") for name in names)
         found: dict[str, Any] = {}
@@ -156,7 +152,7 @@ class OptimizerLoading(Loading):
         self._copies = plan(goals_of(found), self.files, own=own)
 
     def taken(self) -> set[str]:
-        """The names of this optimizer's state, and of all options of this rank's parameters."""
+        """The names of the state and the options of this rank's parameters."""
         parameters = {name for group in self._state[GROUPS] for name in group["params"]}
         options = {
             name
@@ -176,13 +172,12 @@ class OptimizerLoading(Loading):
         self._state = {}
 
     def forget(self) -> None:
-        """Drop the state that ``prepare`` made, because the optimizer would count it as a step."""
+        """Drop a new state, because the optimizer would count it as a step."""
         if self._was_empty:
             self._optimizer.state.clear()
         self._state = {}
 
     def _saved(self, own: int | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-        """The values in the files, by name, and the options, by parameter and option."""
         wanted = {name for group in self._state[GROUPS] for name in group["params"]}
         names: dict[str, object] = {}
         options: dict[str, dict[str, object]] = {}
@@ -205,7 +200,7 @@ class OptimizerLoading(Loading):
     def _take(
         self, prefix: str, state: dict[str, Any], names: Mapping[str, object]
     ) -> dict[str, Any]:
-        """Return the tensors of ``state`` by name, to be filled later; set its other values."""
+        """Set the plain values of ``state``; return its tensors, to be filled later."""
         found: dict[str, Any] = {}
         for key, value in state.items():
             name = f"{prefix}{key}"
@@ -225,7 +220,7 @@ class OptimizerLoading(Loading):
     def _take_options(
         self, group: dict[str, Any], options: Mapping[str, Mapping[str, object]]
     ) -> dict[str, Tensor]:
-        """Set a parameter group's options; return the options that are tensors, to fill later."""
+        """Set a group's plain options; return its tensors, to be filled later."""
         first: str | None = None
         for name in group["params"]:
             if name not in options:
@@ -265,7 +260,7 @@ class RawOptimizerLoading(Loading):
         self._state: Any = None
 
     def prepare(self) -> None:
-        """Do nothing: the optimizer's tensors are unknown."""
+        """Do nothing."""
 
     def plan(self, own: int | None) -> None:  # noqa: ARG002 - given to the constructor
         """Read and check this rank's whole file."""
@@ -278,18 +273,18 @@ class RawOptimizerLoading(Loading):
         self._state = found[RAW]
 
     def taken(self) -> set[str]:
-        """An empty set, because the names in the file are unknown."""
+        """An empty set: the names are unknown."""
         return set()
 
     def fill(self, checked: Sequence[int]) -> None:
-        """Do nothing: the file was checked when it was read."""
+        """Do nothing: ``plan`` has checked the file."""
 
     def load(self) -> None:
         """Load this rank's saved state."""
         self._optimizer.load_state_dict(self._state)
 
     def forget(self) -> None:
-        """Do nothing: nothing was changed."""
+        """Do nothing."""
 
 
 def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:
@@ -303,14 +298,14 @@ def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:
 
 
 def _option(name: str) -> tuple[str, str] | None:
-    """The parameter and the option in a name; None if the name is not the name of an option."""
+    """Split an option's name into parameter and option; None for any other name."""
     kind, _, rest = name.partition(".")
     parameter, dot, option = rest.rpartition(".")
     return (parameter, option) if kind == GROUPS and dot else None
 
 
 def _comparable(options: Mapping[str, object]) -> dict[str, object]:
-    """Options in a form to compare with ``==``: only dtype and shape of a tensor count."""
+    """Of a tensor, compare only dtype and shape."""
     return {
         key: (value.dtype, value.shape) if isinstance(value, Held) else value
         for key, value in options.items()

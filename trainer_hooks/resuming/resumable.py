@@ -12,11 +12,11 @@ in the step's folder::
     move the checkpoint pointer               a whole checkpoint that the pointer does not name
     remove .saving                            a whole checkpoint that the pointer names
 
-A step is **whole** if it has ``.full_checkpoint``, and full receipts of all ranks for the same
-save. The receipts are necessary: if a step is saved twice, a rank can make the
-``.full_checkpoint`` of the first save after another rank has begun the second save. A save of
-another trainer (e.g. verl's) has no receipts. A step without receipts is whole if all shards
-exist, no ``.saving`` exists, and ``.full_checkpoint`` exists or the checkpoint pointer names it.
+A step is **whole** if it has ``.full_checkpoint``, and all ranks' full receipts are of one save.
+The mark is not enough: if a step is saved twice, a rank can make the ``.full_checkpoint`` of the
+first save after another rank has begun the second save. A save of another trainer (e.g. verl's) has
+no receipts. It is whole if all shards exist, no ``.saving`` exists, and ``.full_checkpoint`` exists
+or the checkpoint pointer names the step.
 
 The step that the checkpoint pointer names is chosen if it is whole, otherwise the newest whole
 step. A whole step that lacks a file is damaged, because a crash does not remove files. Then loading
@@ -59,7 +59,7 @@ class FullCheckpoint:
     """A whole full checkpoint.
 
     Attributes:
-        save_id: the id of the save; None for a save of another trainer.
+        save_id: None for a save of another trainer.
         weights: the names, inside ``actor/``, of the files that hold the actor's weights.
         vouched: ``actor`` or ``critic`` → file name → the file's entry in its receipt. Empty if
             there are no receipts.
@@ -72,7 +72,7 @@ class FullCheckpoint:
     vouched: dict[str, dict[str, ReceiptFile]] = field(default_factory=dict)
 
     def weights_in(self, folder: str) -> tuple[str, ...]:
-        """The names of the files that hold the weights in ``actor`` or ``critic``."""
+        """The names of the weight files in ``actor`` or ``critic``."""
         if folder == ACTOR:
             return self.weights
         return _weights(self.vouched.get(folder, {}), self.world_size)
@@ -84,7 +84,7 @@ class FullCheckpoint:
 
 
 class FoundSteps(NamedTuple):
-    """The checkpoint to resume from, or None, and the reasons against rejected candidates."""
+    """The checkpoint to resume from, and the reasons against other candidates."""
 
     checkpoint: FullCheckpoint | None
     reasons: tuple[str, ...]
@@ -93,13 +93,13 @@ class FoundSteps(NamedTuple):
 def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) -> int | None:
     """Return the step to resume from, or None if there is no complete full checkpoint.
 
-    If the step that ``latest_checkpointed_iteration.txt`` names is complete, this step is chosen,
-    even if a newer step is complete too. Otherwise the newest complete step is chosen. The log has
-    the reason why a full checkpoint is incomplete. Nothing in ``job_dir`` is changed.
+    If the step that ``latest_checkpointed_iteration.txt`` names is complete, it is chosen, even if
+    a newer step is complete too. Otherwise the newest complete step is chosen. For each full
+    checkpoint that is incomplete, the log has the reason. Nothing in ``job_dir`` is changed.
 
     Each rank that calls this function chooses for itself;
     :func:`~trainer_hooks.resuming.resume.load_checkpoint` chooses the same step for all ranks. Not
-    promised: that all files of the step exist and are undamaged; loading checks the files.
+    promised: that all files of the step exist and are undamaged. Loading checks the files.
 
     Raises:
         JobUnavailableError: the job directory does not exist.
@@ -110,7 +110,7 @@ def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) ->
 
 
 def find_checkpoint(job: Job) -> FoundSteps:
-    """Look for the full checkpoint to resume from; raises what :func:`latest_checkpoint` raises."""
+    """Find the checkpoint to resume from; raises the errors of :func:`latest_checkpoint`."""
     if not job.storage.exists(job.layout.root):
         raise no_folder(job.layout.root)
     pointed = pointed_step(job)
@@ -133,7 +133,7 @@ def find_checkpoint(job: Job) -> FoundSteps:
 
 
 def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoint | str:
-    """A step's full checkpoint if it is complete, or else the reason why it is incomplete."""
+    """A step's full checkpoint, or the reason why it is incomplete."""
     folder, actor = job.layout.step(step), job.layout.actor(step)
     names = job.storage.names(folder)
     if not names:
@@ -158,7 +158,7 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
 
 
 def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
-    """The weights to resume from: shards in the model's own dtype, or else the full state dict."""
+    """Return the shards in the model's own dtype, or else the full state dict."""
     shards = resumed_weights(names, world_size)
     if FULL_STATE_DICT in names and not names.keys() & set(shards):
         return (FULL_STATE_DICT,)
@@ -166,7 +166,7 @@ def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ..
 
 
 def _foreign(job: Job, step: int, names: list[str], *, is_marked: bool) -> FullCheckpoint | str:
-    """A checkpoint that has no receipts: another trainer wrote it, or a copy lacks the receipts."""
+    """Read a checkpoint without receipts: another trainer's, or an incomplete copy."""
     if not is_marked or SAVING in names:
         return f"{job.layout.step(step)} is being written, or is not a full checkpoint"
     save = look_at_save(job.storage, job.layout.actor(step), step)
@@ -182,7 +182,7 @@ def _foreign(job: Job, step: int, names: list[str], *, is_marked: bool) -> FullC
 
 
 def _full_receipts(storage: Storage, folder: Path) -> list[Receipt]:
-    """The full receipts of all ranks; raises a RecordError if they are not all of one save."""
+    """Return all ranks' receipts; raise a RecordError if they are of two saves."""
     receipts = [_full_receipt(storage, folder, 0)]
     if receipts[0].world_size > RANK_LIMIT:
         raise RecordError(f"{folder}: rank 0's receipt names more than {RANK_LIMIT} ranks")
@@ -214,7 +214,6 @@ def _identity(receipt: Receipt) -> tuple[int, str]:
 
 
 def _by_folder(receipts: list[Receipt]) -> dict[str, dict[str, ReceiptFile]]:
-    """The receipts' entries by folder and file name; only names of critic files have a folder."""
     # ``critic`` always has an entry: its folder may be left from an earlier save of this step.
     folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}, CRITIC: {}}
     for file in (file for receipt in receipts for file in receipt.files):

@@ -71,8 +71,8 @@ class Resumed:
             no user state. If the number of ranks has changed, all ranks get rank 0's result.
         save_id: the id of the save; None for a save of another trainer.
         world_size: the number of ranks that saved the checkpoint.
-        is_exact: whether the number of ranks is the same as at the save, so that the random number
-            generators continue, too.
+        is_exact: whether the number of ranks is the same as at the save. Only then the random
+            number generators continue, too.
     """
 
     step: int
@@ -99,13 +99,14 @@ def load_checkpoint(
     with the same arguments, before the first step. Each rank reads only the bytes of its own part
     of each tensor. So the number of ranks and the mesh may differ from those of the save (FSDP1,
     FSDP2, with or without tensor parallelism, DDP, one process). Floating values are cast to the
-    dtype of the given model, and integers to its integer dtype.
+    floating dtype of the given model's tensor, and integers to its integer dtype.
 
     Promised:
 
     - All loaded data are of the same save, and are the bytes that were written. Every file is
-      checked against its receipt, and one rank checks every byte against the file's CRC-32.
-      ``model.safetensors``, and files of a trainer that switched CRC-32 off, have no CRC-32.
+      checked against its receipt, and one rank checks every byte against the file's CRC-32. Two
+      kinds of files have no CRC-32: ``model.safetensors``, and files of a trainer that switched
+      CRC-32 off.
     - Either all ranks return, or all ranks raise.
     - With the same number of ranks and the same mesh, training continues as if it had never
       stopped.
@@ -122,10 +123,10 @@ def load_checkpoint(
     Args:
         job_dir: the job directory; nothing in it is changed.
         model: gets the actor's weights, in place.
-        optimizer: gets the saved state. A ``torch.optim.Optimizer`` of this model, or any other
-            object with ``load_state_dict``, which can resume only on the same number of ranks.
-            With None the saved state is ignored.
-        scheduler: the learning rate's scheduler. With None its saved state is ignored.
+        optimizer: gets the saved state. It is a ``torch.optim.Optimizer`` of this model, or any
+            other object with ``load_state_dict``, which can resume only on the same number of
+            ranks. If None, the saved state is ignored.
+        scheduler: the learning rate's scheduler. If None, its saved state is ignored.
         critic: another model, which gets the weights in ``critic/``.
         critic_optimizer: the critic's optimizer.
         step: the step to load; by default the result of :func:`latest_checkpoint`.
@@ -260,7 +261,7 @@ def _optimizer_part(
 
 
 def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
-    """Raise if the save has values that no rank uses, e.g. of a model with more layers."""
+    """Raise if no rank uses some saved value, e.g. because the model has fewer layers."""
     unused = ranks.gathered([part.unused() for part in parts])
     if not any(any(names) for names in unused):
         return
@@ -273,7 +274,6 @@ def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
 
 
 def _extra_state(job: Job, chosen: FullCheckpoint, own: int | None) -> dict[str, Any]:
-    """The extra state of this rank, or of rank 0 if the number of ranks has changed."""
     name = extra_state_name(chosen.world_size, own or 0)
     folder = job.layout.actor(chosen.step)
     found = SavedFiles(job.storage, folder, [name], chosen.vouched.get(ACTOR)).loaded(0)
@@ -286,7 +286,7 @@ def _extra_state(job: Job, chosen: FullCheckpoint, own: int | None) -> dict[str,
 
 
 def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> None:
-    """Raise if the base model of the adapters is not the base model that the save names."""
+    """Raise if the adapters were saved for another base model."""
     saved, here = extra.get(BASE_MODEL), None
     if adapters_of(model):
         here = base_name(unwrapped(model))

@@ -1,4 +1,4 @@
-"""The files of one kind that all ranks of a save have written. Each file is opened when needed."""
+"""The files of one kind that all ranks of a save have written."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Held:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The dtype in torch; None if this release of torch lacks it."""
+        """The dtype in torch; None if this torch lacks it."""
         return _DTYPES.get(self.dtype)
 
     @classmethod
     def of(cls, value: Local | Chunks) -> Held:
-        """Make a ``Held`` from the result of the merge's parser."""
+        """Convert a result of the merge's parser."""
         if isinstance(value, Chunks):
             return cls(value.dtype, value.global_shape, tuple(map(_placed, value.locals)))
         box, _ = placed = _placed(value)
@@ -71,7 +71,7 @@ def _placed(local: Local) -> tuple[Box, Local]:
 
 @dataclass(slots=True)
 class OpenFile:
-    """An open ``Source``, with its tensors and an optimizer's other values, by name."""
+    """An open ``Source``; ``plain`` has the values that are not tensors."""
 
     path: Path
     fd: int
@@ -84,14 +84,13 @@ class OpenFile:
 class SavedFiles:
     """The files of one kind in one folder; opening a file checks it against its receipt.
 
-    A context manager, which closes the opened files. Its methods raise :class:`CheckpointError` if
-    a file is missing or damaged, and OSError if a file cannot be read now.
+    The context manager closes the opened files. Methods raise :class:`CheckpointError` if a file is
+    missing or damaged, and OSError if it cannot be read now.
 
     Args:
         names: the names in the folder, in rank order; or only ``model.safetensors``.
         vouched: file name → the file's entry in a receipt; None if there are no receipts.
-        is_optimizer: whether the files are an optimizer's files, which also hold values that are
-            not tensors.
+        is_optimizer: whether the files also hold values that are not tensors.
     """
 
     def __init__(
@@ -126,13 +125,12 @@ class SavedFiles:
         return self._open
 
     def __getitem__(self, number: int) -> OpenFile:
-        """The file that a rank wrote, opened if needed."""
         if number not in self._open:
             self._open[number] = self._opened(self.paths[number])
         return self._open[number]
 
     def check_there(self, numbers: Sequence[int]) -> None:
-        """Check that the files exist, and have the sizes in their receipts."""
+        """Check that the files exist, with the sizes in their receipts."""
         for number in numbers:
             path = self.paths[number]
             told = self._told(path)
@@ -143,10 +141,7 @@ class SavedFiles:
                 raise _differs(path, f"has {status.st_size} bytes instead of {told.size}")
 
     def loaded(self, number: int) -> Any:
-        """The result of ``torch.load(weights_only=True)`` for a file, after a check of all bytes.
-
-        Only for files without tensors of the model, because the whole file is read into memory.
-        """
+        """Check all bytes of a small file, and return ``torch.load(weights_only=True)`` of it."""
         path = self.paths[number]
         told = self._told(path)
         try:
@@ -170,11 +165,10 @@ class SavedFiles:
             ) from error
 
     def reader(self, checked: Sequence[int]) -> tuple[SourceReader, dict[int, int]]:
-        """A reader of the open files, and for each file its number in the reader.
+        """A reader of the open files, and the number of each file in the reader.
 
-        The files whose numbers are in ``checked`` are opened, and all their bytes are checked.
-        Files without CRC-32 are not checked: safetensors files, and files of a trainer that
-        switched CRC-32 off.
+        Opens the files in ``checked``, and checks all their bytes if they have CRC-32s. Safetensors
+        files, and files of a trainer that switched CRC-32 off, have none.
         """
         for number in checked:
             _ = self[number]
@@ -263,7 +257,7 @@ def _differs(path: Path, how: str) -> CheckpointError:
 
 
 def names_in(files: Mapping[int, OpenFile]) -> Iterator[str]:
-    """All names of tensors and of other values in the open files."""
+    """All names in the open files."""
     for file in files.values():
         yield from file.tensors
         yield from file.plain

@@ -22,7 +22,7 @@ _BLOCK: Final = 4 * 1024 * 1024
 
 @torch.no_grad()
 def is_finite(tensor: Tensor) -> bool:
-    """True if a CPU tensor has no NaN or Inf; only fp64, fp32, fp16, bf16 and fp8 are checked."""
+    """True if a CPU tensor has no NaN or Inf; checks only fp64, fp32, fp16, bf16 and fp8."""
     looked = Looked()
     looked.add(None, tensor)
     looked.fetch()
@@ -30,10 +30,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 class Looked:
-    """Checks tensors for NaN and Inf, each on its own device, in that device's current stream.
+    """Checks tensors for NaN and Inf on their own devices. No method waits for a device.
 
-    Only :meth:`nonfinite` needs the results, so no other method waits for a device. A check reads
-    each element once, and keeps a few scalars. A check of fp8 also needs 4 MiB for a copy of bits.
+    A check reads each element once, and keeps a few scalars. A check of fp8 needs 4 MiB more.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,7 @@ class Looked:
 
     @torch.no_grad()
     def add(self, key: Hashable, tensor: Tensor) -> None:
-        """Check a strided tensor. Later work on the same stream may free or change the tensor."""
+        """Check a strided tensor, in the device's current stream."""
         dtype = tensor.dtype
         if not tensor.numel() or dtype not in _BY_VALUE | _BY_BITS:
             return
@@ -56,7 +55,7 @@ class Looked:
             scalars += [(key, (block & _NO_SIGN).amax()) for block in blocks]
 
     def fetch(self) -> set[torch.device]:
-        """Copy the results to the host; return the devices whose current streams run the copies."""
+        """Copy the results to the host; return the devices whose streams run the copies."""
         for (device, dtype), found in self._scalars.items():
             keys, scalars = zip(*found, strict=True)
             stacked = torch.stack(scalars)
@@ -68,7 +67,7 @@ class Looked:
         return devices
 
     def nonfinite(self) -> set[Hashable]:
-        """The keys of the tensors that hold NaN or Inf; call it after all copies have arrived."""
+        """The keys of the tensors with NaN or Inf; call it after the copies have arrived."""
         return {
             key
             for keys, memory, dtype in self._fetched
@@ -80,7 +79,7 @@ class Looked:
 
 
 class LookedAtBytes:
-    """Checks one tensor, whose bytes arrive in parts of any size, for NaN and Inf."""
+    """Checks one tensor for NaN and Inf, from its bytes in parts of any size."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.is_finite = True
@@ -88,7 +87,7 @@ class LookedAtBytes:
         self._begun = b""
 
     def add(self, part: memoryview) -> None:
-        """Check the next bytes, in writable memory. You may change the memory after this call."""
+        """Check the next bytes. Their memory must be writable, and is free afterwards."""
         size = self._dtype.itemsize
         if self._begun:  # a part has ended inside an element
             missing = size - len(self._begun)

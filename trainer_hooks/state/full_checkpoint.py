@@ -1,7 +1,7 @@
 """A full checkpoint's state other than weights: the optimizer, and the rest needed to resume.
 
-``torch.load(weights_only=True)`` or the parser of the merge read these files. Neither runs code
-from a file. So a save refuses values that they cannot read.
+The programs that read these files run no code from a file. So a save refuses values that
+``torch.load(weights_only=True)`` cannot load.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Stateful(Protocol):
 
 
 def check_stateful(**given: object) -> None:
-    """Check that each argument is None, or an optimizer or scheduler whose state can be saved.
+    """Check that each argument is None, or an optimizer or scheduler.
 
     Raises:
         InvalidSettingsError: an argument is a class, or has no ``state_dict``.
@@ -81,18 +81,18 @@ def check_stateful(**given: object) -> None:
 def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
     """This rank's part of an optimizer's state. Nothing is copied. Collective for FSDP1.
 
-    Neither the optimizer's state nor the gradients change, even before the first step.
+    The optimizer and the gradients are unchanged afterwards, even before the first step.
 
     Returns:
         For a ``torch.optim.Optimizer``, a flat dict: for each parameter P of the plain model the
-        state (``state.P.exp_avg``) and the options of its group (``param_groups.P.lr``). Each value
-        is a Tensor, a DTensor, a ShardedTensor, or a value that is_plain() accepts. For any other
-        object, ``{"state_dict": optimizer.state_dict()}``, from which only the same number of ranks
-        can resume.
+            state (``state.P.exp_avg``) and the options of its group (``param_groups.P.lr``). Each
+            value is a tensor, perhaps sharded, or a value that is_plain() accepts. For any other
+            object, ``{"state_dict": optimizer.state_dict()}``, from which only the same number of
+            ranks can resume.
 
     Raises:
-        InvalidSettingsError: a saved value could not be loaded again, or the optimizer has
-            parameters that the model lacks.
+        InvalidSettingsError: a value could not be loaded again, or the optimizer has parameters
+            that the model lacks.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return {RAW: checked(optimizer.state_dict(), f"{type(optimizer).__name__}.state_dict()")}
@@ -113,12 +113,7 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
 def torch_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, flatten: bool
 ) -> dict[str, Any]:
-    """``get_optimizer_state_dict``, with errors that name the remedy.
-
-    Raises:
-        InvalidSettingsError: torch cannot flatten the optimizer's state, or the optimizer has
-            parameters that the model lacks.
-    """
+    """``get_optimizer_state_dict``, with errors that name the remedy."""
     kind = type(optimizer).__name__
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     try:
@@ -136,10 +131,10 @@ def torch_optimizer_state(
 def extra_state(
     *, scheduler: Stateful | None, user_state: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The state for resuming except model and optimizer; the trainer's tensors are not copied.
+    """The state for resuming except model and optimizer. Tensors are not copied.
 
     Raises:
-        InvalidSettingsError: ``torch.load(weights_only=True)`` would refuse a value in the state.
+        InvalidSettingsError: a value in the state could not be loaded again.
     """
     extra: dict[str, Any] = {RNG: rng_state()}
     if scheduler is not None:
@@ -151,11 +146,10 @@ def extra_state(
 
 
 def checked(value: Any, where: str, depth: int = 0) -> Any:
-    """Return a value with its mappings as plain dicts, and NumPy's scalars as plain numbers.
+    """Return a value with plain dicts and numbers instead of other mappings and NumPy's scalars.
 
     Raises:
-        InvalidSettingsError: some value is not a tensor, a number, text, bytes, or a list, tuple,
-            set or mapping of these; the message says where.
+        InvalidSettingsError: some value cannot be loaded without running code.
     """
     kind = type(value)
     if kind in _VALUES:
@@ -184,12 +178,12 @@ def checked(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of the random number generators of this process.
+    """The states of this process's random number generators.
 
     Returns:
-        ``cpu`` and, if an accelerator is in use, its type (for example ``cuda``): the states of
-        torch's generators, as uint8 tensors. ``random`` and ``numpy``: the states of Python's
-        generator and of NumPy's global generator.
+        ``cpu``, and the type of an accelerator in use (e.g. ``cuda``): the states of torch's
+            generators, as uint8 tensors. ``random`` and ``numpy``: the states of Python's and
+            NumPy's.
     """
     version, numbers, gauss = random.getstate()
     _, keys, *rest = np.random.get_state()
@@ -207,7 +201,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(states: Mapping[str, Any]) -> None:
     """Set the random number generators to the states of :func:`rng_state`.
 
-    The accelerator's generator is set only if the accelerator was in use at the save, and is now.
+    The accelerator's is set only if the accelerator was in use at the save, and is now.
     """
     torch.set_rng_state(states["cpu"])
     version, numbers, gauss = states["random"]
@@ -220,7 +214,7 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """The accelerator's type, and torch's module for it (None if the accelerator is not in use)."""
+    """The accelerator's type, and its torch module (None if it is not in use)."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return "", None
@@ -233,8 +227,8 @@ def _accelerator() -> tuple[str, Any]:
 def _uninitialized(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Prevent torch from creating a missing state by a step with zero gradients.
 
-    Bias corrections would count that step. torch takes no such step if some parameter has a
-    gradient, so the smallest parameter gets a zero gradient for a moment.
+    The optimizer's bias correction would count that step. torch takes no such step if some
+    parameter has a gradient, so the smallest parameter gets a zero gradient for a moment.
     """
     parameters = [
         parameter

@@ -40,7 +40,7 @@ _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 
 class OneFile(NamedTuple):
-    """Weights for one file: the arguments of :class:`FullStateStream`."""
+    """The arguments of :class:`FullStateStream`."""
 
     state: Mapping[str, Any]
     derived: Mapping[str, Derived] = MappingProxyType({})
@@ -52,24 +52,18 @@ class OneFile(NamedTuple):
 class FullStateStream:
     """Sends the full state dict of one save, tensor by tensor, from all ranks into rank 0's file.
 
-    On every rank the training thread calls :meth:`gather`. On rank 0 a writer thread calls
-    :meth:`write` once, at the same time. In addition to the buffer, rank 0 has one whole tensor at
-    a time on the device of the collectives. Under FSDP1 without a mesh, rank 0 has it twice.
-
-    Promised: the state is written as it was during :meth:`gather`. After one thread has failed, or
-    after :meth:`abort`, no thread waits for the other thread.
+    On every rank the training thread calls :meth:`gather`. At the same time, a writer thread of
+    rank 0 calls :meth:`write` once. If one thread fails, the other does not wait for it. In
+    addition to the buffer, rank 0 has one whole tensor in memory (twice under FSDP1 without a
+    mesh).
 
     Args:
-        state: this rank's result of :func:`~trainer_hooks.state.state_dict.sharded_state_dict`; the
-            same names, in the same order, on every rank. Every ``_extra_state``, and values that
-            are not tensors, are left out. The state must not change before :meth:`gather` returns.
+        state: this rank's sharded state dict; the same names, in the same order, on every rank. It
+            must not change before :meth:`gather` returns.
         limit: the size of the buffer between the two threads, in bytes of host memory.
-        tied: whether to leave out the output embedding, as the merge of shards does. Set it if
-            the config says that the two embeddings are the same (:func:`ties_embeddings`).
+        tied: whether to leave out the output embedding (:func:`ties_embeddings`).
         derived: name → a tensor to write instead of the one in ``state``; same dtype and shape.
-        name: the name of the file, as in the receipt.
-        cast: the dtype to which floating tensors are cast before they are gathered; derived tensors
-            are cast after they are computed. None to keep their dtypes.
+        cast: the dtype to which floating tensors are cast; None to keep their dtypes.
     """
 
     def __init__(
@@ -93,13 +87,11 @@ class FullStateStream:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Gather every tensor, and give it to the writer on rank 0. Collective.
-
-        If the writer has failed, the other tensors are gathered nevertheless.
+        """Gather every tensor, even if the writer has failed. Collective.
 
         Raises:
-            SaveFailedError: the ranks' tensors differ, a tensor cannot be written, or a collective
-                failed. Every rank raises this error.
+            SaveFailedError: on every rank: the ranks' tensors differ, a tensor cannot be written,
+                or a collective failed.
         """
         try:
             plan = agree_on_plan(
@@ -142,8 +134,7 @@ class FullStateStream:
     def write(self, draft: Draft) -> ReceiptFile:
         """Write arriving tensors into the draft; the caller must finish and commit the draft.
 
-        The header holds the digest of the tensors, and the receipt holds the digest of the header.
-        So files with equal headers have equal contents.
+        The header holds the digest of the tensors. So files with equal headers have equal contents.
 
         Raises:
             SaveFailedError: the state dict was not gathered.
@@ -157,11 +148,11 @@ class FullStateStream:
             raise
 
     def abort(self, error: BaseException) -> None:
-        """End the waits of both threads. After that, :meth:`write` raises."""
+        """End the waits of both threads; :meth:`write` then raises."""
         self._pipe.abort(error)
 
     def _hand_over(self, whole: Tensor | None) -> None:
-        """Give a tensor to the writer. An error aborts the file, but not the gathering."""
+        """Give a tensor to the writer; an error fails the file, but not the gathering."""
         if whole is None:
             return
         try:
@@ -205,7 +196,7 @@ class FullStateStream:
 
 
 def ties_embeddings(model: nn.Module) -> bool:
-    """Whether the config that is saved with a model says ``tie_word_embeddings``."""
+    """True if the model's config says ``tie_word_embeddings``."""
     to_json = getattr(getattr(model, "config", None), "to_json_string", None)
     return to_json is not None and says_tied(json.loads(to_json()))
 
@@ -250,7 +241,7 @@ class BytePipe:
             self._changed.notify_all()
 
     def put(self, whole: Tensor) -> None:
-        """Copy a tensor's bytes into the buffer. After :meth:`abort`, drop the bytes."""
+        """Copy a tensor's bytes into the buffer."""
         flat = flat_bytes(whole)
         while flat.numel():
             if self._filling is None:
@@ -287,7 +278,6 @@ class BytePipe:
             yield part
 
     def _next_free(self, source: torch.device) -> HostMemory | None:
-        """Memory to fill; None after :meth:`abort`."""
         with self._changed:
             if not self._free and self._error is None and self._unmade:
                 self._unmade -= 1
@@ -296,7 +286,7 @@ class BytePipe:
             return self._free.popleft() if self._error is None else None
 
     def _next_ready(self) -> tuple[HostMemory, int]:
-        """The next piece to read; the previous piece becomes free."""
+        """Free the piece that was read before, and return the next one."""
         with self._changed:
             if self._reading is not None:
                 self._free.append(self._reading)

@@ -1,4 +1,4 @@
-"""The order in which the tensors of a full state dict are gathered; all ranks agree on it."""
+"""The order in which the tensors of a full state dict are gathered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer_hooks.state.host_buffers import memory_of
 
 @dataclass(frozen=True, slots=True)
 class FullPlan:
-    """The plan of a full state dict's file, with the tied tensors to compare."""
+    """The plan of a full state dict's file."""
 
     file: PlannedFile
 
@@ -37,18 +37,18 @@ class FullPlan:
         return self.file.tensors
 
     def in_order(self) -> Iterator[str]:
-        """The names in the order of gathering: the file's tensors, then tied tensors to compare."""
+        """The names in the order of gathering; tied tensors, which are only compared, come last."""
         yield from (tensor.name for tensor in self.tensors)
         yield from (str(copy.tied) for tensor in self.tensors for copy in tensor.copies)
 
     def header(self, content: bytes) -> bytes:
-        """The file's header with the digest ``content``; its length is equal for all digests."""
+        """The file's header; its length is the same for all digests ``content``."""
         return header_bytes(header_entries(self.tensors), {CONTENT: content.hex()})
 
 
 @dataclass(frozen=True, slots=True)
 class _Outline:
-    """A summary of a rank's tensors, for comparison with the other ranks.
+    """A summary of a rank's tensors, to compare with other ranks.
 
     ``memory`` has, for each tensor, the number of the first tensor with the same memory.
     """
@@ -69,13 +69,11 @@ def agree_on_plan(
 ) -> FullPlan:
     """The plan of the file; the same on all ranks. Collective.
 
-    Every rank takes part in every gathering, so a failure is raised on all ranks. ``tied``,
-    ``derived`` and ``cast`` are those of :class:`~trainer_hooks.state.full_file.FullStateStream`. A
-    derived tensor never counts as tied, even if it shares memory with another tensor. The parts of
-    derived tensors must have the same names, dtypes and shapes on all ranks.
+    For the arguments see :class:`~trainer_hooks.state.full_file.FullStateStream`. A derived tensor
+    never counts as tied.
 
     Raises:
-        SaveFailedError: the ranks' tensors differ, or a tensor cannot be saved; on all ranks.
+        SaveFailedError: on all ranks: their tensors differ, or a tensor cannot be saved.
     """
     outline = _outline(state, rank, tied=tied, derived=derived)
     outlines = [outline]
@@ -156,5 +154,5 @@ def _dtype(value: Tensor) -> str:
 
 
 def shape_of(value: Tensor) -> torch.Size:
-    """The shape of the whole tensor, from a rank's part."""
+    """The shape of the whole tensor."""
     return value.metadata().size if isinstance(value, ShardedTensor) else value.shape

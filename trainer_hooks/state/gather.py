@@ -30,12 +30,12 @@ _MOVED_AS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A tensor that is computed on rank 0 from other tensors, after these are gathered.
+    """A tensor that rank 0 computes from other tensors, after these are gathered.
 
     Attributes:
-        parts: this rank's parts of the tensors to gather; the keys are names for ``make``.
-        make: called on rank 0 with the whole tensors, which may be the model's own, so it must not
-            change them. Its result has the dtype and shape of the tensor that it replaces.
+        parts: this rank's parts of the tensors to gather, by the names that ``make`` uses.
+        make: must not change the whole tensors that it gets, because they may be the model's own.
+            Its result has the dtype and shape of the tensor that it replaces.
     """
 
     parts: Mapping[str, Tensor]
@@ -46,16 +46,13 @@ class Derived:
 def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -> Tensor | None:
     """Gather one tensor of a state dict on rank 0. Collective, except for a plain tensor.
 
-    ``value`` is this rank's part: Tensor, DTensor (without ``Partial``) or ShardedTensor. Each part
-    is cast to ``dtype`` before it is sent. For a DTensor, the other ranks of its mesh also have the
+    ``value`` is this rank's part: Tensor, DTensor (without ``Partial``) or ShardedTensor. It is
+    cast to ``dtype`` before it is sent. For a DTensor, the other ranks of its mesh also have the
     whole tensor for a moment, because torch gathers to all ranks.
 
     Returns:
-        On rank 0 the whole tensor, on the device of the collectives; a plain tensor is not copied,
-        except by a cast. None on the other ranks.
-
-    Raises:
-        RuntimeError: a collective of torch failed.
+        On rank 0 the whole tensor, on the device of the collectives; None on the other ranks. A
+            plain tensor is copied only by a cast.
     """
     dtype = value.dtype if dtype is None else dtype
     if isinstance(value, ShardedTensor):
@@ -75,7 +72,7 @@ def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -
 
 
 def flat_bytes(whole: Tensor) -> Tensor:
-    """The bytes of a tensor, as a 1-D uint8 tensor. A contiguous tensor is not copied."""
+    """The bytes as a 1-D uint8 tensor; contiguous tensors are not copied."""
     flat = whole.detach().resolve_neg().reshape(-1)
     if flat.stride() != (1,):  # e.g. of one element, which is contiguous with any stride
         flat = flat.clone(memory_format=torch.contiguous_format)

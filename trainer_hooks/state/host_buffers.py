@@ -30,10 +30,7 @@ Place = tuple[object, ...]
 
 
 def host_copy(value: Any) -> Any:
-    """Copy the tensors in a nesting of dicts, lists and tuples to new host memory.
-
-    Sharded tensors stay sharded; this rank's parts are copied. Other values are not copied.
-    """
+    """Copy the tensors in a nesting of dicts, lists and tuples to new host memory."""
 
     def copied(_: Place, tensor: Tensor) -> Tensor:
         return _with_parts(tensor, [_moved(part) for part in _parts(tensor)], tensor.dtype)
@@ -45,8 +42,8 @@ def host_copy(value: Any) -> Any:
 class HostCopy(dict[str, Any]):
     """A state that was copied to host memory.
 
-    ``finite``: name → True if this rank's part has no NaN or Inf; only for tensors that were
-    checked before they were copied.
+    ``finite``: name → True if this rank's part has no NaN or Inf; only tensors that were checked
+    before the copy.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -57,8 +54,7 @@ class HostCopy(dict[str, Any]):
 def nonfinite_names(state: Mapping[str, Any]) -> list[str]:
     """The names of the weights on the CPU whose part on this rank holds NaN or Inf.
 
-    Reads only the tensors that were not checked before they were copied. A tensor subclass or a
-    sparse tensor cannot be checked, so it counts as finite.
+    Tensor subclasses and sparse tensors cannot be checked, so they count as finite.
     """
     known = state.finite if isinstance(state, HostCopy) else {}
     return [
@@ -73,11 +69,10 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 class HostBuffers:
-    """A set of host buffers. Each copied state overwrites the previous one.
+    """Host memory for a state. Each copied state overwrites the previous one.
 
-    The first copy makes the buffers. Later copies of the same names, shapes and dtypes use no new
-    memory. For tensors of an accelerator the buffers are pinned. The copies run on the current
-    stream of each device, and the host waits once for all copies.
+    A copy with the same names, shapes and dtypes uses no new memory. Buffers for an accelerator's
+    tensors are pinned.
     """
 
     def __init__(self) -> None:
@@ -87,13 +82,9 @@ class HostBuffers:
     def copy(self, state: Mapping[str, Any], cast: Cast | None = None) -> HostCopy:
         """Copy each tensor of a state to contiguous host memory; return when all copies are done.
 
-        Tensors on a GPU are cast and checked for NaN and Inf on the GPU, one by one, before they
-        are copied. DTensors and ShardedTensors keep their type and layout; this rank's parts are
-        copied. Tensors with the same memory (tied weights) share one copy. Other values are not
-        copied.
-
-        ``cast`` is the dtype to which weights are cast, with the same bits as ``Tensor.to``.
-        Integers, bool, fp8, tensor subclasses and ``_extra_state`` are not cast.
+        A GPU casts its tensors and checks them for NaN and Inf, one by one. DTensors and
+        ShardedTensors keep their type and layout. Tied weights share one copy. Integers, bool, fp8,
+        tensor subclasses and ``_extra_state`` are not cast.
         """
         before, self._kept = self._kept, {}
         shared: dict[object, _Buffer] = {}
@@ -147,7 +138,7 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The copy of a value, in the memory of its buffers, and the layout of a sharded tensor."""
+    """The copy of a value, and the layout of a sharded tensor."""
 
     buffers: Sequence[_Buffer]
     layout: object
@@ -155,12 +146,11 @@ class _Kept:
 
     @property
     def was_looked_at(self) -> bool:
-        """Whether all parts of the value were checked on their device."""
         return bool(self.buffers) and all(_looks_at(buffer.source) for buffer in self.buffers)
 
 
 def _looks_at(device: torch.device) -> bool:
-    """Whether to check tensors before the copy: not on a CPU, where training would have to wait."""
+    """True for a GPU; on a CPU, training would have to wait for the check."""
     return device.type == "cuda"  # other accelerators may lack aminmax for some dtype
 
 
@@ -212,7 +202,7 @@ def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place)
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """A rank's parts of a tensor of any kind; no gradients are recorded."""
+    """A rank's parts of a tensor of any kind."""
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     if isinstance(tensor, DTensor):
@@ -222,7 +212,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> object | None:
-    """A key that is equal for tensors with the same memory; None if this rank's part is empty."""
+    """A key of the tensor's memory; None if this rank's part is empty."""
     with torch.no_grad():
         held = tuple(_memory(part) for part in _parts(tensor) if part.numel())
     return held or None
@@ -233,7 +223,7 @@ def _memory(part: Tensor) -> object:
 
 
 def _is_ordinary(part: Tensor) -> bool:
-    """Whether a tensor has no state but its bytes: it is neither a subclass nor sparse."""
+    """True for a tensor that is neither a subclass nor sparse."""
     return type(part) in {Tensor, nn.Parameter} and part.layout is torch.strided
 
 
@@ -244,7 +234,6 @@ def _moved(part: Tensor) -> Tensor:
 
 
 def _layout(tensor: Tensor) -> object:
-    """A sharded tensor's layout: mesh or ranks, placements and shape; None for a plain tensor."""
     if isinstance(tensor, ShardedTensor):
         return tensor.metadata()
     if isinstance(tensor, DTensor):
@@ -253,7 +242,6 @@ def _layout(tensor: Tensor) -> object:
 
 
 def _with_parts(tensor: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """A tensor of the same kind and layout with other parts, which are contiguous."""
     if isinstance(tensor, ShardedTensor):
         return _sharded_tensor(tensor, parts, dtype)
     if isinstance(tensor, DTensor):
@@ -281,7 +269,7 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def _retyped(told: Any, dtype: torch.dtype) -> Any:
-    """Replace the dtype in ``told`` if it has one; not all arguments of a DTensor have one."""
+    """Replace the dtype in one of a DTensor's arguments, if it has one."""
     if isinstance(told, TensorMeta):
         return told._replace(dtype=dtype)
     if isinstance(told, DTensorSpec):

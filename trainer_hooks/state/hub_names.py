@@ -1,7 +1,7 @@
 """The names that a model's tensors have on the hub, as transformers would save the model.
 
-transformers' own conversion runs on tensors without content. Each resulting tensor is a view of a
-model's tensor, and is traced back to that tensor.
+transformers' own conversion runs on tensors without content. Each result is a view of a model's
+tensor, and is traced back to that tensor.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _NUMBER: Final = re.compile(r"\d+")
 class HubNames:
     """Makes the name map of a trained model, for each of its saves.
 
-    Promised: a save never fails because of the map. If transformers cannot convert the names, the
-    map contains the reason.
+    No save fails because of the map. If transformers cannot convert the names, the map has the
+    reason.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,10 +51,10 @@ class HubNames:
     def writers(
         self, state: Mapping[str, Any], base: nn.Module | None = None
     ) -> tuple[Callable[[Path], object], ...]:
-        """A tuple of one function, which writes ``name_map.json``; empty if no map is needed.
+        """A function that writes ``name_map.json``, in a tuple; empty if no map is needed.
 
-        ``base`` is the base model, without wrappers, if ``state`` is the merged state of a PEFT
-        model.
+        If ``state`` is the merged state of a PEFT model, ``base`` is its base model without
+        wrappers.
         """
         tensors = tensors_of(state)
         key = tuple((name, tuple(shape_of(value))) for name, value in tensors.items())
@@ -85,17 +85,14 @@ class HubNames:
 def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> NameMap | None:
     """The names by which transformers would save a model, tensor by tensor.
 
-    A model is saved as it was loaded: under the hub's names if it came from a checkpoint of the
-    hub. If the model was not loaded, or came from a checkpoint with the model's own names, the
-    model is saved under the names that transformers has for this type of model.
-
-    The model must have no wrappers; its device does not matter. Of ``tensors`` (by default the
-    state dict) only names, dtypes and shapes are used.
+    A model that was loaded from a checkpoint of the hub is saved under the hub's names. Any other
+    model is saved under the names that transformers has for its type. The model must have no
+    wrappers. Of ``tensors`` (by default the state dict) only names, dtypes and shapes are used.
 
     Returns:
         The map; ``refused`` if transformers cannot convert the names, or if a tensor of the hub is
-        not made of whole rows of the model's tensors. None if the model is not a model of
-        transformers, or if transformers is older than version 5, which cannot convert names.
+            not made of whole rows of the model's tensors. None if the model is not of transformers,
+            or if transformers is older than version 5.
     """
     if not _is_pretrained(model):
         return None
@@ -177,7 +174,7 @@ class _Views(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The position of a hub's tensor, or of a part of it, in a trainer's tensor."""
+    """The position of a hub's tensor, or a part of it, in a trainer's tensor."""
 
     source: str
     hub_name: str
@@ -188,15 +185,13 @@ class _Place:
 
 
 class _Trace:
-    """Finds the trainer's tensors that the hub's tensors are made of."""
-
     def __init__(self, sources: Mapping[str, Tensor], views: _Views) -> None:
         self._sources = sources
         self._joined = views.joined
         self._source_of = {_memory(value): name for name, value in sources.items()}
 
     def tensors(self, found: Mapping[str, Tensor]) -> dict[str, MappedTensor]:
-        """The map's entries; none for a tensor that the hub has unchanged under the same name."""
+        """The map's entries, without tensors that the hub has unchanged."""
         places: defaultdict[str, list[_Place]] = defaultdict(list)
         for hub_name, value in found.items():
             for part, at in self._parts(hub_name, value):
@@ -260,7 +255,7 @@ class _Trace:
 def _rows(
     sizes: Sequence[int], steps: Sequence[int], inner: Shape, offset: int
 ) -> tuple[int, int] | None:
-    """The rows of a tensor of shape ``inner`` that a view is; None if it is not whole rows."""
+    """The rows of a tensor that a view covers; None if they are not whole."""
     if not inner:
         return (0, 1) if not sizes and not offset else None
     if tuple(sizes[1:]) != inner[1:] or len(sizes) != len(inner):
@@ -278,7 +273,7 @@ def _rows(
 
 
 def _pieces(places: Sequence[_Place], shape: Shape) -> tuple[HubPiece, ...]:
-    """Merge places into few pieces. Places that differ only in an index become one piece."""
+    """Join places that differ only in an index to one piece."""
     groups: defaultdict[object, list[_Place]] = defaultdict(list)
     for place in places:
         same = place.index is not None, place.rows, place.transposed, place.at
@@ -303,7 +298,7 @@ def _pieces(places: Sequence[_Place], shape: Shape) -> tuple[HubPiece, ...]:
 
 
 def _counted(group: Sequence[_Place], shape: Shape) -> tuple[str, int]:
-    """The common name of numbered tensors, with ``{}`` for the number; and the first number."""
+    """The common name, with ``{}`` for the number; and the first number."""
     names = [place.hub_name for place in group]
     if [place.index for place in group] == list(range(shape[0])):
         for match in reversed(list(_NUMBER.finditer(names[0]))):
@@ -318,5 +313,5 @@ def _counted(group: Sequence[_Place], shape: Shape) -> tuple[str, int]:
 
 
 def _memory(value: Tensor) -> int:
-    """An id of the memory of a tensor, unique while the memory exists."""
+    """An id of a tensor's memory, unique while the memory exists."""
     return int(value.untyped_storage()._cdata)  # noqa: SLF001 - on meta there is no address

@@ -1,6 +1,6 @@
 """Splits a PEFT model's state dict into its adapter, its frozen base, and the other tensors.
 
-PEFT itself decides which tensors belong to an adapter, and names them. The network is never used.
+PEFT itself decides which tensors belong to an adapter. The network is never used.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ class PeftState:
     Nothing is copied, gathered or changed; the result is the same on all ranks.
 
     Args:
-        base_vocabulary: the number of the base model's tokens (:func:`base_vocabulary`); None if
-            unknown. If the model has another number of tokens now, the adapter also holds the
-            embeddings.
+        base_vocabulary: the number of the base model's tokens. If the model has another number now,
+            the adapter also holds the embeddings.
         updated: parameters that an optimizer has changed, even if they are frozen now.
 
     Raises:
-        InvalidSettingsError: the method of an adapter cannot be saved (:func:`check_methods`).
+        InvalidSettingsError: the method of an adapter cannot be saved.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class PeftState:
 
     @cached_property
     def active(self) -> tuple[str, ...]:
-        """The names of the adapters that affect the model's output."""
+        """The names of the active adapters."""
         found = self._plain.active_adapters
         return tuple(found() if callable(found) else found)
 
@@ -75,7 +74,7 @@ class PeftState:
         """The weights that explorers get: ``adapter`` or ``merged``.
 
         Raises:
-            InvalidSettingsError: ``adapter`` is set, but would not hold everything that is trained.
+            InvalidSettingsError: ``adapter`` would not hold everything that is trained.
         """
         why = None if chosen is SaveLora.MERGED else self.not_an_adapter
         if chosen is SaveLora.ADAPTER and why is not None:
@@ -89,7 +88,7 @@ class PeftState:
 
     @cached_property
     def not_an_adapter(self) -> str | None:
-        """The reason why publishing only the adapter is impossible; None if it is possible."""
+        """The reason why the adapter alone cannot be published, or None."""
         if len(self.active) != 1:
             active = ", ".join(map(repr, self.active))
             told = f"the active adapters are {active}" if active else "no adapter is active"
@@ -134,8 +133,7 @@ class PeftState:
         and the way to compute each weight that adapters change.
 
         Raises:
-            InvalidSettingsError: PEFT cannot merge the adapters, or the result would not be a plain
-                model.
+            InvalidSettingsError: PEFT cannot merge the adapters into a plain model.
         """
         names, derived = merged_parts(self._plain, self._state)
         return {name: self._state[held] for name, held in names.items()}, derived
@@ -167,8 +165,8 @@ class PeftState:
     def frozen_base(self) -> frozenset[str]:
         """The names of the base model's parameters that training leaves unchanged.
 
-        Empty if the base model differs from the model that its name refers to, or if PEFT cannot
-        tell which tensors belong to an adapter.
+        Empty if the base model was changed at the beginning (e.g. by PiSSA), or if PEFT cannot tell
+        which tensors belong to an adapter.
         """
         if self._changed_base is not None:
             return frozenset()
@@ -182,19 +180,19 @@ class PeftState:
         return frozenset(parameters - kept)
 
     def for_resuming(self) -> dict[str, Tensor]:
-        """This rank's state without the frozen base: adapters, trained weights, buffers."""
+        """This rank's state without the frozen base."""
         left_out = self.frozen_base
         return {name: value for name, value in self._state.items() if name not in left_out}
 
     @property
     def _is_peft_model(self) -> bool:
-        """Whether the model is a PeftModel; False for a plain model with injected adapters."""
+        """False for a plain model with injected adapters."""
         from peft import PeftModel  # noqa: PLC0415 - slow; with such a model it is imported already
 
         return isinstance(self._plain, PeftModel)
 
     def _names(self, adapter: str) -> dict[str, str]:
-        """For an adapter: name in its file → name in the state dict."""
+        """Map the names in an adapter's file to names in the state dict."""
         from peft import get_peft_model_state_dict  # noqa: PLC0415 - likewise
 
         config = self._configs[adapter]
@@ -228,11 +226,10 @@ class PeftState:
 
 
 def check_methods(configs: Mapping[str, Any]) -> None:
-    """Check that no adapter's method saves tensors that are not in the state dict.
+    """Check that the state dict has all tensors of the adapters.
 
     Raises:
-        InvalidSettingsError: a method is prompt tuning, prefix tuning or the like, for which the
-            model computes the tensors that PEFT saves.
+        InvalidSettingsError: the model would compute an adapter's tensors, e.g. for prompt tuning.
     """
     for name, config in configs.items():
         if getattr(config, "is_prompt_learning", False):
@@ -246,8 +243,8 @@ def check_methods(configs: Mapping[str, Any]) -> None:
 def base_vocabulary(model: nn.Module) -> int | None:
     """The number of tokens of the adapters' base model, by its config; None if it is unknown.
 
-    The config is read if ``base_model_name_or_path`` is a folder, or a model in the cache of
-    huggingface_hub. ``model`` must have no wrappers that hide its attributes.
+    Reads the config if ``base_model_name_or_path`` is a folder, or a model in the cache of
+    huggingface_hub. ``model`` must be unwrapped.
     """
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - only PEFT's users have it
 
@@ -271,7 +268,7 @@ def base_vocabulary(model: nn.Module) -> int | None:
 
 
 def base_name(model: nn.Module) -> str | None:
-    """The name that the adapters' base model was loaded from; None if it is unknown."""
+    """The name that the adapters' base model was loaded from, or None."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     return getattr(base, "name_or_path", None) or None
 

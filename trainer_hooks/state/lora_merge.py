@@ -1,8 +1,7 @@
 """A PEFT model's adapters merged into the weights of its base, one weight at a time.
 
-PEFT's own ``merge`` is called on a copy of one layer, with the whole tensors of this layer only.
-So the result has the same bits as the result of ``merge_and_unload()``. The model itself is never
-merged, because unmerging an adapter leaves rounding errors.
+PEFT's own ``merge`` is called on a copy of one layer, so the result has the same bits as that of
+``merge_and_unload()``. The model itself is never merged, because unmerging leaves rounding errors.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def merged_parts(
     """The parts of the full model with its active adapters merged; ``plain`` must be on ``meta``.
 
     Returns:
-        Two dicts, keyed by the names in the base model: each unmerged tensor's name in the state
-        dict, and the way to compute each tensor that adapters change.
+        Each unmerged tensor's name in the state dict, and the way to compute each merged tensor,
+            both by the name in the base model.
 
     Raises:
         InvalidSettingsError: PEFT cannot merge some layer, or would change the dtype of a weight.
@@ -73,12 +72,7 @@ def merged_parts(
 
 
 class _Layer(NamedTuple):
-    """A layer of PEFT, and the tensors that its adapters change.
-
-    Attributes:
-        parts: the names of all tensors that ``merge`` reads or changes.
-        targets: the attribute and the name of each tensor of the base layer that ``merge`` changes.
-    """
+    """A layer of PEFT: ``merge`` reads or changes its ``parts``, and changes its ``targets``."""
 
     path: str
     module: Any
@@ -86,7 +80,7 @@ class _Layer(NamedTuple):
     targets: tuple[tuple[str, str], ...]
 
     def derived(self, target: str, state: Mapping[str, Tensor]) -> Derived:
-        """The way to compute one target. All ranks first test it on tensors without content."""
+        """Return the way to compute one target, after a test on tensors without content."""
         parts = {name: state[name] for name in self.parts}
         held = state[dict(self.targets)[target]]
 
@@ -137,7 +131,7 @@ class _Base:
     layers: list[_Layer] = field(default_factory=list)
 
     def look_into(self, module: nn.Module, path: str, out: str) -> None:
-        """Note a module's tensors; ``path`` and ``out`` are its paths in PEFT and base model."""
+        """Note a module's tensors, by its path in PEFT (``path``) and in the base (``out``)."""
         from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - slow; with such a model it is imported already
         from peft.utils import AuxiliaryTrainingWrapper  # noqa: PLC0415 - likewise
 
@@ -195,7 +189,7 @@ class _Base:
 
 
 def _used(module: Any) -> str:
-    """The name of the module inside PEFT's wrapper that ``merge_and_unload`` would keep."""
+    """The name of the module that ``merge_and_unload`` would keep."""
     if hasattr(module, "token_adapter"):
         return "token_adapter"
     if hasattr(module, "modules_to_save"):

@@ -1,7 +1,6 @@
 """Copies a model's modules without wrappers, with other tensors: for PEFT, not for training.
 
-PEFT's functions use a model's modules. Inside wrappers (FSDP, DDP, ``torch.compile``, activation
-checkpointing) modules have other names, and hold only parts of their tensors.
+Inside wrappers (e.g. FSDP) modules have other names, and hold only parts of their tensors.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _NOTES: Final = (dict, list, set, OrderedDict)
 def plain_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Copy a model's modules without wrappers, with the given tensors. No tensor is copied.
 
-    Modules keep their classes and attributes. Dicts, lists and sets in attributes are copied at the
-    first level, so that calling methods leaves the model unchanged. Hooks are kept, so do not call
-    ``forward``. If you will change tensors in place, do not pass the model's own tensors.
+    Modules keep their classes and attributes; dicts, lists and sets are copied at the first level,
+    so that calling methods leaves the model unchanged. Hooks are kept, so do not call ``forward``.
+    If you will change tensors in place, do not pass the model's own tensors.
 
-    A tensor with the name of a buffer becomes a buffer; any other tensor becomes a parameter that
-    is not trained. Buffers that are in no state dict are shared with the model.
+    A tensor with the name of a buffer becomes a buffer; any other tensor becomes a frozen
+    parameter. Buffers that are in no state dict are shared with the model.
     """
     owned: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, value in tensors.items():
@@ -39,7 +38,7 @@ def plain_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def on_meta(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors without content, with the dtypes and shapes of a state dict's whole tensors."""
+    """Tensors without content, with the dtypes and shapes of the whole tensors."""
     return {
         name: torch.empty(shape_of(value), dtype=value.dtype, device="meta")
         for name, value in tensors_of(state).items()
@@ -47,7 +46,7 @@ def on_meta(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def own_class(module: nn.Module) -> type:
-    """The original class of a module; ``fully_shard`` replaces it by a subclass."""
+    """The original class of a module, which ``fully_shard`` has replaced by a subclass."""
     classes = type(module).__mro__
     return next(one for one in classes if not issubclass(one, FSDPModule))
 

@@ -28,17 +28,12 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The rank's own part of a model's state dict, by the names of the plain model.
 
     The model is plain, or under FSDP1, FSDP2, tensor parallelism or DDP, also inside wrappers of
-    activation checkpointing and ``torch.compile``. With FSDP1 this function is collective, because
-    FSDP1 gathers each unit and shards it again. The model is unchanged afterwards.
-
-    The names and values are the same as those of
-    ``torch.distributed.checkpoint.state_dict.get_model_state_dict``, which is slower, and fails on
-    names that a module's hook has added.
+    activation checkpointing and ``torch.compile``. With FSDP1 this function is collective. (torch's
+    ``get_model_state_dict`` is slower, and fails on names that a module's hook has added.)
 
     Returns:
-        name → Tensor, DTensor or ShardedTensor, on the model's device. The tensors are the model's
-        own parameters (with their gradients) and buffers; with FSDP1 they are copies. The value of
-        an ``_extra_state`` has any type.
+        The model's own parameters (with their gradients) and buffers, on its device: Tensor,
+            DTensor or ShardedTensor. With FSDP1 they are copies. An ``_extra_state`` has any type.
 
     Raises:
         InvalidSettingsError: a tensor is on the meta device (not checked with FSDP1).
@@ -79,7 +74,7 @@ def fsdp_version(model: nn.Module) -> int | None:
 def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
     """For tied parameters under FSDP1: each later name → the first name, in the plain model.
 
-    FSDP1's state dict has a separate copy for each name, so only FSDP1's own records show ties.
+    FSDP1's state dict has a separate copy for each name, so it does not show ties.
     """
     units = [one for one in model.modules() if isinstance(one, FullyShardedDataParallel)]
     if not units:
@@ -98,11 +93,10 @@ def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
 
 
 def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[frozenset[str]]:
-    """The names of each trained parameter in the plain model; tied parameters have several names.
+    """The names of each trained parameter in the plain model; the same on all ranks.
 
-    The result is the same on all ranks. Parameters in ``updated`` count as trained even if they are
-    frozen now. Under FSDP1 without ``use_orig_params``, only the first name of a tied parameter is
-    returned.
+    Tied parameters have several names (under FSDP1 without ``use_orig_params`` only the first).
+    Parameters in ``updated`` count as trained even if they are frozen now.
     """
     also = {id(one) for one in updated}
     plain = {path: told for path, (_, told) in _paths(model).items()}
@@ -131,7 +125,7 @@ def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[fr
 
 @contextmanager
 def _sharded_by_fsdp1(model: nn.Module) -> Iterator[bool]:
-    """Make FSDP1 return each rank's part, despite the trainer's settings; yield True for FSDP1."""
+    """Make FSDP1 return each rank's part; yield True for FSDP1."""
     if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         yield False
         return
@@ -162,7 +156,7 @@ def _plain_names(model: nn.Module) -> Callable[[str], str]:
 
 
 def _paths(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """A module's path → its path in the state dict, and in the plain model."""
+    """Map a module's path to its path in the state dict and its path in the plain model."""
     paths: dict[str, tuple[str, str]] = {"": ("", "")}
     modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -181,7 +175,7 @@ def _paths(model: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 def within(module: nn.Module) -> nn.Module | None:
-    """The module inside a wrapper; None if ``module`` is not a wrapper."""
+    """The module inside a wrapper, or None."""
     for name, inner in module._modules.items():  # noqa: SLF001 - named_children leaves one out that is there twice
         if inner is not None and (_hides(module, name) or _renames(module)):
             return inner
@@ -189,7 +183,7 @@ def within(module: nn.Module) -> nn.Module | None:
 
 
 def _renames(module: nn.Module) -> bool:
-    """Whether a module is a wrapper that adds a prefix to the names in its state dict."""
+    """True for a wrapper that adds a prefix to the names in its state dict."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return True
     if "_orig_mod" not in module._modules:  # noqa: SLF001 - there is no other cheap test
@@ -200,12 +194,12 @@ def _renames(module: nn.Module) -> bool:
 
 
 def _hides(outer: nn.Module, own: str) -> bool:
-    """Whether ``outer`` is a wrapper that omits the inner module's name from its state dict."""
+    """True for a wrapper that omits the inner module's name from its state dict."""
     return (isinstance(outer, FullyShardedDataParallel) and own == "_fsdp_wrapped_module") or (
         isinstance(outer, ActivationWrapper) and own == "_checkpoint_wrapped_module"
     )
 
 
 def joined(path: str, name: str) -> str:
-    """Join the path of a module and the name of a value in this module."""
+    """Join a module's path and a name in this module."""
     return f"{path}.{name}" if path else name

@@ -25,5 +25,5 @@ def cast_to(dtype: torch.dtype, cast: Cast | None) -> torch.dtype:
 
 
 def changes(state: Mapping[str, Any], cast: Cast | None) -> bool:
-    """True if a cast changes any tensor of a state dict."""
+    """True if a cast changes any tensor."""
     return any(cast_to(one.dtype, cast) != one.dtype for one in tensors_of(state).values())

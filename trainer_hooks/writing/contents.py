@@ -15,25 +15,23 @@ from trainer_hooks.writing.spool import Spool
 class RankContents:
     """Everything that one rank writes in one save. Its tensors, on the host, must not change.
 
+    Only rank 0 has ``full_model``, ``hugging_face`` and the functions that write small files into a
+    given folder (``model_files``, ``adapter_files``).
+
     Attributes:
         model: the rank's part of the state dict; None if the rank writes no shard.
         optimizer, extra, critic, critic_optimizer: only for a full checkpoint.
-        model_files: functions that write config and tokenizer into a given folder; rank 0 only.
-        fsdp_version: the FSDP version for ``fsdp_config.json``; None without FSDP.
-        full_model: the full state dict or an adapter in one file, instead of shards; rank 0 only.
-        adapter_files: functions that write an adapter's config into a given folder; rank 0 only.
-        trained: this rank's part of the model to resume from. Only for full checkpoints that
-            publish other weights (an adapter, a merged model, or cast weights).
-        trained_name: a function of world size and rank that returns the file name of ``trained``.
-        hugging_face: the full state dict, for ``huggingface/``; rank 0 only.
-        links_hugging_face: whether to link the file of ``full_model`` into ``huggingface/``.
-        written_by: a function that writes the rank's shard into ``actor/`` itself; given instead of
-            ``model``. If storage fails for a moment, it is called again and must start over.
-        sync_dtype: the dtype to which the published weights were cast; None if the cast changed
-            none of this rank's tensors.
-        release: called when the save has ended, to free its memory for the next save.
-        completes: True if the weights of this save are announced already, so that only the other
-            files of the full checkpoint are written.
+        full_model: the full state dict or an adapter in one file.
+        trained: for a full checkpoint, this rank's part of the model to resume from, if the save
+            publishes other weights (an adapter, a merged model, or cast weights).
+        trained_name: a function of world size and rank.
+        hugging_face: the full state dict, for ``huggingface/``.
+        links_hugging_face: whether to link ``full_model`` into ``huggingface/``.
+        written_by: a function that writes the rank's shard itself, in place of ``model``. If
+            storage fails for a moment, it is called again and must start over.
+        sync_dtype: the dtype to which published weights were cast; None if no tensor changed.
+        release: called when the save has ended, to free its memory.
+        completes: True if the weights are announced already, so that only the rest is written.
     """
 
     model: Mapping[str, Any] | None = None
@@ -56,7 +54,7 @@ class RankContents:
     completes: bool = False
 
     def close(self) -> None:
-        """Delete gathered files that were not committed, and release the memory."""
+        """Delete uncommitted gathered files, and release the memory."""
         for spool in (self.full_model, self.hugging_face):
             if spool is not None:
                 spool.close()

@@ -13,14 +13,14 @@ _INSIDE = ("module", "_orig_mod")
 
 
 class Pretrained(Protocol):
-    """Anything that writes its own files: a tokenizer, processor or config of transformers."""
+    """A tokenizer, processor or config of transformers."""
 
     def save_pretrained(self, save_directory: str) -> object:
         """Write its files into a folder."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that hide its attributes; the model itself if it has a config."""
+    """The model inside wrappers that hide its attributes."""
     while getattr(model, "config", None) is None:
         inside = (getattr(model, name, None) for name in _INSIDE)
         inner = next((one for one in inside if isinstance(one, nn.Module)), None)
@@ -39,7 +39,7 @@ def adapters_of(model: nn.Module) -> Mapping[str, Any]:
 def model_files(
     model: nn.Module, tokenizer: Pretrained | None
 ) -> tuple[Callable[[Path], object], ...]:
-    """A function for each config of the model and for the tokenizer: it writes into a folder."""
+    """Functions that write the model's configs and the tokenizer into a folder."""
     inner = unwrapped(model)
     parts = [getattr(inner, name, None) for name in ("config", "generation_config")]
     return tuple(

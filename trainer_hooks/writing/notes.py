@@ -1,7 +1,4 @@
-"""A save's receipts and failure records: the files that its ranks write into ``.receipts/``.
-
-Every rank reads the files of all ranks, and writes only its own files.
-"""
+"""A save's receipts and failure records, in ``.receipts/``."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from syncd.storage.job import Job
 class Notes:
     """The receipts and failures in the ``actor/`` or ``critic/`` folder of a step.
 
-    All methods raise an OSError if storage fails.
+    A rank writes only its own files. All methods raise an OSError if storage fails.
     """
 
     def __init__(self, job: Job, part: Path) -> None:
@@ -29,12 +26,12 @@ class Notes:
         return self._job.read(Receipt, self.folder / name)
 
     def written(self, name: str) -> SaveId | None:
-        """The save that a receipt belongs to; None if there is no receipt."""
+        """The save that a receipt belongs to, or None."""
         receipt = self.receipt(name)
         return None if receipt is None else SaveId.parse(receipt.save_id)
 
     def failed(self, rank: int) -> SaveId | None:
-        """The save that a rank failed to write, or that rank 0 gave up; None if there is none."""
+        """The save that a rank failed to write, or that rank 0 gave up, or None."""
         try:
             content = self._job.storage.read(self.folder / failure_name(rank))
         except OSError as error:
@@ -44,10 +41,10 @@ class Notes:
         return SaveId.parse(content.decode(errors="replace").strip())
 
     def write_receipt(self, name: str, receipt: Receipt) -> None:
-        """Write a receipt, which lists files that this rank has written completely and durably."""
+        """Write a receipt. Its files must be complete and durable."""
         self._job.storage.replace(self.folder / name, encode(receipt))
 
     def say_failed(self, rank: int, save_id: SaveId) -> None:
-        """Record that this rank failed, so that no other rank waits for it."""
+        """Record that this rank failed."""
         self._job.storage.make_folder(self.folder, below=self._part.parent)
         self._job.storage.replace(self.folder / failure_name(rank), f"{save_id}\n".encode())

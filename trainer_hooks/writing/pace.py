@@ -1,4 +1,4 @@
-"""Turns of the ranks: all write at once, one per host at a time, or one by one in rank order."""
+"""Turns of the ranks: all at once, one per host at a time, or one by one in rank order."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ POLL: Final = 0.05
 
 
 class Pace:
-    """Makes a rank wait until it may write.
+    """Makes a rank wait until it may write. The event ``stopped`` ends the wait.
 
-    Promised: with ``per_node``, only one rank of this job and user writes at a time on each host.
-    With ``one_at_a_time``, the ranks write one by one in rank order, if each rank takes less than
-    ``timeout`` seconds. Not promised: an order under ``per_node``. Hosts that share a temporary
-    folder count as one host. The event ``stopped`` ends a wait.
+    With ``per_node``, only one rank of this job and user writes at a time on each host, in any
+    order. Hosts that share a temporary folder count as one host. With ``one_at_a_time``, the ranks
+    write in rank order, if each rank takes less than ``timeout`` seconds.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Pace:
     def turn(self, save_id: SaveId, receipt_of: Callable[[int], str]) -> Iterator[None]:
         """Wait until this rank may write; its turn lasts until the block ends.
 
-        ``receipt_of`` returns, for a rank, the name of the receipt that ends the rank's turn.
+        ``receipt_of(rank)`` is the name of the receipt that ends a rank's turn.
 
         Raises:
             SaveFailedError: the turn did not begin in time, or the save failed before the turn.

@@ -1,6 +1,5 @@
 """Writes one file of a save: it is complete and durable before it gets its name.
 
-``torch.save`` writes CRC-32s and aligns large tensors to pages, which makes the merge faster.
 Functions raise an OSError that names the file if storage fails.
 """
 
@@ -36,7 +35,7 @@ _LARGE: Final = 256 * 1024
 
 
 def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> ReceiptFile:
-    """Write a state dict with ``torch.save``; return the file's entry for the receipt."""
+    """Write a state dict with ``torch.save``; return the file's receipt entry."""
     with saying_which(storage, path, lambda: tensor_bytes(state)):
         with Draft(storage, path) as draft:
             save_state_dict(state, draft)
@@ -47,7 +46,7 @@ def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> Rec
 
 
 def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) -> ReceiptFile:
-    """Call a function that writes a shard with ``torch.save``, and make the shard durable.
+    """Call a function that writes a shard, and make the shard durable.
 
     Raises:
         SaveFailedError: ``write`` did not write the file.
@@ -99,7 +98,7 @@ def write_model_files(
 
 
 def make_mark(storage: Storage, path: Path) -> None:
-    """Create an empty marker file, if it is not there yet."""
+    """Create an empty marker file if it is missing."""
     try:
         storage.close(storage.create(path))
     except FileExistsError:
@@ -130,8 +129,7 @@ def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
 def saying_which(storage: Storage, path: Path, needed: Callable[[], int]) -> Iterator[None]:
     """Make an ``OSError`` name its file and, on a full disk, the needed and the free bytes.
 
-    A write gets a descriptor, so the operating system's error has no file name. ``needed`` returns
-    the file's size in bytes; it is called only on a full disk.
+    A write has only a descriptor, so its error has no file name.
     """
     try:
         yield
@@ -158,9 +156,8 @@ def _free(storage: Storage, path: Path) -> str:
 def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
     """Call ``torch.save``; if storage refuses a write, raise the storage's error.
 
-    CRC-32s are on, because the receipt's digest covers them. Large tensors begin at a page, because
-    the merge then shares their blocks, and does not copy them, if the filesystem can share blocks
-    between files (XFS, btrfs, NFS 4.2).
+    CRC-32s are on, because the receipt's digest covers them. Large tensors begin at a page: on XFS,
+    btrfs and NFS 4.2 the merge then shares their blocks instead of copying them.
     """
     sink = _Sink(draft)
     try:
@@ -175,7 +172,7 @@ def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
 
 @contextmanager
 def _with_crc32() -> Iterator[None]:
-    """Turn CRC-32s on, for the whole process, during a save."""
+    """Turn CRC-32s on for the whole process."""
     before = get_crc32_options()
     set_crc32_options(compute_crc32=True)
     try:
@@ -185,7 +182,7 @@ def _with_crc32() -> Iterator[None]:
 
 
 def _on_pages() -> AbstractContextManager[object]:
-    """Align records to pages, for the whole process, during a save."""
+    """Align records to pages, for the whole process."""
     try:
         from torch.utils.serialization import config  # noqa: PLC0415 - torch 2.6 lacks this module
     except ImportError:
@@ -197,7 +194,7 @@ def _on_pages() -> AbstractContextManager[object]:
 
 
 def _is_large(state: Mapping[str, Any]) -> bool:
-    """True if the tensors are so large that padding them to pages costs next to nothing."""
+    """True if padding the tensors to pages costs next to nothing."""
     sizes = [
         (value.to_local() if isinstance(value, DTensor) else value).nbytes
         for value in state.values()
@@ -208,7 +205,7 @@ def _is_large(state: Mapping[str, Any]) -> bool:
 
 
 class _Sink:
-    """The file object that torch.save writes to; it keeps the error of a refused write."""
+    """The file object for ``torch.save``; it keeps the error of a refused write."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
@@ -222,11 +219,11 @@ class _Sink:
             raise
 
     def flush(self) -> None:
-        """Do nothing, because nothing is buffered."""
+        """Do nothing."""
 
 
 def tensor_bytes(value: Any) -> int:
-    """The number of bytes of this rank's tensors, in any nesting of dicts, lists and tuples."""
+    """The bytes of this rank's tensors, in any nesting of dicts, lists and tuples."""
     match value:
         case ShardedTensor():
             return sum(shard.tensor.nbytes for shard in value.local_shards())
@@ -242,7 +239,7 @@ def tensor_bytes(value: Any) -> int:
 
 
 def full_bytes(state: Mapping[str, Any], sync_dtype: Cast | None = None) -> int:
-    """The number of bytes of whole tensors after a cast, not only of this rank's parts."""
+    """The bytes of the whole tensors after a cast."""
     return sum(
         shape_of(value).numel() * cast_to(value.dtype, sync_dtype).itemsize
         for value in state.values()

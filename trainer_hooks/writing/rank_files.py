@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class RankFiles:
-    """Writes one rank's files. A method that raised an OSError of storage can be called again."""
+    """Writes one rank's files. After an OSError, a method can be called again."""
 
     def __init__(self, job: Job, rank: int, world_size: int) -> None:
         self._job = job
@@ -79,21 +79,21 @@ class RankFiles:
         self._job.storage.sync_folder(folder)
 
     def remove_receipts(self, save_id: SaveId) -> None:
-        """Delete this rank's receipts of the previous save, which do not match the new files."""
+        """Delete this rank's receipts of the previous save."""
         _, _, notes = self._places(save_id)
         names = receipt_name(self._rank), full_receipt_name(self._rank), failure_name(self._rank)
         self._unlink_all(notes.folder, *names)
         self._job.storage.sync_folder(notes.folder)
 
     def remove_full_receipt(self, save_id: SaveId) -> None:
-        """Delete the receipt or failure record of an earlier attempt to complete this save."""
+        """Delete the records of an earlier attempt to complete this save."""
         _, _, notes = self._places(save_id)
         self._unlink_all(notes.folder, full_receipt_name(self._rank), failure_name(self._rank))
 
     def write_weights(
         self, save_id: SaveId, contents: RankContents, nonfinite: NonFinite
     ) -> list[ReceiptFile]:
-        """Write this rank's part of the weights; a file gets its name after its fsync."""
+        """Write this rank's part of the weights."""
         _, actor, _ = self._places(save_id)
         shard = actor / shard_name(self._world_size, self._rank)
         files: list[ReceiptFile] = []
@@ -119,7 +119,7 @@ class RankFiles:
         return files
 
     def write_configs(self, save_id: SaveId, contents: RankContents) -> list[ReceiptFile]:
-        """Write ``fsdp_config.json`` and ``huggingface/``; called on rank 0."""
+        """Write ``fsdp_config.json`` and ``huggingface/``, on rank 0."""
         _, actor, _ = self._places(save_id)
         config: dict[str, int] = {"world_size": self._world_size}
         if contents.fsdp_version is not None:
@@ -143,7 +143,7 @@ class RankFiles:
         notes.write_receipt(name, receipt)
 
     def is_vouched(self, save_id: SaveId, name: str) -> bool:
-        """True if other ranks see this rank's receipt, or perhaps see it, because storage fails."""
+        """True if other ranks see this rank's receipt, or may see it, because storage fails."""
         _, _, notes = self._places(save_id)
         try:
             return notes.written(name) == save_id
@@ -151,7 +151,7 @@ class RankFiles:
             return True
 
     def begin_rest(self, save_id: SaveId) -> list[ReceiptFile]:
-        """Protect an announced save from the pruner; return this rank's receipt entries for it.
+        """Protect an announced save from the pruner; return this rank's receipt entries.
 
         Raises:
             SaveFailedError: the weights were deleted or replaced.
@@ -198,7 +198,7 @@ class RankFiles:
     def _write_critic(
         self, save_id: SaveId, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None
     ) -> list[ReceiptFile]:
-        """Write the critic; return its receipt entries, whose names begin with ``critic/``."""
+        """Return entries whose names begin with ``critic/``."""
         folder = self._job.layout.step(save_id.step)
         critic = folder / CRITIC
         self._job.storage.make_folder(critic, below=folder)
@@ -209,7 +209,7 @@ class RankFiles:
         return [file.model_copy(update={"name": f"{CRITIC}/{file.name}"}) for file in files]
 
     def _write_hugging_face(self, save_id: SaveId, contents: RankContents) -> None:
-        """Put the full weights into ``huggingface/``; the daemon never publishes these weights."""
+        """Write full weights for users; the daemon never publishes them."""
         folder, actor, _ = self._places(save_id)
         if contents.hugging_face is not None:
             self._job.storage.make_folder(actor / HUGGINGFACE, below=folder)
@@ -220,10 +220,7 @@ class RankFiles:
             link_or_copy(self._job.storage, actor / FULL_STATE_DICT, target)
 
     def _drop_hugging_face(self, folder: Path) -> None:
-        """Delete the full weights of the replaced checkpoint, and then the file that lists them.
-
-        Otherwise they would look like the weights of the new checkpoint.
-        """
+        """Delete the old full weights, which would look like the new checkpoint's."""
         weights = filter(is_weights_name, self._job.storage.names(folder))
         self._unlink_all(folder, *weights, MANIFEST)
 
@@ -255,7 +252,6 @@ class RankFiles:
         return weights_are and {receipt_name(rank) for rank in ranks} <= receipts
 
     def _places(self, save_id: SaveId) -> tuple[Path, Path, Notes]:
-        """The step's folder, its ``actor/``, and the receipts in ``actor/``."""
         step = save_id.step
         actor = self._job.layout.actor(step)
         return self._job.layout.step(step), actor, Notes(self._job, actor)

@@ -32,8 +32,8 @@ class Attempt:
 
     Attributes:
         weights_stay: True if the weights must not be deleted, because they are perhaps announced.
-        rest_stays: the same for the other files for resuming; also True if this save has none.
-        trained: the name of the file with this rank's part of the trained model, if there is one.
+        rest_stays: the same for the other files for resuming; also True if there are none.
+        trained: the name of this rank's file of the trained model.
     """
 
     save_id: SaveId
@@ -53,10 +53,9 @@ class Remains:
     def discard(self, attempt: Attempt) -> None:
         """Delete this rank's unannounced files, beginning with the receipts.
 
-        This rank's shard is kept if the save has only weights, and this rank's optimizer file is in
-        the same folder. Both then belong to another trainer's full checkpoint of the same step
-        (e.g. verl's), which is perhaps the only checkpoint to resume from. The daemon does not
-        publish the shard: from a folder that once had receipts, it publishes only saves with
+        If a save has only weights, and the folder has this rank's optimizer file, the shard is
+        kept: both belong to another trainer's full checkpoint (e.g. verl's), perhaps the only one
+        to resume from. The daemon does not publish that shard, because the folder once had
         receipts.
         """
         step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
@@ -86,11 +85,11 @@ class Remains:
             self._remove(path)
 
     def unprotect(self, step: int) -> None:
-        """Delete ``.saving``: the save is over, and the pruner may delete its remaining files."""
+        """Delete ``.saving``, so that the pruner may delete the remaining files."""
         self._remove(self._job.layout.step(step) / SAVING)
 
     def remove_temporaries(self, *folders: Path) -> None:
-        """Delete temporary files that this rank left when it was killed during a save."""
+        """Delete this rank's temporary files, left by a kill."""
         ours = tuple(
             f"{TEMPORARY}{name_of(self._world_size, self._rank)}-"
             for name_of in (shard_name, master_name, optimizer_name, extra_state_name)

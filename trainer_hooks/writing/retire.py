@@ -1,6 +1,6 @@
 """Retention of full checkpoints: chooses the ones to keep, and retires the others.
 
-Nothing is deleted here: the daemon deletes retired checkpoints (``docs/protocol.md``, "Pruning").
+The daemon deletes retired checkpoints (``docs/protocol.md``, "Pruning").
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def kept_steps(
 ) -> frozenset[int]:
     """The steps of the full checkpoints to keep; reads no storage.
 
-    ``newest`` is always kept, and counts toward ``max_to_keep`` (0 keeps all). Multiples of
-    ``keep_every`` are kept, too. Steps above ``newest`` are kept, and do not count: they are of an
-    abandoned run, and the trainer, which has resumed at a lower step, will write them again.
+    ``newest`` is always kept, and counts toward ``max_to_keep`` (0 keeps all). Steps above
+    ``newest`` are kept, and do not count: an abandoned run saved them, and this run will write them
+    again.
     """
     older = sorted(step for step in steps if step < newest)
     among = older[max(0, len(older) - max_to_keep + 1) :] if max_to_keep else older
@@ -35,9 +35,8 @@ def kept_steps(
 def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> list[int]:
     """Rename ``.full_checkpoint`` to ``.retired`` in the steps that :func:`kept_steps` omits.
 
-    Rank 0 calls this function after all ranks have written ``newest``, and the checkpoint pointer
-    names that step. If the pointer names another step, nothing is retired. Each rename commits by
-    itself: after an error or a kill, the next call does the remaining renames.
+    Does nothing if the checkpoint pointer does not name ``newest``. After an error or a kill, the
+    next call does the remaining renames.
     """
     if max_to_keep == 0:
         return []
@@ -70,12 +69,12 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
 
 
 def full_steps(job: Job) -> list[int]:
-    """The steps that have a ``.full_checkpoint`` on disk, lowest first."""
+    """The steps that have a ``.full_checkpoint``, lowest first."""
     return [step for step in step_folders(job) if job.storage.exists(job.layout.step(step) / FULL)]
 
 
 def pointed_step(job: Job) -> int | None:
-    """The step that ``latest_checkpointed_iteration.txt`` names; None if the file names no step."""
+    """The step that ``latest_checkpointed_iteration.txt`` names, or None."""
     try:
         step = parse_pointer(job.storage.read(job.layout.checkpoint_pointer))
     except OSError as error:

@@ -23,12 +23,9 @@ log = logging.getLogger(__name__)
 class Spool:
     """A file that is written, under a temporary name, while its tensors are being gathered.
 
-    The temporary file is in ``.syncd/drafts/``, so it needs no step folder and waits for no other
-    save. If this process is killed, the daemon deletes the temporary file.
-
-    The file gets its final name when it is complete and durable, not before. A failed write is not
-    repeated, because the gathered tensors are freed as they are written. ``size`` (bytes) is
-    approximate, for the message on a full disk.
+    The temporary file is in ``.syncd/drafts/``. The daemon deletes it if this process is killed. A
+    failed write is not repeated, because the gathered tensors are freed as they are written.
+    ``size`` (bytes) is approximate, for the message on a full disk.
     """
 
     def __init__(self, job: Job, path: Path, stream: FullStateStream, *, size: int) -> None:
@@ -60,10 +57,10 @@ class Spool:
             self._stream.abort(error)
 
     def commit(self) -> ReceiptFile:
-        """Wait until the file is complete, and rename the file. After an OSError, call it again.
+        """Wait until the file is complete, and rename it. After an OSError, call it again.
 
         Raises:
-            OSError: storage failed; the error names the file.
+            OSError: storage failed.
             SaveFailedError: the pruner deleted the folder that contains the file.
             Exception: the error that ended the gathering or the writing.
         """
@@ -84,7 +81,7 @@ class Spool:
         return self._file
 
     def close(self) -> None:
-        """Delete the temporary file, if it is still there. Safe to call twice or after a commit."""
+        """Delete the temporary file, if it is still there. Safe to call twice."""
         self._stream.abort(RuntimeError("the save is over"))
         self._thread.join()
         try:

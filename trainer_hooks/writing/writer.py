@@ -1,7 +1,6 @@
 """``RankWriter``: writes one rank's saves; on rank 0 it also announces them.
 
-``RankWriter._save`` does the actions of a save in the order that ``docs/protocol.md`` specifies
-under "When a save is complete" ("With receipts").
+``RankWriter._save`` follows ``docs/protocol.md``, "When a save is complete" ("With receipts").
 """
 
 from __future__ import annotations
@@ -52,18 +51,14 @@ class RankWriter:
 
     - A pointer names a step only when every rank's files of one save are complete and durable.
     - A save that is cut off before it is announced is never announced later.
-    - If a save fails, this rank deletes its unannounced files, except if the process is killed.
+    - If a save fails, its unannounced files are deleted, except if the process is killed. If
+      another rank failed, this rank deletes its files at the beginning of its next save.
 
-    Not promised:
-
-    - That a save is announced if a newer save of the same step overtakes it.
-    - That ranks other than 0 delete their files of a failed save before they begin the next save,
-      because they learn of the failure only then.
+    Not promised: that a save is announced if a newer save of the same step overtakes it.
 
     Args:
         save_timeout: seconds that rank 0 waits for the other ranks' receipts.
-        weights_announced: on rank 0, called once the state pointer has moved.
-        checkpoint_announced: on rank 0, called once the checkpoint pointer has moved.
+        weights_announced, checkpoint_announced: on rank 0, called once the pointer has moved.
         pauses: seconds before each retry of an operation that storage refused for a moment.
     """
 
@@ -100,8 +95,7 @@ class RankWriter:
         """Write this rank's files, and return their size; rank 0 also waits and moves the pointers.
 
         Raises:
-            SaveFailedError: the save failed. If the state pointer has moved, the weights are
-                complete nevertheless.
+            SaveFailedError: the save failed, perhaps after its weights were announced.
         """
         attempt = Attempt(
             save_id,
@@ -128,7 +122,7 @@ class RankWriter:
             raise
 
     def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
-        """Add the full weights to a complete full checkpoint, beside its config; on rank 0.
+        """On rank 0, add the full weights to a complete full checkpoint.
 
         Raises:
             SaveFailedError: the weights could not be written; the checkpoint is still complete.
@@ -145,7 +139,7 @@ class RankWriter:
             ) from error
 
     def say_failed(self, save_id: SaveId) -> None:
-        """Record that this rank failed, so that no other rank waits for its part of a save.
+        """Record that this rank failed, so that no other rank waits for it.
 
         If storage refuses the record, the other ranks wait until their timeout.
         """
@@ -172,19 +166,18 @@ class RankWriter:
             self._remains.unprotect(save_id.step)
 
     def are_weights_there(self, save_id: SaveId) -> bool:
-        """True if an announced save still has the weights of all ranks; checks only file names."""
+        """True if an announced save still has the weights of all ranks."""
         return self._files.are_weights_there(save_id)
 
     def stop_waiting(self) -> None:
-        """Stop waiting for other ranks. A save that another rank has not finished fails."""
+        """Stop waiting for other ranks; unfinished saves fail."""
         self._stopped.set()
 
     def again(self, save_id: SaveId, work: Callable[[], T]) -> T:
         """Call ``work``, and call it again a few times if storage fails for a moment.
 
-        A new call also recreates a folder that the pruner has deleted. After a failed fsync, the
-        file is written again under a new temporary name, because a second fsync of the same file
-        would wrongly report success.
+        ``work`` must write a file again under a new temporary name, because a second fsync after a
+        failed one would wrongly succeed. It must also recreate folders that the pruner deleted.
         """
         for pause in self._pauses:
             try:
@@ -196,10 +189,7 @@ class RankWriter:
         return work()
 
     def _save(self, attempt: Attempt, contents: RankContents) -> int:
-        """Write a save in the order of the protocol: files are durable before their receipt exists.
-
-        If storage fails, :meth:`again` repeats only the function that failed, not the whole save.
-        """
+        """Write a save in the order of the protocol: files are durable before their receipt."""
         save_id, step, rank = attempt.save_id, attempt.save_id.step, self._rank
         layout, files = self._job.layout, self._files
         actor, critic = layout.actor(step), layout.step(step) / CRITIC
@@ -275,8 +265,8 @@ class RankWriter:
         """Write the receipt: these files are complete and durable.
 
         On ranks other than 0, an OSError means that no other rank has seen the receipt. A
-        SaveFailedError means that other ranks can see the receipt, although it may not be durable.
-        Then rank 0 may have announced the files, so they must not be deleted or rewritten.
+        SaveFailedError means that other ranks can see it, although it may not be durable. Then rank
+        0 may have announced the files, so they must not be deleted or rewritten.
         """
         save_id = attempt.save_id
         name = full_receipt_name(self._rank) if is_full else receipt_name(self._rank)
@@ -300,7 +290,7 @@ class RankWriter:
                 ) from None
 
     def _wait_for_all(self, save_id: SaveId, name_of: Callable[[int], str]) -> bool:
-        """Wait for all ranks' receipts; False if a rank has written a newer save of this step."""
+        """Return False if a rank has written a newer save of this step."""
         notes = Notes(self._job, self._job.layout.actor(save_id.step))
         until = time.monotonic() + self._timeout
         for rank in range(self._world_size):
@@ -351,7 +341,7 @@ class RankWriter:
         self.say_failed(attempt.save_id)
 
     def _remove_given_up(self, attempt: Attempt) -> None:
-        """Delete this rank's part of its previous save, if rank 0 gave that save up."""
+        """Delete this rank's previous save, if rank 0 gave that save up."""
         last, self._last = self._last, attempt
         if last is None or last.save_id == attempt.save_id or self._rank == 0:
             return
