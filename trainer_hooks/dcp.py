@@ -45,7 +45,7 @@ def announce_dcp(
         folder: the folder of the save, by default ``JOB/global_step_N/actor``. Any other folder
             must be on the same filesystem, because its files are hard-linked into the job.
             Afterwards you may delete that folder. With such a folder,
-            ``latest_checkpointed_iteration.txt`` also gets the step.
+            ``latest_checkpointed_iteration.txt`` names the step, too.
         storage: set only by tests.
 
     Raises:

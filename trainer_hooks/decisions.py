@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The longest timeout in seconds, because torch limits timeouts; no training waits for longer.
+#: The longest timeout, in seconds. torch limits timeouts, and no training waits for longer.
 _LONGEST: Final = 30 * 24 * 3600.0
-#: Seconds between two checks whether all ranks have come to a meeting.
+#: Seconds between two checks of a meeting.
 _POLL: Final = 0.05
 #: Seconds that the store of the process group may take to answer.
 _ANSWER: Final = 10.0
-#: The outcome of a meeting that all ranks came to; any other outcome is the reason for its failure.
+#: The outcome of a meeting that all ranks came to. Any other outcome is the reason of a failure.
 _ALL: Final = "all"
 #: Sent in place of the step if there is none.
 _NO_STEP: Final = -1
@@ -122,7 +122,7 @@ class Decisions:
         return Plan(decided)
 
     def wait_until_sent(self, timeout: float) -> None:
-        """On rank 0, wait ``timeout`` seconds for each unsent decision; warn if one is late."""
+        """On rank 0, wait until all decisions are sent; warn if one takes ``timeout`` seconds."""
         failed: RuntimeError | None = None
         for work, _ in self._sent:
             try:
@@ -156,7 +156,7 @@ class Decisions:
         return None if outcome == _ALL else outcome
 
     def call_off(self, name: str, why: str) -> None:
-        """Tell the other ranks that this rank will not meet them."""
+        """Tell the other ranks that this rank will not call :meth:`meet`."""
         if self._group is None or self._has_lost_its_group():
             return
         store, end = self._store(name), time.monotonic() + _ANSWER

@@ -299,7 +299,7 @@ class Planner:
             fast_path.cadence.passed(step)
             return Plan.BROADCAST
         by_files = self._by_files(is_saved=False)
-        # If the save is skipped, it waits for the next sync: explorers have the weights already.
+        # A skipped save can wait for the next sync, because explorers have the weights already.
         return Plan.BROADCAST | (by_files & Plan.SYNC)
 
     def _explorers_want(self, step: int | None, *, waiting: bool) -> bool:

@@ -127,7 +127,7 @@ class TrainerJob:
         if self._ranks.rank > 0:
             return SaveFolder(job, None, SaveLayout.FULL)
         job.open()
-        # open() changes nothing in an existing job. This fails if the job is mounted read-only.
+        # open() changes nothing in an existing job. refresh() fails if it is mounted read-only.
         job.storage.refresh(job.layout.root)
         writer = RankWriter(
             job,

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["SyncdCallback"]
 
-#: A log shows the sum of these metrics since the last log. It shows other metrics' last value.
+#: A log shows the sum of these metrics since the last log, and the last value of the others.
 _SUMMED: Final = frozenset(
     {
         "time/stall",
@@ -54,12 +54,11 @@ class SyncdCallback(TrainerCallback):
     - The Trainer saves a step while two saves are unfinished.
     - At the end, the last save is being written.
 
-    The last step is not published with ``SaveSettings(final=False)``. With
-    ``load_best_model_at_end`` it is not published either, because the loaded model is not the model
-    of the last step.
+    At the end, nothing is published with ``SaveSettings(final=False)``, and nothing with
+    ``load_best_model_at_end``, because the loaded model is not the model of the last step.
 
-    If training fails, the trainer counts as dead only one lease time after its process has ended.
-    Call ``train`` inside ``with callback:`` to have the failure reported at once.
+    Call ``train`` inside ``with callback:`` to report a failed training at once. Otherwise the
+    trainer counts as dead one lease time after its process has ended.
 
     Add the callback with ``trainer.add_callback(callback)``. Use :meth:`add_to` instead if the
     callback's metrics should reach W&B or TensorBoard.
@@ -71,7 +70,7 @@ class SyncdCallback(TrainerCallback):
         saving: how saves are written; the same on all ranks. ``save_as_hf`` must be ``never``.
         memory_dir: only with method ``memory``; see :class:`~trainer_hooks.hook.TrainerHook`.
         publish_first: whether to publish the weights before the first step, for explorers that have
-            no weights yet. They get the number 0, or the step from which the Trainer resumes.
+            no weights yet. The version's step is 0, or the step from which the Trainer resumes.
         stop_on_failure: whether a failed save ends the training. If False, the failure is logged
             and counted in ``sync/failed``. The previous version stays published, and the next due
             step is saved as usual.

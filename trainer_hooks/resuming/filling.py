@@ -122,7 +122,7 @@ def _plan(
     left = {number: [goal.box] if goal.box.size else [] for number, goal in enumerate(goals)}
     seen: set[str] = set()
     # (goal, box in the file) → the mesh. On two meshes the same box may have different values,
-    # e.g. those of two ranks' experts.
+    # e.g. of two ranks' experts.
     meshes: dict[tuple[int, Box], int | None] = {}
     for file in numbers:
         tensors = files[file].tensors

@@ -94,8 +94,8 @@ def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) ->
     """Return the step to resume from, or None if there is no complete full checkpoint.
 
     If the step that ``latest_checkpointed_iteration.txt`` names is complete, it is chosen, even if
-    a newer step is complete too. Otherwise the newest complete step is chosen. For each full
-    checkpoint that is incomplete, the log has the reason. Nothing in ``job_dir`` is changed.
+    a newer step is complete too. Otherwise the newest complete step is chosen. The log has the
+    reasons against the checkpoints that were rejected. Nothing in ``job_dir`` is changed.
 
     Each rank that calls this function chooses for itself;
     :func:`~trainer_hooks.resuming.resume.load_checkpoint` chooses the same step for all ranks. Not
@@ -176,7 +176,7 @@ def _foreign(job: Job, step: int, names: list[str], *, is_marked: bool) -> FullC
         masters = foreign_masters(job.storage, job.layout.actor(step), save)
     except SaveNotReadyError as error:
         return str(error)
-    # If a shard is missing, the step is damaged: loading fails, and no other step is chosen.
+    # If one of these files is missing, the step is damaged, so loading it must fail.
     weights = masters or save.weights
     return FullCheckpoint(step, len(weights), None, weights)
 

@@ -13,7 +13,7 @@ from syncd.coordination.host_memory import HostMemory
 
 #: The dtypes that torch.aminmax can check: if any value is NaN, both its results are NaN.
 _BY_VALUE: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-#: torch has no aminmax of fp8, so its bits are compared: without the sign, NaN and Inf are largest.
+#: torch has no aminmax for fp8, so bits are compared: without the sign, NaN and Inf are largest.
 _BY_BITS: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _NO_SIGN: Final = 0x7F
 #: Elements of fp8 whose bits are copied at a time.

@@ -1,7 +1,7 @@
 """A full checkpoint's state other than weights: the optimizer, and the rest needed to resume.
 
-The programs that read these files run no code from a file. So a save refuses values that
-``torch.load(weights_only=True)`` cannot load.
+The programs that read these files run no code from a file. So a save refuses values that cannot be
+loaded without code.
 """
 
 from __future__ import annotations

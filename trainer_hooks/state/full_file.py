@@ -63,7 +63,7 @@ class FullStateStream:
         limit: the size of the buffer between the two threads, in bytes of host memory.
         tied: whether to leave out the output embedding (:func:`ties_embeddings`).
         derived: name → a tensor to write instead of the one in ``state``; same dtype and shape.
-        cast: the dtype to which floating tensors are cast; None to keep their dtypes.
+        cast: None to keep the dtypes.
     """
 
     def __init__(

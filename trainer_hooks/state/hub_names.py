@@ -76,7 +76,7 @@ class HubNames:
             return None
         try:
             return name_map_of(plain_model(inner, tensors) if base is None else base, tensors)
-        except Exception as error:  # noqa: BLE001 - copying a model's modules may fail, but no save must fail by it
+        except Exception as error:  # noqa: BLE001 - copying a model's modules may fail, but no save may fail because of it
             return _refused(
                 f"the model's modules cannot be copied: {type(error).__name__}: {error}"
             )
@@ -153,7 +153,7 @@ class _Views(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.joined: dict[int, tuple[int, Sequence[Tensor]]] = {}
-        self._kept: list[Tensor] = []  # so that no id of memory is given twice
+        self._kept: list[Tensor] = []  # so that no two tensors get the same id of memory
 
     def __torch_function__(
         self,

@@ -129,8 +129,8 @@ class PeftState:
     def merged(self) -> tuple[dict[str, Tensor], dict[str, Derived]]:
         """The full model that ``merge_and_unload()`` would make; the model stays as it is.
 
-        Return two dicts, keyed by the base model's names: this rank's part of each unmerged weight,
-        and the way to compute each weight that adapters change.
+        Return this rank's part of each unmerged weight, and the way to compute each merged weight,
+        both by the name in the base model.
 
         Raises:
             InvalidSettingsError: PEFT cannot merge the adapters into a plain model.
@@ -261,7 +261,7 @@ def base_vocabulary(model: nn.Module) -> int | None:
         try:
             found = json.loads(Path(str(path)).read_bytes()).get("vocab_size")
         except (OSError, ValueError, AttributeError):
-            continue  # no config, or it is not of a language model
+            continue  # no config, or not a language model's
         if isinstance(found, int):
             return found
     return None

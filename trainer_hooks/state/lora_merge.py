@@ -48,7 +48,7 @@ def merged_parts(
             both by the name in the base model.
 
     Raises:
-        InvalidSettingsError: PEFT cannot merge some layer, or would change the dtype of a weight.
+        InvalidSettingsError: PEFT cannot merge some layer, or would change a weight's dtype.
     """
     found = _Base(state)
     root: Any = plain

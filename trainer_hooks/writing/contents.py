@@ -20,7 +20,6 @@ class RankContents:
 
     Attributes:
         model: the rank's part of the state dict; None if the rank writes no shard.
-        optimizer, extra, critic, critic_optimizer: only for a full checkpoint.
         full_model: the full state dict or an adapter in one file.
         trained: for a full checkpoint, this rank's part of the model to resume from, if the save
             publishes other weights (an adapter, a merged model, or cast weights).

@@ -31,8 +31,8 @@ class Attempt:
     """The state of a save, as far as this rank knows it.
 
     Attributes:
-        weights_stay: True if the weights must not be deleted, because they are perhaps announced.
-        rest_stays: the same for the other files for resuming; also True if there are none.
+        weights_stay: True if the weights are perhaps announced, so they must not be deleted.
+        rest_stays: True if the other files for resuming must not be deleted, or do not exist.
         trained: the name of this rank's file of the trained model.
     """
 
@@ -55,8 +55,8 @@ class Remains:
 
         If a save has only weights, and the folder has this rank's optimizer file, the shard is
         kept: both belong to another trainer's full checkpoint (e.g. verl's), perhaps the only one
-        to resume from. The daemon does not publish that shard, because the folder once had
-        receipts.
+        to resume from. The daemon does not publish that shard, because receipts are missing in a
+        folder that had them.
         """
         step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
         actor, critic = self._job.layout.actor(step), self._job.layout.step(step) / CRITIC

@@ -118,7 +118,7 @@ class RankWriter:
                 "published"
             ) from error
         except BaseException:
-            self._after_failure(attempt)  # the error is e.g. of a tokenizer that cannot be saved
+            self._after_failure(attempt)  # e.g. a tokenizer cannot be saved
             raise
 
     def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
