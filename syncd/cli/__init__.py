@@ -1,4 +1,4 @@
-"""The ``syncd`` command. Each subcommand has its own module, which is imported when it is used."""
+"""The ``syncd`` command; each subcommand has its own module."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _Lazy(click.Group):
             command = _loaded(added[cmd_name])
         else:
             return None
-        assert isinstance(command, click.Command)  # noqa: S101 # a slip of ours, not of the user's
+        assert isinstance(command, click.Command)  # noqa: S101 # a bug, not a user's error
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 # click's signature
@@ -93,8 +93,8 @@ class _Lazy(click.Group):
 
 
 def _added() -> dict[str, EntryPoint]:
-    """Name → command of another package. Names of syncd's own commands are left out."""
-    from importlib.metadata import entry_points  # noqa: PLC0415 - it takes as long as all of this
+    """The commands of other packages by name, except those with the name of a syncd command."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 - it takes as long as all the rest
 
     ours = _COMMANDS.keys() - _OF_HOOKS
     return {point.name: point for point in entry_points(group=_ADDED) if point.name not in ours}
@@ -128,7 +128,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line. If syncd raises an error, print one line and exit with its code."""
+    """Run the command line; report an error without a traceback, and exit with its code."""
     log_lines.set_up()
     log_lines.name_faults()
     try:

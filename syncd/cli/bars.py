@@ -1,4 +1,4 @@
-"""Long work on a terminal: a bar with rate and time left, or a status line."""
+"""Progress bars and status lines for long work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def at_work(what: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console  # noqa: PLC0415 - as above
+    from rich.console import Console  # noqa: PLC0415 - slow to import
 
     with Console(stderr=True).status(what):
         yield

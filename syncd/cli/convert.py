@@ -40,7 +40,7 @@ _Convert = Callable[[FoundCheckpoint, Progress], Manifest | None]
 
 @dataclass(frozen=True, slots=True)
 class _Converted:
-    """The outcome for one full checkpoint; ``outcome`` is one of the words in docs/cli.md."""
+    """The result for one full checkpoint; docs/cli.md lists the values of ``outcome``."""
 
     step: int
     outcome: str
@@ -146,7 +146,7 @@ def command(
 
 
 def _alone(folder: Path, step: int | None) -> tuple[Path, int | None]:
-    """The job and the step to convert; for a step folder, its job and its step."""
+    """The job and the step to convert; ``folder`` can be a job or a step folder."""
     found = parse_step_folder(folder.resolve().name)
     if found is None or holds_job(Job.at(folder)):
         return folder, step

@@ -1,4 +1,4 @@
-"""``syncd demo``: the whole loop on one machine, with real processes, in under a minute."""
+"""``syncd demo``: training, merges and reloads by real processes, in under a minute."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from syncd.torch_extra import require_torch
 _WORLD_SIZE: Final = 2
 #: name → seconds of rollouts between two pulls
 _EXPLORERS: Final = {"quick": 0.2, "slow": 2.5}
-#: The limit for a demo that hangs. It is high, because the machine may be busy.
+#: Seconds after which the demo counts as hung; long, because the machine may be busy.
 _DEADLINE: Final = 600.0
 _LOOK: Final = 0.2
 _LEASE_TIME: Final = 6.0
@@ -77,7 +77,7 @@ def command(steps: int, *, keep: bool, no_tty: bool, as_json: bool) -> None:
         run = _Run(room, steps)
         _introduce(run, console, keep=keep)
         run.job.layout.root.mkdir()
-        # So that users on another terminal find a job even before the daemon has begun.
+        # Create the job now, so that commands on another terminal find it before the daemon starts.
         run.job.open(lease_time=_LEASE_TIME)
         with _Screen(console) as screen:
             with run.processes():
@@ -106,7 +106,7 @@ def _room(console: Console, *, keep: bool) -> Iterator[Path]:
 
 @dataclass
 class _Run:
-    """The processes of one demo, and the durations of the merges that the demo has seen."""
+    """The processes of one demo, and the seconds of each merge."""
 
     room: Path
     steps: int
@@ -119,7 +119,7 @@ class _Run:
 
     @contextmanager
     def processes(self) -> Iterator[None]:
-        """Run all processes during the block. At the end of the block all of them have ended."""
+        """Run all processes during the block, and end them after it."""
         job = str(self.job.layout.root)
         try:
             self._start("daemon", "syncd", "run", job, keep=1, tick=0.5, lease_time=_LEASE_TIME)
@@ -159,7 +159,7 @@ class _Run:
                     program.wait()
 
     def going(self) -> bool:
-        """True if a trainer or an explorer still runs. Raises if any process has failed."""
+        """True if a trainer or an explorer still runs; raise an error if any process has failed."""
         for name, program in self.programs.items():
             if program.poll() not in {None, 0}:
                 tail = self._log(name).read_text(errors="replace").strip().splitlines()[-12:]
@@ -172,7 +172,7 @@ class _Run:
         )
 
     def seen(self) -> dict[str, Any]:
-        """The state that ``syncd status`` would show, and the pruned versions and steps."""
+        """The state in ``syncd status``, and the pruned versions and steps."""
         found = look(self.job)
         for version in found["versions"]:
             self._note_merge(version["sequence"])
@@ -226,7 +226,7 @@ class _Run:
 
 
 class _Screen:
-    """The display of the demo: on a terminal a table that updates, else a line for each change."""
+    """On a terminal, a table that updates; otherwise a line for each change."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -255,7 +255,7 @@ class _Screen:
             self._live.stop()
 
     def show(self, phase: str, seen: dict[str, Any] | None = None, *, ends: bool = False) -> None:
-        """Show a phase and a state of the job; by default the state of the previous call."""
+        """Show a phase, and the state of the job (by default, the previous state)."""
         self._seen = seen or self._seen
         if self._live is not None:
             words = Text.assemble((phase, "bold green"), f"   {self.elapsed:.1f} s")

@@ -1,7 +1,7 @@
-"""The model that ``syncd demo`` trains and serves: a small transformer, written by hand.
+"""The small transformer that ``syncd demo`` trains and serves.
 
-Like a real model it has parts that are hard to merge: tied weights, norms of one dimension, a
-buffer of integers, and sizes that two ranks cannot share evenly. Only the demo imports this module.
+Like a real model, it has parts that are hard to merge: tied weights, norms of one dimension, a
+buffer of integers, and sizes that two ranks cannot share evenly.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TinyTransformer(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Training tokens ``(8, 65)`` int64: each row counts up from a random start, by a stride."""
+    """Training tokens ``(8, 65)`` int64: each row counts up by a random stride, modulo 257."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     start = torch.randint(0, VOCABULARY, (8, 1), generator=generator)
     stride = torch.randint(1, 9, (8, 1), generator=generator)

@@ -24,7 +24,7 @@ from syncd.storage.job import Job
 
 _STYLES: Final = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold red"}
 _LIMITS: Final = Deadlines()
-#: The column of the text, on lines that begin with verdict and name.
+#: The column in which the text begins, after the verdict and the name.
 _INDENT: Final = 18
 
 
@@ -97,7 +97,7 @@ def _as_json(root: Path, findings: list[Finding]) -> dict[str, object]:
 
 
 class _Shown(Watching):
-    """Prints each finding as soon as it is known; on a terminal it also shows the current test."""
+    """Prints each finding at once; on a terminal, also shows the current test."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._out = Console()

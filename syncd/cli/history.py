@@ -17,7 +17,7 @@ from syncd.protocol.amounts import moment, size, span
 from syncd.protocol.names import printable
 from syncd.storage.job import Job
 
-#: How many explorers of a version are shown; JSON has all.
+#: The most explorers that are shown for a version; JSON has all.
 _EXPLORERS: Final = 4
 _HEADS: Final = ("version", "step", "published", "after", "merge", "delta", "pruned")
 _GAP: Final = "  "
@@ -82,7 +82,7 @@ def _cells(version: VersionHistory) -> tuple[str, ...]:
 
 
 def _live(live: list[Live], room: int) -> str:
-    """The explorers, one on each line; if a name is too long, its beginning is cut off."""
+    """One line for each explorer; a long name loses its beginning."""
     shown = [(printable(one.explorer), one) for one in live[:_EXPLORERS]]
     if len(live) > _EXPLORERS:
         shown.append((f"and {len(live) - _EXPLORERS} more", live[-1]))

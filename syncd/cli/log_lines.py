@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 #: syncd's own packages; other packages' messages below INFO are never shown.
 _OURS: Final = ("syncd", "trainer_hooks", "explorer_hooks")
 _HALF: Final = re.compile("[\ud800-\udfff]")
-#: How often the same line is shown in a minute before it is held back.
+#: A line is shown this many times in a minute, before it is held back.
 _BURST: Final = 10
 
 
 def _job_of(record: logging.LogRecord) -> str:
-    """The directory of the job that a line is about; empty if the process serves only one job."""
+    """The job directory that a line is about; empty if the process serves only one job."""
     thread = record.threadName or ""
     return thread.removeprefix(JOB_THREAD) if thread.startswith(JOB_THREAD) else ""
 
@@ -56,7 +56,7 @@ class HumanLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """One JSON object: time (UTC), level, event, message, logger, and the event's fields.
 
-    A value becomes text if JSON has no such type. Bytes of a name that are not UTF-8 are escaped.
+    A value of a type that JSON lacks becomes text. Bytes that are not UTF-8 are escaped.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -86,7 +86,7 @@ class JsonLines(logging.Formatter):
 
 
 class Flood(logging.Filter):
-    """Holds back a line that occurs more than ten times a minute, for longer and longer times."""
+    """Holds back the repeats of a line, after ten in a minute (see :class:`.Repeats`)."""
 
     def __init__(self, repeats: Repeats | None = None) -> None:
         super().__init__()
@@ -102,11 +102,11 @@ class Flood(logging.Filter):
 
 
 class _Lines(logging.StreamHandler):  # type: ignore[type-arg] # generic in its stub alone
-    """A class of its own, so that :func:`set_up` finds the handler that it made before."""
+    """A class of its own, so that :func:`set_up` finds the handler of an earlier call."""
 
 
 def set_up(form: str = "human", level: str = "info") -> None:
-    """Log to standard error, in the form ``human`` or ``json``; ``level`` is the lowest level."""
+    """Log to standard error, as ``human`` or ``json``; ``level`` is the lowest level to log."""
     root = logging.getLogger()
     handler = next((one for one in root.handlers if isinstance(one, _Lines)), None)
     if handler is None:
@@ -121,9 +121,9 @@ def set_up(form: str = "human", level: str = "info") -> None:
 
 
 def name_faults() -> None:
-    """Also log the uncaught exceptions of all threads of this process.
+    """Log the uncaught exceptions of all threads.
 
-    Do not call this in a library, because Python's exception hooks affect the whole process.
+    Do not call this in a library: Python's exception hooks affect the whole process.
     """
 
     def of_process(

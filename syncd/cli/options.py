@@ -128,7 +128,7 @@ def given(ctx: click.Context) -> dict[str, GivenValue]:
 
 @dataclass(frozen=True, slots=True)
 class VersionOrStep:
-    """A version or a step from the command line; either ``sequence`` or ``step`` is None."""
+    """A version or a step from the command line; one field is None."""
 
     sequence: int | None = None
     step: int | None = None

@@ -23,7 +23,7 @@ def command(job: Path, target: options.VersionOrStep, *, as_json: bool) -> None:
     syncd obeys a pin; the trainer can still delete a pinned step folder.
     """
     opened = Job.at(job)
-    opened.lease_time()  # a job at all?
+    opened.lease_time()  # an error, if this is no job
     if target.sequence is not None:
         pin_version(opened, target.sequence)
     elif target.step is not None:

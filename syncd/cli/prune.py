@@ -62,7 +62,7 @@ def _said(action: Pruning) -> str:
 
 
 def _told(action: Pruning) -> tuple[str, str, str]:
-    """The kind of a deleted thing, its name, and the reason, as in the audit log."""
+    """Kind, name and reason of a deletion, as in the audit log."""
     match action:
         case DropLease():
             return "lease", f"{version_folder(action.sequence)}/{action.marker}", action.why

@@ -166,7 +166,7 @@ def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_opt
     log.debug("the limit of open files is now %d; it was %d", hard, soft)
     with ExitStack() as stack:
         services = _services(configuration, stack)
-        # Without a file there is nothing to read again: SIGHUP ends the process, as ever.
+        # Without a configuration file, SIGHUP keeps its default effect: it ends the process.
         reload = services.reload if config is not None else None
         stack.enter_context(stopped_by_signals(services.stop, reload=reload))
         ended = services.run()
@@ -188,7 +188,7 @@ def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
 
 
 def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | RootServices:
-    """Make the daemons. Their hang guard and metrics run until the stack is closed."""
+    """Make the daemons; their hang guard and metrics run until the stack is closed."""
     config, root = configuration.current.config, configuration.current.root
     manager = ServiceManager.of_environment()
     guard = HangGuard(config.hang_time, manager, together=root is None)

@@ -1,4 +1,4 @@
-"""Signal handlers that end a command: between two of its steps, or immediately, with a cleanup."""
+"""Signal handlers that end a command cleanly."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def stopped_by_signals(
 
 @contextmanager
 def cleaned_up() -> Iterator[None]:
-    """During the block, SIGTERM and SIGHUP raise SystemExit, so that ``finally`` blocks clean up.
+    """During the block, SIGTERM and SIGHUP raise SystemExit, so that ``finally`` blocks run.
 
-    The exit status is 128 plus the signal's number, as a shell reports a killed process.
+    The exit status is 128 plus the signal's number, as in a shell.
     """
 
     def leave(number: int, _frame: FrameType | None) -> None:

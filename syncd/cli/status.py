@@ -68,7 +68,7 @@ def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bo
 
 
 def _found(given: Sequence[Path]) -> tuple[list[Path], bool]:
-    """The jobs to show; and True if the command got a single folder that is a job directory."""
+    """The jobs to show, and True if ``given`` is exactly one job directory."""
     if not given:
         named = [job for folder in options.configured_folders() for job in _jobs_or_itself(folder)]
         return list(dict.fromkeys(named)), False
@@ -77,7 +77,7 @@ def _found(given: Sequence[Path]) -> tuple[list[Path], bool]:
 
 
 def _jobs_or_itself(folder: Path) -> list[Path]:
-    """The jobs in the folder that a configuration names; the folder itself if it is unreadable."""
+    """The jobs in a folder; the folder itself if it is unreadable."""
     try:
         return jobs_at(folder)
     except (JobUnavailableError, OSError):
@@ -90,7 +90,7 @@ def _print_json(found: list[Path], *, is_one: bool, indent: int | None) -> None:
 
 
 def _repeat(show: Callable[[], None], every: float | None) -> None:
-    """Show the state once. With an interval, repeat until Ctrl-C, which is the normal end."""
+    """Show the state once; with an interval (seconds), repeat until Ctrl-C."""
     try:
         show()
         while every is not None:

@@ -17,21 +17,22 @@ from syncd.protocol.names import printable
 #: The most explorers and the most events that the page shows; JSON has more.
 _EXPLORERS: Final = 20
 _EVENTS: Final = 8
-#: Explorers shown even on a low terminal; the most reasons of faults; the most queued rollbacks.
+#: Explorers that are shown even on a low terminal.
 _LEAST: Final = 4
+#: The most reasons of faults, and the most queued rollbacks, that the page shows.
 _FAULTS: Final = 4
 _ROLLBACKS: Final = 3
 #: Lines around the explorers: an empty line, the header, the line for the rest, and the prompt.
 _AROUND: Final = 4
-#: Lease times without a report after which a daemon that still has its lock may have ended.
+#: After this many lease times without a report, a daemon may have ended without unlocking.
 _SILENT: Final = 3.0
 _LABEL: Final = 9
 
 
 def page(seen: dict[str, Any], now: float, width: int, height: int | None = None) -> RenderableType:
-    """The page of one job, and of the job in its memory directory if there is one.
+    """The page of one job and its memory directory.
 
-    ``seen`` is the result of :func:`syncd.operate.job_state.look_anyway`, and ``now`` is in seconds
+    ``seen`` is the result of :func:`syncd.operate.job_state.look_anyway`. ``now`` is in seconds
     since the epoch. ``height`` is None if the output is not a terminal.
     """
     parts = _job(seen, now, width, height)
@@ -46,7 +47,7 @@ def page(seen: dict[str, Any], now: float, width: int, height: int | None = None
 
 
 def table(seen: list[dict[str, Any]], now: float) -> RenderableType:
-    """The table of several jobs, with one row for each job."""
+    """A table of several jobs, one row each."""
     found = _table("job", "daemon", "latest", "step", "explorers", "behind", "heard")
     notes: list[Text] = []
     for job in seen:
@@ -167,7 +168,7 @@ def _deltas(seen: dict[str, Any]) -> str:
 
 
 def _names(seen: dict[str, Any]) -> str:
-    """The kind of the tensors' names; empty if the daemon does not report it."""
+    """The kind of tensor names; empty if the daemon does not report it."""
     names = (seen["daemon"] or {}).get("names")
     if names is None:
         return ""
@@ -183,10 +184,10 @@ def _names(seen: dict[str, Any]) -> str:
 
 
 def _how_to_start(seen: dict[str, Any], now: float) -> str:
-    """The command that starts a daemon, if no daemon seems to be running; else empty."""
+    """Advice to start a daemon; empty if a daemon seems to run."""
     daemon = seen["daemon"]
     if "memory" not in seen:
-        return ""  # a memory directory, which the first job's daemon serves
+        return ""  # a memory directory: the daemon of the main job serves it
     if not seen["daemon_lock_held"]:
         why = "no daemon serves this job; start a daemon"
     elif daemon is not None and now - daemon["time"] > _SILENT * (seen["lease_time"] or 0.0):
@@ -225,7 +226,7 @@ def _counted(name: str) -> str:
 
 
 def _faults(reports: list[dict[str, Any]], width: int) -> list[RenderableType]:
-    """The reasons why explorers are faulty or refuse a version, each reason once."""
+    """The reasons why explorers are faulty or refuse a version, without repeats."""
     names: dict[str, list[str]] = {}
     for report in reports:
         for why in (report["fault"], report["refused"], report["starting"]):
@@ -240,7 +241,7 @@ def _faults(reports: list[dict[str, Any]], width: int) -> list[RenderableType]:
 
 
 def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[RenderableType]:
-    """The table of explorers; if not all fit, sorted by lag, with stopped explorers last."""
+    """The table of explorers. If not all fit, stopped ones come last."""
     if len(reports) > most:
         reports = sorted(reports, key=lambda one: (one["status"] == "stopped", -one["behind"]))
     found = _table("explorer", "status", "version", "step", "behind", "pause", "heard")
@@ -274,7 +275,7 @@ def _pause(reload: dict[str, Any] | None) -> str:
 
 def _events(events: list[dict[str, Any]], width: int) -> list[RenderableType]:
     told: list[tuple[float, str]] = []
-    # Explorers that begin to serve a version one after the other share a line.
+    # Consecutive "live" events of one version share a line.
     for (what, version), group in groupby(events, lambda one: (one["event"], one.get("version"))):
         same = list(group)
         if what == "live":
@@ -325,7 +326,7 @@ def _by(event: dict[str, Any]) -> str:
 
 
 def _few(names: list[str]) -> str:
-    """The names, joined by commas; only the first names if there are many."""
+    """The names, joined by commas; of more than five, the first four."""
     told = ", ".join(names[:4])
     return told if len(names) <= 5 else f"{told} and {len(names) - 4} more"
 
@@ -338,7 +339,7 @@ def _table(*heads: str) -> Table:
 
 
 def _cells(*cells: object) -> list[Text]:
-    """Cells of plain text on one line, in which markup and terminal escapes have no effect."""
+    """Cells of plain text, without markup and terminal escapes."""
     return [_text(str(cell)) for cell in cells]
 
 
@@ -347,7 +348,7 @@ def _text(text: str) -> Text:
 
 
 def _lines(label: str, text: str, width: int, *, indent: int = _LABEL) -> list[RenderableType]:
-    """A label and its text. The text is wrapped below its own first line; a path is never cut."""
+    """A label and its text, wrapped with a hanging indent; a path is never cut."""
     found = textwrap.wrap(
         printable(text),
         max(width - indent, 20),

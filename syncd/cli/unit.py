@@ -218,7 +218,7 @@ def _follower(
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder in which the unit must write to make ``path``: a mount itself, else the parent."""
+    """The folder that the unit must write to: ``path`` if it is a mount, otherwise its parent."""
     if path.is_mount():
         return path
     if path.parent == Path(path.anchor):

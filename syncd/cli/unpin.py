@@ -19,7 +19,7 @@ from syncd.storage.leases import unpin_step, unpin_version
 def command(job: Path, target: options.VersionOrStep, *, as_json: bool) -> None:
     """Unpin a version (v17) or step folder (17) of JOB, so that the usual pruning rules apply."""
     opened = Job.at(job)
-    opened.lease_time()  # a job at all?
+    opened.lease_time()  # an error, if this is no job
     was = False
     if target.sequence is not None:
         was = unpin_version(opened, target.sequence)

@@ -23,7 +23,7 @@ from syncd.storage.job import Job
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    """The result for one folder: ``whole``, ``damaged``, ``remote``, or ``pruned`` (deleted)."""
+    """The result for one folder; ``outcome`` is whole, damaged, remote or pruned (deleted)."""
 
     folder: str
     outcome: str

@@ -56,11 +56,11 @@ def command(jobs: tuple[Path, ...], port: int, limit: int, *, as_json: bool) -> 
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            pass  # how it is meant to end
+            pass  # the normal end
 
 
 def _check_is_there(folder: Path) -> None:
-    """Raise an error if a folder is missing. Errors of storage are shown by the page instead."""
+    """Raise an error if a folder is missing. The page shows all other errors of storage."""
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError) as error:

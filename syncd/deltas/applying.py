@@ -1,7 +1,4 @@
-"""Make a version's files from an older version and deltas, in one pass.
-
-The digest of each tensor is computed from the written bytes, and compared with the manifest.
-"""
+"""Apply deltas: make a version's files from an older version."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from syncd.storage.fsio import Storage, named
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: The number of bytes after which an fsync is done.
+#: Bytes between two fsyncs.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
 
 
@@ -55,18 +52,19 @@ def apply_chain(
     cancel: Callable[[], None] = lambda: None,
     progress: Progress = unheard,
 ) -> None:
-    """Make the files of a version, except the manifest, and verify them in the same pass.
+    """Make all files of a version except the manifest, and verify them in the same pass.
 
     Args:
         storage: the storage of the deltas and of the target.
-        target: the published version. Only its headers and small files are read.
-        chain: the deltas that lead from the base to the target, in order.
-        base: a whole version. Nobody may delete this version during the call.
+        target: the published version. Its tensors are not read, only headers and small files.
+        chain: the deltas from the base to the target, in order.
+        base: a whole version. Nobody may delete it during the call.
         to: the storage of the draft and of the base.
-        draft: an empty folder. The caller must sync its parent, and remove the draft on errors.
-        threads: the number of files that are made at a time, at most the number of processors.
-        cancel: called often, in this thread. To stop the work, it raises an error.
-        progress: called in this thread with the bytes of tensors that are made, and of all tensors.
+        draft: an empty folder. The caller must sync its parent, or remove the draft on errors.
+        threads: the most files to make at a time. More than the number of processors have no
+            effect.
+        cancel: called often, in this thread. It can raise an error to stop the work.
+        progress: called in this thread, with the bytes of tensors made so far, and of all tensors.
 
     Raises:
         NoDeltaError: the deltas do not make this version from this base.
@@ -89,15 +87,14 @@ def apply_chain(
 def changed_positions(
     storage: Storage, base: Manifest, target: Manifest, chain: Sequence[Link]
 ) -> Iterator[tuple[TensorEntry, NDArray[np.int64]]]:
-    """The positions of all elements that any delta of a chain from ``base`` to ``target`` changes.
+    """The positions of all elements that the deltas from ``base`` to ``target`` change.
 
-    Use this to update a tensor whose elements may come from several versions from ``base`` on. If
-    you copy the elements at these positions from a verified copy of the target, the whole tensor
-    has the target's values.
+    Example: a tensor is a mixture of the base and later versions of the chain. Copy the elements
+    at these positions from a verified target, and the tensor equals the target.
 
     Yields:
-        A tensor, and at most 2^20 ascending positions (int64) in the flattened tensor. A tensor may
-        be yielded several times, each time with higher positions than before.
+        A tensor, and at most 2^20 ascending positions (int64) in the flattened tensor. A tensor can
+        come several times, each time with higher positions.
 
     Raises:
         NoDeltaError: the deltas do not lead from the base to the target, or are damaged.
@@ -138,7 +135,7 @@ def _opened(
 
 @dataclass(eq=False)
 class _Making:
-    """Makes all files of a version, each file in one thread."""
+    """Makes all files of a version. Several threads can call :meth:`make`."""
 
     storage: Storage
     target: WholeVersion
@@ -176,7 +173,7 @@ class _Making:
 
 
 class _FileMaking:
-    """Makes the header and tensors of one file, in a buffer of one block."""
+    """Makes one file of weights, with a buffer of one block, and checks its tensors' digests."""
 
     def __init__(self, making: _Making, name: str, fd: int, check: Check) -> None:
         self._making = making
@@ -189,7 +186,6 @@ class _FileMaking:
         making.done[name] = 0
 
     def run(self, published: SafetensorsFile, digests: Sequence[bytes]) -> None:
-        """Make the header and the tensors, and check the tensors' digests."""
         self._write(published.header, 0)
         for entry, digest in zip(published.entries, digests, strict=True):
             if self._tensor(entry) != digest:

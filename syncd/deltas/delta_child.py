@@ -1,8 +1,8 @@
 """The child process that makes a delta: it compares two versions block by block.
 
-:class:`~syncd.deltas.making.DeltaChild` starts the child. The child reads from descriptors that its
-parent has opened, opens no file itself, and writes only to its standard output. The child compares
-the bytes that it reads with the digests in the manifests.
+The child opens no files. It reads from descriptors that its parent
+(:class:`~syncd.deltas.making.DeltaChild`) opened, and writes only to standard output. It compares
+the digest of each tensor with the manifest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from syncd.deltas.ends import NoDeltaError
 if TYPE_CHECKING:
     from syncd.deltas import encoding
 
-#: One block in this many is compared first, to find out early whether too many elements change.
+#: First, about one block in this many is compared, to stop early if too many elements differ.
 _SAMPLE: Final = 20
 _WIDEST: Final = 8
 
@@ -42,7 +42,7 @@ class _Pair(NamedTuple):
 
 
 def run() -> None:
-    """Run the child: read the plan from standard input, and answer until all is compared."""
+    """Read the plan from standard input, compare, and write the answers to standard output."""
     # Ignore signals to a whole service or from a terminal: the parent handles them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -82,7 +82,7 @@ class _Comparison:
         self._tell(DONE)
 
     def _look_at_some(self) -> None:
-        """Compare some blocks of all tensors; raise an error if too many elements differ."""
+        """Compare a sample of blocks; raise NoDeltaError if too many elements differ."""
         seen = changed = 0
         for pair, block in self._sample():
             old, new = self._load(pair, block)

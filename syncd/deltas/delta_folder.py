@@ -1,4 +1,4 @@
-"""The folder of a delta: the format of its files, and reading and checking them.
+"""The folder of a delta: the format of its files, and their checks.
 
 ::
 
@@ -6,8 +6,8 @@
     index        an entry of 24 bytes for each block that changed
     blocks       the encoded blocks, one after the other, in the order of the index
 
-A tensor is divided into blocks of 2^20 elements; the last block of a tensor may be shorter. A block
-without changes has no entry.
+Each block has 2^20 elements of one tensor, except the last block of a tensor, which can be shorter.
+A block without changes has no entry.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BUFFER: Final = 1024 * 1024
 
 
 def blocks_of(elements: int) -> int:
-    """The number of blocks of a tensor with this many elements."""
+    """The number of blocks in a tensor with this many elements."""
     return -(-elements // BLOCK)
 
 
@@ -64,7 +64,7 @@ def verify_delta(storage: Storage, folder: Path, delta: Delta) -> None:
 
 
 def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:
-    """The files ``index`` and ``blocks``; the record must name each once, with a digest."""
+    """The files ``index`` and ``blocks``; raise NoDeltaError unless the record lists just these."""
     files = {file.name: file for file in delta.files}
     if (
         sorted(files) != [BLOCKS, INDEX]

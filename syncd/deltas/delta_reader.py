@@ -1,7 +1,7 @@
-"""Read a delta, which may be damaged or hostile, and check it against its target version.
+"""Read a delta, and check it against its target version.
 
-A delta cannot refer to anything outside its two files. Before the reader allocates memory, it
-compares every length with the largest length that the version's tensors allow.
+The delta can be damaged or hostile. Before the reader allocates memory, it compares every length
+with the largest length that the version's tensors allow.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _ENTRIES: Final = np.dtype(
 
 
 class DeltaReader:
-    """An open delta, whose index fits the tensors of its target. Close it, or use it in ``with``.
+    """An open delta with a checked index. Close it, or use it in ``with``.
 
-    The tensors of the target are in the order of the names; methods take a tensor's number in this
-    order. Methods raise NoDeltaError if a block is damaged. Several threads may use one reader,
-    each with its own :class:`~syncd.deltas.encoding.Decoder`.
+    ``tensors`` must be the target's tensors, sorted by name. Methods take a tensor's index in this
+    list, and raise NoDeltaError if a block is damaged. Several threads can share a reader, if each
+    has its own :class:`~syncd.deltas.encoding.Decoder`.
 
     Raises:
-        NoDeltaError: the delta is not whole, or does not fit these tensors.
+        NoDeltaError: the delta is damaged, or does not fit these tensors.
         OSError: a file is missing, or cannot be read.
     """
 
@@ -72,7 +72,7 @@ class DeltaReader:
     def _checked(
         self, delta: Delta, counts: NDArray[Any], widths: NDArray[Any], size: int
     ) -> NDArray[np.int64]:
-        """Check the entries of the index, and return the offset of each entry's block."""
+        """Check the index; return the offset of each entry's block."""
         tensors, blocks = self._entries["tensor"], self._entries["block"].astype(np.int64)
         lengths = self._entries["length"].astype(np.int64)
         changed = self._entries["count"].astype(np.int64)
@@ -107,7 +107,7 @@ class DeltaReader:
     def apply(self, tensor: int, block: int, elements: Elements, decoder: Decoder) -> bool:
         """Replace a block's old elements by the new ones, in place; return False if none changed.
 
-        After an error, ``elements`` may be a mixture of old and new values.
+        After an error, ``elements`` can be a mixture of old and new values.
         """
         found = self._load(tensor, block)
         if found is None:
@@ -133,7 +133,7 @@ class DeltaReader:
             raise self._broken_block(tensor, block, error) from None
 
     def _load(self, tensor: int, block: int) -> tuple[memoryview, int] | None:
-        """A block's encoded bytes, and its number of changes; None if the block did not change."""
+        """A block's encoded bytes and number of changes; None if it did not change."""
         key = tensor << 32 | block
         at = int(np.searchsorted(self._keys, key))
         if at == len(self._keys) or self._keys[at] != key:

@@ -1,4 +1,4 @@
-"""The messages between the daemon and the child process that compares versions for a delta."""
+"""The messages between the daemon and the child process that makes a delta."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ An encoded block is a byte for its kind, followed by:
 The parts of kind ``1``, for changes at positions p₁ < p₂ < …:
 
 1. *gaps*: for each change the number pᵢ - pᵢ₋₁ - 1 (with p₀ = -1), as bytes whose sum is this
-   number: as many bytes 255 as fit, and a last byte below 255.
+   number: as many bytes 255 as fit, and a last byte below 255. Example: 300 is 255, 45.
 2. *changes*: for each change one byte, min(z - 1, 255). z is the zigzag of d = (new - old) mod 2^w,
    where w is the number of bits of an element: z = 2d if d < 2^(w-1), otherwise 2(2^w - d) - 1.
 3. *large changes*: for each byte 255 in part 2, z - 1 as an element of w bits.
@@ -76,9 +76,10 @@ class Encoder:
         self._memory = np.empty(8 * BLOCK, np.uint8)
 
     def encode(self, old: Elements, new: Elements) -> tuple[bytes, int]:
-        """Encode a block of at most :data:`BLOCK` elements; also return how many elements differ.
+        """Encode a block of at most :data:`BLOCK` elements.
 
-        If no element differs, the result is empty bytes and 0.
+        Returns the encoded block, and the number of elements that differ. If none differ, the block
+        is empty.
         """
         positions, differences = self._changes(old, new)
         count = len(positions)
@@ -97,7 +98,7 @@ class Encoder:
         return b"".join((head, *parts)), count
 
     def _changes(self, old: Elements, new: Elements) -> tuple[Positions, Elements]:
-        """The positions at which two blocks differ, ascending, and new - old at each of them."""
+        """The ascending positions at which two blocks differ, and ``new - old`` there."""
         difference: Elements = self._memory[: new.nbytes].view(new.dtype)
         np.subtract(new, old, out=difference)
         if new.nbytes % 8 == 0:
@@ -137,8 +138,8 @@ def count_changed(old: Elements, new: Elements) -> int:
 def _nonzero(flags: NDArray[np.bool_]) -> Positions:
     """The positions of all true flags.
 
-    If few flags are true, NumPy's search is slow, because it tests each flag by a branch. So groups
-    of eight flags are tested first.
+    If few flags are true, NumPy's search is slow, because it tests each flag by a branch. This
+    function tests groups of eight flags first.
     """
     if len(flags) % 8 or np.count_nonzero(flags) * _DENSE > len(flags):
         return np.flatnonzero(flags)
@@ -167,7 +168,7 @@ def _gap_bytes(positions: Positions) -> _Bytes:
 
 
 def _zigzag(difference: Elements, width: int) -> Elements:
-    """The zigzag of differences mod 2^w, minus 1. No difference may be 0."""
+    """The zigzag of differences mod 2^w, minus 1. No difference can be 0."""
     one = UINT[width].type(1)
     sign = difference >> UINT[width].type(8 * width - 1)
     found: Elements = ((difference << one) ^ (~sign + one)) - one
@@ -186,7 +187,7 @@ def _unzigzag(zigzag: Elements) -> Elements:
 class Decoder:
     """Decodes blocks, one after the other.
 
-    A decoder raises BlockError if a block is damaged, or does not fit the other arguments.
+    Methods raise BlockError if a block is damaged, or does not fit the other arguments.
     """
 
     def __init__(self) -> None:
@@ -196,7 +197,7 @@ class Decoder:
     def apply(self, block: memoryview, count: int, elements: Elements) -> None:
         """Replace the old elements of a block by the new elements, in place.
 
-        ``count`` is the number of elements that changed. After an error, ``elements`` may hold a
+        ``count`` is the number of elements that changed. After an error, ``elements`` can be a
         mixture of old and new values.
         """
         sparse = self._sparse(block, count, len(elements), elements.itemsize)
@@ -212,7 +213,7 @@ class Decoder:
     def positions(self, block: memoryview, count: int, elements: int, width: int) -> Positions:
         """The positions of the elements that a block changes, ascending; for kind 0, all positions.
 
-        ``elements`` is the number of elements of the block, and ``width`` the bytes of an element.
+        ``elements`` is the number of elements in the block, ``width`` the bytes of an element.
         """
         sparse = self._sparse(block, count, elements, width)
         return self._first(elements) if sparse is None else sparse[0]
@@ -257,7 +258,7 @@ class Decoder:
         return self._positions(gaps, count, elements), changes, large
 
     def _part(self, stored: memoryview, length: int) -> _Bytes:
-        """The unpacked bytes of a part, whose unpacked length the caller has checked."""
+        """The unpacked bytes of a part. The caller must have checked ``length`` (bytes)."""
         if len(stored) > length:
             raise BlockError("a part is longer than its unpacked content")
         part = stored if len(stored) == length else self._unpack(stored, length)
@@ -276,9 +277,9 @@ class Decoder:
         return reached
 
     def _first(self, count: int) -> Positions:
-        """The numbers from 0 to ``count`` - 1, in an array that is kept for the next call.
+        """The numbers from 0 to ``count - 1``, from an array that is kept for the next call.
 
-        The array grows on demand, because for a whole block it takes 8 MiB in each thread.
+        It grows on demand: for a whole block it takes 8 MiB in each thread.
         """
         if len(self._numbers) < count:
             self._numbers = np.arange(count)
@@ -288,8 +289,8 @@ class Decoder:
 def _packer() -> Callable[[bytes], bytes]:
     """A function that makes a zstd frame, with options that allow few matches.
 
-    Repeated sequences in gaps and changes are accidental, so matches cost more than entropy coding.
-    With these options a frame takes half the time of zstd's level 1, and is smaller.
+    Repeated sequences in gaps and changes are accidental, so a match saves less than entropy
+    coding. These options take half the time of zstd's level 1, and make smaller frames.
     """
     if sys.version_info >= (3, 14):
         options = {
@@ -306,10 +307,10 @@ def _packer() -> Callable[[bytes], bytes]:
 
 
 def _unpacker() -> Callable[[memoryview, int], bytes]:
-    """A function that unpacks a zstd frame, whose header must declare the expected length.
+    """A function that unpacks a zstd frame; the frame's header must declare the given length.
 
-    The function reads the frame's header before it allocates memory, because zstandard ignores
-    ``max_output_size`` if the frame declares a size.
+    The function checks this before it allocates memory, because zstandard ignores
+    ``max_output_size`` if the header declares a length.
     """
     if sys.version_info >= (3, 14):
 

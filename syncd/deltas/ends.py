@@ -1,4 +1,4 @@
-"""The two ends of a delta (its base and its target), and chains of deltas. Pure."""
+"""The two ends of a delta, called base and target, and chains of deltas. No I/O."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ LONGEST_CHAIN: Final = 64
 class NoDeltaError(Exception):
     """Raised when a delta cannot be made or used; the message has the reason.
 
-    This error does not mean that a version is damaged. The caller should read the whole version
-    instead of the delta.
+    The version itself can still be whole: the caller should read it without the delta.
     """
 
 
 def in_order(manifest: Manifest) -> list[TensorEntry]:
-    """The tensors of a version, sorted by name; a delta refers to tensors by index in this list."""
+    """The tensors of a version, sorted by name. A delta refers to them by index in this list."""
     return sorted(manifest.tensors, key=lambda tensor: tensor.name)
 
 
@@ -33,8 +32,8 @@ def content_of(manifest: Manifest) -> str | None:
     """The digest of all tensors of a version: xxh3-128, as 32 hexadecimal digits.
 
     The hashed text is one line of ASCII JSON for each tensor, sorted by name (by code point):
-    ``["name","dtype",[shape],"digest"]``, without spaces. File names, headers and small files are
-    not hashed. The result is None if a tensor has no digest.
+    ``["name","dtype",[shape],"digest"]``, without spaces. The result is None if a tensor has no
+    digest.
     """
     hasher = xxhash.xxh3_128()
     for tensor in in_order(manifest):
@@ -48,10 +47,7 @@ def content_of(manifest: Manifest) -> str | None:
 
 
 def delta_end(manifest: Manifest) -> DeltaEnd | None:
-    """The record of a version as an end of a delta.
-
-    The result is None if the version has no digests, or was never published.
-    """
+    """A version as an end of a delta; None if it has no digests, or was never published."""
     content = content_of(manifest)
     if content is None or manifest.sequence == 0:
         return None
@@ -59,7 +55,7 @@ def delta_end(manifest: Manifest) -> DeltaEnd | None:
 
 
 def why_no_delta(base: Manifest, target: Manifest) -> str | None:
-    """The reason why no delta between two versions is possible, as a clause; else None."""
+    """The reason, as a clause, why no delta is possible; None if it is possible."""
     for manifest in (base, target):
         which = f"version {manifest.sequence}"
         if manifest.kind != "full":
@@ -103,16 +99,15 @@ def elements_of(tensor: TensorEntry) -> int:
 
 
 def find_chain(deltas: Iterable[Delta], base: str, target: str) -> list[Delta] | None:
-    """Find the chain with the fewest bytes among the chains of deltas from ``base`` to ``target``.
+    """Find the chain of deltas from ``base`` to ``target`` with the fewest bytes.
 
-    ``base`` and ``target`` are contents, digests of :func:`content_of`. Deltas are joined by
-    contents, not by sequence numbers, because sequence numbers can have gaps, and a content can
-    occur again after a rollback. A chain has at most :data:`LONGEST_CHAIN` deltas, because a reader
-    opens two files of each delta in the engine's process.
+    ``base`` and ``target`` are digests of :func:`content_of`, because sequence numbers can have
+    gaps, and a content can occur again after a rollback. A chain has at most
+    :data:`LONGEST_CHAIN` deltas, because a reader keeps a file of each delta open.
 
     Returns:
-        The deltas in the order in which they are applied: an empty list if both contents are equal,
-        None if there is no chain.
+        The deltas in the order to apply them. The list is empty if both digests are equal. None if
+        there is no chain.
     """
     links: dict[str, list[Delta]] = {}
     for delta in deltas:
@@ -134,7 +129,7 @@ def find_chain(deltas: Iterable[Delta], base: str, target: str) -> list[Delta] |
 
 
 def why_no_chain(chain: Sequence[Delta], base: Manifest, target: Manifest) -> str | None:
-    """The reason why a chain does not lead from base to target, as a clause; None if it does."""
+    """The reason, as a clause, why a chain does not lead from base to target; None if it does."""
     why = why_no_delta(base, target)
     if why is not None:
         return why

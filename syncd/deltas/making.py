@@ -1,4 +1,4 @@
-"""Make a delta: a child process compares two versions, and this process writes the delta."""
+"""Make a delta: a child process compares two versions, this process writes the delta."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _SYNC_EVERY: Final = 256 * 1024 * 1024
 
 
 def why_not_here() -> str | None:
-    """The reason why this host can neither make nor apply deltas, as a clause; None if it can.
+    """The reason, as a clause, why this host cannot use deltas; None if it can.
 
-    This function looks for the packages without importing them.
+    Imports neither NumPy nor zstd.
     """
     missing = [] if find_spec("numpy") else ["numpy"]
     if sys.version_info >= (3, 14):
@@ -46,12 +46,11 @@ def why_not_here() -> str | None:
 class DeltaChild:
     """A child process that compares two versions. Close it, or use it as a context manager.
 
-    This process opens the files of both versions, and writes the delta. The child imports NumPy,
-    and reads the files. Nobody may delete the base while the child works.
+    Only the child imports NumPy. Nobody may delete the base while the child works.
 
     Attributes:
-        done: the bytes of the target's tensors that were compared so far.
-        total: the bytes of all tensors of the target.
+        done: the bytes of the target's tensors compared so far.
+        total: the bytes of all the target's tensors.
 
     Raises:
         NoDeltaError: there can be no delta between these versions, or this host cannot make deltas.
@@ -135,11 +134,10 @@ class DeltaChild:
         self._stack.close()
 
     def write(self, draft: Path, work: Work) -> Delta:
-        """Write the delta into a folder, durably, and return its record. Call this method once.
+        """Write the delta durably, and return its record. Call this method only once.
 
         Args:
-            draft: an empty folder. The caller has to sync its parent folder, and to remove the
-                folder after an error.
+            draft: an empty folder. The caller must sync its parent, or remove the draft on errors.
             work: ``cancel`` is called at least every 50 ms while the child works. ``progress`` is
                 called with :attr:`done` and :attr:`total`.
 

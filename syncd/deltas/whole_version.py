@@ -1,4 +1,4 @@
-"""A whole version on disk, and the places of its tensors in its files."""
+"""A whole version on disk, and the places of its tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from syncd.storage.fsio import Storage
 
 @dataclass(frozen=True, slots=True)
 class WholeVersion:
-    """A whole version on disk: a published version, or a copy of one."""
+    """A published version on disk, or a copy of one."""
 
     folder: Path
     manifest: Manifest
@@ -33,7 +33,7 @@ Places = Mapping[str, tuple[SafetensorsFile, HeaderEntry]]
 
 @contextmanager
 def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
-    """Open all weight files of a version, check their headers, and yield the places of its tensors.
+    """Open all weight files of a version, and check their headers.
 
     Raises:
         NoDeltaError: a file does not match the manifest.
@@ -54,7 +54,7 @@ def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
 
 
 def check_header(file: SafetensorsFile, told: Mapping[str, TensorEntry]) -> None:
-    """Raise NoDeltaError unless a file's header has the tensors that the manifest lists for it."""
+    """Raise NoDeltaError if a file's header differs from the manifest."""
     found = {entry.name: (entry.dtype, entry.shape) for entry in file.entries}
     if found != {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in told.items()}:
         raise NoDeltaError(f"{file.path}: its header is not what the manifest says")

@@ -14,15 +14,15 @@ from syncd.protocol.errors import SyncdError
 from syncd.protocol.names import printable
 from syncd.storage.fsio import Storage
 
-#: Seconds without a call after which the starting process counts as gone.
+#: Seconds without a call after which the parent process counts as gone.
 _IDLE = 600.0
 
 
 def main() -> None:
-    """Serve one run of ``syncd doctor``, until the run ends."""
+    """Serve one run of ``syncd doctor``."""
     job, room, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     parent = int(sys.argv[4])  # an argument, because the parent may already have ended
-    # Ignore Ctrl-C. The process that the user started gets it too, and ends this process.
+    # Ignore Ctrl-C: the parent gets it too, and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     storage = Storage(job)
     try:

@@ -1,4 +1,4 @@
-"""Probes that one process runs alone, in its own folder in the run's folder (the room)."""
+"""Probes that one process runs alone, each in a folder of its own."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from syncd.doctor.party import Here, error_name, put
 from syncd.doctor.party_calls import DONE
 from syncd.storage.fsio import Storage, signature
 
-#: How often an action is repeated to measure its median time.
+#: The number of repetitions of an action whose median time is measured.
 _TIMES: Final = 5
 #: The number of bytes to copy: whole pages, because filesystems share only whole blocks.
 _COPIED: Final = 64 * 1024
 #: Seconds between two looks at a file. A touch must show within this time.
 _PAUSE: Final = 0.1
-#: Seconds between two touches; the next value is tried until the file's signatures differ.
+#: Seconds between two touches, tried in this order until the second touch is visible.
 _STEPS: Final = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0)
 
 
@@ -72,7 +72,7 @@ def links(here: Here) -> Finding:
 
 
 def sync(storage: Storage, room: Path) -> Finding:
-    """Check that files and folders can be made durable, and measure the time for that."""
+    """Check that fsync of files and folders works, and measure its time."""
     said: dict[str, str] = {}
 
     def timed(what: str, act: Callable[[], None]) -> float | None:
@@ -145,7 +145,7 @@ def heartbeats(storage: Storage, room: Path, lease_time: float) -> Finding:
 
 
 def owner(storage: Storage, room: Path) -> Finding:
-    """Check that new files belong to this user, and have the requested mode."""
+    """Check that a new folder belongs to this user, with all rights."""
     storage.mkdir(room / "ours")
     made = storage.status(room / "ours")
     if made is None:

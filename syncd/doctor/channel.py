@@ -1,4 +1,4 @@
-"""The channel between processes that measure together: message files, which never change."""
+"""Messages between processes that measure together: files that never change."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 #: The folder of the messages, inside the room.
 TALK: Final = "talk"
-#: Seconds between two looks for a message: the first pause, and the longest pause.
+#: The first and the longest pause between two looks for a message, in seconds.
 _SHORTEST: Final = 0.002
 _LONGEST: Final = 0.05
 
 
 class Channel:
-    """The messages between the processes ``me`` and ``other``, in ``talk/`` in their room."""
+    """The messages between processes ``me`` and ``other``, in the folder ``talk/`` of ``room``."""
 
     def __init__(self, storage: Storage, room: Path, me: int, other: int) -> None:
         self._storage = storage
@@ -55,11 +55,11 @@ class Channel:
         deadline, pause = time.monotonic() + limit, _SHORTEST
         while True:
             try:
-                # This client's cache may say that there is no message.
+                # Without this, the cache of this NFS client can hide a new message.
                 self._storage.refresh(self._talk)
                 said = parse(model, self._storage.read(path, LONG_RECORD_LIMIT), path)
             except RecordError:
-                # If a rename is not atomic on this storage, only a part of the message may exist.
+                # If renames are not atomic on this storage, the message can still be incomplete.
                 if time.monotonic() > deadline:
                     raise
             except OSError as error:
@@ -87,7 +87,7 @@ def _silent(path: Path, limit: float, *, ended: bool) -> str:
 class There(Party):
     """Another process, which runs :func:`serve`.
 
-    ``patience`` is the number of seconds to wait for an answer, in addition to the call's own time.
+    ``patience`` is the seconds to wait for an answer, in addition to the call's own time.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class There(Party):
         self._owes = False
 
     def begin(self, call: PartyCall) -> None:
-        """Send a call to the process."""
+        """Send a call."""
         self._settle()
         self._limit = call.seconds + self._patience
         self._channel.say(PartyRequest(call=call))
         self._owes = True
 
     def end(self) -> PartyAnswer:
-        """Wait for the answer to the call."""
+        """Wait for the answer."""
         answer = self._hear()
         if answer.failed is not None:
             raise OSError(errno.EIO, f"the other process failed: {answer.failed}")
@@ -119,12 +119,12 @@ class There(Party):
         return answer
 
     def _settle(self) -> None:
-        """Read the answer that a failed probe has left unread."""
+        """Read the answer that a failed probe left unread."""
         if self._owes:
             self._hear()
 
     def dismiss(self, findings: tuple[Finding, ...]) -> None:
-        """Send the findings to the process, so that it ends its run; wait until they arrive."""
+        """End the process's run, give it the findings, and wait for its answer."""
         try:
             self._settle()
             self._channel.say(PartyRequest(end=End(findings=findings)))
@@ -143,11 +143,11 @@ def serve(
 ) -> tuple[Finding, ...]:
     """Carry out the calls of another process until it ends the run; return the run's findings.
 
-    A process counts as gone after ``idle`` seconds without a call. ``begins`` is called at each
-    call, with the most seconds that the call may take.
+    The other process counts as gone after ``idle`` seconds without a call. ``begins`` gets each
+    call's time limit in seconds.
 
     Raises:
-        JobUnavailableError: that process is gone, or ``given_up`` returned True.
+        JobUnavailableError: the other process is gone, or ``given_up`` returned True.
     """
     try:
         while True:

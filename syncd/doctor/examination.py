@@ -26,12 +26,12 @@ Found = Finding | list[Finding]
 
 
 class Deadlines(NamedTuple):
-    """The limits of waits, in seconds.
+    """The longest waits, in seconds.
 
     Attributes:
-        look: the longest wait until another process's change is visible.
-        answer: the longest wait for another process's answer, in addition to the call's own time.
-        meeting: the longest wait for the other host.
+        look: until another process's change is visible.
+        answer: for another process's answer, in addition to the call's own time.
+        meeting: for the other host.
     """
 
     look: float = 30.0
@@ -40,12 +40,12 @@ class Deadlines(NamedTuple):
 
     @property
     def probe(self) -> float:
-        """The time limit of one probe, in seconds: a look and an answer in each direction."""
+        """The seconds for one probe: a look and an answer in each direction."""
         return 2 * (self.look + self.answer)
 
 
 class Watching:
-    """Receives the progress of a run; a subclass shows it."""
+    """Receives the progress of a run; this base class ignores it."""
 
     def begins(self, what: str) -> None:
         """Called when a probe begins."""
@@ -62,7 +62,7 @@ Company = Callable[[ProbeRoom], AbstractContextManager[Sequence[Party]]]
 
 
 class _HungError(Exception):
-    """Raised when storage does not answer, so that further probes are useless."""
+    """Raised when storage does not answer: further probes are useless."""
 
     def __init__(self, probe: str) -> None:
         super().__init__(f"storage does not answer: {probe}")
@@ -72,9 +72,9 @@ class _HungError(Exception):
 class Examination:
     """One run of all probes.
 
-    Promised: a run changes none of the job's own files, and each probe ends within
-    ``limits.probe``. A run removes its files at its end, except if storage refuses the removal or
-    the process is killed.
+    A run changes none of the job's own files, and waits at most ``limits.probe`` seconds for each
+    probe. It removes its own files at the end, except if storage refuses this or the process is
+    killed.
     """
 
     def __init__(self, job: Job, watching: Watching, limits: Deadlines) -> None:
@@ -84,7 +84,7 @@ class Examination:
         self._findings: list[Finding] = []
 
     def alone(self) -> list[Finding]:
-        """Measure with other processes of this host; raises the errors of :meth:`run`."""
+        """Measure with helper processes on this host; raises the errors of :meth:`run`."""
         return self.run(
             lambda room: helpers(self._job.storage, room, self._limits.answer), two_hosts=False
         )
@@ -93,7 +93,7 @@ class Examination:
         """Measure with the other host, which calls :func:`join`.
 
         Raises:
-            JobUnavailableError: as for :meth:`run`, or the other host did not join.
+            JobUnavailableError: an error of :meth:`run`, or the other host did not join.
         """
         return self.run(self._received, two_hosts=True)
 
@@ -105,7 +105,7 @@ class Examination:
         peer.dismiss(tuple(self._findings))
 
     def run(self, company: Company, *, two_hosts: bool) -> list[Finding]:
-        """Measure with other processes, which ``company`` starts and ends.
+        """Measure with the processes that ``company`` starts and ends.
 
         Raises:
             JobUnavailableError: the job directory is missing, or the other processes have ended.
@@ -137,7 +137,7 @@ class Examination:
 
     @contextmanager
     def _in_room(self, name: str, facts: Facts) -> Iterator[ProbeRoom | None]:
-        """Make a room, and remove it after the ``with`` block; None if this user cannot make it."""
+        """Make a room, and remove it after the block; yield None if this user cannot make it."""
         storage = self._job.storage
         if job_verdicts.is_read_only(facts):  # the finding about the mount already says this
             yield None
@@ -233,7 +233,7 @@ class Examination:
             self._note(job_verdicts.left_behind(str(room.path), str(error)))
 
     def _probe(self, name: str, probe: Callable[[], Found]) -> None:
-        """Run one probe; if storage raises an error, the error becomes the finding."""
+        """Run one probe; an error of storage becomes a finding."""
         self._watching.begins(name)
         try:
             found = self._bounded(name, probe)
@@ -252,9 +252,9 @@ class Examination:
 
 
 def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
-    """Call ``work`` in a thread, so that this function can give up if ``work`` hangs in storage.
+    """Call ``work`` in a thread, and raise _HungError if it hangs in storage.
 
-    ``until`` returns the deadline, which can change while the work runs.
+    ``until`` returns the deadline, which can change while ``work`` runs.
     """
     done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
@@ -277,12 +277,12 @@ def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
 
 
 def join(job: Job, watching: Watching, limits: Deadlines) -> list[Finding]:
-    """Carry out the calls of a run on another host, and return the findings of that run.
+    """Carry out the calls of a run on another host, and return its findings.
 
-    If storage does not answer this host, the only finding reports this failure.
+    If storage hangs on this host, the only finding reports this.
 
     Raises:
-        JobUnavailableError: no process on another host examines this job, or that process ended.
+        JobUnavailableError: no other host examines this job, or its process ended.
     """
     watching.begins("the other host: waiting until it joins")
     until = time.monotonic() + limits.meeting + limits.probe

@@ -1,4 +1,4 @@
-"""Facts about this process, its host and the job's mount, read without changing anything."""
+"""Facts about this process, its host and the job's mount."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncd.doctor.party_calls import Facts
 
 
 class Mount(NamedTuple):
-    """A folder's mount, as the kernel lists it; all texts are empty if the mount is unknown."""
+    """A folder's mount; all texts are empty if it is unknown."""
 
     kind: str
     source: str
@@ -23,7 +23,7 @@ class Mount(NamedTuple):
 
 
 def facts_of(job: Path) -> Facts:
-    """The facts about this process and its host."""
+    """The facts about this process, its host and the job's mount."""
     mount = mount_of(job)
     return Facts(
         host=socket.gethostname(),
@@ -58,7 +58,7 @@ def mount_of(path: Path) -> Mount:
 
 
 def _unescaped(text: str) -> str:
-    """Decode a path in which blanks and some other characters are octal numbers."""
+    """Decode octal escapes, such as ``040`` for a blank."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 

@@ -1,4 +1,4 @@
-"""The finding of a probe: its measurements, verdict and words."""
+"""The result of a probe: a verdict, words and measurements."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def ok(name: str, words: str, **measured: Measured) -> Finding:
 
 
 def warn(name: str, words: str, advice: str, **measured: Measured) -> Finding:
-    """A warning: nothing is lost, but an operator should know about the finding."""
+    """A finding with a warning."""
     return Finding(name=name, verdict=Severity.WARN, words=words, advice=advice, measured=measured)
 
 
 def fail(name: str, words: str, advice: str, **measured: Measured) -> Finding:
-    """A finding that syncd cannot keep a promise."""
+    """A finding with a failure."""
     return Finding(name=name, verdict=Severity.FAIL, words=words, advice=advice, measured=measured)
 
 

@@ -1,4 +1,4 @@
-"""Probes of the job itself: format, daemon, free space, rights. They do not change the job."""
+"""Probes of the job itself: format, daemon, free space, rights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FEW: Final = 4
 
 
 def format_of(job: Job) -> tuple[Finding, float]:
-    """A finding about the format, and the lease time in seconds (if unreadable, the default)."""
+    """The finding, and the lease time in seconds (the default, if it is unreadable)."""
     try:
         if not job.storage.exists(job.layout.format):
             return job_verdicts.format_of(None, None), DEFAULT_LEASE_TIME
@@ -40,7 +40,7 @@ def format_of(job: Job) -> tuple[Finding, float]:
 
 
 class DaemonProbe:
-    """Watches the daemon's heartbeat from the creation of this object to :meth:`find`."""
+    """Watches the daemon's heartbeat, from the creation of this object."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -55,7 +55,7 @@ class DaemonProbe:
     def find(self, lease_time: float, longest: float) -> Finding:
         """Judge whether the heartbeat moves.
 
-        The whole watch lasts at most ``lease_time`` seconds, and at most ``longest`` seconds.
+        The watch ends at the latest ``min(lease_time, longest)`` seconds after its beginning.
 
         Raises:
             OSError: the heartbeat cannot be read, now or when the watch began.
@@ -101,7 +101,7 @@ def room(job: Job) -> Finding:
 
 
 def _newest(job: Job) -> int | None:
-    """The size in bytes of the newest version that has a readable manifest."""
+    """The bytes of the newest version with a readable manifest."""
     found = [parse_version_folder(name) for name in job.storage.names(job.layout.published)]
     for sequence in sorted((one for one in found if one is not None), reverse=True):
         try:
@@ -115,7 +115,7 @@ def _newest(job: Job) -> int | None:
 def rights(job: Job, facts: Facts, refused: str | None) -> Finding:
     """Judge whether this user may write to the job, and delete the trainers' folders.
 
-    ``refused`` is the error of this process's attempt to make its room; None if it succeeded.
+    ``refused`` is the error if this process could not make its room, otherwise None.
     """
     if refused is None:
         folder = unwritable(job)
@@ -158,7 +158,7 @@ class ClockProbe:
         self._first = wall(), monotonic()
 
     def find(self, storage: Storage, room: Path) -> Finding:
-        """Judge this clock's drift since the start, and its difference from the storage's clock.
+        """Judge the wall clock since the start, and against the storage's clock.
 
         The time of a new folder in ``room`` shows the storage's clock.
         """

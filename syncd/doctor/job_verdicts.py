@@ -14,8 +14,8 @@ _LEAST: Final = (1024 * 1024, 16)
 #: The number of versions, each as large as the newest version, for which there should be space.
 _VERSIONS: Final = 2
 _FEW_INODES: Final = 1000
-#: If a clock jumps by more than _JUMP seconds, or differs from the storage's clock by more than
-#: _APART seconds, it misleads readers of logs.
+#: A wrong clock misleads readers of logs: seconds of a jump, and seconds of difference from the
+#: storage's clock, above which there is a warning.
 _JUMP: Final = 0.5
 _APART: Final = 60.0
 _OTHERS_WRITE: Final = 0o002
@@ -26,7 +26,7 @@ _TORCH: Final = (2, 6)
 
 
 def mount(facts: Facts, name: str = "mount") -> Finding:
-    """Judge a host's mount of the job; ``name`` is the finding's name, which differs by host."""
+    """Judge a host's mount of the job; ``name`` is the finding's name."""
     words = f"{facts.filesystem or 'unknown'} from {facts.source or 'nowhere'} ({facts.options})"
     options = _options(facts)
     told: dict[str, Measured] = {"filesystem": facts.filesystem, "options": facts.options}
@@ -138,9 +138,12 @@ def room(free: int | None, inodes: int | None, version: int | None) -> Finding:
 def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
     """Judge whether the wall clock runs evenly, and agrees with the storage's clock.
 
-    syncd decides nothing by these clocks. Only people read their times in logs. ``jumped`` is the
-    time by the wall clock minus the time by the monotonic clock. ``ahead`` is the lead of the
-    storage's clock over this host's clock; None if unknown. All times are in seconds.
+    syncd decides nothing by these clocks, but people read their times in logs.
+
+    Args:
+        jumped: seconds by the wall clock minus seconds by the monotonic clock.
+        watched: the seconds of the comparison.
+        ahead: the storage's clock minus this host's clock, in seconds; None if unknown.
     """
     measured: dict[str, Measured] = {"jumped": jumped, "ahead": ahead}
     advice = "synchronize all hosts' clocks by NTP or chrony; syncd itself does not compare clocks"
@@ -165,7 +168,7 @@ def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
 
 
 def software(facts: Facts) -> Finding:
-    """Judge the software that is installed on this host."""
+    """Judge the software on this host."""
     words = f"syncd {facts.syncd}, Python {facts.python}, Linux {facts.kernel}"
     if facts.torch is None:
         return ok(
@@ -184,9 +187,12 @@ def software(facts: Facts) -> Finding:
 def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) -> Finding:
     """Judge whether this user has the rights that a daemon needs.
 
-    ``refused`` is the reason why this user may not write to the job; None if this user may write.
-    ``kept`` is the reason why this user could not delete steps; empty if this user could, None if
-    there are no steps. ``to_delete`` is the remedy for that.
+    Args:
+        refused: the reason why this user cannot write to the job; None if the user can.
+        kept: the reason why this user cannot delete steps; empty if the user can, None if there
+            are no steps.
+        to_delete: the advice for ``kept``.
+        facts: the facts about this user.
     """
     us = f"user {facts.user}, groups {_listed(facts.groups or (facts.group,))}, umask {facts.umask}"
     if refused is not None:
@@ -202,7 +208,7 @@ def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) 
 
 
 def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
-    """Judge which other users may write; ``writers`` has path, mode, owner and group of folders."""
+    """Judge which other users can write; ``writers`` has folders: path, mode, owner, group."""
     if not writers:
         return warn(
             "others",
@@ -260,7 +266,7 @@ def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
 
 
 def left_behind(room: str, why: str) -> Finding:
-    """The finding that doctor's own room could not be removed."""
+    """The finding that doctor's folder could not be removed."""
     return warn(
         "cleanup",
         f"{printable(room)} could not be removed: {printable(why)}",
@@ -278,7 +284,7 @@ def broken(name: str, why: str) -> Finding:
 
 
 def hung(name: str, seconds: float) -> Finding:
-    """The finding that storage did not answer at all."""
+    """The finding that storage did not answer."""
     return fail(
         name,
         f"storage did not answer within {seconds:.0f} s; the remaining probes were skipped",

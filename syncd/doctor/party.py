@@ -1,4 +1,4 @@
-"""The actions and observations of one of the processes that measure together."""
+"""One of the processes that measure together: its actions and observations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from syncd.storage.watch import Watcher
 
 #: Seconds between two looks while waiting for a change by another process.
 _PAUSE: Final = 0.005
-#: A file that is replaced again and again has 1024 blocks of 8 bytes, all with the same number.
+#: A file for rewrites has 1024 blocks of 8 bytes, all with the same number.
 _BLOCK: Final = 8
 _BLOCKS: Final = 1024
 
@@ -27,7 +27,7 @@ _BLOCKS: Final = 1024
 class Party(ABC):
     """One of the processes that measure together.
 
-    :meth:`begin` and :meth:`end` are separate, so that several processes can act at the same time.
+    :meth:`begin` and :meth:`end` are separate, so that several processes can act at once.
     """
 
     @abstractmethod
@@ -53,29 +53,29 @@ class Party(ABC):
         return self._ask(call).text
 
     def must(self, change: Change, name: str, other: str | None = None, text: str = "") -> None:
-        """Make a change that a probe needs; raises OSError if the storage refuses the change."""
+        """Make a change; raise OSError if the storage refuses it."""
         said = self.attempt(change, name, other, text)
         if said != DONE:
             code = getattr(errno, said, errno.EIO)
             raise OSError(code, f"storage refused the call {change}: {os.strerror(code)}", name)
 
     def see(self, how: How, name: str) -> str:
-        """Look at a name once; return the observation, or ``!`` and the name of an error."""
+        """Look at a name once; return the observation, or ``!`` and the error's name."""
         return self._ask(PartyCall(do="see", how=how, name=name)).text
 
     def until_changed(self, looks: list[Look], limit: float) -> tuple[float | None, ...]:
-        """Repeat the looks until each look's observation has changed, at most ``limit`` seconds.
+        """Repeat the looks for at most ``limit`` seconds, until every observation has changed.
 
-        Returns the seconds until each look's observation changed; None if it did not change.
+        Returns the seconds until each observation changed; None if it did not change.
         """
         return self._ask(PartyCall(do="until", looks=tuple(looks), seconds=limit)).after
 
     def listen(self, folder: str, name: str) -> None:
-        """Start to wait for an event of a name in a folder."""
+        """Start to watch a folder for an event of ``name``."""
         self._ask(PartyCall(do="listen", name=folder, text=name))
 
     def heard(self, limit: float) -> float | None:
-        """The seconds until the event of :meth:`listen`; None if it did not come in this time."""
+        """The seconds until the event of :meth:`listen`; None after ``limit`` seconds."""
         return self._ask(PartyCall(do="heard", seconds=limit)).after[0]
 
     def tell(self) -> Facts:
@@ -90,7 +90,7 @@ class Party(ABC):
 
 
 class Here(Party):
-    """This process, as one of the processes that measure together in the folder ``room``."""
+    """This process; all names are relative to ``room``."""
 
     def __init__(self, storage: Storage, room: Path, tell: Callable[[], Facts]) -> None:
         self._storage = storage
@@ -161,7 +161,7 @@ class Here(Party):
                     storage.rename(path, other)
                 case "unlink":
                     storage.unlink(path)
-                case "touch":  # touching a folder makes this client ask the server again
+                case "touch":  # touching a folder expires this client's cache of it
                     storage.refresh(path)
                 case "write":
                     put(storage, path, call.text.encode())
@@ -203,7 +203,7 @@ class Here(Party):
             time.sleep(_PAUSE)
 
     def _race(self, change: Change, call: PartyCall) -> PartyAnswer:
-        """Try to be the first process that creates each of many names."""
+        """Try to create each of many names before the other processes."""
         won: list[int] = []
         counts: dict[str, int] = {}
         for number in range(call.count):
@@ -252,7 +252,7 @@ class Here(Party):
 
 
 def _block(number: int) -> bytes:
-    """The content of a file that is replaced: one number, repeated in all blocks."""
+    """The content of a file for rewrites."""
     return number.to_bytes(_BLOCK, "little") * _BLOCKS
 
 
@@ -270,5 +270,5 @@ def _replace(storage: Storage, path: Path, data: bytes) -> None:
 
 
 def error_name(error: OSError) -> str:
-    """The name of an error's number, for example ``EEXIST`` for 17."""
+    """The name of an error, for example ``EEXIST``."""
     return errno.errorcode.get(error.errno or 0, str(error))

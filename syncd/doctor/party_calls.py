@@ -1,4 +1,4 @@
-"""The messages between processes that measure together: calls and their answers."""
+"""The calls and answers between processes that measure together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DONE = "done"
 
 
 class Look(BaseModel):
-    """A way to look at a name, and the previous observation (``before``)."""
+    """A way to look at a name; ``before`` is the previous observation."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -31,7 +31,7 @@ class Look(BaseModel):
 
 
 class PartyCall(Record):
-    """A call: one process asks another to act in their room, for at most ``seconds``."""
+    """A request to act in the room, for at most ``seconds``."""
 
     do: Literal["attempt", "see", "until", "race", "rewrite", "reread", "listen", "heard", "tell"]
     change: Change | None = None
@@ -60,8 +60,8 @@ class PartyRequest(Record):
 class Facts(Record):
     """A process's facts about itself and its host.
 
-    ``boot`` is the id of the host's boot, and ``umask`` is octal text. The facts about the job's
-    mount are empty if unknown. ``torch`` is the installed version, or None.
+    ``boot`` is the id of the host's boot, and ``umask`` is octal text. ``filesystem``, ``source``
+    and ``options`` describe the job's mount; they are empty if unknown.
     """
 
     host: str
@@ -80,7 +80,7 @@ class Facts(Record):
 
     @property
     def client(self) -> tuple[str, str, str]:
-        """The client whose cache this process uses. Two mounts on one host may have two caches."""
+        """The client whose cache this process uses. Two mounts on one host can have two caches."""
         return self.boot, self.source, self.options
 
 
@@ -91,7 +91,7 @@ class PartyAnswer(Record):
         text: the result of :meth:`.Party.attempt` or :meth:`.Party.see`.
         after: for each look, the seconds until the observation changed; None if it did not change.
         won: the rounds of a race that this process won.
-        counts: the name of an event → the number of its occurrences.
+        counts: how often each kind of result occurred, by name.
         failed: the error of the storage, if the call could not be carried out.
     """
 

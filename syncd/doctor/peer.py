@@ -23,7 +23,7 @@ from syncd.storage.sessions import new_session_id
 #: The beginning of the names of rooms that wait for another host.
 _PEER: Final = "peer-"
 #: In a room: the folder in which processes of other hosts write their names, and the file with the
-#: name of the process that was accepted.
+#: name of the accepted process.
 _HELLO: Final = "hello"
 _WELCOME: Final = "welcome"
 _PAUSE: Final = 0.2
@@ -38,7 +38,7 @@ def new_name(*, for_peer: bool) -> str:
 
 @contextmanager
 def helpers(storage: Storage, room: ProbeRoom, patience: float) -> Iterator[list[There]]:
-    """Start processes on this host, which end with the ``with`` block."""
+    """Start processes on this host; end them after the block."""
     with ExitStack() as stack:
         yield [
             There(
@@ -52,7 +52,7 @@ def helpers(storage: Storage, room: ProbeRoom, patience: float) -> Iterator[list
 
 @contextmanager
 def _helper(room: ProbeRoom, number: int) -> Iterator[Callable[[], bool]]:
-    """Start one helper; yield a function that returns True if the helper has ended."""
+    """Start a helper; yield a function that returns True if it has ended."""
     told = [str(room.job), str(room.path), str(number), str(os.getpid())]
     process = subprocess.Popen(  # noqa: S603 - syncd itself, by this interpreter
         [sys.executable, "-m", "syncd.doctor", *told]
@@ -68,12 +68,12 @@ def _helper(room: ProbeRoom, number: int) -> Iterator[Callable[[], bool]]:
 
 
 def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) -> There:
-    """Wait in a room for processes of other hosts, and accept the first process that joins.
+    """Wait in a room for other hosts, and accept the first process that joins.
 
-    The room's name must come from :func:`new_name`. ``patience`` is as in :class:`.There`.
+    The room's name must come from ``new_name(for_peer=True)``. ``patience`` is for :class:`.There`.
 
     Raises:
-        JobUnavailableError: no host came within ``limit`` seconds.
+        JobUnavailableError: no host joined within ``limit`` seconds.
     """
     storage.mkdir(room.path / _HELLO)
     deadline = time.monotonic() + limit
@@ -95,7 +95,7 @@ def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) ->
 def visit(job: Job, limit: float) -> tuple[Path, Channel]:
     """Join a room that waits for a host; return the room, and the channel to its process.
 
-    Tries all such rooms, because killed runs can leave rooms in which no process answers.
+    Tries all such rooms, because killed runs can leave rooms that never answer.
 
     Raises:
         JobUnavailableError: no room answered within ``limit`` seconds.

@@ -1,6 +1,6 @@
 """Probes of several processes: one process makes a change, and another process observes it.
 
-The observing process measures the delay on its own clock, from the message that announces the
+The observer measures the delay on its own clock, which starts when it is asked to look, after the
 change. So the clocks of two hosts are never compared.
 """
 
@@ -25,7 +25,7 @@ _CHURN: Final = 0.7
 #: The longest wait in seconds for caches to expire; no promise depends on the result.
 _MEMORY: Final = 10.0
 _EVENT: Final = 3.0
-#: The number of calls of which the median time of an answer is taken.
+#: The number of calls whose median answer time is taken.
 _ANSWERS: Final = 5
 
 
@@ -45,13 +45,13 @@ def hosts(pair: tuple[Party, Party]) -> list[Finding]:
 
 
 def exclusive(parties: Sequence[Party], room: str) -> Finding:
-    """Check that exactly one process succeeds if several processes create the same name."""
+    """Check that exactly one of several processes creates a name."""
     won: dict[str, list[tuple[int, ...]]] = {}
     errors: dict[str, int] = {}
     for number in range(len(parties)):
         parties[0].must("create", f"{room}/source-{number}")
     for way in _WAYS:
-        # Begin with the others, because this process, the first party, acts only in its end().
+        # Begin with the others, because this process (the first party) acts only in its end().
         for number, party in reversed(list(enumerate(parties))):
             call = PartyCall(
                 do="race", change=way, count=_ROUNDS, other=f"{room}/{way}", seconds=60
@@ -66,7 +66,7 @@ def exclusive(parties: Sequence[Party], room: str) -> Finding:
 
 
 def replaced(parties: Sequence[Party], room: str) -> Finding:
-    """Check that a reader always finds a file whole while the file is being replaced."""
+    """Check that a reader always finds a whole file while the file is being replaced."""
     parties[0].begin(PartyCall(do="rewrite", name=f"{room}/file", seconds=0.01))
     parties[0].end()
     counts = []
@@ -100,7 +100,7 @@ def seen(pair: tuple[Party, Party], room: str, limit: float, lease_time: float) 
 
 
 def remembered(pair: tuple[Party, Party], room: str, limit: float) -> Finding:
-    """Measure for how long a client's caches show an old status, listing or missing name."""
+    """Measure how long a client's caches show an old status or listing, or miss a new name."""
     late: dict[str, list[float | None]] = {"a status": [], "a listing": [], "a new name": []}
     limit = min(limit, _MEMORY)
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
@@ -157,7 +157,7 @@ def asked(pair: tuple[Party, Party], room: str) -> Finding:
 
 
 def fence(pair: tuple[Party, Party], room: str) -> Finding:
-    """Check that nothing can be moved out of a removed folder, or made in a removed folder."""
+    """Check that nothing can be moved out of a removed folder, or created in it."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
@@ -165,7 +165,7 @@ def fence(pair: tuple[Party, Party], room: str) -> Finding:
             actor.must("mkdir", folder)
         actor.must("create", f"{here}/room/version/file")
         onlooker.must("touch", room)
-        # The onlooker looks at all these names, so that its client caches them.
+        # Fill the cache of the onlooker's client.
         onlooker.see("listing", f"{here}/room")
         onlooker.see("listing", f"{here}/room/version")
         onlooker.see("exists", f"{here}/room/version/file")
@@ -225,7 +225,7 @@ def shared(pair: tuple[Party, Party], room: str) -> Finding:
 
 
 def events(pair: tuple[Party, Party], room: str) -> Finding:
-    """Judge whether filesystem events of another process's changes arrive."""
+    """Judge whether events of another process's changes arrive."""
     heard = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"

@@ -1,4 +1,4 @@
-"""Verdicts on measured storage. Pure: each function judges the measurements of one probe.
+"""Verdicts on measured storage: pure functions, each for one probe.
 
 ``docs/doctor.md`` describes each probe, and the promise that depends on it.
 """
@@ -30,14 +30,14 @@ _WELL_ABOVE: Final = 6
 
 
 def compare(name: str, promise: str, wrong: Sequence[str], advice: str = _ELSEWHERE) -> Finding:
-    """The finding of a probe whose wrong results are ``wrong``; ok if there are none."""
+    """The finding of a probe: ``promise`` holds if there are no ``wrong`` results."""
     if wrong:
         return fail(name, f"{'; '.join(wrong)}", advice, wrong=list(wrong))
     return ok(name, promise)
 
 
 def expected(what: str, said: str, wanted: str | frozenset[str]) -> list[str]:
-    """The wrong results of an attempt: one sentence, or nothing if the result is ``wanted``."""
+    """A list with one sentence if the result is not ``wanted``, otherwise an empty list."""
     if said in ({wanted} if isinstance(wanted, str) else wanted):
         return []
     shown = "succeeded, but must fail" if said == DONE else f"gave {said!r}"
@@ -45,12 +45,12 @@ def expected(what: str, said: str, wanted: str | frozenset[str]) -> list[str]:
 
 
 def full(what: str, said: str) -> list[str]:
-    """The wrong results of an attempt that must fail because a folder has content."""
+    """As :func:`expected`, for an attempt that must fail because a folder has content."""
     return expected(what, said, _FULL)
 
 
 def gone(what: str, said: str) -> list[str]:
-    """The wrong results of an attempt that must fail because a folder was removed."""
+    """As :func:`expected`, for an attempt that must fail because a folder was removed."""
     return expected(what, said, _GONE)
 
 
@@ -69,7 +69,7 @@ def links(said: str, *, are_same: bool) -> Finding:
 
 
 def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> Finding:
-    """Judge whether files and folders can be made durable, and how long that takes.
+    """Judge whether fsync of files and folders works, and is fast.
 
     ``file`` and ``folder`` are the median seconds of an fsync; None if the fsync failed.
     """
@@ -93,7 +93,8 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
 def copying(copies: str, shares: str) -> Finding:
     """Report the fast ways to copy a merge's bytes; syncd works even without them.
 
-    ``copies`` (in the kernel) and ``shares`` (of blocks) are each ``done`` or an error's name.
+    ``copies`` is the result of a copy in the kernel, ``shares`` the result of sharing blocks: each
+    is ``done`` or an error's name.
     """
     kernel = "the kernel copies files"
     if copies != DONE:
@@ -105,8 +106,8 @@ def copying(copies: str, shares: str) -> Finding:
 def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) -> Finding:
     """Judge whether the status of a heartbeat changes at a touch, and only at a touch.
 
-    ``step`` is the shortest tested time, in seconds, after which a second touch is visible; None if
-    a second touch is never visible.
+    ``step`` is the shortest tested time in seconds after which a second touch is visible; None if
+    none is.
     """
     if not still:
         return fail(
@@ -136,7 +137,7 @@ def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) 
 def owner(made: tuple[int, int], us: tuple[int, int]) -> Finding:
     """Judge whether new files belong to this user, with the requested permissions.
 
-    ``made`` has the owner of a new file, and the owner's permissions; ``us`` the expected values.
+    ``made`` is the owner of a new folder and the owner's permissions; ``us`` is the expected pair.
     """
     if made[0] != us[0]:
         return warn(
@@ -161,7 +162,7 @@ def race(
 ) -> Finding:
     """Judge whether exactly one of several racing processes creates a name.
 
-    ``change`` maps the way to create a name to the rounds that each process won.
+    ``change`` has, for each way to create a name, the rounds that each process won.
     """
     wrong = []
     for how, winners in change.items():
@@ -188,10 +189,10 @@ def race(
 
 
 def replaced(counts: Sequence[Mapping[str, int]]) -> Finding:
-    """Judge whether a reader always finds a file whole while the file is being replaced.
+    """Judge whether a reader always finds a whole file while the file is being replaced.
 
     ``counts`` has each reader's number of reads, by result. ``stale`` (ESTALE) is harmless, because
-    a reader can open the file again. ``different`` means other content than the previous read.
+    a reader can open the file again. ``different``: the content differs from the previous read.
     """
     kinds = ("read", "missing", "torn", "stale", "different")
     total = {kind: sum(one.get(kind, 0) for one in counts) for kind in kinds}
@@ -219,8 +220,8 @@ def seen(
 ) -> list[Finding]:
     """Judge the delay until a process sees a file that another process has replaced or touched.
 
-    ``changed`` and ``touched`` have the seconds in each direction: until an open by name returned
-    the new file, and until its fstat showed the touch. None means longer than ``limit``.
+    Each has the seconds for both directions; None means longer than ``limit``. ``changed``: until
+    an open returned the new file. ``touched``: until an fstat showed the touch.
     """
     return [_opened(changed, limit), _lease(touched, limit, lease_time)]
 
@@ -268,9 +269,10 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
 
 
 def remembered(late: Mapping[str, Sequence[float | None]], limit: float) -> Finding:
-    """Report the delay of a client's caches. This delay does not affect syncd's decisions.
+    """Report the delay of a client's caches, which does not affect syncd's decisions.
 
-    ``late`` has the seconds in each direction for a kind of look; None means longer than ``limit``.
+    ``late`` has, for each kind of look, the seconds for both directions; None means longer than
+    ``limit``.
     """
     longest = {what: _longest(seconds) for what, seconds in late.items()}
     told = ", ".join(
@@ -288,7 +290,7 @@ def remembered(late: Mapping[str, Sequence[float | None]], limit: float) -> Find
 def events(heard: Sequence[float | None], *, two_hosts: bool) -> Finding:
     """Judge whether events of another process's changes arrive. Events only shorten a wait.
 
-    ``heard`` has the seconds in each direction until an event arrived; None if no event arrived.
+    ``heard`` has the seconds until an event arrived, for both directions; None if none arrived.
     """
     late = _longest(heard)
     if late is not None:
