@@ -1,14 +1,13 @@
-"""Another checkout's benchmark beside this one's, in turns: how much slower or faster this tree is.
+"""A benchmark of this checkout and of another checkout, in turns.
 
-Repeat with the other release in its own checkout::
+For example, compare this tree with commit 361c29a::
 
     git worktree add ../before 361c29a
     python -m benchmarks.beside ../before -- merge --gigabytes 1 --rounds 1 --rss --no-torch
 
-A pair is the same benchmark once in each tree. Each is a whole process that imports only its own
-tree. The order of the trees alternates from pair to pair. A ratio is this tree's figure over the
-other tree's; medians are over the pairs. For rates such as GB/s a larger ratio is better. If a run
-fails, the pairs before it are printed.
+A pair is one run of the benchmark in each tree, as a process that imports only its own tree. The
+order of the trees alternates. A ratio is this tree's figure divided by the other tree's figure.
+Medians are over all pairs. If a run fails, the complete pairs are printed.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from typing import Final
 
 from benchmarks.machine import ROOT, Report
 
-#: The line under the heads of a table, which shows the columns.
+#: The line of dashes below the heads of a table: it shows the columns.
 _RULE: Final = re.compile(r"-+(  -+)+")
 _NUMBER: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?\b")
-#: Row, column, and a number that tells figures of the same row and column apart.
+#: Row, column, and a number to distinguish figures with the same row and column.
 Figure = tuple[str, str, int]
 
 
 def figures(printed: str) -> dict[Figure, float]:
-    """The numbers in the tables that a benchmark printed, without units; 0 is left out."""
+    """The numbers in printed tables, without units; zeros are left out."""
     found: dict[Figure, float] = {}
     seen: Counter[tuple[str, str]] = Counter()
     columns: list[tuple[slice, str]] = []

@@ -12,8 +12,7 @@ memory. Each way is timed on the trainer, until the last explorer reports the ne
 
 "CPU s" is the processor time of the trainer and all explorers, without the daemon.
 
-The ways take turns in a rotating order, after one round that warms all of them up. If a run fails,
-the whole rounds before it are printed.
+The first round warms up, and is not counted. If a run fails, the complete rounds are printed.
 """
 
 from __future__ import annotations

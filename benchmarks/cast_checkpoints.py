@@ -1,6 +1,6 @@
-"""Full checkpoints of an fp32 model that explorers get in bf16, by caster; for trainer_stall.
+"""The part of trainer_stall.py that compares where an fp32 model is cast for explorers.
 
-Torch is imported in the functions, because the process that starts the ranks stays small.
+Functions import torch, because the process that starts the ranks must stay small.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TIMEOUT: Final = 600.0
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Makes full checkpoints with AdamW in turns, and on rank 0 a version of each, as a daemon."""
+    """Makes full checkpoints with AdamW; rank 0 merges each into a version, as a daemon does."""
 
     work: Path
     rank: int
@@ -35,7 +35,7 @@ class Checkpoints:
     wait_for_all: Callable[[], None]
 
     def measure(self, rounds: int) -> dict[str, list[dict[str, float]]]:
-        """Seconds and bytes by caster, of one more round than these; the first is kept apart."""
+        """Seconds and bytes, by caster, of ``rounds + 1`` rounds; the first one warms up."""
         import torch  # noqa: PLC0415
 
         from trainer_hooks import SaveSettings, SyncSettings, TrainerHook  # noqa: PLC0415
@@ -87,7 +87,7 @@ class Checkpoints:
         return told
 
     def _version(self, layout: JobLayout, step: int, *, cast: bool) -> dict[str, float]:
-        """Merge the weights, while the rest of the checkpoint is being written."""
+        """Merge the weights while the trainer writes the rest of the checkpoint."""
         from syncd.checkpoint.build import build_model_folder  # noqa: PLC0415
         from syncd.checkpoint.merging.options import MergeOptions, Work  # noqa: PLC0415
         from syncd.checkpoint.save import look_at_save  # noqa: PLC0415
@@ -107,7 +107,7 @@ class Checkpoints:
 
 
 def print_table(report: Report, world_size: int, told: list[dict[str, Any]]) -> None:
-    """The medians of all rounds but the first; a stall is the longest of all ranks."""
+    """Print the medians of all rounds except the first; the slowest rank's stall counts."""
     table = report.table(
         f"Full checkpoints with AdamW, {world_size} rank(s), and a version of each",
         ("the weights are", "stall ms", "x", "written GB", "merge reads", "merge s", "version s"),
@@ -133,7 +133,7 @@ def print_table(report: Report, world_size: int, told: list[dict[str, Any]]) -> 
 
 
 def wait_for_pointer(layout: JobLayout, step: int, *, whole: bool = True) -> None:
-    """Wait until the weights are announced; if whole, until nothing of the save is left to do."""
+    """Wait until the weights are announced; if ``whole``, until the save has ended."""
     end = time.monotonic() + _TIMEOUT
     saving = layout.step(step) / ".saving"
     while time.monotonic() < end:

@@ -1,13 +1,14 @@
 """The cost of hundreds of explorers: the daemon's tick, the roster, ``syncd status``, waking up.
 
-Repeat with ``python -m benchmarks.coordination`` from the project's root (some minutes).
+Repeat with ``python -m benchmarks.coordination`` (some minutes).
 
-Explorers are simulated, many to a process. Each has a heartbeat, a claimed name and a report, and
-waits in its own thread. A daemon's loop in this process publishes; each explorer that wakes up
-leases the version, reports it, and waits again.
+Simulated explorers are threads, 50 to a process. Each has a heartbeat, a claimed name and a report,
+and waits for versions. A daemon's loop in this process publishes. An explorer that wakes up leases
+the version, reports it, and waits again.
 
-Wake-up latency is from the beginning of the round that publishes until the wait has returned. A
-tick is a round with nothing to publish. A roster's thread does a slice of work 16 times a lease.
+Wake-up latency is the time from the beginning of the round that publishes to the return of the
+wait. A tick is a round with nothing to publish. A roster's thread checks a slice of the heartbeats
+16 times in each lease time.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _TIMEOUT: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The cost of one number of explorers, in milliseconds."""
+    """The milliseconds for one number of explorers."""
 
     explorers: int
     register: float
@@ -61,7 +62,7 @@ class Row:
 
 
 def _simulate(job: Path, first: int, count: int) -> None:
-    """One process of explorers: a line for each wake-up, until stdin ends."""
+    """Run a process of explorers: print a line for each wake-up, until stdin ends."""
     saying = threading.Lock()
 
     def follow(explorer: ExplorerSynchronizer) -> None:
@@ -187,7 +188,7 @@ def _milliseconds_and_cpu(
 
 
 def _slices(root: Path, layout: JobLayout) -> list[float]:
-    """Two rounds of slices, as far apart as a roster's thread has them."""
+    """The milliseconds of eight slices, at the intervals of a roster's thread."""
     storage = Storage(root)
     lease_time = Job(storage, layout).open().lease_time
     roster = Roster(Job(storage, layout), lease_time, background=False)
@@ -214,7 +215,7 @@ def measure(root: Path, count: int) -> Row:
             with job.daemon(clock=time.monotonic) as loop:  # type: ignore[arg-type] # a clock that nobody moves
                 for step in range(1, _ROUNDS + 1):
                     job.save(step)
-                    time.sleep(1.0)  # all wait again
+                    time.sleep(1.0)  # until all explorers wait again
                     published = time.monotonic()
                     loop.run_once()
                     woken = crowd.wait_until_woken(step, count)

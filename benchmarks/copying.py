@@ -1,12 +1,11 @@
-"""Ways to move a merge's bytes, side by side: the reasons for the choices in docs/performance.md.
+"""Ways to copy a merge's bytes: the reasons for the choices in docs/performance.md.
 
-Repeat with ``python -m benchmarks.copying`` from the project's root, as root, because it mounts
-ext4 and XFS from files. ``--dir`` measures one folder as it is, without root.
+Repeat with ``python -m benchmarks.copying`` as root, because it mounts ext4 and XFS from files.
+With ``--dir`` it measures one folder, and needs no root.
 
-The input is four shards, whose pieces of 2 KB to 9 MB alternate in the output as FSDP's do. Each
-way copies all of it into new files, in this process. It is compared with ``cat`` of the shards into
-one file, in the same round. Before each run :func:`settle` prepares the machine. The order rotates
-from round to round. A ratio is the median of the ratios inside each round.
+The input is four shards. Their pieces of 2 KB to 9 MB alternate in the output, as with FSDP. Each
+way copies all pieces into new files, in this process. It is compared with ``cat`` of the shards
+into one file. Before each run :func:`settle` prepares the machine.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from benchmarks.machine import Report, median_ratio, settle, whole_rounds
 _CAT: Final = "cat shards > file"
 _SHARDS: Final = 4
 _PAGE: Final = 4096
-#: Bytes of a rank's pieces: norms and biases, then parts of weights.
+#: The sizes of a rank's pieces in bytes: norms and biases, then parts of weights.
 _SIZES: Final = (2_048, 589_824, 98_304, 98_304, 589_824, 3_440_640, 3_440_640, 9_437_184)
 _KIB: Final = 1024
 
 
 class Piece(NamedTuple):
-    """Bytes of a shard, and their place in the output."""
+    """A range of a shard, and its place in the output, in bytes."""
 
     shard: int
     offset: int
@@ -58,7 +57,7 @@ Copy = Callable[[Sequence[int], int, Sequence[Piece]], None]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One row: how the pieces are copied, into how many files at once."""
+    """A way to copy the pieces, into ``files`` files at the same time."""
 
     name: str
     copy: Copy
@@ -85,7 +84,7 @@ def _buffered(size: int, *, digest: bool) -> Copy:
 
 
 def _gathered(size: int, *, digest: bool) -> Copy:
-    """The same, and the buffer is only written when it is full."""
+    """As :func:`_buffered`, but write only full buffers."""
 
     def copy(shards: Sequence[int], out: int, pieces: Sequence[Piece]) -> None:
         view = memoryview(bytearray(size))
@@ -125,7 +124,7 @@ def _sendfile(source: int, out: int, count: int, at: int, to: int) -> int:
 
 
 def _clone_and_digest(size: int) -> Copy:
-    """Read for the digest alone; the kernel copies, or shares the blocks."""
+    """Let the kernel copy or share the blocks; read only to compute the digest."""
     kernel = _in_kernel(os.copy_file_range)
 
     def copy(shards: Sequence[int], out: int, pieces: Sequence[Piece]) -> None:
@@ -193,7 +192,7 @@ def _write_shards(folder: Path, size: int, *, aligned: bool) -> tuple[list[Path]
             if to >= size:
                 break
             for rank, file in enumerate(files):
-                # torch pads to 64 bytes, or to storage_alignment, a header before each record.
+                # torch pads to 64 bytes or storage_alignment, after a header for each record.
                 step = _PAGE if aligned else 64
                 file.seek(-(-(file.tell() + 100) // step) * step)
                 own = length // _PAGE * _PAGE if aligned else length
@@ -224,7 +223,6 @@ def _preallocate(fd: int, size: int) -> None:
 
 
 def _run(way: Way, shards: Sequence[Path], layout: Layout, out: Path, *, durable: bool) -> float:
-    """Seconds, from no file to closed ones."""
     begun = time.perf_counter()
     sources = [os.open(path, os.O_RDONLY) for path in shards]
 
@@ -260,7 +258,7 @@ def _cat(shards: Sequence[Path], out: Path, *, durable: bool) -> float:
 def _measure(
     folder: Path, size: int, rounds: int, seconds: dict[str, list[float]], *, durable: bool
 ) -> None:
-    """Add the seconds of each way; one that the filesystem does not have gets none."""
+    """Add each way's seconds to ``seconds``, except ways that the filesystem lacks."""
     inputs = {aligned: _write_shards(folder, size, aligned=aligned) for aligned in (False, True)}
     out = folder / "out"
     ways = dict(zip((_CAT, *(way.name for way in _WAYS)), (None, *_WAYS), strict=True))

@@ -1,15 +1,14 @@
-"""Hosts that stage versions from shared storage of a limited speed, with deltas and without.
+"""The part of deltas.py in which hosts stage versions from shared storage of a limited speed.
 
-Run by ``python -m benchmarks.deltas``. Two jobs get the same versions in turn, one with ``syncd run
---deltas on``, the other with ``--deltas off``. Each has its own hosts: processes with an
-``ExplorerHook``, and a ``Staging`` on another filesystem than the job's. They are forked, because
-16 imports of torch would take longer than all else.
+Two jobs get the same versions in turns: one with ``syncd run --deltas on``, the other with
+``--deltas off``. Each job has its own hosts. A host is a process with an ``ExplorerHook``, and a
+``Staging`` on another filesystem than the job. Hosts are forked, because 16 imports of torch would
+take longer than all other work.
 
-A token bucket in the hosts' ``Storage`` limits the reads of the job directory by all hosts. The
-daemon is not throttled: both versions of a delta are in the page cache of its host.
-
-Bytes are counted in the same place, records and manifests included. The daemon's bytes are
-``rchar`` of its process and its ended children, in ``/proc``.
+The hosts' ``Storage`` counts the bytes that they read in the job directory, and a token bucket
+limits the rate of all hosts together. The daemon is not throttled, because both versions of a delta
+are in the page cache of its host. The daemon's bytes are ``rchar`` in ``/proc``, of its process and
+its ended children.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ _TIMEOUT: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One measurement, after two versions that warm up.
+    """One measurement, after two versions to warm up.
 
-    ``rate`` is the bytes a second that all hosts read together. If ``loads`` is False, the engine
-    only reads the bytes of its copy.
+    ``rate`` is the limit in bytes per second for all hosts together. If ``loads`` is False, the
+    engine reads the weights, but has no model.
     """
 
     title: str
@@ -73,7 +72,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """A host's report of a version: when it was live, and the bytes of the job that it read."""
+    """A host's report: when a version was live, and the bytes that the host read of the job."""
 
     step: int
     when: float
@@ -107,7 +106,7 @@ def _host(
     shapes: Mapping[str, tuple[int, ...]] | None,
     told: Queue[_Live | None],
 ) -> None:
-    """Follow a job until this process is terminated."""
+    """Pull versions until this process is terminated."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     storage = Throttled(bucket)
     engine: Engine = FakeEngine() if shapes is None else TorchModule(_module(shapes))
@@ -158,7 +157,7 @@ class _Job:
         self._stack.close()
 
     def publish(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[float, list[_Live]]:
-        """Save a step; returns when the pointer moved, and the hosts' reports."""
+        """Save a step; return the time at which the pointer moved, and the hosts' reports."""
         moved: list[float] = []
         for rank in reversed(range(_RANKS)):  # rank 0 last: it waits for the others' receipts
             dist.init_process_group("fake", rank=rank, world_size=_RANKS, store=FakeStore())
@@ -219,9 +218,9 @@ def _write_config(folder: Path) -> None:
 
 
 class Steps:
-    """Versions of a model: fp32 masters, an update of the same size each step, and their bf16.
+    """Versions of a model: each step updates fp32 weights, and casts them to bf16.
 
-    ``size`` is the factor of the normal numbers that are added to the masters.
+    An update is ``size`` times a normal random number for each weight.
     """
 
     def __init__(self, weights: Tensor, size: float, copies: int) -> None:
@@ -233,11 +232,11 @@ class Steps:
 
     @property
     def density(self) -> float:
-        """The part of the elements that a step changes, on average."""
+        """The fraction of the elements that a step changes, on average."""
         return sum(self._changed) / len(self._changed)
 
     def next(self) -> dict[str, Tensor]:
-        """The next version: name → bf16 tensor."""
+        """The bf16 tensors of the next version."""
         before = self._weights.bfloat16()
         self._weights += self._size * torch.randn(self._weights.shape, generator=self._generator)
         after = self._weights.bfloat16()
@@ -250,7 +249,7 @@ class Steps:
 
 
 def print_hosts(report: Report, job_dir: Path, stage_dir: Path, steps: Steps, setup: Setup) -> None:
-    """Measure one setup, and print its table. The folders must be on different filesystems."""
+    """Measure a setup, and print its table. The folders must be on different filesystems."""
     if os.stat(job_dir).st_dev == os.stat(stage_dir).st_dev:
         raise SystemExit(f"{job_dir} and {stage_dir} are on one filesystem: no stage would copy")
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)

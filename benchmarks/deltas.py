@@ -1,18 +1,18 @@
-"""Deltas next to slime's encoding, and a stage's copy from a base and a delta next to a full copy.
+"""Deltas beside slime's encoding, and copies from a base and a delta beside full copies.
 
-Repeat with ``python -m benchmarks.deltas`` from the project's root (some minutes).
+Repeat with ``python -m benchmarks.deltas`` (some minutes).
 
 An update is a model's bf16 elements before and after a step. For 1, 3.3, 8 and 20 % of changed
-elements, normal fp32 weights (sigma 0.02) get a normal update. The last update is a step of a small
-language model that AdamW (lr 1e-6, fp32 masters) trains here.
+elements, random normal numbers are added to random normal fp32 weights (sigma 0.02). The last
+update is a step of a small language model, trained here with AdamW (lr 1e-6, fp32 weights).
 
-slime's encoding is written from its description: the exclusive or of both tensors, one zstd frame
-of level 1 for each tensor. Both encode and decode in memory, in one thread, in alternating turns.
-Times are CPU seconds. A ratio is the median of the ratios inside each round.
+slime's encoding is written from its description: the exclusive or of both tensors, as one zstd
+frame of level 1 for each tensor. Both encodings run in memory, in one thread, in turns. Times are
+CPU seconds.
 
-Copies are made of files in the page cache, into new files in ``--dir``, by one thread, with the
-digest of every tensor. They share no blocks with the source, as between two filesystems. The child
-that makes the delta is measured as a whole, from its start.
+One thread copies files from the page cache into new files in ``--dir``, with the digest of every
+tensor. The copies share no blocks with the source, as between two filesystems. The time of the
+child that makes the delta includes its start.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Update:
 
     @property
     def density(self) -> float:
-        """The part of the elements that differ."""
+        """The fraction of the elements that differ."""
         changed = sum(int(np.count_nonzero(self.old[n] != self.new[n])) for n in self.old)
         return 2 * changed / self.bytes
 
@@ -83,7 +83,7 @@ def _bits(tensor: torch.Tensor) -> Bits:
 
 
 def _calibrated(density: float) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Normal weights and updates, and the factor by which these change such a part of them."""
+    """Random weights and steps; and the factor of the steps that changes this fraction in bf16."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(_TENSORS, _ELEMENTS // _TENSORS, generator=generator) * _SIGMA
     step = torch.randn(weights.shape, generator=generator)
@@ -131,7 +131,7 @@ def _adamw_run(steps: int) -> Update:
     for step in range(steps):
         if step == steps - 1:
             snapshots.append({name: _bits(p).copy() for name, p in model.named_parameters()})
-        # Words of Zipf's frequencies, so that rows of the embedding differ as they do in text.
+        # Some tokens are more frequent, as in text, so that the rows of the embedding differ.
         tokens = (torch.rand(4, 65).pow(4) * 4096).long()
         logits = model(tokens[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -170,7 +170,7 @@ class _Slime:
 
 
 class _Syncd:
-    """Blocks as a delta has them; 24 bytes of the index are counted for each."""
+    """Encodes blocks as in a delta; each counts 24 bytes more, for its entry in the index."""
 
     def __init__(self) -> None:
         self._encoder = Encoder()
@@ -259,7 +259,7 @@ def _updates(steps: int) -> Iterator[Update]:
 
 
 class _OtherFilesystem(Storage):
-    """Neither links nor shares blocks with the job's storage."""
+    """Refuses hard links and shared blocks, as another filesystem does."""
 
     def __init__(self) -> None:
         super().__init__(durable=False)
@@ -285,7 +285,7 @@ def _versions(work: Path, update: Update, megabytes: int) -> list[WholeVersion]:
 
 
 def _child(base: WholeVersion, target: WholeVersion, folder: Path) -> tuple[float, Link]:
-    """The CPU seconds of child and parent, and the delta."""
+    """Make a delta; return the CPU seconds of child and parent, and the delta."""
 
     def spent() -> float:
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

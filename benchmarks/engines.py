@@ -1,18 +1,18 @@
-"""From the trainer's pointer to tokens of the new weights, with a real vLLM server on the CPU.
+"""The time from the trainer's pointer to tokens of the new weights, with vLLM on the CPU.
 
-Repeat with ``python -m benchmarks.engines`` from the project's root (some minutes), after
+Repeat with ``python -m benchmarks.engines`` (some minutes), after
 ``export SYNCD_VLLM_PYTHON=$(python -m tests.engines.environment)``.
 
-Tokens: a round moves the trainer's pointer to a save that is ready. It asks the server for one
+To tokens: a round moves the trainer's pointer to a prepared save. Then it asks the server for one
 token again and again, until the token comes from the new weights. A daemon publishes, and the hook
-follows in a thread. The ways to load take turns of five rounds. One of a hundred elements changes
-from save to save. ``--unpacked`` leaves weights unpacked, as on a GPU; then the hook can also load
-only the changed elements, and "sparse" counts the rounds in which it did. The pause is from before
-``/pause`` until the first token after ``/resume``, without requests in flight.
+follows in a thread. 1 % of the elements change from save to save. The ways to load take turns of
+five rounds. ``--unpacked`` leaves weights unpacked, as on a GPU. Then the hook can also load only
+the changed elements: "sparse" counts the rounds in which it did. The pause lasts from the call of
+``/pause`` to the first token after ``/resume``, without requests in flight.
 
-Lost: tokens that clients of a steady load miss for each reload, against as many seconds without
-reloads. ``by hand`` is the server's own ``reload_weights`` and ``/reset_prefix_cache``, without
-pause, verification or daemon. The order of the three rotates from round to round.
+Lost: the tokens that clients under a steady load miss for each reload, compared with a load of
+equal length without reloads. ``by hand`` calls the server's own ``reload_weights`` and
+``/reset_prefix_cache``, without pause, verification or daemon.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _TIMEOUT: Final = 300.0
 _PROMPT: Final = (1, 2, 3, 4)
 _CLIENTS: Final = 4
 _SPARSE: Final = partial(VLLMServer, sparse=True)
-#: Rounds of one way before it is the other's turn.
+#: Rounds of one way before the next way's turn.
 _TURN: Final = 5
 
 
 class _Trainer:
-    """Saves that lie ready: two sets of weights in turn."""
+    """Prepares saves of two alternating sets of weights, and moves the pointer."""
 
     def __init__(self, work: Path, gigabytes: float) -> None:
         self.job = SmallJob(work / "job")
@@ -73,7 +73,7 @@ class _Trainer:
         self._ready = 0
 
     def prepare(self, rounds: int) -> None:
-        """Write the saves of so many rounds; the pointer stays."""
+        """Write the saves for the next rounds, without moving the pointer."""
         while self._ready < self.step + rounds:
             self._ready += 1
             state = self._states[self._ready % 2]
@@ -81,7 +81,7 @@ class _Trainer:
             save_step(self.job, self._ready, "model.safetensors", state, files)
 
     def move(self) -> str:
-        """Move the pointer; how labels of the new weights begin."""
+        """Move the pointer; return the beginning of the new weights' labels."""
         self.step += 1
         self.job.point(self.step)
         return f"step-{self.step}-"
@@ -142,7 +142,7 @@ def _all_ways(
     rounds: int,
     told: dict[str, dict[str, list[float]]],
 ) -> None:
-    """Add seconds of each round, in all ways; their order is turned round from turn to turn."""
+    """Add the seconds of each round, in all ways; the order is reversed after each turn."""
     turns = list(ways.items())
     for begun in range(0, rounds, _TURN):
         for name, way in turns:
@@ -151,7 +151,7 @@ def _all_ways(
 
 
 def _load(server: VLLMProcess, seconds: float, reload: Callable[[], None] | None) -> float:
-    """Tokens in so many seconds of a steady load; reloaded at a quarter and at three of it."""
+    """The tokens in these seconds of a steady load, with reloads after 1/4 and 3/4 of the time."""
     end = time.monotonic() + seconds
     counts = [0] * _CLIENTS
 
@@ -165,7 +165,7 @@ def _load(server: VLLMProcess, seconds: float, reload: Callable[[], None] | None
     begun = end - seconds
     for moment in (0.25, 0.75) if reload else ():
         time.sleep(max(0.0, begun + moment * seconds - time.monotonic()))
-        reload()  # type: ignore[misc] # there is one in here
+        reload()  # type: ignore[misc] # not None here
     for client in clients:
         client.join()
     return sum(counts) * seconds / (time.monotonic() - begun)

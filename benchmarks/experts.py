@@ -1,7 +1,7 @@
-"""The merge of stacked experts under the hub's names, beside that under the trainer's.
+"""Merges of stacked experts with the hub's tensor names, and with the trainer's.
 
-``python -m benchmarks.experts FOLDER`` makes a save of four ranks, 64 experts a layer, and merges
-it both ways in turns. It prints the seconds of each round, and the ratio of the medians.
+``python -m benchmarks.experts FOLDER`` makes a save of four ranks, with 64 experts in each layer.
+The two kinds of merge take turns. It prints each round's seconds, and the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ _CONFIG: Final = '{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCaus
 
 
 def write(actor: Path, layers: int) -> None:
-    """A save in bf16, of the shapes of Qwen3-MoE."""
     (actor / HUGGINGFACE).mkdir(parents=True)
     (actor / HUGGINGFACE / MODEL_CONFIG).write_text(_CONFIG)
     shapes = {"gate_up_proj": (EXPERTS, 2 * INNER, HIDDEN), "down_proj": (EXPERTS, HIDDEN, INNER)}

@@ -1,22 +1,21 @@
-"""From the pointer to weights that are live, the pause of an engine, and the bytes that are read.
+"""The time from the pointer to live weights, the pause of an engine, and the bytes read.
 
-Repeat with ``python -m benchmarks.explorer`` from the project's root (some minutes; eight times the
-model's size in free memory, six times on the disk of ``--dir``).
+Repeat with ``python -m benchmarks.explorer`` (some minutes; eight times the model's size in free
+memory, six times on the disk of ``--dir``).
 
-Live: four FSDP shards in bf16, with the shapes of Qwen2.5-1.5B at another width, are ready in a
-step's folder. A round moves the trainer's pointer, and ends when the explorer, another process, has
-the weights in its model. A daemon (``syncd run``) publishes. ``naive`` is the usual script without
-syncd: look at the pointer each second, ``torch.load``, ``torch.cat``, ``load_state_dict``. The
-explorers take turns, each with its own daemon; all input is in the page cache. Each round also
-copies the shards beside the job and calls fsync; "x copy" is the time to live weights in times of
-this copy, the least that a merge to the disk can take.
+Live: a step folder has four FSDP shards in bf16, with the shapes of Qwen2.5-1.5B at another width.
+A round moves the trainer's pointer, and ends when an explorer, another process, has the weights in
+its model. ``syncd run`` publishes. ``naive`` is a script without syncd: it reads the pointer once a
+second, and calls ``torch.load``, ``torch.cat`` and ``load_state_dict``. The explorers are measured
+one after the other. All input is in the page cache. Each round also copies the shards, with fsync.
+"x copy" is the time to live weights, divided by the time of this copy, the least for a merge to the
+disk.
 
-In place: one version, loaded again and again into a module on the CPU, beside ``memmove`` and
-``Tensor.copy_`` of as many bytes. The order rotates from round to round. A ratio is the median of
-the ratios inside each round.
+In place: one version is loaded repeatedly into a module on the CPU, beside ``memmove`` and
+``Tensor.copy_`` of as many bytes.
 
-Storage: bytes that explorers on one host read of the job directory for one version, in sizes of the
-version's files. Without a stage each explorer reads all files twice: verify, load.
+Bytes: explorers on one host read these bytes in the job directory for one version, divided by the
+size of its files. Without a stage each explorer reads all files twice: to verify and to load.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _RANKS: Final = 4
 _ENDING: Final = 30.0
 _PARTS: Final = ("live", "in-place", "bytes")
 NAIVE: Final = "naive"
-#: Name of an explorer → which engine, and whether it stages.
+#: The name of an explorer → its engine, and True if it stages.
 _ENGINES: Final = {
     "TorchModule": ("staged", False),
     "TorchModule, direct": ("direct", False),
@@ -64,7 +63,7 @@ _ENGINES: Final = {
 
 
 class _Explorer:
-    """A process of ``explorer_processes``, and its output."""
+    """A process of ``explorer_processes``."""
 
     def __init__(self, *arguments: str) -> None:
         self._process = subprocess.Popen(
@@ -94,7 +93,7 @@ class _Explorer:
 
 
 class _Trainer:
-    """A job of which the next step lies ready before the pointer names it."""
+    """A job whose next step can be complete before the pointer names it."""
 
     def __init__(self, root: Path, gigabytes: float) -> None:
         program = ("-m", "benchmarks.shards", "write", str(root), str(gigabytes), "fsdp")
@@ -109,7 +108,7 @@ class _Trainer:
         self._point(0)
 
     def make_ready(self) -> int:
-        """Another step, by hard links to the same shards; returns which."""
+        """Make another step with hard links to the same shards; return its number."""
         self._step += 1
         first, actor = self._template, self.layout.actor(self._step)
         (actor / RECEIPTS).mkdir(parents=True)
@@ -125,7 +124,6 @@ class _Trainer:
         return self._step
 
     def copy(self) -> float:
-        """The seconds that a copy of the shards takes, with fsync."""
         target = self._template.with_name("copied")
         begun = time.monotonic()
         for shard in self._template.glob("*.pt"):
@@ -173,7 +171,7 @@ def _live(trainer: _Trainer, name: str, given: argparse.Namespace) -> dict[str, 
             told = explorer.hear()
             while told["step"] != step:
                 told = explorer.hear()
-            if number:  # the first one makes the files that the others use again
+            if number:  # the first round makes files that later rounds use again
                 found["copy"].append(copied)
                 found["live"].append(told["live"] - begun)
                 found["pause"].append(told["pause"])
@@ -182,7 +180,7 @@ def _live(trainer: _Trainer, name: str, given: argparse.Namespace) -> dict[str, 
 
 
 def _percentile(values: list[float], part: float) -> float:
-    """By nearest rank: of fewer than 100 values the 99th percentile is the largest."""
+    """The percentile by nearest rank: with fewer than 100 values, the 99th is the largest."""
     return sorted(values)[math.ceil(part * len(values)) - 1]
 
 
@@ -229,7 +227,7 @@ def _print_copying(report: Report, trainer: _Trainer, given: argparse.Namespace)
 
 
 def _bytes(trainer: _Trainer, count: int, stage: Path | None, gigabytes: float) -> float:
-    """The bytes that a number of explorers read of one version, in sizes of its files."""
+    """The bytes that explorers read for one version, divided by the size of its files."""
     with ExitStack() as stack:
         explorers = []
         for number in range(count):
@@ -248,7 +246,7 @@ def _bytes(trainer: _Trainer, count: int, stage: Path | None, gigabytes: float) 
             read = 0
             for explorer in explorers:
                 told = explorer.hear()
-                while told["step"] != step:  # the version before was there when it began
+                while told["step"] != step:  # an explorer first loads the previous version
                     told = explorer.hear()
                 read += told["read"]
     folder = max(trainer.layout.published.glob("v*"))

@@ -1,7 +1,4 @@
-"""The explorers of explorer.py: each a process of its own, which reports on stdout.
-
-``python -m benchmarks.explorer_processes follow|naive|copying``, with the options below.
-"""
+"""The explorers of explorer.py, as processes that report on stdout."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _TIMEOUT: Final = 600.0
 
 
 class _Timed:
-    """An engine, and the seconds of its last pause and load."""
+    """Measures the seconds of an engine's last pause and load."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -71,7 +68,7 @@ def _module(gigabytes: float) -> nn.Module:
 
 
 def _transformers(gigabytes: float) -> nn.Module:
-    """The same parameters, in the model that they are shaped like."""
+    """As :func:`_module`, in a model of the transformers library."""
     import torch  # noqa: PLC0415
     from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
 
@@ -118,7 +115,7 @@ def _follow(given: argparse.Namespace) -> None:
     storage = Counting()
     engine = _Timed(_engine(given.engine, given.gigabytes))
     hook = ExplorerHook(given.job, given.name, engine, storage=storage, **_options(given.stage))
-    # A name that is not given back is another's only when its lease is over.
+    # Give the name back, so that the next process can claim it at once.
     closing = threading.Thread(target=lambda: (sys.stdin.read(), hook.close()), daemon=True)
     closing.start()
     _say(ready=True)

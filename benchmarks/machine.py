@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: processes, the machine in words, and the printing of rows."""
+"""Shared by the benchmarks: processes, a description of the machine, and tables."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from typing import Any, Final, Self, TextIO, TypeVar
 
 T = TypeVar("T")
 ROOT: Final = Path(__file__).resolve().parent.parent
-#: The least width of a column of numbers: it is printed before the numbers are known.
+#: The least width of a column of numbers, because heads are printed before the numbers are known.
 _COLUMN: Final = 6
 _BUFFER: Final = 4 * 1024 * 1024
 _HUGE: Final = 2 * 1024 * 1024
-#: Free memory that is left to others while the rest is touched.
+#: Bytes of free memory that :func:`settle` does not touch, for other processes.
 _SPARED: Final = 2 * 1024**3
 _TOUCH: Final = """
 import mmap, sys
@@ -39,9 +39,9 @@ for at in range(0, size, mmap.PAGESIZE):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The resources that one whole process took: wall and CPU seconds, and peak RSS in MB (1e6).
+    """The resources of one whole process: wall and CPU seconds, and peak RSS in MB (1e6 bytes).
 
-    ``inside`` is the wall seconds that the process itself counted for its work, if it tells.
+    ``inside`` is the wall seconds of its work without start-up, if the process reports them.
     """
 
     seconds: float
@@ -51,9 +51,9 @@ class Usage:
 
 
 def prepare_process(work: Path) -> None:
-    """SIGTERM ends this process as an exception does: children are ended and files removed.
+    """Make SIGTERM raise SystemExit here, and set up the environment of children.
 
-    Children find the project, and keep their bytecode below ``work``, as installed ones do.
+    Children find the project, and keep bytecode in ``work``, because installed programs have it.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ["PYTHONPATH"] = str(ROOT)
@@ -62,10 +62,10 @@ def prepare_process(work: Path) -> None:
 
 
 def run_measured(argv: Sequence[str], stdout: Path | None = None) -> Usage:
-    """Run a process to its end, from before its fork until it is reaped.
+    """Run a process, and measure it from its fork until it is reaped.
 
-    The kernel counts the peak RSS of a child from its fork, when it is still a copy of this
-    process: nothing below this process's own size can be seen. So keep this process small.
+    This process must be small: at the fork a child is a copy of it, so the kernel reports no peak
+    RSS below this process's own size.
     """
     with (stdout or Path(os.devnull)).open("wb") as out:
         begun = time.perf_counter()
@@ -83,12 +83,12 @@ def run_measured(argv: Sequence[str], stdout: Path | None = None) -> Usage:
 
 
 def settle(inputs: Iterable[Path], memory: int) -> None:
-    """Let the next run find the same machine as the one before it.
+    """Give the next run the same conditions as the previous run.
 
-    The inputs are in the page cache, and nothing is dirty that would be written later. Free memory
-    was touched: the host of a virtual machine takes free memory back (free page reporting), and to
-    get it again costs several times as much as copying into it. ``memory`` is the most bytes that
-    the next run will need, page cache included.
+    Reads ``inputs`` into the page cache, and writes dirty pages to the disk. Touches ``memory``
+    bytes of free memory, the most that the next run needs, including the page cache. The reason:
+    the host of a virtual machine takes free memory back (free page reporting), and getting it again
+    costs several times as much as copying into it.
     """
     view = memoryview(bytearray(_BUFFER))
     for path in inputs:
@@ -96,7 +96,7 @@ def settle(inputs: Iterable[Path], memory: int) -> None:
             while file.readinto(view):
                 pass
     os.sync()
-    # In a process of its own: this one must stay small.
+    # In another process, because this process must stay small.
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     size = max(0, min(memory, free - _SPARED)) // _HUGE * _HUGE
     if size:
@@ -104,7 +104,6 @@ def settle(inputs: Iterable[Path], memory: int) -> None:
 
 
 def whole_rounds(found: Mapping[str, Sequence[T]]) -> dict[str, list[T]]:
-    """The rounds that all contenders have ended, by contender; empty if there is none."""
     count = min(map(len, found.values()), default=0)
     return {name: list(values[:count]) for name, values in found.items()} if count else {}
 
@@ -122,7 +121,6 @@ def cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def daemon(job: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """``syncd run``, in a process of its own; with its defaults, unless there are options."""
     command = (sys.executable, "-m", "syncd", "run", str(job), *options)
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
@@ -132,7 +130,7 @@ def daemon(job: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def describe_machine(folder: Path) -> dict[str, str]:
-    """The machine, and the filesystem that ``folder`` is on, as they matter to a reader."""
+    """The machine, the filesystem of ``folder``, and the versions of software."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cores": f"{len(os.sched_getaffinity(0))} x {_cpu()}",
@@ -148,10 +146,9 @@ def describe_machine(folder: Path) -> dict[str, str]:
 
 
 class Report:
-    """Prints a benchmark's rows, each at once, because a later part may fail or be interrupted.
+    """Prints each row of a benchmark at once, because a later part can fail or be interrupted.
 
-    With ``as_json`` the rows go to stderr. ``told``, which includes the machine, goes to stdout at
-    the end, also after an error.
+    With ``as_json`` the rows go to stderr. ``told`` goes to stdout at the end, also after errors.
     """
 
     def __init__(self, folder: Path, *, as_json: bool = False) -> None:
@@ -177,21 +174,21 @@ class Report:
         print(line, file=self._to, flush=True)
 
     def table(self, title: str, heads: Sequence[str], like: Iterable[Sequence[str]] = ()) -> Table:
-        """Begin a table under a title; :class:`Table` explains the other arguments."""
+        """Begin a table; :class:`Table` explains ``like``."""
         self.say(f"\n{title}\n")
         return Table(heads, like, self._to)
 
     def whole_table(self, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table whose rows are all known."""
+        """Print a table with all its rows."""
         table = self.table(title, heads, rows)
         for row in rows:
             table.row(*row)
 
 
 class Table:
-    """A table, printed row by row: the first column to the left, numbers to the right.
+    """A table, printed row by row; the first column is aligned left, the others right.
 
-    The columns are as wide as in ``like``: rows to come, or their first cells alone.
+    ``like`` sets the widths of the columns. It has the rows to come, or only their first cells.
     """
 
     def __init__(self, heads: Sequence[str], like: Iterable[Sequence[str]], to: TextIO) -> None:

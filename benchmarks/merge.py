@@ -1,18 +1,20 @@
-"""Merging against copying: ``syncd merge`` beside ``cat``, ``cp``, torch and verl, in one run.
+"""The time and memory of ``syncd merge``, beside ``cat``, ``cp``, torch and verl.
 
-Repeat with ``python -m benchmarks.merge`` from the project's root: Qwen2.5-1.5B in 4 shards, 5
-rounds; five times the model's size in free memory, and twice the largest size on the disk of
-``--dir``. ``--verl DIR`` adds verl, installed into DIR the first time.
+Repeat with ``python -m benchmarks.merge``: Qwen2.5-1.5B in 4 shards, 5 rounds. It needs five times
+the model's size in free memory, and twice the largest size on the disk of ``--dir``. ``--verl DIR``
+adds verl, and installs it into DIR the first time.
 
-Every contender is a whole process, start-up included, measured from its fork until it is reaped.
-Each of ``--modes`` has its own rounds and table. ``warm``: the inputs are in the page cache, and
-nobody calls fsync. ``cold``: their pages are dropped, but the host of a virtual machine may still
-have them. ``fsync``: all files would survive a power loss.
+Every contender is a process, measured from its fork until it is reaped. Each mode has its own
+rounds and table:
 
-Before each run :func:`settle` prepares the machine. The order of contenders rotates from round to
-round. A ratio is the median of the ratios inside each round. "Without start-up" is the merge's time
-in the manifest, as in a daemon that runs already. Before the rounds each contender runs once, and
-its output is compared with the truth. If a round fails, the rounds before it are printed.
+- ``warm``: the inputs are in the page cache, and nobody calls fsync.
+- ``cold``: the inputs are dropped from the page cache. The host of a virtual machine can still have
+  them.
+- ``fsync``: all outputs are durable.
+
+First each contender runs once, and its output is compared with the truth. Before each run
+:func:`settle` prepares the machine. "Without start-up" is the merge's time in the manifest. If a
+round fails, the complete rounds are printed.
 """
 
 from __future__ import annotations
@@ -54,14 +56,14 @@ from benchmarks.merge_contenders import (
 )
 from benchmarks.verl_environment import environment
 
-#: GB in bf16: Qwen2.5-1.5B, and 20,000 tensors of 4 KB.
+#: The model's GB in bf16: Qwen2.5-1.5B, or 20,000 tensors of 4 KB.
 _SIZES: Final = {"fsdp": 3.087, "fsdp+tp": 3.087, "fp32": 3.087, "small": 0.08192}
 _HIGH_WATER: Final = re.compile(r"VmHWM:\s+(\d+) kB")
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Whether the inputs are in the page cache, and whether outputs must survive a power loss."""
+    """A mode: ``cold`` drops the inputs from the page cache, ``durable`` calls fsync."""
 
     words: str
     cold: bool = False
@@ -77,7 +79,7 @@ _MODES: Final = {
 
 
 def _shards(*argv: str) -> None:
-    """A child process, so that this one stays small."""
+    """Run benchmarks.shards in a child process, so that this process stays small."""
     subprocess.run((sys.executable, "-m", "benchmarks.shards", *argv), check=True)
 
 
@@ -104,7 +106,7 @@ def _bytes(paths: Iterable[Path]) -> int:
 
 
 def _evict(paths: Iterable[Path]) -> None:
-    """Drop files from the page cache; only clean pages go."""
+    """Drop files from the page cache, after fsync, because dirty pages would stay."""
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -130,7 +132,6 @@ def _run(contender: Contender, place: Place, *, cold: bool = False) -> Usage:
 
 
 def _try(place: Place, field: tuple[Contender, ...], model: Model) -> int:
-    """Run each contender once, and verify its output; return the number of files of a merge."""
     _clear(place)
     run_measured(merges(model)[0].argv(place))
     (place.out / "merged").rename(place.merged)
@@ -162,7 +163,7 @@ def _rounds(
 
 
 def _peaks(contender: Contender, place: Place, model: Model) -> tuple[float, float]:
-    """The peak RSS in MB of the largest process of one run, and of the first process alone."""
+    """The peak RSS in MB of a run's largest process, and of its first process alone."""
     print(f"peak RSS of {model.gigabytes} GB: {contender.name}", file=sys.stderr)
     _clear(place)
     process = subprocess.Popen(contender.argv(place), stdout=subprocess.DEVNULL)
@@ -170,7 +171,7 @@ def _peaks(contender: Contender, place: Place, model: Model) -> tuple[float, flo
     try:
         while True:
             told = _HIGH_WATER.search(Path(f"/proc/{process.pid}/status").read_text())
-            own = int(told[1]) if told else own  # an ended process has no memory
+            own = int(told[1]) if told else own  # an ended process has no VmHWM
             ended, status, used = os.wait4(process.pid, os.WNOHANG)
             if ended:
                 break

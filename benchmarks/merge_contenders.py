@@ -1,4 +1,4 @@
-"""The contenders of merge.py: the input of each process, and the files that it leaves."""
+"""The contenders of merge.py, with their command lines."""
 
 from __future__ import annotations
 
@@ -22,52 +22,52 @@ _CP_SYNC: Final = 'cp -r --reflink=never "$1" "$2" && sync "$2"/*'
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The input, made by :mod:`benchmarks.shards`: its size in bf16, and its sharding."""
+    """The model to merge: its size in bf16, and a layout of :mod:`benchmarks.shards`."""
 
     gigabytes: float
     layout: str
 
     @property
     def arguments(self) -> tuple[str, str]:
-        """For :mod:`benchmarks.shards`."""
+        """The arguments for :mod:`benchmarks.shards`."""
         return str(self.gigabytes), self.layout
 
     @property
     def casts(self) -> bool:
-        """Whether it is cast to bf16."""
+        """True if the merge casts to bf16."""
         return self.layout == "fp32"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The folder of all contenders; if ``durable``, their output must survive a power loss."""
+    """The folder of all contenders; if ``durable``, they call fsync."""
 
     work: Path
     durable: bool = False
 
     def actor(self, step: int) -> Path:
-        """Shards: step 1 with receipts, step 2 without."""
+        """The folder with the shards of a step: step 1 has receipts, step 2 has none."""
         return self.work / "job" / f"global_step_{step}" / "actor"
 
     @property
     def shards(self) -> list[Path]:
-        """The files that are merged."""
+        """The files to merge."""
         return sorted(self.actor(1).glob("*.pt"))
 
     @property
     def merged(self) -> Path:
-        """The input of ``cp``: the folder of the model, merged once, before the rounds."""
+        """The input of ``cp``: the model, merged once before the rounds."""
         return self.work / "merged"
 
     @property
     def out(self) -> Path:
-        """The folder for output, empty before each run."""
+        """The folder for output; it is empty before each run."""
         return self.work / "out"
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One row; ``memory`` is the most that it needs, page cache included, in sizes of the input."""
+    """One row. ``memory`` is its need, including page cache, as a multiple of the input's size."""
 
     name: str
     argv: Callable[[Place], Sequence[str]]
@@ -94,7 +94,6 @@ def merges(model: Model) -> tuple[Contender, ...]:
 
 
 def contenders(model: Model, *, torch: bool, verl: Path | None) -> tuple[Contender, ...]:
-    """All rows; the slow ones only if asked for, and if they can merge this layout."""
     slow: list[Contender] = []
     starts = [
         _start("syncd merge --help", *_SYNCD, "merge", "--help"),

@@ -1,8 +1,8 @@
-"""Caching by clients of a network filesystem: the measurements that docs/protocol.md names.
+"""Stale caches of network filesystem clients: the measurements in docs/protocol.md.
 
-Repeat with ``python -m benchmarks.nfs MOUNT MOUNT`` on one share that is mounted by two clients of
-their own (two hosts, or two network namespaces). Each line is a question, and how often each answer
-was given; on a local disk, given twice, all answers are the right ones. Takes a few seconds.
+Repeat with ``python -m benchmarks.nfs MOUNT MOUNT`` (some seconds). MOUNT and MOUNT are one share,
+mounted by two clients (two hosts, or two network namespaces). Each line is a question, and how
+often each answer occurred. Two paths of a local disk give the right answers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from benchmarks.machine import Report
 from syncd.storage.fsio import Storage
 
-#: Asks something of a folder, as the first client and as the second one sees it.
+#: Asks something about a folder. The arguments are its paths at the first and second client.
 Question = Callable[[Path, Path], object]
 
 
 def _remembered(look: Callable[[Path], object], *, refresh: bool) -> Question:
-    """The first client's answer about a name that was missing at its first look, and exists now."""
+    """Ask the first client about a name that it has looked for before the second client made it."""
 
     def ask(first: Path, second: Path) -> object:
         for _ in range(2):
@@ -47,7 +47,7 @@ def _rmdir(path: Path) -> str:
 
 
 def _replaced(first: Path, second: Path) -> None:
-    """A file that the first client has read is replaced by the second."""
+    """Replace, at the second client, a file that the first client has read."""
     (second / "file").write_text("old")
     for _ in range(2):
         (first / "file").read_text()
@@ -60,7 +60,7 @@ def _looks_until_new(first: Path, second: Path) -> str:
     looks = 0
     while (first / "file").read_text() == "old":
         looks += 1
-        time.sleep(0.01)  # as often as anybody would look
+        time.sleep(0.01)  # a usual polling interval
     return f"{looks} old"
 
 
@@ -71,7 +71,7 @@ def _read_after_refresh(first: Path, second: Path) -> str:
 
 
 def _rename_out(*, moved: bool) -> Question:
-    """Whether the first client renames out of a folder that the second has moved, or emptied."""
+    """Ask if the first client can rename out of a folder that the second moved or emptied."""
 
     def ask(first: Path, second: Path) -> str:
         building = second / "room" / "building"

@@ -1,18 +1,17 @@
-"""The cost of N, 2N and 4N of everything: jobs on one daemon, explorers, old steps, versions.
+"""The cost of N, 2N and 4N jobs, explorers, old steps or versions on one daemon.
 
-Repeat with ``python -m benchmarks.scale`` from the project's root (some ten minutes), or a part of
-it with ``--parts``. Saves are full state dicts, which are linked, so no bytes are copied.
+Repeat with ``python -m benchmarks.scale`` (about ten minutes), or run some parts with ``--parts``.
+Saves are full state dicts. The daemon links them, and copies no bytes.
 
-- **jobs**: a real ``syncd run --root`` with its defaults. A job's tick is one second. Wake-up is
-  from the rename of a pointer until LATEST names its step, one job at a time; the burst is of all
-  jobs at once.
-- **explorers**: a daemon's loop in this process, with metrics and injected time. Explorers are
-  files: a heartbeat that is touched three times a lease, a lease, a report.
-- **wakeups**: explorers that really wait, as threads, 50 to a process (benchmarks/coordination.py).
-- **steps**: a job with many old full checkpoints, five injected minutes of rounds.
-- **versions**: saves that are published within one injected day, each leased by an explorer.
+- **jobs**: ``syncd run --root`` with its defaults; a tick is one second. Wake-up is the time from
+  the rename of a job's pointer until LATEST names its step. In the burst all pointers move at once.
+- **explorers**: a daemon's loop in this process, with metrics and simulated time. An explorer is
+  only files: a report, a lease, and a heartbeat that is touched three times per lease time.
+- **wakeups**: explorers that really wait, as threads (benchmarks/coordination.py).
+- **steps**: a job with many old full checkpoints, during five simulated minutes.
+- **versions**: saves that are published within one simulated day, each leased by an explorer.
 
-A call is one method of the Storage seam: each is a request to a network filesystem.
+A call is one call of a method of ``Storage``. On a network filesystem it is a request.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def _descriptors(pid: int | str = "self") -> list[str]:
         try:
             found.append(str(fd.readlink()))
         except FileNotFoundError:
-            pass  # it was closed meanwhile
+            pass  # closed meanwhile
     return found
 
 
@@ -269,7 +268,7 @@ def _steps(work: Path, count: int) -> Row:
 
 
 def _versions(work: Path, counts: tuple[int, ...]) -> Iterator[Row]:
-    """One day; a row is of the tenth before it has so many versions."""
+    """Simulate one day; a row has the costs of the last tenth of its versions."""
     storage, clock = RuledStorage(), Clock()
     job = SmallJob(work / "job", storage)
     session = new_session_id()
@@ -282,12 +281,12 @@ def _versions(work: Path, counts: tuple[int, ...]) -> Iterator[Row]:
             if step in begins:
                 counted = _Counted([], [])
             job.save(step)
-            # It is published; then it is leased, the one before goes, and its step folder with it.
+            # The daemon publishes the save, and prunes an older version and its step folder.
             for _ in range(4):
                 counted.round(loop, storage)
                 clock.advance(_DAY / max(counts) / 4)
             for path in job.layout.sessions.iterdir():
-                os.utime(path)  # the daemon's own too: its heartbeat knows no injected time
+                os.utime(path)  # also the daemon's own, because its heartbeat runs in real time
             taken = job.lease(step, session)
             if held is not None:
                 held.release()
@@ -313,7 +312,7 @@ def _each(row: Callable[[Path, int], Row]) -> Part:
     return lambda work, counts: (row(work, count) for count in counts)
 
 
-#: Name → its function, the counts, and True if each row is a process of its own.
+#: A part's name → its function, its counts, and True if each row needs its own process.
 _PARTS: Final[dict[str, tuple[Part, tuple[int, ...], bool]]] = {
     "jobs": (_each(_jobs), (50, 100, 200), True),
     "explorers": (_each(_explorers), (125, 250, 500), True),
@@ -324,7 +323,7 @@ _PARTS: Final[dict[str, tuple[Part, tuple[int, ...], bool]]] = {
 
 
 def _rows(part: str, folder: Path) -> Iterator[Row]:
-    """The rows of a part, each by a process of its own, so that its memory can be measured."""
+    """Measure the rows of a part in child processes, so that memory can be measured."""
     _, counts, alone = _PARTS[part]
     for some in ([count] for count in counts) if alone else [counts]:
         argv = [sys.executable, "-m", "benchmarks.scale", "--dir", str(folder), "--rows", part]

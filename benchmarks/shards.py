@@ -1,13 +1,16 @@
-"""The input of the merge benchmark, and the check of its output; runs in a child process.
+"""The input of the merge benchmark, and the check of its output.
 
 ``python -m benchmarks.shards write JOB 3.087 fsdp`` writes global_step_1 of a job with the writer
-that ``TrainerHook`` uses: bf16 DTensors of four ranks, with receipts. They are cut by rows
-(``fsdp``), or as FSDP2 on top of tensor parallelism leaves them on a 2 x 2 mesh (``fsdp+tp``). The
-ranks take turns in one process, over torch's fake process group. global_step_2 has hard links to
-the same shards and no receipts, as another trainer would leave them.
+that ``TrainerHook`` uses: bf16 DTensors of four ranks, with receipts. The ranks take turns in one
+process, over torch's fake process group. global_step_2 has hard links to the same shards, and no
+receipts, as if another trainer had saved them. The layouts are:
 
-The size is that of the model in bf16. 3.087 GB is Qwen2.5-1.5B; other sizes have another width.
-``fp32`` is ``fsdp`` in float32, to be cast to bf16. ``small`` is ``fsdp`` with tensors of 4 KB.
+- ``fsdp``: cut by rows.
+- ``fsdp+tp``: cut as by FSDP2 on top of tensor parallelism, on a 2 x 2 mesh.
+- ``fp32``: ``fsdp`` in float32, to be cast to bf16.
+- ``small``: ``fsdp`` with tensors of 4 KB.
+
+The size is the model's GB in bf16: 3.087 is Qwen2.5-1.5B, other sizes have another width.
 
 ``python -m benchmarks.shards verify FOLDER 3.087 fsdp`` compares every bit with the truth.
 """
@@ -54,7 +57,7 @@ _SMALL: Final = (64, 32)
 
 
 def shapes(gigabytes: float, layout: str) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model of about so many GB in bf16."""
+    """The tensors of a model of about this size in bf16."""
     wanted = gigabytes * 1e9 / 2
     if layout == "small":
         count = round(wanted / math.prod(_SMALL))
@@ -84,7 +87,7 @@ def shapes(gigabytes: float, layout: str) -> dict[str, tuple[int, ...]]:
 
 
 def _whole(number: int, shape: tuple[int, ...], layout: str) -> Tensor:
-    """A tensor: every bit random, the same each time that it is asked for."""
+    """The tensor with this number: random bits, the same at each call."""
     generator = torch.Generator().manual_seed(number)
     if layout == "fp32":
         return torch.randn(shape, generator=generator)
@@ -96,13 +99,13 @@ def _whole(number: int, shape: tuple[int, ...], layout: str) -> Tensor:
 
 
 def _part(whole: Tensor, ranks: int, dim: int, at: int) -> Tensor:
-    """A rank's part along a dimension, as torch.chunk cuts: the last ones may be empty."""
+    """A rank's part along a dimension, as torch.chunk cuts; the last parts can be empty."""
     chunks = whole.chunk(ranks, dim)
     return chunks[at] if at < len(chunks) else whole.narrow(dim, 0, 0)
 
 
 def _dtensor(name: str, whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """As FSDP2 leaves it, alone or on top of tensor parallelism, which has cut first."""
+    """Cut a tensor as FSDP2 does, after tensor parallelism if the mesh has two dimensions."""
     coordinate = list(mesh.get_coordinate() or ())
     placements: list[Placement] = [Shard(0)]
     local = whole

@@ -1,4 +1,4 @@
-"""Storage that counts the bytes that were read from it, and storage of a limited speed."""
+"""Storage that counts the bytes read from it, and storage of a limited speed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final
 
 from syncd.storage.fsio import Storage
 
-#: Seconds of the rate that a reader may catch up after a sleep that took too long.
+#: After a sleep that took too long, readers can catch up at most this many seconds.
 _CREDIT: Final = 0.02
 
 
 class Counting(Storage):
-    """Counts the bytes that were read."""
+    """Counts the bytes read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,15 +54,15 @@ class Counting(Storage):
 
 
 class Bucket:
-    """A token bucket that processes share: it lets ``rate`` bytes pass in a second, in all."""
+    """A token bucket that processes share: together they get ``rate`` bytes per second."""
 
     def __init__(self, context: ForkContext, rate: float) -> None:
         self._rate = rate
-        #: When all bytes so far have passed, by the monotonic clock of this host.
+        #: The time, on the monotonic clock, at which all bytes so far have passed.
         self._passed = context.Value("d", 0.0)
 
     def take(self, count: int) -> None:
-        """Wait until so many bytes have passed."""
+        """Wait until ``count`` bytes have passed."""
         with self._passed.get_lock():
             now = time.monotonic()
             begin = max(self._passed.value, now - _CREDIT)
@@ -71,7 +71,7 @@ class Bucket:
 
 
 class Throttled(Counting):
-    """Reads no faster than its bucket lets bytes pass; writes are as fast as they are."""
+    """Reads at the rate of its bucket; writes are not limited."""
 
     def __init__(self, bucket: Bucket) -> None:
         super().__init__()

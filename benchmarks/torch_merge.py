@@ -1,8 +1,8 @@
-"""The usual merge of FSDP shards with torch, as fast as it goes: a contender of merge.py.
+"""A merge of FSDP shards with torch: a contender of merge.py.
 
 ``python -m benchmarks.torch_merge ACTOR OUT.safetensors [mmap] [bf16] [fsync]``. With ``mmap`` the
-shards are not read into memory first, with ``bf16`` tensors are cast, and with ``fsync`` the file
-would survive a power loss.
+shards are not read into memory first; with ``bf16`` tensors are cast; with ``fsync`` the file is
+durable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def save(merged: dict[str, Tensor], out: str, modes: Sequence[str]) -> None:
 
 
 def main(actor: str, out: str, *modes: str) -> None:
-    # Four lines about torch.compile, which is not used here.
+    # Suppress four lines about torch.compile.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     paths = sorted(Path(actor).glob("model_world_size_*_rank_*.pt"))  # fewer than ten ranks
     shards = [torch.load(path, weights_only=True, mmap="mmap" in modes) for path in paths]

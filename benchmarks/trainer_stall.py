@@ -1,29 +1,26 @@
-"""The time that a sync save stops training: ``TrainerHook`` beside torch's ways, in one run.
+"""The time for which a sync save stops training, with ``TrainerHook`` and with torch.
 
-Repeat with ``python -m benchmarks.trainer_stall`` from the project's root (some minutes; six times
-the model's size in free memory, three times on the disk of ``--dir``).
+Repeat with ``python -m benchmarks.trainer_stall`` (some minutes; six times the model's size in free
+memory, three times on the disk of ``--dir``).
 
-The ranks are real processes with one thread each: FSDP2 over gloo on the CPU, or over NCCL with one
-rank for each GPU. The model has the shapes of Qwen2.5-1.5B at another width, in bf16. In a round,
-for each contender the ranks meet, change their parameters in place, and save. The time of the
-slowest rank's call counts. A contender's background work ends before the next one begins. The order
-rotates. A ratio is the median of the ratios inside each round. The first round, in which buffers
-are made, is kept apart.
+The ranks are processes with one thread each: FSDP2 over gloo on the CPU, or over NCCL with one rank
+for each GPU. The model has the shapes of Qwen2.5-1.5B at another width, in bf16. In a round, for
+each contender, the ranks change their parameters in place, meet, and save. The time of the slowest
+rank counts. Each contender's background work ends before the next contender begins. The first round
+makes buffers, and is reported separately.
 
-``bare clone`` copies the local shards into new memory. ``bare copy`` copies them into memory that
-is there already, pinned on a GPU: the least that a save can take. torch.save writes each rank's own
-shard, without fsync. ``async_save`` is that of torch.distributed.checkpoint; on a GPU it also runs
-with its staging memory kept.
+- ``bare clone`` copies the local shards into new memory.
+- ``bare copy`` copies them into existing memory (pinned, for a GPU): the least for a save.
+- ``torch.save`` writes each rank's own shard, without fsync.
+- ``async_save`` is from torch.distributed.checkpoint; on a GPU also with kept staging memory.
 
-The search for NaN and Inf is timed against writing the same shard with fsync.
+The time of the search for NaN and Inf is compared with the time to write the same shard with fsync.
 
-Memory: for each rank the peak RSS of a run that saves ``--saves`` times, one right after the other,
-less that of the same run without saving, in local shards. Those saves wait for each other, so that
-there are as many copies as there can be.
+Memory: each rank's peak RSS during ``--saves`` saves, minus the peak RSS of a run without saves, in
+local shards. A save waits for the previous save, so that there are as many copies as possible.
 
-With ``--sync-dtype bf16`` the model is in fp32, and the hook that casts it for explorers stands
-beside the hook that does not. Then full checkpoints with AdamW, in turns: with cast weights of the
-trainer's own, and without, so that the merge casts.
+With ``--sync-dtype bf16`` the model is in fp32. A hook that casts for explorers is compared with a
+hook that does not; then full checkpoints with AdamW, cast by the trainer or by the merge.
 """
 
 from __future__ import annotations
@@ -76,7 +73,7 @@ Save = Callable[[int], Callable[[], object]]
 
 
 class _Rank:
-    """A trainer's rank. Torch is imported here: the process that starts the ranks stays small."""
+    """A trainer's rank. It imports torch, so that the process that starts the ranks stays small."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         import torch  # noqa: PLC0415
@@ -89,7 +86,7 @@ class _Rank:
         self._torch, self._dist = torch, dist
         self._work, self._rank = given.work, given.rank
         self._sync_dtype = given.sync_dtype
-        #: Of the last save of each contender, all ranks' together.
+        #: The bytes that all ranks wrote in the last save, by contender.
         self.written: dict[str, int] = {}
         self.device = torch.device("cpu")
         backend = "gloo"
@@ -197,7 +194,6 @@ class _Rank:
             yield save
 
     def measure(self, rounds: int) -> dict[str, list[float]]:
-        """Seconds by contender, of one round more than these: the first is apart."""
         names = (CLONE, COPY, HOOK, CAST) if self._sync_dtype else _CONTENDERS[self.device.type]
         found: dict[str, list[float]] = {name: [] for name in names}
         with ExitStack() as stack:
@@ -218,7 +214,7 @@ class _Rank:
                     step += 1
                     self.train()
                     if self._rank == 0:
-                        os.sync()  # the files of the contender before
+                        os.sync()  # the previous contender's files
                     self.wait_for_all()
                     begun = time.perf_counter()
                     end = saves[name](step)
@@ -236,7 +232,7 @@ class _Rank:
         from trainer_hooks.state.host_buffers import HostBuffers, nonfinite_names  # noqa: PLC0415
         from trainer_hooks.writing.parts import write_tensors  # noqa: PLC0415
 
-        # NaNs are searched in a plain dict here, even if the GPU did so before.
+        # A plain dict, so that NaNs are searched here, even if the GPU has searched before.
         state = dict(HostBuffers().copy(self.model.state_dict()))
         path = self._work / f"look-{self._rank}.pt"
         found: dict[str, list[float]] = {"look": [], "write": []}
@@ -254,13 +250,13 @@ class _Rank:
 
     def peak(self, saves: int, *, saving: bool, casts: bool) -> int:
         with ExitStack() as stack:
-            # A skipped save copies nothing: only one copy would be seen, not two.
+            # "wait", because skipped saves copy nothing: there would be one copy instead of two.
             save = stack.enter_context(self.hook("wait", casts=casts)) if saving else None
             for step in range(1, saves + 1):
                 self.train()
                 self.wait_for_all()
                 if save is not None:
-                    save(step)  # the background goes on
+                    save(step)  # without waiting for its end
         told = _HIGH_WATER.search(Path("/proc/self/status").read_text())
         return int(told[1]) * 1024 if told else 0
 
@@ -308,7 +304,7 @@ def _run(what: str, world_size: int, given: argparse.Namespace, work: Path) -> l
     try:
         while any(process.poll() is None for process in processes):
             if any(process.poll() for process in processes):
-                break  # the others wait for it
+                break  # the other ranks wait for the failed rank
             time.sleep(0.1)
     finally:
         for process in processes:
@@ -371,7 +367,7 @@ def _memory(what: str, world_size: int, given: argparse.Namespace, work: Path) -
 
 
 def _devices() -> int:
-    """How many GPUs there are; asked of a child, so that this process stays small."""
+    """The number of GPUs, from a child process, so that this process stays small."""
     program = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run(
         (sys.executable, "-c", program), capture_output=True, text=True, check=True

@@ -1,7 +1,7 @@
-"""The virtual environment that verl's merger runs in: verl wants other releases than syncd's tests.
+"""The virtual environment of verl's merger, because verl needs other releases than syncd's tests.
 
-In it are verl, and of its dependencies those that importing its merger needs, which
-``verl-requirements.txt`` lists; nothing is replaced by a stub. torch is the one that the tests use.
+It has verl, and the dependencies that its merger imports (``verl-requirements.txt``). The release
+of torch is the same as in the tests.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import sys
 from pathlib import Path
 from typing import Final
 
-#: The release that :mod:`benchmarks.verl_merge` was written for.
+#: The release of verl for which :mod:`benchmarks.verl_merge` was written.
 VERL: Final = "0.9.1"
-#: A test for its Python: it can import verl as :mod:`benchmarks.verl_merge` does.
+#: A program that tests if the environment can import verl's merger.
 IMPORT: Final = "import verl.model_merger.fsdp_model_merger"
 _CHECK: Final = f"{IMPORT}, importlib.metadata as m; assert m.version('verl') == '{VERL}'"
 _HERE: Final = Path(__file__).resolve().parent
 
 
 def environment(folder: Path) -> Path:
-    """The Python of the environment in a folder, made first if it is missing (1.4 GB)."""
+    """The Python of the environment in a folder; make the environment if necessary (1.4 GB)."""
     python = folder.resolve() / "bin" / "python"
     check = (python, "-c", _CHECK)
     if not python.exists() or subprocess.run(check, check=False).returncode:
@@ -29,7 +29,7 @@ def environment(folder: Path) -> Path:
         pip = (python, "-m", "pip", "install", "--quiet")
         files = (_HERE.parent / "constraints.txt", _HERE / "verl-requirements.txt")
         subprocess.run((*pip, "-c", files[0], "-r", files[1]), check=True)
-        # Its other dependencies are for training: wandb, datasets and the like.
+        # verl's other dependencies are for training, for example wandb and datasets.
         subprocess.run((*pip, "--no-deps", f"verl=={VERL}"), check=True)
         subprocess.run(check, check=True)
     return python

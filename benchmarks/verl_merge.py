@@ -1,10 +1,10 @@
-"""verl's own merger: a contender of merge.py, in the environment of its own.
+"""verl's own merger: a contender of merge.py.
 
 ``python -m benchmarks.verl_merge ACTOR OUT.safetensors [fsync]``. It runs verl's
 ``FSDPModelMerger(config).merge_and_save()`` with one overridden method, which calls safetensors'
-``save_file`` instead of a model's ``save_pretrained``. That flatters verl.
+``save_file`` instead of a model's ``save_pretrained``, in favour of verl.
 
-verl loads pickles with ``weights_only=False``: give it no shards but your own.
+Use only shards that you trust, because verl loads pickles with ``weights_only=False``.
 """
 
 from __future__ import annotations

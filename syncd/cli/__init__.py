@@ -93,7 +93,7 @@ class _Lazy(click.Group):
 
 
 def _added() -> dict[str, EntryPoint]:
-    """The commands of other packages by name, except those with the name of a syncd command."""
+    """The commands that other packages add, by name."""
     from importlib.metadata import entry_points  # noqa: PLC0415 - it takes as long as all the rest
 
     ours = _COMMANDS.keys() - _OF_HOOKS

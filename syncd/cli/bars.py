@@ -11,7 +11,7 @@ from syncd.checkpoint.merging.options import Progress, unheard
 
 @contextmanager
 def bar(name: str) -> Iterator[Progress]:
-    """Show a bar of bytes on standard error, if standard error is a terminal."""
+    """Show a bar of bytes on standard error, if this is a terminal."""
     if not sys.stderr.isatty():
         yield unheard
         return
@@ -35,7 +35,7 @@ def bar(name: str) -> Iterator[Progress]:
 
 @contextmanager
 def at_work(what: str) -> Iterator[None]:
-    """Show a status line on standard error during the work, if standard error is a terminal."""
+    """Show a status line on standard error during the block, if this is a terminal."""
     if not sys.stderr.isatty():
         yield
         return

@@ -146,7 +146,7 @@ def command(
 
 
 def _alone(folder: Path, step: int | None) -> tuple[Path, int | None]:
-    """The job and the step to convert; ``folder`` can be a job or a step folder."""
+    """The job and the step of a folder, which can be a job or a step folder."""
     found = parse_step_folder(folder.resolve().name)
     if found is None or holds_job(Job.at(folder)):
         return folder, step

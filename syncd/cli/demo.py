@@ -106,8 +106,6 @@ def _room(console: Console, *, keep: bool) -> Iterator[Path]:
 
 @dataclass
 class _Run:
-    """The processes of one demo, and the seconds of each merge."""
-
     room: Path
     steps: int
     programs: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -180,7 +178,6 @@ class _Run:
         return found
 
     def said(self, name: str) -> dict[str, Any]:
-        """The JSON that a program printed before it ended."""
         told: dict[str, Any] = json.loads((self.room / f"{name}.out").read_text())
         return told
 

@@ -1,4 +1,4 @@
-"""Log lines: text for people, or one JSON object on each line for programs."""
+"""Log lines: text, or one JSON object on each line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BURST: Final = 10
 
 
 def _job_of(record: logging.LogRecord) -> str:
-    """The job directory that a line is about; empty if the process serves only one job."""
+    """The job of a line; empty if the process serves only one job."""
     thread = record.threadName or ""
     return thread.removeprefix(JOB_THREAD) if thread.startswith(JOB_THREAD) else ""
 
@@ -35,8 +35,8 @@ def _job_of(record: logging.LogRecord) -> str:
 class HumanLines(logging.Formatter):
     """A line for people, e.g. ``2026-01-31 12:00:00,123 INFO published step 7 as version 3``.
 
-    If a process serves many jobs, the message begins with the job's name in brackets. All text is
-    escaped by :func:`.printable`, because it may contain names and errors from other programs.
+    If a process serves many jobs, the message begins with the job's name in brackets.
+    :func:`.printable` escapes all text, because it can contain names from other programs.
     """
 
     def format(self, record: logging.LogRecord) -> str:

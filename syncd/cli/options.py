@@ -31,7 +31,7 @@ class CountRange(click.IntRange):
     """A whole number in a range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Convert a value to a whole number, and check the range."""
+        """Convert and check a value."""
         try:
             number = int(value)
         except ValueError:
@@ -52,7 +52,7 @@ class SecondsRange(click.FloatRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Convert a value to seconds, and check the range."""
+        """Convert a value to seconds, and check it."""
         return super().convert(_amount(SECONDS, float, value, param, ctx), param, ctx)
 
 
@@ -62,7 +62,7 @@ class BytesRange(click.IntRange):
     name = "bytes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Convert a value to bytes, and check the range."""
+        """Convert a value to bytes, and check it."""
         return super().convert(_amount(BYTES, int, value, param, ctx), param, ctx)
 
 
@@ -114,7 +114,7 @@ def configured_folders() -> list[Path]:
 
 
 def given(ctx: click.Context) -> dict[str, GivenValue]:
-    """The settings given on the command line: key of the configuration → value and option."""
+    """The settings on the command line: key of the configuration → value and option."""
     found = {}
     for parameter in ctx.command.params:
         name = parameter.name or ""

@@ -62,7 +62,6 @@ def _said(action: Pruning) -> str:
 
 
 def _told(action: Pruning) -> tuple[str, str, str]:
-    """Kind, name and reason of a deletion, as in the audit log."""
     match action:
         case DropLease():
             return "lease", f"{version_folder(action.sequence)}/{action.marker}", action.why

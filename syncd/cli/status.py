@@ -90,7 +90,6 @@ def _print_json(found: list[Path], *, is_one: bool, indent: int | None) -> None:
 
 
 def _repeat(show: Callable[[], None], every: float | None) -> None:
-    """Show the state once; with an interval (seconds), repeat until Ctrl-C."""
     try:
         show()
         while every is not None:

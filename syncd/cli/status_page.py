@@ -226,7 +226,6 @@ def _counted(name: str) -> str:
 
 
 def _faults(reports: list[dict[str, Any]], width: int) -> list[RenderableType]:
-    """The reasons why explorers are faulty or refuse a version, without repeats."""
     names: dict[str, list[str]] = {}
     for report in reports:
         for why in (report["fault"], report["refused"], report["starting"]):

@@ -60,7 +60,7 @@ def command(jobs: tuple[Path, ...], port: int, limit: int, *, as_json: bool) -> 
 
 
 def _check_is_there(folder: Path) -> None:
-    """Raise an error if a folder is missing. The page shows all other errors of storage."""
+    """Raise an error only if a folder is missing: the page shows all other errors."""
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError) as error:

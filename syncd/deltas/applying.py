@@ -61,15 +61,14 @@ def apply_chain(
         base: a whole version. Nobody may delete it during the call.
         to: the storage of the draft and of the base.
         draft: an empty folder. The caller must sync its parent, or remove the draft on errors.
-        threads: the most files to make at a time. More than the number of processors have no
-            effect.
+        threads: the most files to make at a time, also limited by the number of processors.
         cancel: called often, in this thread. It can raise an error to stop the work.
-        progress: called in this thread, with the bytes of tensors made so far, and of all tensors.
+        progress: called in this thread, with the bytes of tensors done, and of all tensors.
 
     Raises:
         NoDeltaError: the deltas do not make this version from this base.
         VerificationError: the files of the target differ from its manifest.
-        OSError: one of the two storages failed.
+        OSError: a storage failed.
     """
     with _opened(storage, target.manifest, chain, base.manifest) as readers, ExitStack() as stack:
         places = stack.enter_context(open_weights(to, base))

@@ -28,7 +28,7 @@ _WIDEST: Final = 8
 
 
 class _Pair(NamedTuple):
-    """A tensor in both versions, with the fields of :data:`TENSOR`."""
+    """A tensor in both versions; see :data:`TENSOR`."""
 
     number: int
     width: int

@@ -120,7 +120,7 @@ class DeltaReader:
         return True
 
     def positions(self, tensor: int, block: int, decoder: Decoder) -> Positions | None:
-        """The positions of the changed elements in a block, ascending; None if none changed."""
+        """The ascending positions of changed elements in a block; None if none changed."""
         found = self._load(tensor, block)
         if found is None:
             return None

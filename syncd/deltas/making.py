@@ -44,7 +44,7 @@ def why_not_here() -> str | None:
 
 
 class DeltaChild:
-    """A child process that compares two versions. Close it, or use it as a context manager.
+    """A child process that compares two versions. Close it, or use it in ``with``.
 
     Only the child imports NumPy. Nobody may delete the base while the child works.
 
@@ -53,7 +53,7 @@ class DeltaChild:
         total: the bytes of all the target's tensors.
 
     Raises:
-        NoDeltaError: there can be no delta between these versions, or this host cannot make deltas.
+        NoDeltaError: these versions can have no delta, or this host cannot make deltas.
         OSError: a file cannot be opened, or the child cannot be started.
     """
 

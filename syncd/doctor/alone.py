@@ -28,7 +28,7 @@ _STEPS: Final = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0)
 
 
 def rename(here: Here) -> Finding:
-    """Check that a rename can replace a file, but never a folder with content."""
+    """Check that a rename replaces files, but never a folder with content."""
     here.must("write", "old", text="old")
     here.must("write", "new", text="new")
     wrong = verdicts.expected("a rename over a file", here.attempt("rename", "new", "old"), DONE)
@@ -120,7 +120,7 @@ def _said(call: Callable[[], object]) -> str:
 
 
 def heartbeats(storage: Storage, room: Path, lease_time: float) -> Finding:
-    """Check that a touch changes a file's status, and that an untouched file keeps its status."""
+    """Check that a touch, and only a touch, changes a file's status."""
     path = room / "heartbeat"
     put(storage, path, b"session")
 

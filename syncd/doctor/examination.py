@@ -73,8 +73,7 @@ class Examination:
     """One run of all probes.
 
     A run changes none of the job's own files, and waits at most ``limits.probe`` seconds for each
-    probe. It removes its own files at the end, except if storage refuses this or the process is
-    killed.
+    probe. It removes its own files, unless storage refuses this or the process is killed.
     """
 
     def __init__(self, job: Job, watching: Watching, limits: Deadlines) -> None:

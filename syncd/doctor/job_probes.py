@@ -79,7 +79,7 @@ class DaemonProbe:
 
     def _moved(self) -> bool:
         found = self._look()
-        # The file may be missing for a moment while it is renewed.
+        # The file can be missing for a moment while the daemon renews it.
         return found is not None and found != self._first
 
     def _look(self) -> object:
@@ -95,7 +95,7 @@ class DaemonProbe:
 
 
 def room(job: Job) -> Finding:
-    """Judge whether there is enough free space, and enough inodes."""
+    """Judge whether there is enough free space."""
     free = job.storage.free(job.layout.root)
     return job_verdicts.room(free.bytes, free.inodes, _newest(job))
 
@@ -115,7 +115,7 @@ def _newest(job: Job) -> int | None:
 def rights(job: Job, facts: Facts, refused: str | None) -> Finding:
     """Judge whether this user may write to the job, and delete the trainers' folders.
 
-    ``refused`` is the error if this process could not make its room, otherwise None.
+    ``refused`` is the error if this process could not make its room.
     """
     if refused is None:
         folder = unwritable(job)

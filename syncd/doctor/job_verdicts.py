@@ -88,7 +88,7 @@ def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job
     """Judge whether a daemon serves the job.
 
     ``beats`` is True if the daemon's heartbeat moved within ``watched`` seconds; None if there is
-    no ``daemon.lock``. ``said`` is the content of ``daemon.json``; empty if there is no such file.
+    no ``daemon.lock``. ``said`` sums up ``daemon.json``; empty if there is none.
     """
     if beats:
         return ok("daemon", f"a daemon serves this job: {said or 'it has reported nothing yet'}")
@@ -111,7 +111,7 @@ def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job
 
 
 def room(free: int | None, inodes: int | None, version: int | None) -> Finding:
-    """Judge whether there is enough free space, and enough inodes.
+    """Judge whether there is enough free space.
 
     ``free`` (bytes) and ``inodes`` are None if the filesystem does not report them. ``version`` is
     the size in bytes of the newest version; None if there is no version.

@@ -1,4 +1,4 @@
-"""One of the processes that measure together: its actions and observations."""
+"""Actions and observations of the processes that measure together."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Party(ABC):
 
 
 class Here(Party):
-    """This process; all names are relative to ``room``."""
+    """This process. Names are relative to ``room``."""
 
     def __init__(self, storage: Storage, room: Path, tell: Callable[[], Facts]) -> None:
         self._storage = storage
@@ -104,7 +104,7 @@ class Here(Party):
         self._call = call
 
     def end(self) -> PartyAnswer:
-        """Carry out the call of :meth:`begin`."""
+        """Carry out the call."""
         assert self._call is not None  # noqa: S101 # a bug if it fails, not a user's error
         call, self._call = self._call, None
         return self.perform(call)
@@ -203,7 +203,6 @@ class Here(Party):
             time.sleep(_PAUSE)
 
     def _race(self, change: Change, call: PartyCall) -> PartyAnswer:
-        """Try to create each of many names before the other processes."""
         won: list[int] = []
         counts: dict[str, int] = {}
         for number in range(call.count):
@@ -252,7 +251,6 @@ class Here(Party):
 
 
 def _block(number: int) -> bytes:
-    """The content of a file for rewrites."""
     return number.to_bytes(_BLOCK, "little") * _BLOCKS
 
 

@@ -1,4 +1,4 @@
-"""Probes of several processes: one process makes a change, and another process observes it.
+"""Probes in which one process makes a change, and another process observes it.
 
 The observer measures the delay on its own clock, which starts when it is asked to look, after the
 change. So the clocks of two hosts are never compared.
@@ -80,7 +80,7 @@ def replaced(parties: Sequence[Party], room: str) -> Finding:
 
 
 def seen(pair: tuple[Party, Party], room: str, limit: float, lease_time: float) -> list[Finding]:
-    """Measure the delay until a process sees that another process replaced or touched a file."""
+    """Measure the delay until another process's replacement or touch of a file is visible."""
     late = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         replaced_file, heartbeat = f"{room}/latest-{number}", f"{room}/heartbeat-{number}"
@@ -126,7 +126,7 @@ def remembered(pair: tuple[Party, Party], room: str, limit: float) -> Finding:
 
 
 def asked(pair: tuple[Party, Party], room: str) -> Finding:
-    """Check that a client's own change to a folder makes its caches ask the server again."""
+    """Check that a client's own change to a folder refreshes its caches."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
@@ -147,7 +147,7 @@ def asked(pair: tuple[Party, Party], room: str) -> Finding:
         wrong += verdicts.full("rmdir of a full folder that another process has just made", said)
         said = onlooker.see("exists", f"{here}/name")
         wrong += verdicts.expected("a new name", said, "True")
-        onlooker.see("open", f"{here}/file")  # the first look may still find the old file
+        onlooker.see("open", f"{here}/file")  # the first look can still find the old file
         said = onlooker.see("open", f"{here}/file")
         wrong += verdicts.expected("a replaced file", said, "new")
         said = onlooker.see("listing", here)
@@ -187,7 +187,7 @@ def fence(pair: tuple[Party, Party], room: str) -> Finding:
 
 
 def leases(pair: tuple[Party, Party], room: str) -> Finding:
-    """Check that a folder cannot be removed after another process has made a file in it."""
+    """Check that rmdir fails if another process has made a file in the folder."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"

@@ -91,7 +91,7 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
 
 
 def copying(copies: str, shares: str) -> Finding:
-    """Report the fast ways to copy a merge's bytes; syncd works even without them.
+    """Report the fast ways to copy a merge's bytes; syncd works without them.
 
     ``copies`` is the result of a copy in the kernel, ``shares`` the result of sharing blocks: each
     is ``done`` or an error's name.
@@ -104,7 +104,7 @@ def copying(copies: str, shares: str) -> Finding:
 
 
 def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) -> Finding:
-    """Judge whether the status of a heartbeat changes at a touch, and only at a touch.
+    """Judge whether a touch, and only a touch, changes a heartbeat's status.
 
     ``step`` is the shortest tested time in seconds after which a second touch is visible; None if
     none is.
@@ -218,7 +218,7 @@ def seen(
     limit: float,
     lease_time: float,
 ) -> list[Finding]:
-    """Judge the delay until a process sees a file that another process has replaced or touched.
+    """Judge the delay until another process's replacement or touch of a file is visible.
 
     Each has the seconds for both directions; None means longer than ``limit``. ``changed``: until
     an open returned the new file. ``touched``: until an fstat showed the touch.
