@@ -11,7 +11,7 @@ A *half* is a tensor ``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module 
 An embedding's halves are ``M.lora_embedding_A.N`` and ``M.lora_embedding_B.N``. A state dict with a
 half belongs to a PEFT model if
 
-- a module M with a half also has ``M.base_layer.…``, as every module that PEFT wraps; or
+- a module M with a half also has ``M.base_layer.…``, as every module that PEFT wraps has; or
 - every name begins with ``base_model.model.``, as in every PeftModel; or
 - every tensor belongs to an adapter: its name contains a part ``lora_…``, or it is a tensor of
   ``modules_to_save`` or of trained tokens.

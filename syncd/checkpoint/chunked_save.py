@@ -137,8 +137,8 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
     tensor therefore counts as the model's.
 
     Raises:
-        CheckpointError: a file cannot be read, two files disagree, no name begins with the prefix,
-            or there is an optimizer but no prefix.
+        CheckpointError: a file cannot be read or merged, two files disagree, no name begins with
+            the prefix, or there is an optimizer but no prefix.
     """
     prefix = given.prefix or ""
     found: dict[str, list[Chunked]] = {}
@@ -202,7 +202,11 @@ def _indexes(
     parts: Sequence[Mapping[str, Sequence[Local]]],
     whole: Mapping[str, tuple[str, Shape]],
 ) -> list[ShardIndex]:
-    """The index of each file. The first lists all tensors, to give the plan their order."""
+    """The index of each file.
+
+    The first index lists all tensors, so that the plan keeps the order of their names, and detects
+    tensors that have no part in any file.
+    """
     return [
         ShardIndex(
             label,

@@ -30,8 +30,8 @@ from syncd.storage.fsio import Storage
 def in_models_dtype(storage: Storage, actor: Path, save: SavedWeights) -> SavedWeights:
     """Replace cast weights by the weights in the model's dtype.
 
-    Returns ``save`` itself if its weights were not cast, or if it is a LoRA model, which no file
-    holds in the model's dtype.
+    Returns ``save`` itself if its weights were not cast, or if it is a LoRA model, because no file
+    holds a whole LoRA model in the model's dtype.
 
     Raises:
         SaveNotReadyError: the weights in the model's dtype, or the full receipts, are not whole.

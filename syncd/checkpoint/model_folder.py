@@ -53,8 +53,8 @@ def copy_model_files(
 ) -> tuple[VersionFile, ...]:
     """Copy and sync all files but weights from ``actor/huggingface/`` into a version's folder.
 
-    Links are never followed. A missing ``source_hf`` counts as empty. ``leave_out`` has the paths
-    to skip, relative to ``source_hf``. The result is sorted.
+    Only regular files are copied, and links are never followed. A missing ``source_hf`` counts as
+    empty. ``leave_out`` has the paths to skip, relative to ``source_hf``. The result is sorted.
 
     Raises:
         CheckpointError: a file is too large or has an impossible name, or the folder is too deep.

@@ -76,7 +76,8 @@ class NameMap:
     2. ``rows``: only the rows ``begin`` to ``end - 1`` along the first remaining dimension count.
     3. ``transposed``: if True, the last two remaining dimensions are swapped.
     4. ``at``: the result is a block of rows of the hub's tensor, from row ``at`` on. The blocks of
-       a hub's tensor must fill it without a gap. They can come from several trainer's tensors.
+       a hub's tensor must fill it without a gap. Each block can come from a different tensor of the
+       trainer.
 
     For example ``experts.gate_up_proj`` [E, 2I, H] has the pieces ``experts.{}.gate_proj.weight``
     (first 0, rows 0 to I) and ``experts.{}.up_proj.weight`` (first 0, rows I to 2I).

@@ -32,7 +32,8 @@ def run_side_by_side(
 
     Each task gets a check function that it must call often. ``look`` is called in the calling
     thread, at least every 50 ms, and raises an error to stop all tasks. With one thread or one
-    task, ``look`` is the check function. The first error is raised after all tasks have ended.
+    task, the tasks run in the calling thread, and ``look`` is the check function. The first error
+    is raised after all tasks have ended.
     """
     if min(threads, len(tasks)) <= 1:
         return [task(look) for task in tasks]

@@ -24,8 +24,9 @@ def republish(
 ) -> None:
     """Fill a folder with a published version's files, write the manifest last, and sync the folder.
 
-    The files are linked, or copied if this storage has no hard links. No other process may read
-    ``folder``, and the caller must sync its parent.
+    The files are linked, or copied if this storage has no hard links. Links are safe, because no
+    file of a version ever changes. No other process may read ``folder``, and the caller must sync
+    its parent.
 
     Raises:
         VerificationError: a file's size differs from the size in the manifest.

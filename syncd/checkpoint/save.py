@@ -322,7 +322,7 @@ def _whole(
 def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
     """The files of DCP; empty if there are none; or the reason why the save is incomplete.
 
-    All ``.distcp`` files count, because the metadata is not parsed.
+    All ``.distcp`` files count, because the metadata, which names the needed files, is not parsed.
     """
     files = sorted((name for name in names if name.endswith(DCP_SUFFIX)), key=distcp_order)
     if DCP_UNFINISHED in names:

@@ -145,8 +145,8 @@ def _check_nothing_else(
 ) -> None:
     """Refuse weights that the manifest does not list, because a server would load them.
 
-    A folder with sequence 0 was never published: it may be the trainer's own ``huggingface/``, with
-    files like ``training_args.bin``.
+    A folder that was never published (sequence 0) is not checked: it may be the trainer's own
+    ``huggingface/``, with files like ``training_args.bin``.
     """
     if manifest.sequence == 0:
         return

@@ -168,7 +168,7 @@ def _gap_bytes(positions: Positions) -> _Bytes:
 
 
 def _zigzag(difference: Elements, width: int) -> Elements:
-    """The zigzag of differences mod 2^w, minus 1. No difference can be 0."""
+    """The zigzag of differences mod 2^w, minus 1. Every difference must be nonzero."""
     one = UINT[width].type(1)
     sign = difference >> UINT[width].type(8 * width - 1)
     found: Elements = ((difference << one) ^ (~sign + one)) - one

@@ -80,7 +80,7 @@ __all__ = [
 
 
 class SyncdError(Exception):
-    """The base class of all errors that syncd raises on purpose. It is never raised itself."""
+    """The base class of all errors that syncd raises on purpose."""
 
     exit_code: ClassVar[int] = 1
 
@@ -244,7 +244,7 @@ class ServerRefusedError(ServerError):
 
     Attributes:
         answer: the JSON of the answer, if any.
-        status: the HTTP status of the answer, if it reported the error; else None.
+        status: the HTTP status of the answer, if the status reported the error; else None.
     """
 
     def __init__(self, message: str, *, answer: object = None, status: int | None = None) -> None:

@@ -31,8 +31,8 @@ class JournalLine(Record):
             - ``adopted``: a version that an earlier daemon had finished became LATEST;
             - ``live``: an explorer began to serve the version;
             - ``refused``: the daemon refused a rollback;
-            - ``names``: the tensors' names changed between the hub's and the trainer's, or the two
-              differ for the first time.
+            - ``names``: new versions changed from the trainer's tensor names to the hub's, or back;
+              or the two kinds of names differ for the first time.
 
         seconds: for ``published``: from the start of the merge until LATEST named the version. For
             ``live``: from the update of LATEST until the explorer served the version; None if an

@@ -104,7 +104,7 @@ class JobLayout:
 
     @property
     def audit(self) -> Path:
-        """One line for every deletion; older lines are in :func:`older_lines`."""
+        """One line for every deletion; older lines are in a second file (:func:`older_lines`)."""
         return self.state / "audit.jsonl"
 
     @property

@@ -110,12 +110,12 @@ def parse_delta_folder(name: str) -> int | None:
 
 
 def shard_name(world_size: int, rank: int) -> str:
-    """The name of a rank's model shard."""
+    """The name of a rank's model shard, as verl and Trinity-RFT write it."""
     return f"model_world_size_{world_size}_rank_{rank}.pt"
 
 
 def master_name(world_size: int, rank: int) -> str:
-    """The name of a rank's uncast weights, if the weights in its shard are cast."""
+    """The name of a rank's file of uncast weights, if the weights in its shard are cast."""
     return f"master_world_size_{world_size}_rank_{rank}.pt"
 
 
@@ -125,7 +125,7 @@ def optimizer_name(world_size: int, rank: int) -> str:
 
 
 def extra_state_name(world_size: int, rank: int) -> str:
-    """The name of a rank's scheduler and random number generators."""
+    """The name of a rank's extra state: scheduler and random number generators."""
     return f"extra_state_world_size_{world_size}_rank_{rank}.pt"
 
 
@@ -160,8 +160,8 @@ def is_rank_metadata(name: str) -> bool:
 def parse_part_name(name: str) -> tuple[int | None, int, int] | None:
     """``(shard, N, M)`` in ``shard-00001-model-N-of-M.safetensors``; None for other names.
 
-    With ``shard-…``, the file is a rank's, from ``HuggingFaceStorageWriter``. Without it, the file
-    holds whole tensors, and the shard is None.
+    A rank wrote a file with ``shard-…`` through ``HuggingFaceStorageWriter``. A file without
+    ``shard-…`` holds whole tensors, and its shard is None.
     """
     match = _PART.fullmatch(name)
     if match is None:

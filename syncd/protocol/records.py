@@ -261,8 +261,8 @@ class Manifest(Record):
             receipts). Without receipts: ``crc32`` (the CRC-32 of every record), or ``stillness``
             (names, sizes and times did not change).
         names: the origin of the tensors' names; ``trainer`` if the hub's are the same or unknown.
-        nonfinite: the tensors with NaN or Inf; None if nobody checked, as in a save without
-            receipts.
+        nonfinite: the tensors with NaN or Inf, as the trainer saved them; None if nobody checked,
+            as in a save without receipts.
         timings: seconds for each part of the daemon's work.
     """
 

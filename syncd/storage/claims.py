@@ -63,8 +63,8 @@ class HeldName:
     ) -> Self:
         """Take a name; if a session has it, wait until that session is known to be alive or dead.
 
-        A session is known to be dead after a lease time. ``role`` is ``explorer`` or ``trainer``.
-        Two trainers of a job exclude each other, even with different names.
+        The wait for a dead session takes up to a lease time. ``role`` is ``explorer`` or
+        ``trainer``. Two trainers of a job exclude each other, even with different names.
 
         Raises:
             NameTakenError: a live participant has the name.

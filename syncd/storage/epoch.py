@@ -41,8 +41,8 @@ class Epoch:
     """The room of one active daemon.
 
     Promised: after :meth:`take_over` has returned, no daemon of a lower epoch commits or prunes
-    anything: the methods of its :class:`Epoch` raise :class:`SupersededError`. A superseded daemon
-    can have no other sign.
+    anything. The methods of its :class:`Epoch` that would do so raise :class:`SupersededError`.
+    This error can be the only sign that a daemon is superseded.
 
     Attributes:
         number: the number of the epoch. Rooms with equal numbers are ordered by their suffix.
@@ -186,11 +186,18 @@ class Epoch:
         """Move a folder into ``trash/``, where nobody finds it, for a last check.
 
         Then :meth:`condemn` the folder at the returned path, or rename it back.
+
+        Raises:
+            FileNotFoundError: the folder does not exist.
         """
         return self._move(path, self._trash)
 
     def condemn(self, path: Path) -> Path:
-        """Decide to delete a folder: move it into ``doomed/``, which :meth:`sweep` empties."""
+        """Decide to delete a folder: move it into ``doomed/``, which :meth:`sweep` empties.
+
+        Raises:
+            FileNotFoundError: the folder does not exist.
+        """
         return self._move(path, self._doomed)
 
     def undecided(self) -> list[Path]:

@@ -1,7 +1,7 @@
 """Operations on shared storage, built only from the system calls in :mod:`.calls`.
 
-They raise ``OSError`` unchanged, because only the caller knows the meaning of, for example,
-``ENOENT``.
+No other code changes shared storage, except filelock for its lock files. The operations raise
+``OSError`` unchanged, because only the caller knows the meaning of, for example, ``ENOENT``.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Storage(Calls):
         """Make this client ask the server, instead of its cache, for the names in a folder.
 
         The method sets the folder's times, because a client of a network filesystem drops its cache
-        of a folder that it changes.
+        of a folder that it changes. This change needs no disk space.
         """
         self.utime(path)
 
@@ -293,7 +293,7 @@ class Draft:
     """A file that is written under a temporary name, and gets its final name by one rename.
 
     The temporary name ``.tmp-…`` is in ``room``, by default the folder of ``path``. A ``with``
-    block that ends without a commit removes the file. A killed process leaves it there.
+    block that ends without a commit removes the draft. A killed process leaves it there.
     """
 
     def __init__(self, storage: Storage, path: Path, *, room: Path | None = None) -> None:

@@ -155,7 +155,7 @@ class Job:
         Raises:
             OSError: the file is missing or cannot be read.
             RecordError: the file holds no valid record.
-            ProtocolMismatchError: the record is newer.
+            ProtocolMismatchError: the record is of a newer protocol.
         """
         path = self.layout.format
         try:
@@ -183,7 +183,7 @@ class Job:
 
         Raises:
             OSError: the policy does not ignore this error.
-            ProtocolMismatchError: the record is newer, and the policy forbids that.
+            ProtocolMismatchError: the record is of a newer protocol, and the policy forbids that.
         """
         try:
             return parse(model, self.storage.read(path, limit), path)

@@ -207,7 +207,7 @@ class _Shared:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock. Another thread keeps it while a folder's storage does not answer."""
+        """Hold the lock. Wait only briefly: a thread keeps it while a storage does not answer."""
         if not self._lock.acquire(timeout=_PATIENCE):
             raise TimeoutError("the storage of another watched folder does not answer")
         try:

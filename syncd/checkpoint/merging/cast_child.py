@@ -1,6 +1,6 @@
 """The child process that casts tensors: the only module of ``merging`` that imports torch.
 
-Its requests hold only numbers, so nothing in a file can harm it.
+Its requests hold only numbers and names of dtypes, so nothing in a file can harm it.
 """
 
 from __future__ import annotations

@@ -96,10 +96,10 @@ def plan_merge(
     """Plan how to make one model from the shards (:class:`ShardIndex`) of all ranks, in rank order.
 
     Files are filled in the order of the first rank's state dict, so that a layer stays together.
-    All files get about the same size, so that writing takes about the same time for each. A tensor
-    over ``max_file_size`` bytes gets a file of its own. Inside a file, tensors of whole pages come
-    first, so that each begins at a page. Then come the other tensors, wider dtypes first, so that
-    every tensor is aligned to its dtype.
+    Tensors that are missing there come last. All files get about the same size, so that writing
+    takes about the same time for each. A tensor over ``max_file_size`` bytes gets a file of its
+    own. Inside a file, tensors of whole pages come first, so that each begins at a page. Then come
+    the other tensors, wider dtypes first, so that every tensor is aligned to its dtype.
 
     - ``rename`` gives a tensor's name in the output; None to leave the tensor out.
     - ``stem`` is the beginning of the output files' names.

@@ -250,7 +250,7 @@ class IsolatedParser:
         raise wire.ERRORS[kind](f"{where}{separator}{message}")
 
     def _fault(self, error: EndedError) -> str:
-        """End the child; return its fault as a verb phrase for a message."""
+        """End the child; return the fault of the file as a verb phrase for a message."""
         limits = self._limits
         assert self._child is not None  # noqa: S101 - for the type checker
         status = self._child.end()
