@@ -134,7 +134,7 @@ class Benches:
         return waiting
 
     def _found(self) -> tuple[dict[str, BenchRequest], list[str]]:
-        """Request id → request, and the sessions that have builds."""
+        """Request id → request, and the sessions that have a folder for builds."""
         folder = self._job.layout.bench
         try:
             kinds = self._job.storage.kinds(folder) if self._job.storage.names(folder) else {}

@@ -94,7 +94,7 @@ class Tidying:
         """Do a bounded part of the cleanup.
 
         Leftovers are removed after ``leftover_grace`` seconds without a change, but not before two
-        lease times.
+        lease times. Heartbeats of the sessions in ``leased`` stay.
 
         Raises:
             OSError: storage refused some work; the next call tries it again.

@@ -155,7 +155,7 @@ def written(config: RunConfig) -> dict[str, object]:
 
 
 def toml_value(value: object) -> str:
-    """A value in TOML syntax, which is JSON's syntax except that U+007F is escaped."""
+    """A value in TOML syntax: the same as in JSON, except that U+007F is escaped."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 

@@ -183,7 +183,7 @@ class DropLease:
 
 @dataclass(frozen=True, slots=True)
 class RetireVersion:
-    """Delete a version if no explorer has leased it."""
+    """Delete a version, unless there is a lease on it."""
 
     sequence: int
     why: str

@@ -30,9 +30,10 @@ class HangGuard:
     """Ends this process if one of its jobs makes no progress for ``hang_time`` seconds.
 
     :func:`faulthandler.dump_traceback_later` ends the process, because its C thread works even if
-    Python hangs. It writes all threads' stacks to standard error and exits with status 1.
+    Python hangs. It writes all threads' stacks to standard error and exits with status 1. Until
+    then the guard sends signs of life to the service manager.
 
-    If ``together`` is False, the process ends only if no job makes progress.
+    If ``together`` is False, the signs of life and the process end only if no job makes progress.
 
     Use the guard as a context manager, and only in a process that does nothing but serve jobs. It
     cannot end a stopped process (SIGSTOP): use the service manager's watchdog for this.

@@ -28,8 +28,8 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
 
     Every user of the host can connect, so connections are limited. A connection ends after
     ``longest`` seconds. At most ``most`` connections are open. For one more, the server closes the
-    oldest connection whose request is not complete, or else the oldest connection. Real requests
-    are complete within milliseconds.
+    oldest connection whose request is not complete, because real requests are complete within
+    milliseconds. If all requests are complete, it closes the oldest connection.
 
     Port 0 means any free port.
 

@@ -29,7 +29,7 @@ class NewNames:
     Attributes:
         before: the names before the change; None if the hub's names and the trainer's names were
             equal in all earlier versions.
-        why: the reason for the trainer's names; empty for the hub's names or a configured choice.
+        why: the reason if the daemon chose the trainer's names for the first version; else empty.
     """
 
     names: Names

@@ -274,7 +274,7 @@ class RootServices:
         self._notice.ready()
 
     def _serve(self, path: Path) -> _Served | None:
-        """Begin to serve a job; None if this process has no more threads."""
+        """Begin to serve a job; None if this process cannot start another thread now."""
 
         def make(config: DaemonConfig) -> Service:
             return Service(
