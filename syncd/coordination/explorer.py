@@ -137,7 +137,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             bench: the step that is evaluated instead of a version.
             workers: the new number of ranks in a weight group; None for no change.
             group: the weight group that all ``workers`` ranks have open; only with ``workers``.
-            starting: the reason why this explorer is not running yet, until its status is set.
+            starting: the reason why this explorer is not running yet. Setting a status clears it.
             delta_base: the newest version on this host that can be the base of a delta.
         """
         self._serve(
@@ -289,7 +289,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         Returns:
             A version; or the offer of an agreed transfer, whose members must then all meet
-            (:meth:`rendezvous`); or None if nothing newer will come.
+            (:meth:`rendezvous`); or, with ``ends_with_trainer``, None if nothing newer will come.
         """
         with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
             return self._weights.newer(

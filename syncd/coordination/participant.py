@@ -137,7 +137,7 @@ def require_sync(participant: Participant[Report], **changes: Any) -> None:
 
 
 def back_to_running(participant: Participant[Report], **changes: Any) -> None:
-    """End a wait: change the status from ``require_sync`` back to ``running``."""
+    """End a wait: change ``require_sync`` back to ``running``; OSError is logged, not raised."""
     if participant.record.status != RunningStatus.REQUIRE_SYNC.value:
         return  # it was stopped meanwhile
     try:

@@ -29,7 +29,8 @@ _TORN: Final = SavedState(iteration=0)
 class StateFile:
     """The file of one participant's saved state, and a second file with the previous state.
 
-    If the first file is torn, :meth:`load` reads the second.
+    An interrupted save leaves the previous state. If the first file is torn nevertheless,
+    :meth:`load` reads the second.
     """
 
     def __init__(self, job: Job, path: Path) -> None:

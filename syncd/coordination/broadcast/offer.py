@@ -137,7 +137,7 @@ class TrainerSide:
         """Offer a transfer, and wait until all live explorers have joined the offer.
 
         Explorers that take no part in broadcasts do not count. The result is the step; None if not
-        all other explorers join in time, or there are none.
+        all explorers that take part join in time, or if no explorer takes part.
         """
         self.agreed = None
         require_sync(self._me)
