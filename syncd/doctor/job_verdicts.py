@@ -14,8 +14,8 @@ _LEAST: Final = (1024 * 1024, 16)
 #: The number of versions, each as large as the newest version, for which there should be space.
 _VERSIONS: Final = 2
 _FEW_INODES: Final = 1000
-#: A wrong clock misleads readers of logs: seconds of a jump, and seconds of difference from the
-#: storage's clock, above which there is a warning.
+#: A wrong clock misleads readers of logs. There is a warning if a clock jumps by more than _JUMP
+#: seconds, or differs from the storage's clock by more than _APART seconds.
 _JUMP: Final = 0.5
 _APART: Final = 60.0
 _OTHERS_WRITE: Final = 0o002

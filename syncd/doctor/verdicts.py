@@ -220,8 +220,8 @@ def seen(
 ) -> list[Finding]:
     """Judge the delay until another process's replacement or touch of a file is visible.
 
-    Each has the seconds for both directions; None means longer than ``limit``. ``changed``: until
-    an open returned the new file. ``touched``: until an fstat showed the touch.
+    ``changed`` has the seconds until an open returned the new file, ``touched`` the seconds until
+    an fstat showed the touch, each for both directions. None means longer than ``limit``.
     """
     return [_opened(changed, limit), _lease(touched, limit, lease_time)]
 

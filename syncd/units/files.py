@@ -86,7 +86,7 @@ def program() -> tuple[str, ...]:
 
 
 def owner_of(folder: Path) -> tuple[str, str]:
-    """The owner and the group of a folder, as names, or as numbers without names."""
+    """The owner and the group of a folder, each by name, or by number if it has no name."""
     status = folder.stat()
     try:
         user = pwd.getpwuid(status.st_uid).pw_name

@@ -59,8 +59,8 @@ class Jobs:
     def overview(self) -> dict[str, Any]:
         """The status of all jobs, in the list ``jobs``; ``now`` is in seconds since the epoch.
 
-        A job's ``status`` is null before the first answer. :class:`LastRead` explains ``read`` and
-        ``silent_since``.
+        A job's ``status`` is the output of ``syncd status --json``; null before the first answer.
+        :class:`LastRead` explains ``read`` and ``silent_since``.
         """
         jobs = self._current()
         for job in jobs:
@@ -137,7 +137,7 @@ class _Folder:
         self._found = [path]
 
     def jobs(self) -> list[Path]:
-        """The jobs in the folder; if they cannot be listed now, the jobs found before."""
+        """The jobs in the folder; if none can be found now, the jobs found before."""
         try:
             found = jobs_at(self.path)
         except (JobUnavailableError, OSError):
