@@ -1,7 +1,8 @@
 """Merges of stacked experts with the hub's tensor names, and with the trainer's.
 
 ``python -m benchmarks.experts FOLDER`` makes a save of four ranks, with 64 experts in each layer.
-The two kinds of merge take turns. It prints each round's seconds, and the ratio of the medians.
+The two kinds of merge take turns. The program prints each round's seconds, and the ratio of the
+medians.
 """
 
 from __future__ import annotations

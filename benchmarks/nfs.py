@@ -2,7 +2,7 @@
 
 Repeat with ``python -m benchmarks.nfs MOUNT MOUNT`` (some seconds). MOUNT and MOUNT are one share,
 mounted by two clients (two hosts, or two network namespaces). Each line is a question, and how
-often each answer occurred. Two paths of a local disk give the right answers.
+often each answer occurred. A folder on a local disk, given twice, gives the right answers.
 """
 
 from __future__ import annotations

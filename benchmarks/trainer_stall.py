@@ -16,11 +16,13 @@ makes buffers, and is reported separately.
 
 The time of the search for NaN and Inf is compared with the time to write the same shard with fsync.
 
-Memory: each rank's peak RSS during ``--saves`` saves, minus the peak RSS of a run without saves, in
-local shards. A save waits for the previous save, so that there are as many copies as possible.
+Memory: each rank's peak RSS during ``--saves`` saves, minus the peak RSS of a run without saves, as
+a multiple of its shard. A save waits for the previous save, so that there are as many copies as
+possible.
 
 With ``--sync-dtype bf16`` the model is in fp32. A hook that casts for explorers is compared with a
-hook that does not; then full checkpoints with AdamW, cast by the trainer or by the merge.
+hook that does not. Then full checkpoints with AdamW are compared, cast by the trainer or by the
+merge.
 """
 
 from __future__ import annotations

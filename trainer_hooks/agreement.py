@@ -33,7 +33,8 @@ class Ranks:
         """Run rank-local work. If the work fails on any rank, every rank raises an error.
 
         Raises:
-            Exception: this rank's error, or else the first error of another rank.
+            Exception: this rank's error, or else the first error of another rank: of its class if
+                it is a :class:`SyncdError`, otherwise as a :class:`CheckpointError`.
         """
         result: T | None = None
         failure: tuple[type[SyncdError], str] | None = None

@@ -63,7 +63,7 @@ class SaveThread:
             return self._errors.popleft() if self._errors else None
 
     def take_written(self) -> int | None:
-        """Return the bytes written since the previous call, or None."""
+        """Return the bytes that saves wrote since the previous call; None if no save succeeded."""
         with self._changed:
             written, self._written = self._written, None
             return written

@@ -43,7 +43,8 @@ class Plan(IntFlag):
       memory folder.
     - ``COMPLETE``: with ``FULL``, extend the existing save of this step.
     - ``AGAIN``: like ``COMPLETE``, but also write the weights again, because files are missing.
-    - ``HUGGING_FACE``: add the weights as a Hugging Face model to the full checkpoint.
+    - ``HUGGING_FACE``: add the weights as a Hugging Face model to the full checkpoint. Without
+      ``FULL``, add it to the existing full checkpoint of this step.
     - ``SYNC_SKIPPED``, ``FULL_SKIPPED``: the writer is busy, so the save stays due.
     - ``BROADCAST``: send the weights to the weight group. In the decision after a broadcast: the
       weights have arrived.

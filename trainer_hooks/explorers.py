@@ -31,7 +31,8 @@ T = TypeVar("T")
 class Explorers:
     """Calls rank 0's Synchronizer so that storage errors do not end the training.
 
-    Most methods log storage errors, and the next call tries again.
+    The constructor and :meth:`begin_save` raise storage errors. The other methods log them, and the
+    next call tries again.
     """
 
     def __init__(self, synchronizer: TrainerSynchronizer) -> None:

@@ -160,7 +160,7 @@ class TrainerBroadcasts:
             nonfinite = self._sender.send(group).nonfinite
         except Exception as error:
             self._failed(step, error)
-            # Raised on all ranks, or only on rank 0 when no other rank waits for it.
+            # All ranks raise these errors, or only rank 0 does, when no other rank waits for it.
             is_alike = isinstance(error, BroadcastError | SaveFailedError)
             if not is_alike and Ranks().world_size > 1:
                 raise OutOfStepError(
@@ -201,7 +201,7 @@ class TrainerBroadcasts:
 
 
 class Sent(NamedTuple):
-    """The result of one transfer: seconds, and on rank 0 buckets and tensors with NaN or Inf."""
+    """The result of one transfer. Only rank 0 knows ``buckets`` (a number) and ``nonfinite``."""
 
     nbytes: int
     buckets: int

@@ -40,7 +40,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """The trained objects that a save contains; for the fields see ``TrainerHook``."""
+    """The trained objects that a save contains, and the choices how to save them.
+
+    For the fields see ``TrainerHook``, ``SaveSettings`` (``lora``, ``sync_dtype``), ``PeftState``
+    (``base_vocabulary``) and ``RankContents`` (``model_files``).
+    """
 
     model: nn.Module
     optimizer: Stateful | None = None

@@ -75,6 +75,7 @@ def find_changes(
     Raises:
         CannotCompareError: ``base`` was deleted, its tensors do not match, or too many elements
             differ.
+        VerificationError, ShardFormatError, OSError: ``version`` cannot be read.
     """
     told = {entry.name: entry for entry in version.manifest.tensors}
     before = {entry.name: entry for entry in base.manifest.tensors}

@@ -109,8 +109,8 @@ class HttpServer:
         s.
 
         Raises:
-            ServerUnreachableError: no answer came in time. The server may still have carried out
-                the request, or may do so later.
+            ServerUnreachableError: there is no server, or no answer came in time. The server may
+                still have carried out the request, or may do so later.
             ServerRefusedError: the answer is an error.
         """
         method, _, path = route.partition(" ")

@@ -187,7 +187,7 @@ class FolderTransfer:
         """Do nothing, because the target is always the main model."""
 
     def drain_pending(self) -> None:
-        """Do nothing, because an update ends with its call."""
+        """Do nothing, because an update is complete when its call returns."""
 
     def shutdown(self) -> None:
         """Do nothing."""

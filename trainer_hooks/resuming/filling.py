@@ -201,6 +201,8 @@ def _kind(dtype: torch.dtype) -> str:
 def fill(copies: Sequence[BoxRead], files: SavedFiles, *, checked: Sequence[int]) -> int:
     """Fill the goals, and check the files in ``checked``; return the number of bytes read.
 
+    ``checked`` has numbers of files. The ranks together must check each file.
+
     Raises:
         CheckpointError: a file is damaged, or two ranks have saved different values under one name.
         OSError: a file cannot be read now.

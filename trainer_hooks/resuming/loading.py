@@ -172,7 +172,7 @@ class OptimizerLoading(Loading):
         self._state = {}
 
     def forget(self) -> None:
-        """Drop a new state, because the optimizer would count it as a step."""
+        """Drop the state that ``prepare`` made: the optimizer would count it as a step."""
         if self._was_empty:
             self._optimizer.state.clear()
         self._state = {}

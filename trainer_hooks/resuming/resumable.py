@@ -13,10 +13,10 @@ in the step's folder::
     remove .saving                            a whole checkpoint that the pointer names
 
 A step is **whole** if it has ``.full_checkpoint``, and all ranks' full receipts are of one save.
-The mark is not enough: if a step is saved twice, a rank can make the ``.full_checkpoint`` of the
-first save after another rank has begun the second save. A save of another trainer (e.g. verl's) has
-no receipts. It is whole if all shards exist, no ``.saving`` exists, and ``.full_checkpoint`` exists
-or the checkpoint pointer names the step.
+``.full_checkpoint`` alone is not enough: if a step is saved twice, a rank can make this file for
+the first save after another rank has begun the second save. A save of another trainer (e.g. verl's)
+has no receipts. It is whole if all shards exist, no ``.saving`` exists, and ``.full_checkpoint``
+exists or the checkpoint pointer names the step.
 
 The step that the checkpoint pointer names is chosen if it is whole, otherwise the newest whole
 step. A whole step that lacks a file is damaged, because a crash does not remove files. Then loading

@@ -87,7 +87,7 @@ class LookedAtBytes:
         self._begun = b""
 
     def add(self, part: memoryview) -> None:
-        """Check the next bytes. Their memory must be writable, and is free afterwards."""
+        """Check the next bytes. Their memory must be writable, and may change afterwards."""
         size = self._dtype.itemsize
         if self._begun:  # a part has ended inside an element
             missing = size - len(self._begun)

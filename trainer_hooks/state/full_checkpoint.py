@@ -1,7 +1,7 @@
 """A full checkpoint's state other than weights: the optimizer, and the rest needed to resume.
 
-The programs that read these files run no code from a file. So a save refuses values that cannot be
-loaded without code.
+``torch.load(weights_only=True)`` or the parser of the merge read these files. Both run no code from
+a file, so a save refuses values that they cannot load.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ def rng_state() -> dict[str, Any]:
 
     Returns:
         ``cpu``, and the type of an accelerator in use (e.g. ``cuda``): the states of torch's
-            generators, as uint8 tensors. ``random`` and ``numpy``: the states of Python's and
-            NumPy's.
+            generators, as uint8 tensors. ``random`` and ``numpy``: the states of Python's generator
+            and of NumPy's global generator.
     """
     version, numbers, gauss = random.getstate()
     _, keys, *rest = np.random.get_state()
@@ -201,7 +201,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(states: Mapping[str, Any]) -> None:
     """Set the random number generators to the states of :func:`rng_state`.
 
-    The accelerator's is set only if the accelerator was in use at the save, and is now.
+    The accelerator's generator is set only if the accelerator was in use at the save, and is now.
     """
     torch.set_rng_state(states["cpu"])
     version, numbers, gauss = states["random"]

@@ -42,7 +42,7 @@ class FullPlan:
         yield from (str(copy.tied) for tensor in self.tensors for copy in tensor.copies)
 
     def header(self, content: bytes) -> bytes:
-        """The file's header; its length is the same for all digests ``content``."""
+        """The file's header with the digest ``content``; all digests give the same length."""
         return header_bytes(header_entries(self.tensors), {CONTENT: content.hex()})
 
 

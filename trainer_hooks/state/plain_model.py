@@ -46,7 +46,7 @@ def on_meta(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def own_class(module: nn.Module) -> type:
-    """The original class of a module, which ``fully_shard`` has replaced by a subclass."""
+    """The original class of a module, which ``fully_shard`` replaces by a subclass."""
     classes = type(module).__mro__
     return next(one for one in classes if not issubclass(one, FSDPModule))
 

@@ -52,13 +52,14 @@ class RankWriter:
     - A pointer names a step only when every rank's files of one save are complete and durable.
     - A save that is cut off before it is announced is never announced later.
     - If a save fails, its unannounced files are deleted, except if the process is killed. If
-      another rank failed, this rank deletes its files at the beginning of its next save.
+      another rank failed, ranks other than 0 learn of it, and delete their files, only at the
+      beginning of their next save.
 
     Not promised: that a save is announced if a newer save of the same step overtakes it.
 
     Args:
         save_timeout: seconds that rank 0 waits for the other ranks' receipts.
-        weights_announced, checkpoint_announced: on rank 0, called once the pointer has moved.
+        weights_announced, checkpoint_announced: on rank 0, called once its pointer has moved.
         pauses: seconds before each retry of an operation that storage refused for a moment.
     """
 
