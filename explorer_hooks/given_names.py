@@ -1,4 +1,4 @@
-"""Map between a version's tensors under the trainer's names and under the hub's names.
+"""Find a version's tensors by the trainer's names or by the hub's names.
 
 The trainer and the hub can name, split or join tensors differently. No data are copied.
 """

@@ -85,7 +85,7 @@ class Fits:
     def check_tensors(
         self, given: Mapping[str, TensorSpec], what: str, names: GivenNames = SAME_NAMES
     ) -> None:
-        """Compare every name, dtype and shape of tensors from any source."""
+        """Compare the names, dtypes and shapes of tensors with the server's model."""
         alike, wanted = names.by_hub(self._alike(given)), names.by_hub(self._wanted)
         refuse(what, self._whose, differences(alike, wanted, self._whose, names.shown))
 

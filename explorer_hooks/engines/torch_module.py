@@ -74,10 +74,10 @@ class TorchModule(InProcessEngine):
       storage fails, the module is unchanged. The host memory is as large as this rank's part of the
       module, is kept between loads, and is pinned for a GPU. A hook reads ahead, so a pause lasts
       as long as one copy.
-    - ``direct``: bytes are read directly into parameters on the CPU, or else through 256 MiB of
-      host memory, so no second copy of the model is needed. If storage fails half-way, the module
-      is torn: it has parts of two versions. The hook then loads the previous version again. If that
-      fails too, the module stays torn.
+    - ``direct``: no second copy of the model is needed. Parameters on the CPU are filled by the
+      reads themselves, other parameters through 256 MiB of host memory. If storage fails half-way,
+      the module is torn: it has parts of two versions. The hook then loads the previous version
+      again. If that fails too, the module stays torn.
 
     With ``sparse``, only the elements that differ from the previous version are written. The two
     versions are compared while the module serves. On a GPU this makes the pause shorter. On a CPU

@@ -202,11 +202,11 @@ class VLLMWorkers:
 
 
 def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
-    """True if vLLM finds tensors by their names in a version.
+    """True if vLLM accepts the names of a version's tensors.
 
-    vLLM takes the names of the checkpoint that it was started with, and for the model types in
-    ``_BY_BOTH`` also the trainer's names. Other names are refused, because vLLM could fail in the
-    middle of the load. ``fits`` describes the served model; None if it is unknown.
+    vLLM accepts the names of the checkpoint that it was started with. For the model types in
+    ``_BY_BOTH`` it also accepts the trainer's names. With other names vLLM could fail in the middle
+    of the load. ``fits`` describes the served model; None if it is unknown.
     """
     if version.kind != "full" or fits is None or fits.has_names_of(version):
         return True

@@ -93,9 +93,9 @@ def build_model_folder(
             if _has_to_cast(contents, options.cast):
                 if save.sync_dtype is not None:
                     log.warning(
-                        "%s: its trainer has cast the weights to %s (SaveSettings.sync_dtype), and "
-                        "cast = %s (--dtype) rounds the weights again. Set only one of these "
-                        "settings",
+                        "%s: the trainer has already cast the weights to %s "
+                        "(SaveSettings.sync_dtype), and the daemon rounds them again to %s (cast "
+                        "or --dtype). Set only one of these settings",
                         actor,
                         save.sync_dtype,
                         options.cast,

@@ -86,7 +86,7 @@ class SaveContents:
         )
 
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
-        """The open files for the plan. For an adapter, they list only the adapter's records."""
+        """The open files for the plan. For an adapter, only its own tensors are in them."""
         if opened.full is not None:
             return [SourceFile(opened.full.path, opened.full.fd)]
         if self.adapter is None:

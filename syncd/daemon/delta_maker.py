@@ -247,7 +247,7 @@ class DeltaMaker:
             self._ended = self._making
 
     def again(self, latest: Latest | None) -> None:
-        """Let :meth:`finished` restart the last cancelled work, if LATEST is its target."""
+        """Let the cancelled delta be made again, if it leads to LATEST; see :meth:`finished`."""
         ended, self._ended = self._ended, None
         if ended is not None and latest is not None and ended.target.sequence == latest.sequence:
             self._again = ended

@@ -60,7 +60,7 @@ def verify_delta(storage: Storage, folder: Path, delta: Delta) -> None:
         finally:
             storage.release(fd)
         if size != file.size or hasher.hexdigest() != file.digest:
-            raise NoDeltaError(f"the size or the digest of {path} differs from {DELTA}")
+            raise NoDeltaError(f"{path} does not have the size and the digest that {DELTA} records")
 
 
 def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:

@@ -403,7 +403,7 @@ def after_broadcast(held: Version, newest: Version) -> Version:
 
 
 def _lag(held: Version | None, newest: Version | None) -> int:
-    """The steps by which ``newest`` is ahead. A broadcast changes only the step of ``held``."""
+    """The steps by which ``newest`` is ahead. A broadcast gives an old sequence a new step."""
     if held is not None and newest is not None and held.sequence == newest.sequence:
         return max(0, newest.step - held.step)
     if pull_decision(held, newest) is not Pull.LOAD or newest is None:

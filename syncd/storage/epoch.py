@@ -183,7 +183,7 @@ class Epoch:
             self._job.storage.sync_folder(target.parent)
 
     def set_aside(self, path: Path) -> Path:
-        """Move a folder into ``trash/``, where nobody finds it, for a last check.
+        """Hide a folder in ``trash/``, so that it can be checked once more.
 
         Then :meth:`condemn` the folder at the returned path, or rename it back.
 

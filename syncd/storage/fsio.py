@@ -280,7 +280,7 @@ class Storage(Calls):
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Add the path to errors of calls on a descriptor."""
+    """In the block, an OSError without a path gets this path."""
     try:
         yield
     except OSError as error:

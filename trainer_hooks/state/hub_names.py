@@ -247,8 +247,8 @@ class _Trace:
                 whole = not inner or rows == (0, inner[0])
                 return _Place(name, hub_name, index, None if whole else rows, transposed, at)
         raise _NotRowsError(
-            f"{shown(hub_name)} {tuple(value.shape)} is not made of whole rows of {shown(name)} "
-            f"{shape}"
+            f"the hub's {shown(hub_name)} of shape {tuple(value.shape)} is not made of whole rows "
+            f"of the trainer's {shown(name)} of shape {shape}"
         )
 
 

@@ -55,8 +55,8 @@ class Remains:
 
         If a save has only weights, and the folder has this rank's optimizer file, the shard is
         kept: both belong to another trainer's full checkpoint (e.g. verl's), perhaps the only one
-        to resume from. The daemon does not publish that shard, because receipts are missing in a
-        folder that had them.
+        to resume from. The daemon does not publish that shard, because its receipt is
+        deleted.
         """
         step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
         actor, critic = self._job.layout.actor(step), self._job.layout.step(step) / CRITIC

@@ -114,9 +114,8 @@ class RankWriter:
         except OSError as error:
             self._after_failure(attempt)
             raise SaveFailedError(
-                f"rank {self._rank} could not write the save of step {save_id.step}: {error}. The "
-                "unannounced parts of this save are never served. The previous version stays "
-                "published"
+                f"rank {self._rank} could not write the save of step {save_id.step}: {error}. "
+                "Explorers never get this save. The previous version stays published"
             ) from error
         except BaseException:
             self._after_failure(attempt)  # e.g. a tokenizer cannot be saved

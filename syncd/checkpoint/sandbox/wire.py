@@ -162,7 +162,7 @@ def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Piece
 
 
 def read_bare(row: Row) -> Piece:
-    """The piece in a row, which must have no name and no position."""
+    """The piece in a row. The row must have no name and no position."""
     if isinstance(row, list) and row[:1] == [""]:
         piece = _read_piece(row[1:], {})
         if piece.position is None:

@@ -80,7 +80,7 @@ def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> 
 
 
 def connect(rendezvous: Rendezvous, deadline: float) -> Store:
-    """Connect to this group's keys in rank 0's store. A call that waits blocks later calls."""
+    """Connect to this group's keys in rank 0's store. A waiting call blocks all later calls."""
     store = dist.TCPStore(  # type: ignore[attr-defined] # likewise
         rendezvous.address,
         rendezvous.port,
