@@ -281,7 +281,7 @@ def main() -> None:
                         f"{mode.words}"
                     )
                     _print_rounds(report, title, whole, model, size)
-        child = ("its casting child",) if model.casts else ()
+        child = ("without its casting child",) if model.casts else ()
         table = report.table(
             "Peak RSS by the size of the shards: one more run each, all verified",
             ("process", "GB", "peak MB", *child),
