@@ -86,7 +86,7 @@ class Staging:
         folder: a folder that only this host uses; made if missing. Several users and jobs may share
             it.
         budget_bytes: the most bytes of all copies of this user in the folder; hard links count too.
-            None limits the copies only by the free space.
+            If None, only the free space limits the copies.
         patience: seconds to wait for a copy that another process makes.
         keep_last: True to keep the last served copy after its release, for a server that reads the
             copy after this process has ended. Other processes can still remove this copy.

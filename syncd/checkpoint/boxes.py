@@ -110,8 +110,8 @@ def extents(within: Box, part: Box) -> Iterator[Extent]:
 def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[Box]:
     """Cut a part into boxes for one read each, in byte order. ``part`` must not be empty.
 
-    ``within`` is stored in C order. A read spans at most ``limit`` elements. If it spans more than
-    ``near`` elements, at least half of them are wanted.
+    ``within`` is stored in C order. A read spans at most ``limit`` elements. If a read spans more
+    than ``near`` elements, at least half of the elements belong to ``part``.
     """
     pending = [part]
     while pending:

@@ -117,7 +117,7 @@ _DEFAULTS = RunConfig()
     default=None,
     help=(
         "The names of tensors in versions: as on the Hugging Face hub, or as in the trainer's "
-        "module.  [default: as in the newest version; in a new job as on the hub, if all "
+        "module.  [default: as in the newest version. In a new job: as on the hub, if all "
         "explorers accept hub names]"
     ),
 )

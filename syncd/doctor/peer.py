@@ -119,9 +119,9 @@ def visit(job: Job, limit: float) -> tuple[Path, Channel]:
         time.sleep(_PAUSE)
     why = f" ({refused})" if refused else ""
     raise JobUnavailableError(
-        f"no 'syncd doctor {job.layout.root} --peer 0' was found within {limit:.0f} s{why}. Run "
-        "this command on the other host at the same time. If this command is running there, the "
-        "two hosts see different folders at this path"
+        f"the other host did not answer within {limit:.0f} s{why}. Run 'syncd doctor "
+        f"{job.layout.root} --peer 0' there at the same time. If this command is running there, "
+        f"the two hosts see different folders at {job.layout.root}"
     )
 
 

@@ -298,7 +298,9 @@ def test_the_pointers_step_counts_and_any_other_only_if_asked_for(
         assert found is not None
         assert same(again.state_dict(), models[found.step].state_dict())
         assert found.step == (step or 2)
-    with pytest.raises(CheckpointError, match=r"cannot resume from step 9: .*global_step_9"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot resume from step 9, because .*global_step_9"
+    ):
         load_checkpoint(root, Net(), step=9)
 
 

@@ -220,7 +220,7 @@ def _chosen(job: Job, step: int | None) -> FullCheckpoint | None:
     is_pointed = pointed_step(job) == step
     checkpoint = look_at_checkpoint(job, step, is_pointed=is_pointed)
     if isinstance(checkpoint, str):
-        raise CheckpointError(f"training cannot resume from step {step}: {checkpoint}")
+        raise CheckpointError(f"training cannot resume from step {step}, because {checkpoint}")
     return checkpoint
 
 

@@ -1,6 +1,6 @@
 """A full checkpoint's state other than weights: the optimizer, and the rest needed to resume.
 
-``torch.load(weights_only=True)`` or the parser of the merge read these files. Both run no code from
+``torch.load(weights_only=True)`` reads these files, and so does the merge. Both run no code from
 a file, so a save refuses values that they cannot load.
 """
 

@@ -222,7 +222,9 @@ class _Trace:
             placed.append((part, at))
             at += part.shape[0]
         if at != value.shape[0]:
-            raise _NotRowsError(f"{shown(hub_name)} covers only some rows of joined tensors")
+            raise _NotRowsError(
+                f"the hub's {shown(hub_name)} has only some rows of the trainer's tensors"
+            )
         return placed
 
     def _place(self, hub_name: str, value: Tensor, at: int | None) -> _Place:

@@ -155,12 +155,12 @@ class RankWriter:
             self.again(save_id, record)
         except OSError as error:
             log.warning(
-                "rank %d has failed to save step %d, and cannot record this failure in storage. "
-                "The other ranks may wait for rank %d until the save_timeout: %s",
+                "rank %d has failed to save step %d, and cannot record this failure in storage: "
+                "%s. The other ranks may wait for rank %d until the save_timeout",
                 self._rank,
                 save_id.step,
-                self._rank,
                 error,
+                self._rank,
             )
         if self._rank == 0:
             self._remains.unprotect(save_id.step)

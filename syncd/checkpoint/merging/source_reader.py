@@ -39,7 +39,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """An open file as a source. ``records`` may list only the records that the merge needs."""
+    """An open file as a source. ``records`` lists at least the records that the merge needs."""
 
     path: Path
     fd: int

@@ -103,7 +103,7 @@ class WeightGroup:
     ) -> WeightGroup:
         """Form the group together with all other ranks, and begin a transfer.
 
-        ``deadline`` is in seconds: for forming the group, and again for each transfer. For ``nccl``
+        ``deadline`` is a number of seconds. It begins anew for each transfer. For ``nccl``
         the device must be a GPU. Only rank 0 gives ``listening``, a socket for :func:`.serve`.
 
         Raises:
