@@ -127,7 +127,7 @@ class CheckpointCoordinator:
         *,
         model_files: tuple[Callable[[Path], object], ...] = (),
     ) -> None:
-        """Copy this rank's part of a model to host memory, and save the copy in the background.
+        """Copy this rank's part of a model to host memory, and save it as ``global_step`` later.
 
         The ``model`` is plain, or under DDP, FSDP1, FSDP2 or tensor parallelism. With FSDP1 this
         call is collective. ``model_files`` are functions that write the config or the tokenizer

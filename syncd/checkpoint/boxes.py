@@ -15,7 +15,12 @@ _NEAR: Final = 64 * 1024
 
 
 class Box(NamedTuple):
-    """A part of a tensor: its first index and its size along each dimension."""
+    """A part of a tensor.
+
+    Attributes:
+        offsets: the part's first index along each dimension.
+        shape: the part's size along each dimension.
+    """
 
     offsets: Shape
     shape: Shape
