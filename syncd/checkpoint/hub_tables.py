@@ -69,7 +69,7 @@ def apply_rules(rules: Rules, tensors: Mapping[str, Shape], where: str) -> NameM
     try:
         return NameMap(_record(rules, tensors), where)
     except (RecordError, ValueError) as error:
-        return NameMap(NameMapRecord(refused=shown(f"{where} does not fit: {error}")))
+        return NameMap(NameMapRecord(refused=shown(f"{where} does not fit the model: {error}")))
 
 
 def _record(rules: Rules, tensors: Mapping[str, Shape]) -> NameMapRecord:

@@ -368,7 +368,10 @@ def test_an_answer_that_cannot_be_is_an_error_of_the_file(tmp_path: Path, kind: 
     body = SPEAK.format(ready=frame(wire.READY), answer=RUBBISH[kind], then="os.read(0, 99)")
     with (
         IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
-        pytest.raises(ShardFormatError, match=r"^/job/shard.pt: its data.pkl broke the process"),
+        pytest.raises(
+            ShardFormatError,
+            match=r"^/job/shard.pt: its data.pkl cannot be read: the process that reads it",
+        ),
     ):
         child.read_pieces(b"}.", "/job/shard.pt", intact=True)
 
@@ -460,7 +463,9 @@ def test_an_entry_of_a_header_that_cannot_be_is_an_error(tmp_path: Path) -> None
     (tmp_path / "model.safetensors").write_bytes(weights(1.0))
     with (
         IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
-        pytest.raises(ShardFormatError, match="its header broke the process"),
+        pytest.raises(
+            ShardFormatError, match="its header cannot be read: the process that reads it"
+        ),
     ):
         SafetensorsFile.open(STORAGE, tmp_path / "model.safetensors", parse=child.read_fields)
 

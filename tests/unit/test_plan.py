@@ -234,7 +234,7 @@ EMPTY = Chunks("F32", (8, 2), ())
         ([rows(0, 3), rows(5, 3)], "rows 3 to 4 are in no file .between rank_0.pt and rank_1.pt"),
         ([rows(0, 4), rows(4, 3)], "rows 7 to 7 are in no file .after rank_1.pt"),
         ([EMPTY], "rows 0 to 7 are in no file .after the beginning"),
-        ([Chunks("F32", (), ())], "in no file"),
+        ([Chunks("F32", (), ())], "no file has any part of this tensor"),
         ([rows(0, 5), rows(4, 4)], "rows 4 to 4 are both in rank_0.pt and in rank_1.pt"),
         ([rows(0, 8), rows(2, 2)], "rows 2 to 3 are both in rank_0.pt and in rank_1.pt"),
         ([rows(0, 4), rows(0, 8)], "rows 0 to 3 are both in rank_0.pt and in rank_1.pt"),

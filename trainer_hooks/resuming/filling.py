@@ -252,8 +252,8 @@ def _copy(
             raise CheckpointError(
                 f"'{shown(copy.goal.name)}' has one value in {files.paths[copy.file]}, but a "
                 "different value in the file of a rank with another device mesh. Perhaps the ranks "
-                "saved different experts under one name. In that case, resume with the number of "
-                "ranks and the mesh of the save"
+                "saved different experts under one name. In that case, resume with as many ranks "
+                "and the same device mesh as at the save"
             )
     return read
 

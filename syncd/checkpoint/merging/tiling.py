@@ -5,10 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from syncd.checkpoint.placement import Shape
 from syncd.protocol.errors import CoverageError
+
+_MISSING: Final = "A rank's file is missing, or belongs to another job. Save again"
 
 
 class Run(NamedTuple):
@@ -225,7 +227,7 @@ class _Tiling:
         """
         if dim == len(self._shape):
             if not blocks:
-                raise self._gap("the whole tensor is", "no rank has a part of it")
+                raise self._wrong(f"no file has any part of this tensor. {_MISSING}")
             return (blocks[0].run,)
         bands: dict[tuple[int, int], list[Block]] = {}
         for block in blocks:
@@ -260,10 +262,7 @@ class _Tiling:
         return f"{where} {start} to {stop - 1} are"
 
     def _gap(self, span: str, where: str) -> CoverageError:
-        return self._wrong(
-            f"{span} in no file ({where}). A rank's file is missing, or belongs to another job. "
-            "Save again"
-        )
+        return self._wrong(f"{span} in no file ({where}). {_MISSING}")
 
     def _wrong(self, what: str) -> CoverageError:
         return CoverageError(f"{self._name}: {what}")

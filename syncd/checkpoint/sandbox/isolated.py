@@ -171,7 +171,7 @@ class IsolatedParser:
         except EndedError as error:
             fault = self._fault(error)
         except ValueError as error:
-            fault = f"broke the process that reads it, which sent an invalid answer ({error})"
+            fault = f"cannot be read: the process that reads it sent an invalid answer ({error})"
         except CheckpointError:
             raise  # the child has reported this error itself, and goes on
         except BaseException:
@@ -263,7 +263,7 @@ class IsolatedParser:
             )
         if status == -signal.SIGKILL:
             return "was being read when the child process was killed, perhaps for lack of memory"
-        return f"broke the process that reads it, which ended with {described(status)}"
+        return f"cannot be read: the process that reads it ended with {described(status)}"
 
 
 def _frame(child: ChildProcess) -> tuple[bytes, bytes]:
