@@ -254,7 +254,7 @@ def test_a_file_of_a_delta_that_is_not_what_its_record_says_is_found(
     content = path.read_bytes()
     for damaged in (content[:-1], content + b"\0", content[:-1] + bytes([content[-1] ^ 1]), b""):
         path.write_bytes(damaged)
-        with pytest.raises(NoDeltaError, match=f"{name} differs from delta.json"):
+        with pytest.raises(NoDeltaError, match=f"{name} does not have the size and the digest"):
             verify_delta(STORAGE, link.folder, link.delta)
 
 

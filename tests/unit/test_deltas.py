@@ -142,7 +142,7 @@ def test_the_record_counts_and_binds_what_the_delta_has(
         )
     assert 0.02 < chain[0].delta.changed / chain[0].delta.elements < 0.04
     (chain[0].folder / BLOCKS).write_bytes(b"")
-    with pytest.raises(NoDeltaError, match="blocks differs from"):
+    with pytest.raises(NoDeltaError, match="blocks does not have the size and the digest"):
         verify_delta(STORAGE, chain[0].folder, chain[0].delta)
 
 

@@ -184,14 +184,14 @@ def test_host_memory_is_used_again_and_what_was_prepared_is_not_read_twice(
     ]
     engine = TorchModule(net)
     engine.load(versions[0])
-    memory = engine._stage._memory
+    memory = engine._buffer._memory
     engine.prepare(versions[1])
     storage.calls.clear()
     engine.load(versions[1])
     assert storage.calls == []
-    assert engine._stage._memory is memory
+    assert engine._buffer._memory is memory
     engine.close()
-    assert engine._stage._memory is None
+    assert engine._buffer._memory is None
     engine.load(versions[0])
 
 

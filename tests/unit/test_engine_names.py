@@ -80,7 +80,7 @@ def test_pieces_are_read_into_the_modules_own_tensors(tmp_path: Path) -> None:
     version = made(tmp_path, "hub", storage=storage)
     engine = TorchModule(Named(state()), in_place="direct")
     engine.load(version)
-    memory = engine._stage._memory
+    memory = engine._buffer._memory
     # Those alone that are not end to end in the module: the ones that are transposed.
     assert memory is not None
     assert memory.content.nbytes < 3 * 64 + 1

@@ -10,7 +10,7 @@ from explorer_hooks.server_fit import Fits, model_tensors
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.protocol.errors import EngineMismatchError, InvalidSettingsError
-from syncd.protocol.records import Manifest, TensorEntry
+from syncd.protocol.records import Manifest, TensorEntry, VersionFile
 from syncd.protocol.tensor_names import NameMapRecord
 
 SHAPES = {"model.embed_tokens.weight": (4, 2), "model.norm.weight": (2,), "lm_head.weight": (4, 2)}
@@ -36,7 +36,7 @@ def manifest(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Manifest:
     )
     return Manifest(
         sequence=7, step=9, save_id="run-9-0", checked="receipt", digests="off",
-        files=(), tensors=entries,
+        files=(VersionFile(name="model.safetensors", size=0),), tensors=entries,
     )  # fmt: skip
 
 

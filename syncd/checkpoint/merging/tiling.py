@@ -5,12 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from syncd.checkpoint.placement import Shape
 from syncd.protocol.errors import CoverageError
-
-_MISSING: Final = "A rank's file is missing, or belongs to another job. Save again"
 
 
 class Run(NamedTuple):
@@ -227,7 +225,7 @@ class _Tiling:
         """
         if dim == len(self._shape):
             if not blocks:
-                raise self._wrong(f"no file has any part of this tensor. {_MISSING}")
+                raise self._gap("no file has any part of this tensor")
             return (blocks[0].run,)
         bands: dict[tuple[int, int], list[Block]] = {}
         for block in blocks:
@@ -240,7 +238,9 @@ class _Tiling:
         for (start, count), band in sorted(bands.items()):
             label = self._labels[band[0].run.source]
             if start > at:
-                raise self._gap(self._span(dim, at, start), f"between {before} and {label}")
+                raise self._gap(
+                    f"{self._span(dim, at, start)} in no file (between {before} and {label})"
+                )
             if start < at:
                 raise self._wrong(
                     f"{self._span(dim, start, min(at, start + count))} both in {before} and in "
@@ -249,7 +249,7 @@ class _Tiling:
             parts.extend(self.parts(band, dim + 1, count))
             at, before = start + count, label
         if at < size:
-            raise self._gap(self._span(dim, at, size), f"after {before}")
+            raise self._gap(f"{self._span(dim, at, size)} in no file (after {before})")
         if at > size:
             raise self._wrong(
                 f"{self._span(dim, size, at)} in {before}, but dimension {dim} of the tensor has "
@@ -261,8 +261,10 @@ class _Tiling:
         where = "rows" if dim == 0 else f"indices of dimension {dim} from"
         return f"{where} {start} to {stop - 1} are"
 
-    def _gap(self, span: str, where: str) -> CoverageError:
-        return self._wrong(f"{span} in no file ({where}). {_MISSING}")
+    def _gap(self, what: str) -> CoverageError:
+        return self._wrong(
+            f"{what}. A rank's file is missing, or belongs to another job. Save again"
+        )
 
     def _wrong(self, what: str) -> CoverageError:
         return CoverageError(f"{self._name}: {what}")
