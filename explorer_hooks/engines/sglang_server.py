@@ -1,7 +1,7 @@
 """The engine for an SGLang server, over HTTP, written from the sources of SGLang 0.5.23.
 
-It is tested only against :mod:`explorer_hooks.engines.sglang_fake`, because there is no build of
-SGLang for CPUs.
+There is no build of SGLang for CPUs, so only a fake server (``tests/engines/sglang_fake.py``) has
+tested it.
 """
 
 from __future__ import annotations

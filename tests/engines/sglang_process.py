@@ -13,7 +13,7 @@ from typing import Final
 
 import httpx2
 
-from explorer_hooks.engines.sglang_fake import FakeSGLang
+from tests.engines.sglang_fake import FakeSGLang
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 

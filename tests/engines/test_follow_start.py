@@ -23,7 +23,6 @@ from rich.console import Console
 
 from explorer_hooks.engines import http_server
 from explorer_hooks.engines.http_server import HttpServer
-from explorer_hooks.engines.sglang_fake import FakeSGLang
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.follow import command
 from explorer_hooks.hook import ExplorerHook
@@ -35,6 +34,7 @@ from syncd.protocol.errors import (
 )
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
+from tests.engines.sglang_fake import FakeSGLang
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, explorer_report
 from tests.ports import free_port

@@ -30,7 +30,6 @@ from explorer_hooks.engines.conformance import (
 from explorer_hooks.engines.fitting import TensorSpec
 from explorer_hooks.engines.http_server import HttpServer
 from explorer_hooks.engines.server_engine import LOADING
-from explorer_hooks.engines.sglang_fake import FakeSGLang
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.follow import command
 from explorer_hooks.hook import ExplorerHook
@@ -45,6 +44,7 @@ from syncd.protocol.errors import (
     ServerUnreachableError,
 )
 from tests.engines.pages import FOLLOW_SGLANG
+from tests.engines.sglang_fake import FakeSGLang
 from tests.engines.sglang_process import sglang_process
 from tests.engines.waiting import wait_for
 from tests.explorers import publish

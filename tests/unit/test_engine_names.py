@@ -14,7 +14,6 @@ from torch import Tensor
 
 from explorer_hooks.engines.conformance import make_version
 from explorer_hooks.engines.fitting import TensorSpec
-from explorer_hooks.engines.sglang_fake import FakeSGLang
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.engines.torch_module import InPlace, TorchModule
 from explorer_hooks.engines.vllm_engine import LLM, VLLMEngine
@@ -28,6 +27,7 @@ from syncd.protocol.errors import EngineMismatchError, VerificationError
 from syncd.protocol.names import MODEL_CONFIG, NAME_MAP
 from syncd.protocol.records import Names
 from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
+from tests.engines.sglang_fake import FakeSGLang
 from tests.mapped_names import BY_NAMES, NAMES, Named, as_bytes, on_the_hub, state
 from tests.storages import RuledStorage
 
