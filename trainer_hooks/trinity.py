@@ -123,8 +123,8 @@ def fsdp_upload_state_dict(
             return
         if not isinstance(synchronizer, TrainerSynchronizer):
             raise InvalidSettingsError(
-                f"step {global_step} cannot be uploaded to {type(synchronizer).__name__}: rank 0 "
-                "needs a syncd.coordination.TrainerSynchronizer, with a StateDictWriter"
+                f"step {global_step} cannot be uploaded to {type(synchronizer).__name__}. On rank "
+                "0 pass a syncd.coordination.TrainerSynchronizer that has a StateDictWriter"
             )
         synchronizer.set_model_state_dict(whole, global_step)
 

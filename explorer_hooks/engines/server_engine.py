@@ -345,7 +345,7 @@ class ServerEngine(ServerCalls):
         log.warning("%s", why)
 
     def _check_left(self, said: str) -> None:
-        """Raise EngineBrokenError while another hook's load may last, at most ``load_timeout``."""
+        """Raise EngineBrokenError for the first ``load_timeout`` seconds of another hook's load."""
         now = time.monotonic()
         if self._others is None or self._others[0] != said:
             self._others = said, now

@@ -225,7 +225,7 @@ def _accelerator() -> tuple[str, Any]:
 
 @contextmanager
 def _uninitialized(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Prevent torch from creating a missing state by a step with zero gradients.
+    """Keep torch from doing a step with zero gradients to create a missing state.
 
     The optimizer's bias correction would count that step. torch takes no such step if some
     parameter has a gradient, so the smallest parameter gets a zero gradient for a moment.

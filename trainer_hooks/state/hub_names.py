@@ -191,7 +191,7 @@ class _Trace:
         self._source_of = {_memory(value): name for name, value in sources.items()}
 
     def tensors(self, found: Mapping[str, Tensor]) -> dict[str, MappedTensor]:
-        """The map's entries, without tensors that the hub has unchanged."""
+        """The map's entries, except those of tensors that are the same on the hub."""
         places: defaultdict[str, list[_Place]] = defaultdict(list)
         for hub_name, value in found.items():
             for part, at in self._parts(hub_name, value):

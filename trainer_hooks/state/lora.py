@@ -229,7 +229,8 @@ def check_methods(configs: Mapping[str, Any]) -> None:
     """Check that the state dict has all tensors of the adapters.
 
     Raises:
-        InvalidSettingsError: the model would compute an adapter's tensors, e.g. for prompt tuning.
+        InvalidSettingsError: an adapter's tensors are computed when they are used, as in prompt
+            tuning, so they are not in the state dict.
     """
     for name, config in configs.items():
         if getattr(config, "is_prompt_learning", False):

@@ -27,9 +27,9 @@ POLL: Final = 0.05
 class Pace:
     """Makes a rank wait until it may write. The event ``stopped`` ends the wait.
 
-    With ``per_node``, only one rank of this job and user writes at a time on each host, in any
-    order. Hosts that share a temporary folder count as one host. With ``one_at_a_time``, the ranks
-    write in rank order, if each rank takes less than ``timeout`` seconds.
+    With ``per_node``, the user's ranks of this job take turns on each host, in any order. Hosts
+    that share a temporary folder count as one host. With ``one_at_a_time``, the ranks write in rank
+    order, if each rank takes less than ``timeout`` seconds.
     """
 
     def __init__(

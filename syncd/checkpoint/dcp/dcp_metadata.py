@@ -247,9 +247,9 @@ def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: st
     - With a prefix: the tensors whose names begin with the prefix, which is cut off.
     - With an empty prefix: the tensors at the top level.
     - With None: the tensors of the only parent that can be a model. Parents with names of
-      optimizers, schedulers, data loaders and the like do not count. A top level with only scalars
-      counts only if it is the only parent left. If several parents are left, but not the top level,
-      the parent called ``model`` counts.
+      optimizers, schedulers, data loaders and the like do not count. If the top level has
+      only scalars, it counts only without other parents. If several parents are left, but not the
+      top level, the parent called ``model`` counts.
 
     Raises:
         CheckpointError: the model has no tensors, or several dicts may be the model's.

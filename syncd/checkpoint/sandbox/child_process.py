@@ -135,7 +135,7 @@ class ChildProcess:
             if self._clock() > self._deadline:
                 raise OSError(
                     errno.ETIMEDOUT,
-                    f"the process that should {self._task} this path did not answer for "
+                    f"a child process had to {self._task} this path, but did not answer for "
                     f"{self._wall_seconds:.0f} s. Check whether this machine, or the storage of "
                     "its Python installation, hangs",
                     self._where,
