@@ -85,6 +85,14 @@ def rendezvous(members: list[tuple[str, str, int]]) -> dict[str, Any]:
     return {"members": tuple(told), "world_size": rank}
 
 
+def manifest(
+    files: tuple[records.VersionFile, ...], tensors: tuple[records.TensorEntry, ...], **rest: Any
+) -> records.Manifest:
+    """A manifest that also lists the files of its tensors."""
+    named = (records.VersionFile(name=tensor.file, size=0) for tensor in tensors)
+    return records.Manifest(files=(*files, *named), tensors=tensors, **rest)
+
+
 def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
 
@@ -111,7 +119,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         delta_from=st.none() | SEQUENCES,
     ),
     records.Manifest: st.builds(
-        records.Manifest,
+        manifest,
         sequence=NUMBERS,
         step=NUMBERS,
         save_id=TEXT,
