@@ -256,7 +256,9 @@ def main() -> None:
     if given.explore:
         _explore(given.explore)
         return
+    # One thread, as torchrun sets it: more would wait actively, on the transfer's processors.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
     with (
         tempfile.TemporaryDirectory(prefix="syncd-broadcast-", dir=given.dir) as made,
         Report(given.dir) as report,
