@@ -1,7 +1,7 @@
 """The time from the pointer to live weights, the pause of an engine, and the bytes read.
 
 Repeat with ``python -m benchmarks.explorer`` (some minutes; eight times the model's size in free
-memory, six times on the disk of ``--dir``).
+memory, seven times on the disk of ``--dir``).
 
 Live: a step folder has four FSDP shards in bf16, with the shapes of Qwen2.5-1.5B at another width.
 A round moves the trainer's pointer, and ends when an explorer, another process, has the weights in
@@ -96,21 +96,24 @@ class _Trainer:
     """A job whose next step can be complete before the pointer names it."""
 
     def __init__(self, root: Path, gigabytes: float) -> None:
-        program = ("-m", "benchmarks.shards", "write", str(root), str(gigabytes), "fsdp")
-        subprocess.run((sys.executable, *program), check=True)
+        # Two, because a stage does not read bytes again that its last copy has. They are not in the
+        # job, because the daemon prunes steps that were published.
+        self._templates = [root.with_name(f"{root.name}-template-{seed}") for seed in (0, 1)]
+        for seed, template in enumerate(self._templates):
+            write = ("write", str(root), str(gigabytes), "fsdp", str(seed))
+            subprocess.run((sys.executable, "-m", "benchmarks.shards", *write), check=True)
+            JobLayout(root).actor(1).rename(template)
+            shutil.rmtree(root)
         self.layout = JobLayout(root)
-        # The daemon prunes steps that were published.
-        self._template = root.with_name(f"{root.name}-template")
-        self.layout.actor(1).rename(self._template)
-        for step in (1, 2):
-            shutil.rmtree(self.layout.step(step))
+        for folder in (root, self.layout.drafts):
+            folder.mkdir(parents=True)
         self._step = 0
         self._point(0)
 
     def make_ready(self) -> int:
-        """Make another step with hard links to the same shards; return its number."""
+        """Make another step with hard links to other shards; return its number."""
         self._step += 1
-        first, actor = self._template, self.layout.actor(self._step)
+        first, actor = self._templates[self._step % 2], self.layout.actor(self._step)
         (actor / RECEIPTS).mkdir(parents=True)
         (actor / "huggingface").mkdir()
         for shard in first.glob("*.pt"):
@@ -124,9 +127,9 @@ class _Trainer:
         return self._step
 
     def copy(self) -> float:
-        target = self._template.with_name("copied")
+        target = self._templates[0].with_name("copied")
         begun = time.monotonic()
-        for shard in self._template.glob("*.pt"):
+        for shard in self._templates[0].glob("*.pt"):
             shutil.copyfile(shard, target)
             with target.open("rb") as file:
                 os.fsync(file.fileno())

@@ -125,7 +125,7 @@ def _dtensor(name: str, whole: Tensor, mesh: DeviceMesh) -> DTensor:
     )
 
 
-def write(root: Path, gigabytes: float, layout_name: str) -> None:
+def write(root: Path, gigabytes: float, layout_name: str, seed: int) -> None:
     layout = JobLayout(root)
     storage = Storage(durable=False)
     for folder in (layout.root, layout.drafts):
@@ -137,7 +137,7 @@ def write(root: Path, gigabytes: float, layout_name: str) -> None:
             axes = MESHES[layout_name]  # verl's merger looks at their names
             mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
             state = {
-                name: _dtensor(name, _whole(number, shape, layout_name), mesh)
+                name: _dtensor(name, _whole(seed + number, shape, layout_name), mesh)
                 for number, (name, shape) in enumerate(shapes(gigabytes, layout_name).items())
             }
             files = (_write_config,) if rank == 0 else ()
@@ -175,10 +175,14 @@ def verify(folder: Path, gigabytes: float, layout: str) -> str:
 
 
 def main(
-    what: Literal["write", "verify"], folder: str, gigabytes: str, layout: str = "fsdp"
+    what: Literal["write", "verify"],
+    folder: str,
+    gigabytes: str,
+    layout: str = "fsdp",
+    seed: str = "0",
 ) -> None:
     if what == "write":
-        write(Path(folder), float(gigabytes), layout)
+        write(Path(folder), float(gigabytes), layout, int(seed))
     elif wrong := verify(Path(folder), float(gigabytes), layout):
         sys.exit(wrong)
 
