@@ -91,9 +91,10 @@ class DeltaBases:
     ) -> DeltaBase:
         """Find and hold the copy that becomes ``target`` with the fewest bytes of deltas.
 
-        If the daemon is still making a delta from one of these copies, wait for it, at most
-        ``patience`` seconds. ``why_no_room`` returns the reason if the version does not fit beside
-        a named copy; then do not wait. ``cancel`` is called often, and raises an error to stop.
+        If the daemon is still making a delta from one of these copies, and its last deltas took at
+        most ``patience`` seconds, wait for it so long. ``why_no_room`` returns the reason if the
+        version does not fit beside a named copy; then do not wait. ``cancel`` is called often, and
+        raises an error to stop.
 
         Raises:
             NoDeltaError: the version cannot be made from a copy and deltas.
@@ -188,29 +189,21 @@ def _wait(
 
 
 def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None]) -> str:
-    """Wait for a delta while this can save time; return why the wait ended."""
+    """Wait for a delta that will be there sooner than a copy; return why the wait ended."""
     which = f"the delta to version {sequence}"
     begun = alive = time.monotonic()
-    first: tuple[float, int] | None = None
     sign: DeltaProgress | None = None
     while True:
         cancel()
-        told = _progress(job, sequence)
-        if told is None or told.state != "making" or told.sequence != sequence:
-            return f"{which} {_end_of(told, sequence)}"
+        progress = _progress(job, sequence)
+        if progress is None or progress.state != "making" or progress.sequence != sequence:
+            return f"{which} {_end_of(progress, sequence)}"
+        if progress.seconds is None or progress.seconds > patience:
+            took = "an unknown time" if progress.seconds is None else f"{progress.seconds:.1f} s"
+            return f"a copy is sooner there than {which}: the last deltas took {took}"
         now = time.monotonic()
-        if told != sign:
-            sign, alive = told, now
-            if first is None and told.done:  # until then, the daemon's child only starts
-                first = now, told.done
-            elif first is not None and told.done > first[1]:
-                pace = (now - first[0]) / (told.done - first[1])
-                left = pace * (told.total - told.done)
-                if now + left > begun + patience:
-                    return (
-                        f"{which} needs {left:.1f} s more, so the wait would exceed its limit of "
-                        f"{patience:.1f} s"
-                    )
+        if progress != sign:
+            sign, alive = progress, now
         if now >= alive + _SILENCE:
             return f"the daemon has reported no progress of {which} for {_SILENCE:g} s"
         if now >= begun + patience:

@@ -5,6 +5,7 @@ All explorers on this host share the copies. The user names a folder, for exampl
 
     syncd-UID-BOOT/           the copies of one user, since the last boot of this host
       .copier                 the process that copies or cleans up has an exclusive lock on it
+      .speed                  bytes per second of the last copy that was read from a job
       v000017-KEY/            one whole copy; KEY is a digest of the job and the save
         manifest.json         each process that holds the copy has a shared lock on it
       .tmp-…/                 an unfinished or deleted copy; garbage if ``.copier`` is not locked
@@ -47,10 +48,13 @@ from syncd.protocol.policy import check_above_0
 from syncd.protocol.records import encode
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage
+from syncd.storage.sessions import boot_id
 
 log = logging.getLogger(__name__)
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _COPIER: Final = ".copier"
+_SPEED: Final = ".speed"
+#: The part of a copy's time to wait for a delta; the rest is for applying it.
+_WAIT: Final = 0.7
 #: Seconds between two checks whether the copier is done.
 _LOOK: Final = 0.05
 #: Bytes to leave free on the filesystem, because others use it too: ``/dev/shm`` is memory.
@@ -126,11 +130,9 @@ class Staging:
         # Without fsync: no copy is used after this host has stopped.
         self._storage = storage or Storage(self.folder, durable=False)
         self._rooms = f"syncd-{os.geteuid()}-"
-        self._room = self.folder / f"{self._rooms}{_boot()}"
+        self._room = self.folder / f"{self._rooms}{boot_id()}"
         self._kept: str | None = None
         self._bases = DeltaBases(self._storage, self._room)
-        #: Seconds that the last full copy from the job took.
-        self._full_copy_took = 0.0
         self._clock = clock
         self.fetched = Fetched()
         self._base: LeasedVersion | None = None
@@ -289,7 +291,7 @@ class Staging:
             base = self._bases.find(
                 version,
                 self._copies(),
-                patience=self._full_copy_took / 2,
+                patience=_WAIT * self._copy_seconds(version),
                 why_no_room=lambda copy: self._why_not_beside(copy, version),
                 cancel=cancel,
             )
@@ -339,9 +341,19 @@ class Staging:
         begun = self._clock()
         with self._draft(version, name) as draft:
             version.copy_to(self._storage, draft, cancel=cancel)
+        size = sum(file.size for file in version.manifest.files)
         if self._is_elsewhere(version):
-            self._full_copy_took = self._clock() - begun
-        self.fetched = Fetched(full_bytes=sum(file.size for file in version.manifest.files))
+            speed = size / max(self._clock() - begun, 1e-3)
+            self._storage.replace(self._room / _SPEED, f"{speed:.0f}".encode())
+        self.fetched = Fetched(full_bytes=size)
+
+    def _copy_seconds(self, version: LeasedVersion) -> float:
+        """The time that a full copy would take, by the last one on this host; 0.0 before it."""
+        try:
+            speed = float(self._storage.read(self._room / _SPEED))
+        except (OSError, ValueError):
+            return 0.0
+        return sum(file.size for file in version.manifest.files) / max(speed, 1.0)
 
     @contextmanager
     def _draft(self, version: LeasedVersion, name: str) -> Iterator[Path]:
@@ -441,7 +453,3 @@ class Staging:
             self._storage.remove_tree(path)
         except OSError as error:
             log.warning("cannot remove %s: %s", path, error)
-
-
-def _boot() -> str:
-    return xxhash.xxh3_64_hexdigest(_BOOT.read_bytes())

@@ -191,8 +191,8 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         default=_DEFAULTS.deltas,
         show_default=True,
         help=(
-            "Make deltas between versions. With auto, make them only while at least two live "
-            "explorers could use them."
+            "Make deltas between versions. With auto, make them only while live explorers on at "
+            "least two hosts could use them."
         ),
     ),
     click.option(

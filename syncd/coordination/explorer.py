@@ -22,6 +22,7 @@ from syncd.protocol.errors import BroadcastError, SyncdError
 from syncd.protocol.participants import Offer, Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, Version, may_produce
 from syncd.protocol.reports import ExplorerReport, Reload, SyncTerms, loads_with
+from syncd.storage.sessions import boot_id
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             bench=bench,
             starting=starting,
             delta_base=delta_base,
+            stage=boot_id() if delta_base is not None else None,
             **({} if workers is None else {"workers": workers, "group": group}),
         )
 

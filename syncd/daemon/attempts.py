@@ -92,7 +92,6 @@ class Attempts:
         try:
             self._publisher.check_finite(save)
             self._check_room(save)
-            self._deltas.end(f"the save of step {save.step} is being merged")
             self._reporter.report("merging", f"step {save.step}")
             manifest = self._publisher.publish(
                 save,
@@ -113,14 +112,12 @@ class Attempts:
         except LateError as error:
             self._tidying.after(error)
             self._journal.ended_late(save, error)
-            self._deltas.again(self._publisher.latest)
             return f"step {save.step}: {error}"
         except MemoryError as error:
             why = f"step {save.step}: not enough memory to merge it now"
             return self._try_later(why, error, tick)
         except Exception as error:  # noqa: BLE001 - a bug in syncd is logged with its traceback
             self._journal.fault(save, error, self._publisher.outcomes.quarantine(save, error))
-            self._deltas.again(self._publisher.latest)
             return ""
         self._failures = 0
         now = self._clock()
@@ -137,7 +134,6 @@ class Attempts:
         """Quarantine a save."""
         path = self._publisher.outcomes.quarantine(save, error)
         self._journal.quarantined(save, error, path)
-        self._deltas.again(self._publisher.latest)
 
     def roll_back(self, request: RollbackRequest) -> None:
         """Make an old version LATEST again, and answer the request.
@@ -149,7 +145,6 @@ class Attempts:
         """
         if request.id != self._asked:
             self._asked, self._refusals = request.id, 0
-        self._deltas.end("an older version is being published again")
         try:
             manifest = self._publisher.republish(request)
         except (VersionGoneError, VerificationError, RecordError, OSError) as error:
@@ -157,7 +152,6 @@ class Attempts:
             self._refusals += 1
             if isinstance(error, OSError) and self._refusals < _ROLLBACK_ATTEMPTS:
                 raise
-            self._deltas.again(self._publisher.latest)
             self._journal.rollback_refused(request, error)
             self._publisher.answer(request, made=None, why=str(error))
             return

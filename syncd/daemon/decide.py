@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -101,7 +101,7 @@ class Observation:
         announced_step: the step that the trainer announced last; None without a trainer's report, 0
             if the report names no step or is unreadable.
         served_request: the id of the rollback request that LATEST results from, if any.
-        delta_base: the base of the delta that is being made, if any.
+        delta_versions: the two versions of the delta that is being made, if any.
     """
 
     pointer: Pointer
@@ -124,7 +124,7 @@ class Observation:
     pause: Pause | None = None
     rollbacks: tuple[RollbackRequest, ...] = ()
     served_request: str | None = None
-    delta_base: int | None = None
+    delta_versions: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,8 +336,7 @@ def _versions(
     keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
     leased = {lease.sequence for lease in seen.leases}  # also pins, which are in the same folders
     leased.update(request.sequence for request in seen.rollbacks)
-    if seen.delta_base is not None:
-        leased.add(seen.delta_base)
+    leased.update(seen.delta_versions)
     leasable = set(seen.lease_folders)
     for sequence in sorted(v for v in seen.versions if v < seen.latest):
         if sequence not in leasable:

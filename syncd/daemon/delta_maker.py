@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ from syncd.storage.job import Job
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "on", "off"]
-#: For fewer explorers, a delta saves no more reads than the daemon needs to make it.
+#: For fewer hosts, a delta saves no more reads than the daemon needs to make it.
 _FEWEST: Final = 2
 #: Seconds to wait at the end for a thread whose storage does not answer.
 _PATIENCE: Final = 5.0
@@ -137,24 +138,19 @@ class _Making:
     target: Manifest
     begun: float
     ended: threading.Event = field(default_factory=threading.Event)
-    why_ended: str = ""
     told_at: float = float("-inf")
     outcome: DeltaOutcome | None = None
     background: InBackground | None = None
 
 
-class _EndedError(Exception):
-    """Raised in work on a delta that the loop has cancelled."""
-
-
 class DeltaMaker:
     """Makes the delta to each new version from the previous version; one delta at a time.
 
-    Only the loop's thread may call the methods. Only :meth:`leave` waits for the work.
-    :meth:`finished` returns errors of the work.
+    A version that is published meanwhile gets none. Only the loop's thread may call the methods.
+    Only :meth:`leave` waits for the work. :meth:`finished` returns errors of the work.
 
     Attributes:
-        takers: the live explorers that could use a delta.
+        takers: the hosts with a live explorer that could use a delta.
     """
 
     def __init__(
@@ -175,15 +171,14 @@ class DeltaMaker:
         self.takers: Collection[str] = ()
         self._announced: _Making | None = None
         self._making: _Making | None = None
-        #: The delta that the loop cancelled last, and the delta to begin again.
-        self._ended: _Making | None = None
-        self._again: _Making | None = None
+        #: Seconds of the last deltas. Readers decide by the longest whether to wait for the next.
+        self._seconds: deque[float] = deque(maxlen=3)
         self._outcomes: list[DeltaOutcome] = []
 
     @property
-    def base(self) -> int | None:
-        """The base of the current delta; it must not be pruned."""
-        return self._making.base if self._making else None
+    def versions(self) -> set[int]:
+        """The base and the target of the current delta; they must not be pruned."""
+        return {self._making.base, self._making.target.sequence} if self._making else set()
 
     def forget_others(self) -> None:
         """Remove an earlier daemon's progress record."""
@@ -224,7 +219,6 @@ class DeltaMaker:
 
     def begin(self) -> None:
         """Begin the work on the announced delta; LATEST must already name the target version."""
-        self._ended = self._again = None
         making, self._announced = self._announced, None
         if making is None:
             return
@@ -237,37 +231,16 @@ class DeltaMaker:
             making.outcome = self._outcome(making, why=f"{error}", error=error)
             self._epoch.in_background -= names
 
-    def end(self, why: str) -> None:
-        """Cancel the current work, without waiting for its end."""
-        if self._again is not None:
-            self._ended, self._again = self._again, None
-        if self._making is not None and not self._making.ended.is_set():
-            self._making.why_ended = why
-            self._making.ended.set()
-            self._ended = self._making
-
-    def again(self, latest: Latest | None) -> None:
-        """Let the cancelled delta be made again, if it leads to LATEST; see :meth:`finished`."""
-        ended, self._ended = self._ended, None
-        if ended is not None and latest is not None and ended.target.sequence == latest.sequence:
-            self._again = ended
-
     def finished(self) -> list[DeltaOutcome]:
-        """The outcomes since the previous call; also restarts a cancelled delta."""
+        """The outcomes since the previous call."""
         self._collect()
-        again = self._again
-        if again is not None and self._making is None:
-            self._again = None
-            if self.mode != "off" and self._plan(again.base, again.target):
-                self.begin()
-        found, self._outcomes = self._outcomes, []
-        return found
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def leave(self) -> None:
         """Cancel the work, and wait at most 5 s for its end."""
-        self.end("the daemon is stopping")
-        self._ended = self._again = None
         if self._making is not None and self._making.background is not None:
+            self._making.ended.set()
             self._making.background.join(_PATIENCE)
 
     def _collect(self) -> None:
@@ -279,7 +252,7 @@ class DeltaMaker:
         self._outcomes.append(making.outcome)
         self._making = None
         if making.outcome.delta is not None:
-            self._ended = self._again = None  # a cancelled delta was made nevertheless
+            self._seconds.append(making.outcome.seconds)
 
     def _why_not_now(self, target: Manifest) -> str:
         if target.digests == "off":
@@ -295,8 +268,6 @@ class DeltaMaker:
         name = delta_folder(making.target.sequence)
         try:
             outcome = self._made(making, name)
-        except _EndedError:
-            outcome = self._outcome(making, why=making.why_ended)
         except (NoDeltaError, OSError, SyncdError, MemoryError) as error:
             outcome = self._outcome(making, why=str(error) or type(error).__name__, error=error)
         except Exception as error:
@@ -319,7 +290,7 @@ class DeltaMaker:
 
             def cancel() -> None:
                 if making.ended.is_set():
-                    raise _EndedError
+                    raise NoDeltaError("the daemon is stopping")
 
             def progress(done: int, total: int) -> None:
                 if self._clock() - making.told_at >= DELTA_SIGN:
@@ -366,6 +337,7 @@ class DeltaMaker:
             state=state,
             done=done,
             total=total,
+            seconds=max(self._seconds, default=None),
             why=why or None,
             time=self._wall(),
         )

@@ -338,7 +338,7 @@ class Loop:
             published_save=self._publisher.published_save,
             outcomes=self._outcomes.of_step,
             served_request=self._publisher.served_request,
-            delta_base=self._deltas.base,
+            delta_versions=self._deltas.versions,
         )
 
     def _publish_in_turn(self, save: WholeSave, whole_since: float) -> str:

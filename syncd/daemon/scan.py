@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -50,7 +50,7 @@ class Known:
     outcomes: Mapping[int, SaveOutcome]
     served_request: str | None = None
     full_bytes: int | None = None
-    delta_base: int | None = None
+    delta_versions: Collection[int] = ()
 
 
 class Scanner:
@@ -125,7 +125,7 @@ class Scanner:
             pause=self._steering.pause(),
             rollbacks=self._steering.rollbacks(),
             served_request=known.served_request,
-            delta_base=known.delta_base,
+            delta_versions=known.delta_versions,
         )
 
     @property

@@ -163,6 +163,7 @@ class ExplorerReport(Record):
             ``stopped``, so that nobody waits for it.
         delta_base: the newest version of which the explorer's host has a whole copy outside the
             job's filesystem. A delta can be applied to this copy.
+        stage: the boot of the host that has this copy; explorers on one host share its copies.
         hub_names: True if the explorer also accepts versions with the hub's names.
     """
 
@@ -185,6 +186,7 @@ class ExplorerReport(Record):
     starting: Text | None = None
     sync: SyncTerms | None = None
     delta_base: Sequence | None = None
+    stage: str | None = None
     hub_names: bool = False
     time: float
 
@@ -258,7 +260,8 @@ class DeltaProgress(Record):
 
     While the work on the delta advances, the daemon replaces the file every :data:`DELTA_SIGN`
     seconds. ``done`` and ``total`` are bytes of the version's tensors. In state ``none`` the daemon
-    made no delta, because of ``why``.
+    made no delta, because of ``why``. ``seconds`` is how long the longest of the last three
+    deltas took, from the update of LATEST to its commit; None before the first.
     """
 
     sequence: Sequence
@@ -266,6 +269,7 @@ class DeltaProgress(Record):
     state: Literal["making", "made", "none"]
     done: Size = 0
     total: Size = 0
+    seconds: Seconds | None = None
     why: Text | None = None
     time: float
 

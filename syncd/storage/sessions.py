@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Self
 
+import xxhash
 from filelock import LeaseCompromise, LeaseSettingsMismatch, SoftFileLease, Timeout
 
 from syncd.protocol.events import Event
@@ -28,6 +29,11 @@ log = logging.getLogger(__name__)
 
 #: The beginning of the names of daemons' sessions. Other sessions' names have no underscore.
 DAEMON_SESSION: Final = "daemon_"
+
+
+def boot_id() -> str:
+    """An id of this host, new with each boot; the same in all containers of the host."""
+    return xxhash.xxh3_64_hexdigest(Path("/proc/sys/kernel/random/boot_id").read_bytes())
 
 
 def new_session_id(prefix: str = "") -> str:

@@ -82,7 +82,7 @@ class Rules:
     numbers_count_deltas: bool = True
     """The next number is above every delta's too."""
     loop_never_waits: bool = True
-    """The next version is published while the work on a delta goes on, which it ends."""
+    """The next version is published, without a delta, while the work on a delta goes on."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,9 @@ class Deltas:
         if me.place == "ready":
             waits = me.work != Work() and not self.rules.loop_never_waits
             if v <= self.last_sequence and not waits:
-                # A newer version ends the work on the delta before it.
-                work = Work() if self.rules.begins_after_latest else Work(v, content)
+                work = me.work
+                if not self.rules.begins_after_latest and work == Work():
+                    work = Work(v, content)
                 built = me._replace(place="built", work=work)
                 yield f"build v{v}", state.with_daemon(number, built)
         elif me.place == "built":
@@ -186,7 +187,9 @@ class Deltas:
                 committed.with_daemon(number, me._replace(place="committed")),
             )
         elif me.place == "committed":
-            work = Work(v, content) if self.rules.begins_after_latest else me.work
+            work = me.work
+            if self.rules.begins_after_latest and work == Work():
+                work = Work(v, content)
             named = me._replace(place="ready", latest=v, following=v + 1, work=work)
             yield f"LATEST names v{v}", state._replace(latest=v).with_daemon(number, named)
 

@@ -91,14 +91,17 @@ def followers(job: Path, tmp_path: Path) -> Iterator[list[Follower]]:
 
 
 def test_two_hosts_read_a_version_whole_once_and_then_what_changed(tmp_path: Path) -> None:
-    """By default, with no option but --stage.
+    """Both are on this host, for which ``auto`` makes none.
 
     The followers are stopped while the deltas are made: a model this small is copied sooner.
     """
     trainer = SmallJob(tmp_path / "job")
     root, layout = trainer.layout.root, trainer.layout
     values = [float(number) for number in range(ELEMENTS)]
-    with Daemon(root, lease_time=LEASE_TIME) as daemon, followers(root, tmp_path) as both:
+    with (
+        Daemon(root, "--deltas", "on", lease_time=LEASE_TIME) as daemon,
+        followers(root, tmp_path) as both,
+    ):
         trainer.save(1, *values)
         for name, follower in zip(NAMES, both, strict=True):
             follower.serves(1)

@@ -71,8 +71,7 @@ def publish(job: SmallJob, loop: Loop, step: int) -> None:
 class Held:
     """Work on a delta that goes on until a test lets it, or until it is cancelled."""
 
-    def __init__(self, *, heeds: bool = True) -> None:
-        self._heeds = heeds
+    def __init__(self) -> None:
         self.begun = threading.Event()
         self.may_go_on = threading.Event()
         self.threads: list[threading.Thread] = []
@@ -87,8 +86,7 @@ class Held:
         progress(0, 2)
         self.begun.set()
         while not self.may_go_on.wait(0.005):
-            if self._heeds:
-                cancel()
+            cancel()
         return quick(*given, cancel=cancel, progress=progress)
 
     def finish(self) -> None:
@@ -103,16 +101,6 @@ class Held:
     @property
     def work(self) -> DeltaWork:
         return work(self.make, self.start)
-
-
-def damaged(job: SmallJob, step: int) -> None:
-    """A save that is quarantined when it is merged."""
-    job.save(step)
-    path = job.layout.actor(step) / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[8:12] = b"!!!!"
-    path.write_bytes(content)
-    job.hosts.settle()
 
 
 @contextmanager
@@ -254,68 +242,10 @@ def test_a_name_that_is_taken_stays_as_it_is(job: SmallJob) -> None:
 
 
 @pytest.mark.local_only("the lagging client is of one thread")
-def test_a_newer_version_ends_the_work_and_does_not_wait_for_it(job: SmallJob) -> None:
+def test_a_delta_that_was_begun_is_finished_while_newer_versions_are_published(
+    job: SmallJob,
+) -> None:
     with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
-        assert held.begun.wait(_HANGS)
-        publish(job, loop, 3)  # while the work goes on
-        held.threads[0].join(_HANGS)
-        assert not held.threads[0].is_alive()
-        held.finish()
-        loop.run_once()
-        publish(job, loop, 4)
-        held.join()
-    assert "d000002" not in deltas(job)
-    assert "d000004" in deltas(job)
-    assert drafts(job) == []
-
-
-@pytest.mark.local_only("the lagging client is of one thread")
-def test_if_the_newer_save_is_quarantined_the_delta_is_made_anew(job: SmallJob) -> None:
-    with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
-        assert held.begun.wait(_HANGS)
-        damaged(job, 3)
-        loop.run_once()
-        assert job.latest.step == 2
-        held.threads[0].join(_HANGS)
-        assert progress_of(job).state == "making" or "step 3" in (progress_of(job).why or "")
-        loop.run_once()
-        assert len(held.threads) == 2
-        held.finish()
-        loop.run_once()
-        assert (progress_of(job).state, progress_of(job).sequence) == ("made", 2)
-        publish(job, loop, 4)
-        held.join()
-    assert deltas(job) == ["d000002", "d000003"]
-
-
-@pytest.mark.local_only("the lagging client is of one thread")
-def test_after_a_rollback_no_delta_is_made_anew(job: SmallJob) -> None:
-    """LATEST names another version than the delta that the rollback ended."""
-    with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
-        assert held.begun.wait(_HANGS)
-        request = RollbackRequest(id="ask", sequence=1, by="someone", time=0.0)
-        job.put(job.layout.request("ask"), encode(request))
-        job.hosts.settle()
-        loop.run_once()
-        assert job.latest.sequence == 3
-        held.threads[0].join(_HANGS)
-        damaged(job, 3)
-        loop.run_once()
-        loop.run_once()
-        assert len(held.threads) == 1
-        held.finish()
-    assert deltas(job) == []
-
-
-@pytest.mark.local_only("the lagging client is of one thread")
-def test_work_that_does_not_end_delays_no_version_and_is_the_only_one(job: SmallJob) -> None:
-    with finished(Held(heeds=False)) as held, job.daemon(ON, deltas=held.work) as loop:
         for step in (1, 2):
             publish(job, loop, step)
         assert held.begun.wait(_HANGS)
@@ -327,24 +257,56 @@ def test_work_that_does_not_end_delays_no_version_and_is_the_only_one(job: Small
         loop.run_once()
         publish(job, loop, 6)
         held.join()
-    assert deltas(job) == ["d000006"]  # that of version 2 was ended, though nobody heeded it
+    assert deltas(job) == ["d000002", "d000006"]
+    assert drafts(job) == []
 
 
 @pytest.mark.local_only("the lagging client is of one thread")
-def test_the_base_is_not_pruned_while_the_work_goes_on_and_is_pruned_after_it(
+def test_a_rollback_lets_a_delta_that_was_begun_finish(job: SmallJob) -> None:
+    with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
+        publish(job, loop, 1)
+        publish(job, loop, 2)
+        assert held.begun.wait(_HANGS)
+        request = RollbackRequest(id="ask", sequence=1, by="someone", time=0.0)
+        job.put(job.layout.request("ask"), encode(request))
+        job.hosts.settle()
+        loop.run_once()
+        assert job.latest.sequence == 3
+        held.finish()
+    assert deltas(job) == ["d000002"]
+
+
+def test_the_progress_says_how_long_the_last_three_deltas_took_at_most(job: SmallJob) -> None:
+    clock, took = Clock(), [4.0, 2.0, 1.0, 3.0, 0.0]
+    seconds: list[float | None] = []
+
+    def make(*given: Any, **more: Any) -> Any:
+        seconds.append(progress_of(job).seconds)
+        clock.advance(took.pop(0))
+        return quick(*given, **more)
+
+    with job.daemon(ON, deltas=work(make), clock=clock) as loop:
+        for step in range(1, 7):
+            publish(job, loop, step)
+    assert seconds == [None, 4.0, 4.0, 4.0, 3.0]
+
+
+@pytest.mark.local_only("the lagging client is of one thread")
+def test_base_and_target_are_not_pruned_while_the_work_goes_on_and_are_pruned_after_it(
     job: SmallJob,
 ) -> None:
     config = DaemonConfig(deltas="on", keep=1)
     with finished(Held()) as held, job.daemon(config, deltas=held.work) as loop:
         publish(job, loop, 1)
         publish(job, loop, 2)
+        publish(job, loop, 3)
         for _ in range(3):
             loop.run_once()
-        assert job.versions == ["v000001", "v000002"]
+        assert job.versions == ["v000001", "v000002", "v000003"]
         held.finish()
         loop.run_once()
         assert deltas(job) == ["d000002"]
-        assert job.versions == ["v000002"]
+        assert job.versions == ["v000003"]
 
 
 @pytest.mark.local_only("the lagging client is of one thread")
@@ -425,24 +387,25 @@ def report(job: SmallJob, name: str, *, base: int | None, **more: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bases", "expected"),
+    ("bases", "stages", "expected"),
     [
-        ({}, []),
-        ({"a": 1}, []),
-        ({"a": 1, "b": None}, []),
-        ({"a": 1, "b": 1}, ["d000002"]),
-        ({"a": 1, "b": 1, "c": None}, ["d000002"]),
+        ({}, {}, []),
+        ({"a": 1}, {}, []),
+        ({"a": 1, "b": None}, {}, []),
+        ({"a": 1, "b": 1}, {}, ["d000002"]),  # explorers of 0.2 do not tell their host
+        ({"a": 1, "b": 1}, {"a": "here", "b": "here"}, []),
+        ({"a": 1, "b": 1, "c": None}, {"a": "here", "b": "there"}, ["d000002"]),
     ],
 )
-def test_auto_makes_deltas_while_two_live_explorers_could_use_one(
-    job: SmallJob, bases: dict[str, int | None], expected: list[str]
+def test_auto_makes_deltas_while_live_explorers_of_two_hosts_could_use_one(
+    job: SmallJob, bases: dict[str, int | None], stages: dict[str, str], expected: list[str]
 ) -> None:
     with job.daemon(DaemonConfig(keep=99), deltas=work()) as loop:
         publish(job, loop, 1)
         for name, base in bases.items():
             job.lease(1, f"{name}-session", name)
             job.layout.session(f"{name}-session").touch()
-            report(job, name, base=base)
+            report(job, name, base=base, stage=stages.get(name))
         job.hosts.settle()
         loop.run_once()
         publish(job, loop, 2)

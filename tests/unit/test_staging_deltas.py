@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -435,11 +434,10 @@ class Daemon:
             Latest(sequence=4, step=4, folder=version_folder(4), kind="full", delta_from=1),
         )
 
-    def says(self, state: Any, *, sequence: int = 4, **more: Any) -> None:
-        self._put(
-            self._layout.delta_progress,
-            DeltaProgress(sequence=sequence, base=1, state=state, time=0.0, **more),
-        )
+    def says(self, state: Any, **more: Any) -> None:
+        usual = {"sequence": 4, "base": 1, "seconds": 1.0, "time": 0.0}
+        progress = DeltaProgress.model_validate({**usual, "state": state, **more})
+        self._put(self._layout.delta_progress, progress)
 
     def commits(self) -> None:
         self._away.rename(self._delta)
@@ -547,15 +545,33 @@ def test_latest_alone_makes_nobody_wait(versions: Versions, slow: Staging) -> No
     assert ("utime", (layout.state,)) in versions.storage.calls
 
 
-def test_a_wait_ends_if_the_progress_shows_that_it_is_too_long(
+@pytest.mark.parametrize("seconds", [None, 1e6])
+def test_a_delta_that_will_not_be_there_sooner_than_a_copy_is_not_waited_for(
+    versions: Versions, slow: Staging, seconds: float | None
+) -> None:
+    Daemon(versions).says("making", seconds=seconds)
+    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    assert "a copy is sooner there" in (slow.fetched.no_delta or "")
+    assert versions.storage.count("open_read", versions.job.layout.delta_progress) == 1
+
+
+def test_the_speed_of_copies_is_known_to_all_processes_of_the_host(
     versions: Versions, slow: Staging
 ) -> None:
     daemon = Daemon(versions)
-    daemon.says("making", total=10**15)
-    for look in range(2, 6):
-        after_looks(versions, look, partial(daemon.says, "making", done=look, total=10**15))
+    daemon.says("making")
+    after_looks(versions, 3, daemon.makes_it)
+    other = Staging(slow.folder)  # which has copied nothing yet
+    assert is_copy(other.stage(versions[1]), versions.whole[1])
+    assert other.fetched.delta_bytes == versions.links[0].delta.bytes
+
+
+def test_a_damaged_speed_makes_nobody_wait(versions: Versions, slow: Staging) -> None:
+    (room,) = slow.folder.iterdir()
+    (room / ".speed").write_bytes(b"quick")
+    Daemon(versions).says("making")
     assert is_copy(slow.stage(versions[1]), versions.whole[1])
-    assert "s more, so the wait would exceed" in (slow.fetched.no_delta or "")
+    assert "a copy is sooner there" in (slow.fetched.no_delta or "")
 
 
 def test_for_a_base_that_must_make_room_nobody_waits(versions: Versions, stage: Path) -> None:
@@ -640,10 +656,10 @@ def test_without_a_sign_of_life_the_full_version_is_read(
     assert "reported no progress" in (slow.fetched.no_delta or "")
 
 
-def test_the_wait_is_at_most_half_of_a_full_copys_time(versions: Versions, stage: Path) -> None:
+def test_the_wait_is_shorter_than_a_full_copy(versions: Versions, stage: Path) -> None:
     staging = Staging(stage)  # its full copy takes milliseconds
     held = staging.stage(versions[0])
-    Daemon(versions).says("making")
+    Daemon(versions).says("making", seconds=0.0)
     assert is_copy(staging.stage(versions[1]), versions.whole[1])
     assert "was not made within" in (staging.fetched.no_delta or "")
     held.release()

@@ -66,8 +66,8 @@ class GoingLive:
         self._told_before = 0  # for explorers that are not in _on_record
         self._looks: dict[str, _LastLook] = {}
         self._leased: dict[str, set[int]] = {}
-        #: Explorer → its session.
-        self._takers: dict[str, SessionId] = {}
+        #: Explorer → its session, and its host; explorers of old releases count as hosts.
+        self._takers: dict[str, tuple[SessionId, str]] = {}
         self._round = 0
 
     def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[SeenLive]:
@@ -102,14 +102,14 @@ class GoingLive:
             self._looks[name] = _LastLook(self._round, 0)
             report = self._job.read(ExplorerReport, self._job.layout.explorer(name), OF_OTHERS)
             if report is not None and report.delta_base is not None and report.status != "stopped":
-                self._takers[name] = report.session
+                self._takers[name] = report.session, report.stage or name
             else:
                 self._takers.pop(name, None)
             if report is not None:
                 yield from self._loads(name, report, latest)
 
     def takers(self, tick: float) -> set[str]:
-        """The live explorers whose reports say that they can use a delta.
+        """The hosts with a live explorer whose report says that it can use a delta.
 
         Their heartbeats are checked here, because explorers that serve from a copy on their host
         hold no lease. ``tick`` is the approximate number of seconds between two calls.
@@ -119,8 +119,8 @@ class GoingLive:
         """
         self._takers = {name: it for name, it in self._takers.items() if name in self._looks}
         self._lookout.tick = tick
-        told = self._lookout.look(set(self._takers.values()))
-        return {name for name, it in self._takers.items() if told[it] is Liveness.ALIVE}
+        sessions = self._lookout.look({session for session, _ in self._takers.values()})
+        return {host for it, host in self._takers.values() if sessions[it] is Liveness.ALIVE}
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[SeenLive]:
         assert self._on_record is not None  # noqa: S101 - look() has read it
