@@ -6,9 +6,8 @@ Repeat with ``python -m benchmarks.engines`` (some minutes), after
 To tokens: a round moves the trainer's pointer to a prepared save. Then it asks the server for one
 token again and again, until the token comes from the new weights. A daemon publishes, and the hook
 follows in a thread. 1 % of the elements change from save to save. The ways to load take turns of
-five rounds. ``--unpacked`` leaves weights unpacked, as on a GPU. Then the hook can also load only
-the changed elements: "sparse" counts the rounds in which it did. The pause lasts from the call of
-``/pause`` to the first token after ``/resume``, without requests in flight.
+five rounds. The pause lasts from the call of ``/pause`` to the first token after ``/resume``,
+without requests in flight.
 
 Lost: the tokens that clients under a steady load miss for each reload, compared with a load of
 equal length without reloads. ``by hand`` calls the server's own ``reload_weights`` and
@@ -25,7 +24,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Final, NamedTuple
@@ -45,7 +43,6 @@ from tests.jobs import SmallJob
 _TIMEOUT: Final = 300.0
 _PROMPT: Final = (1, 2, 3, 4)
 _CLIENTS: Final = 4
-_SPARSE: Final = partial(VLLMServer, sparse=True)
 #: Rounds of one way before the next way's turn.
 _TURN: Final = 5
 
@@ -129,10 +126,6 @@ def _tokens(
             told["live"].append(live)
             told["pause"].append(hook.last.pause or 0.0)
             told["load"].append(hook.last.load or 0.0)
-            body = {"method": "weight_transfer_engine"}
-            (state,) = server.ask("/collective_rpc", body)["results"]
-            is_sparse = way.kind is _SPARSE and state["why_full"] is None
-            told["sparse"].append(float(is_sparse))
 
 
 def _all_ways(
@@ -207,11 +200,10 @@ def _print_tokens(report: Report, ways: dict[str, dict[str, list[float]]]) -> No
             if len(live) > 1:
                 slow = statistics.quantiles(live, n=100, method="inclusive")[98]
             times = (f"{1000 * median(told[what]):.0f} ms" for what in ("pause", "load"))
-            sparse = f"{sum(told['sparse']):.0f} of {len(live)}"
-            rows.append((name, f"{median(live):.2f} s", f"{slow:.2f} s", *times, sparse))
+            rows.append((name, f"{median(live):.2f} s", f"{slow:.2f} s", *times))
     report.whole_table(
         "From the pointer to tokens",
-        ("", "to tokens, median", "p99", "pause", "load", "sparse"),
+        ("", "to tokens, median", "p99", "pause", "load"),
         rows,
     )
 
@@ -233,7 +225,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=16.0, help="of a load")
     parser.add_argument("--load-rounds", type=int, default=6)
-    parser.add_argument("--unpacked", action="store_true", help="as on a GPU")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     given = parser.parse_args()
     missing = why_not()
@@ -253,18 +244,14 @@ def main() -> None:
             "transfer, staged": _Way(VLLMServer, Path(stage)),
             "reload_weights": _Way(Reloading, None),
         }
-        if given.unpacked:
-            ways["sparse, staged"] = _Way(_SPARSE, Path(stage))
         seen: dict[str, dict[str, list[float]]] = {
-            name: {"live": [], "pause": [], "load": [], "sparse": []} for name in ways
+            name: {"live": [], "pause": [], "load": []} for name in ways
         }
         tokens: dict[str, list[float]] = {name: [] for name in ("none", "hook", "by hand")}
-        server = VLLMProcess(
-            trainer.base, work / "log.txt", takes_adapters=False, packs=not given.unpacked
-        )
+        server = VLLMProcess(trainer.base, work / "log.txt", takes_adapters=False)
         try:
             server.wait_until_up()
-            with daemon(trainer.job.layout.root, "--deltas", "on" if given.unpacked else "off"):
+            with daemon(trainer.job.layout.root, "--deltas", "off"):
                 try:
                     _all_ways(trainer, server, ways, given.rounds, seen)
                 finally:

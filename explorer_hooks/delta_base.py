@@ -108,7 +108,7 @@ class DeltaBases:
         here = self._look(names)
         if not here:
             raise NoDeltaError("this host has no copy of an older version")
-        job = _job_of(target)
+        job = Job(target.storage, JobLayout(target.source.parent.parent))
         chain = _chain(job, here, content)
         if chain is None:
             why = _wait(job, target.sequence, here, patience, why_no_room, cancel)
@@ -240,26 +240,6 @@ def _refreshed(job: Job, folder: Path) -> bool:
         log.debug("cannot refresh the cached list of the files in %s: %s", folder, error)
         return not is_gone(error)
     return True
-
-
-def delta_folders(target: LeasedVersion, base: str) -> list[Path]:
-    """List the folders of the deltas from a base to a version, in order.
-
-    The list is empty if there are none, or if they are too large to help. ``base`` is the result of
-    :func:`~syncd.deltas.ends.content_of` for the base.
-    """
-    content = content_of(target.manifest)
-    folders = {delta: folder for folder, delta in _deltas(_job_of(target))}
-    chain = find_chain(folders, base, content) if content is not None else None
-    if chain is None or sum(one.bytes for one in chain) > _MOST * sum(
-        file.size for file in target.manifest.files
-    ):
-        return []
-    return [folders[one] for one in chain]
-
-
-def _job_of(target: LeasedVersion) -> Job:
-    return Job(target.storage, JobLayout(target.source.parent.parent))
 
 
 def _deltas(job: Job) -> Iterator[tuple[Path, Delta]]:

@@ -97,14 +97,6 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     "sglang: retract or abort.  [default: keep for vllm, retract for sglang]",
 )
 @click.option(
-    "--sparse",
-    is_flag=True,
-    help=(
-        "Load only the changed elements of each version for which there are deltas. Needs "
-        "--engine vllm and a server with syncd's weight transfer."
-    ),
-)
-@click.option(
     "--lora-name",
     default="syncd",
     show_default=True,
@@ -179,7 +171,6 @@ def command(
     start_timeout: float,
     cacert: Path | None,
     in_flight: str | None,
-    sparse: bool,
     lora_name: str,
     spans_hosts: bool,
     stage: Path | None,
@@ -213,7 +204,6 @@ def command(
         ([run, link, server].count(None) != 2, "Give exactly one of --engine, --command, --link."),
         ((server is None) != (not urls), "--engine and --url belong together: give both."),
         (len(set(map(place, urls))) < len(urls), "--url is given twice with the same address."),
-        (sparse and server != "vllm", "--sparse needs --engine vllm."),
         (cacert and not server, "--cacert needs --engine and an https --url."),
         (budget and not stage, "--budget limits the copies in --stage: give both."),
         (broadcast and not server, "--broadcast needs an --engine to send weights to."),
@@ -234,13 +224,10 @@ def command(
     if server is not None:
         # Otherwise httpx2 logs a line for each request, one every 2 s.
         logging.getLogger("httpx2").setLevel(logging.WARNING)
-        kind: Callable[..., ServerEngine] = _SERVERS[server]
-        if sparse:
-            kind = partial(VLLMServer, sparse=True)
         for number, url in enumerate(urls):
             each = name if len(urls) == 1 else f"{name}-{number}"
             engines[each] = partial(
-                kind,
+                _SERVERS[server],
                 url,
                 mode=in_flight,
                 base=base,

@@ -72,7 +72,7 @@ class HostBuffer:
         synchronize(devices)
         moves: list[_Move] = []
         for target, view in zip(targets, self.views, strict=True):
-            if is_plain(target):
+            if _is_plain(target):
                 moves.append(_Move(bytes_of(view), bytes_of(target.tensor)))
             else:
                 target.tensor.copy_(view, non_blocking=True)
@@ -107,7 +107,7 @@ def fill_directly(
     parts: list[_Part] = []
     others: list[Target] = []
     for target in targets:
-        if is_plain(target):
+        if _is_plain(target):
             parts.append(_Part(target.name, target.box, bytes_of(target.tensor)))
         else:
             others.append(target)
@@ -153,23 +153,17 @@ def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def _cut(part: _Part) -> Iterator[_Part]:
-    itemsize = len(part.into) // max(part.box.size, 1)
-    at = 0
-    for box in cut_box(part.box, itemsize):
-        end = at + box.size * itemsize
-        yield _Part(part.name, box, part.into[at:end])
-        at = end
-
-
-def cut_box(box: Box, itemsize: int) -> Iterator[Box]:
-    """Cut a box along its first dimension into boxes of about 16 MiB, in order."""
-    if box.size * itemsize <= _BATCH or not box.shape:
-        yield box
+    """Cut a part along its first dimension into parts of about 16 MiB."""
+    if len(part.into) <= _BATCH or not part.box.shape:
+        yield part
         return
-    (first, *offsets), (count, *shape) = box
-    step = max(1, _BATCH * count // (box.size * itemsize))
+    (first, *offsets), (count, *shape) = part.box
+    step = max(1, _BATCH * count // len(part.into))
+    row = len(part.into) // count
     for at in range(0, count, step):
-        yield Box((first + at, *offsets), (min(step, count - at), *shape))
+        end = min(at + step, count)
+        box = Box((first + at, *offsets), (end - at, *shape))
+        yield _Part(part.name, box, part.into[at * row : end * row])
 
 
 class _Move(NamedTuple):
@@ -203,7 +197,7 @@ def _move_batch(batch: Sequence[_Move], check: Check) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def is_plain(target: Target) -> bool:
+def _is_plain(target: Target) -> bool:
     """True if the target is contiguous host memory with the version's dtype."""
     tensor = target.tensor
     return tensor.device == _CPU and tensor.is_contiguous() and tensor.dtype == target.dtype

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 from explorer_hooks.broadcast import WeightReceiver
 from explorer_hooks.engines.base import InProcessEngine
-from explorer_hooks.engines.changes import (
-    CannotCompareError,
-    Changes,
-    find_changes,
-    write_changes,
-)
 from explorer_hooks.engines.fitting import check_kind, named
 from explorer_hooks.engines.in_place import HostBuffer, fill_directly
 from explorer_hooks.engines.targets import (
@@ -43,7 +36,6 @@ if TYPE_CHECKING:
 
 InPlace = Literal["staged", "direct"]
 
-log = logging.getLogger(__name__)
 _WAYS: Final = ("staged", "direct")
 _THREADS: Final = 4
 
@@ -79,18 +71,6 @@ class TorchModule(InProcessEngine):
       the module is torn: it has parts of two versions. The hook then loads the previous version
       again. If that fails too, the module stays torn.
 
-    With ``sparse``, only the elements that differ from the previous version are written. The two
-    versions are compared while the module serves. On a GPU this makes the pause shorter. On a CPU
-    it gains little, and costs memory bandwidth. The previous version is read once more, so let the
-    hook stage versions on this host.
-
-    Even with ``sparse``, the whole version is loaded in these cases:
-
-    - More than about a tenth of the elements differ.
-    - The tensors of the two versions have different names, shapes or dtypes.
-    - Anything but a load has changed the module. torch does not count some writes, for example to
-      ``.data`` or by your own kernel, so they go unnoticed.
-
     Args:
         module: the module. Its ``state_dict()`` must have exactly the names, shapes and dtypes of
             the versions. If a version also lists other names (the hub's or the trainer's), the
@@ -107,11 +87,6 @@ class TorchModule(InProcessEngine):
             holds while it computes. With FSDP2 the lock is also held briefly while a version is
             compared with the module.
         threads: the most threads that read at a time; never more than there are processors.
-        sparse: whether to write only changed elements.
-
-    Attributes:
-        changed: the fraction of the elements that the last load has written, from 0 to 1; None
-            before the first load.
 
     Raises:
         InvalidSettingsError: ``in_place`` is neither ``staged`` nor ``direct``, or an argument has
@@ -131,7 +106,6 @@ class TorchModule(InProcessEngine):
         in_place: InPlace = "staged",
         lock: AbstractContextManager[Any] | None = None,
         threads: int = _THREADS,
-        sparse: bool = False,
     ) -> None:
         if in_place not in _WAYS:
             raise InvalidSettingsError(
@@ -161,10 +135,6 @@ class TorchModule(InProcessEngine):
         self._threads = threads
         self._buffer = HostBuffer(threads)
         self._prepared: object = None
-        self._sparse = sparse
-        self._filled: _Filled | None = None
-        self._changes: Changes | None = None
-        self.changed: float | None = None
         self._group = KeptGroup()
         self._known: WeightMeta | None = None
         self._names = SAME_NAMES
@@ -180,9 +150,9 @@ class TorchModule(InProcessEngine):
         compare_tied(version, self._fit(version).unknown, self._whose)
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Read the version, or its changes, into host memory, without changing the module."""
+        """With ``staged``, read the version into host memory, without changing the module."""
         targets = self._targets(version)
-        if self._in_place == "staged" or self._sparse:
+        if self._in_place == "staged":
             self._read_ahead(version, targets)
 
     def load(self, version: LeasedVersion) -> None:
@@ -194,40 +164,24 @@ class TorchModule(InProcessEngine):
                 ``direct``, the module may be torn, and a note on the error says so.
         """
         targets = self._targets(version)
-        if self._prepared != _reading(version, targets) or not self._holds_base(targets):
-            self._read_ahead(version, targets)
-        changes = self._changes
-        self._forget()
-        with ExitStack() as stack:
-            reader = None
-            if changes is None and self._in_place == "direct":
-                reader = stack.enter_context(WeightsReader(version))
-                reader.open({target.name for target in targets})
-            stack.enter_context(self._changing())
-            self._fill(version, targets, changes, reader)
-            self._filled = _Filled(version, _state(targets)) if self._sparse else None
-        self.changed = 1.0 if changes is None else changes.changed / max(changes.elements, 1)
-
-    def _fill(
-        self,
-        version: LeasedVersion,
-        targets: list[Target],
-        changes: Changes | None,
-        reader: WeightsReader | None,
-    ) -> None:
-        if changes is not None:
-            write_changes(targets, changes)
-        elif reader is None:
-            self._buffer.copy(targets)
-        else:
-            try:
-                fill_directly(reader, targets, self._buffer, self._threads)
-            except Exception as error:
-                error.add_note(
-                    f"{self._whose} now has a mix of {named(version)} and its previous weights. "
-                    "Load the previous version again"
-                )
-                raise
+        if self._in_place == "staged":
+            if self._prepared != _reading(version, targets):
+                self._read_ahead(version, targets)
+            self._prepared = None
+            with self._changing():
+                self._buffer.copy(targets)
+            return
+        with WeightsReader(version) as reader:
+            reader.open({target.name for target in targets})
+            with self._changing():
+                try:
+                    fill_directly(reader, targets, self._buffer, self._threads)
+                except Exception as error:
+                    error.add_note(
+                        f"{self._whose} now has a mix of {named(version)} and its previous "
+                        "weights. Load the previous version again"
+                    )
+                    raise
 
     # -- by broadcast ------------------------------------------------------------------------------
 
@@ -248,7 +202,7 @@ class TorchModule(InProcessEngine):
             EngineBrokenError: with ``direct``, the transfer failed half-way. The module may be
                 torn.
         """
-        self._forget()
+        self._prepared = None
         device = self._receives_on(rendezvous.backend)
         try:
             group = self._group.open(rendezvous, rank_offset, deadline=deadline, device=device)
@@ -286,41 +240,15 @@ class TorchModule(InProcessEngine):
 
     def close(self) -> None:
         """Release the host memory, and leave the weight group. The module is unchanged."""
-        self._forget()
+        self._prepared = None
         self._buffer.close()
         self.leave()
 
     def _read_ahead(self, version: LeasedVersion, targets: list[Target]) -> None:
         self._prepared = None
-        self._changes = self._find_changes(version, targets) if self._sparse else None
-        if self._changes is None and self._in_place == "staged":
-            with WeightsReader(version) as reader:
-                self._buffer.read(reader, targets)
+        with WeightsReader(version) as reader:
+            self._buffer.read(reader, targets)
         self._prepared = _reading(version, targets)
-
-    def _find_changes(self, version: LeasedVersion, targets: list[Target]) -> Changes | None:
-        if self._filled is None:
-            return None
-        why = "the module was changed since the last load"
-        if self._holds_base(targets):
-            try:
-                return find_changes(self._filled.version, version, targets, self._threads)
-            except CannotCompareError as error:
-                why = str(error)
-        log.info(
-            "loading all tensors of version %d into %s, because %s",
-            version.sequence,
-            self._whose,
-            why,
-        )
-        return None
-
-    def _holds_base(self, targets: list[Target]) -> bool:
-        """False if the module changed since its last load."""
-        return self._filled is None or self._filled.state == _state(targets)
-
-    def _forget(self) -> None:
-        self._prepared = self._changes = self._filled = None
 
     def _lock_to_look(self) -> AbstractContextManager[Any]:
         """The lock with FSDP2, whose ``state_dict`` frees parameters that a forward needs."""
@@ -379,28 +307,6 @@ class TorchModule(InProcessEngine):
             renamed: str = self._rename.get(name, name)
             return renamed
         return self._rename(name)
-
-
-class _Filled(NamedTuple):
-    version: LeasedVersion
-    state: list[object]
-
-
-def _state(targets: list[Target]) -> list[object]:
-    """A value that changes when torch moves or changes a target's tensor."""
-    return [
-        (
-            target.name,
-            target.dtype,
-            target.box,
-            target.tensor.device,
-            target.tensor.dtype,
-            target.tensor.data_ptr(),
-            target.tensor.stride(),
-            None if target.tensor.is_inference() else target.tensor._version,  # noqa: SLF001 - torch documents it for this
-        )
-        for target in targets
-    ]
 
 
 def _reading(version: LeasedVersion, targets: list[Target]) -> object:

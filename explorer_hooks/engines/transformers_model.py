@@ -59,7 +59,7 @@ class TransformersModel(TorchModule):
         takes_generation_config: whether to apply the version's generation config.
         base_model: the name that adapters must give as their base model; by default the name that
             the model was loaded from.
-        cast, in_place, lock, threads, sparse: see :class:`TorchModule`. Hold the lock while the
+        cast, in_place, lock, threads: see :class:`TorchModule`. Hold the lock while the
             model generates.
 
     Raises:
@@ -79,11 +79,8 @@ class TransformersModel(TorchModule):
         in_place: InPlace = "staged",
         lock: AbstractContextManager[Any] | None = None,
         threads: int = 4,
-        sparse: bool = False,
     ) -> None:
-        super().__init__(
-            model, cast=cast, in_place=in_place, lock=lock, threads=threads, sparse=sparse
-        )
+        super().__init__(model, cast=cast, in_place=in_place, lock=lock, threads=threads)
         self._adapter = adapter
         self._takes_generation_config = takes_generation_config
         self._generation: Any = None

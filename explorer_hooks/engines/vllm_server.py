@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from explorer_hooks.delta_base import delta_folders
-from explorer_hooks.engines.server_engine import LOADING, ServerEngine
-from explorer_hooks.engines.vllm_session import DeltasFrom, TransferSession
+from explorer_hooks.engines.server_engine import ServerEngine
+from explorer_hooks.engines.vllm_session import TransferSession
 from explorer_hooks.engines.vllm_workers import (
     VLLMWorkers,
     label_received,
@@ -48,8 +46,6 @@ _MODELS: Final = "GET /v1/models"
 _OPTIONS: Final = "GET /server_info"
 #: vLLM's label for the weights that it was started with.
 _UNLABELLED: Final = "default"
-#: The beginning of the label of a full model that was loaded, until the caches are empty.
-TAKEN: Final = f"{LOADING}-full-taken"
 
 
 class VLLMServer(ServerEngine):
@@ -78,8 +74,6 @@ class VLLMServer(ServerEngine):
             is loaded again, its digests must be equal to those of its first load. The server stays
             paused while it computes the digests, on one core. On a CPU, some digests are of empty
             tensors, so they check nothing.
-        sparse: whether to load only the changed elements. This needs syncd's weight transfer in the
-            server, and deltas that lead from the server's version to the new version.
         options: see :class:`~explorer_hooks.engines.server_engine.ServerEngine`, which also has the
             promises.
 
@@ -89,12 +83,8 @@ class VLLMServer(ServerEngine):
 
     modes: ClassVar[tuple[str, ...]] = ("keep", "wait", "abort")
 
-    def __init__(
-        self, url: str, *, checksums: bool = False, sparse: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, url: str, *, checksums: bool = False, **options: Any) -> None:
         super().__init__(url, **options)
-        self._sparse = sparse
-        self._deltas_from: DeltasFrom | None = None
         self._checksums = checksums
         self._digests: dict[tuple[int, str], object] = {}
         self._workers = VLLMWorkers(self._call, self._whose)
@@ -190,27 +180,6 @@ class VLLMServer(ServerEngine):
         except EngineMismatchError:
             self._forget_config()  # the user may restart it with the extension or the transfer
             raise
-
-    def load(self, version: LeasedVersion) -> None:
-        """See :meth:`ServerEngine.load`. With ``sparse``, load only the changes if possible."""
-        self._deltas_from = None
-        if self._sparse and version.kind == "full":
-            said = self._must(self._said_label)
-
-            def deltas_from(holds: str, content: str) -> list[Path]:
-                # A broadcast, an adapter or a restart changes the label.
-                if said is None or holds not in {said, f"{TAKEN}-{said}"}:
-                    return []
-                try:
-                    return delta_folders(version, content)
-                except OSError as error:
-                    log.warning(
-                        "loading all elements, because the deltas cannot be read: %s", error
-                    )
-                    return []
-
-            self._deltas_from = deltas_from
-        super().load(version)
 
     def _has_transfer(self) -> bool:
         if self._transfers is None:
@@ -317,8 +286,7 @@ class VLLMServer(ServerEngine):
             return
         if self._has_transfer():
             self._workers.half_loaded = True
-            once, self._deltas_from = self._deltas_from, None  # a second load uses none
-            self._session.load(folder, name, once)
+            self._session.load(folder, name)
             self._workers.half_loaded = False
         else:
             self._workers.load_folder(folder, self._load_timeout)

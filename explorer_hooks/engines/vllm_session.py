@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Final
 
 from explorer_hooks.engines.http_server import HttpServer
@@ -21,10 +20,6 @@ _FINISH: Final = "POST /finish_weight_update"
 _RPC: Final = "POST /collective_rpc"
 #: vLLM's name for a worker's transfer object, which returns its state when it is called.
 _STATE: Final = "weight_transfer_engine"
-
-
-#: Maps the label and digest of the current weights to the delta folders that lead to the version.
-DeltasFrom = Callable[[str, str], Sequence[Path]]
 
 
 class TransferSession:
@@ -62,56 +57,33 @@ class TransferSession:
             )
         return None
 
-    def load(self, folder: str, name: str, deltas_from: DeltasFrom | None = None) -> None:
+    def load(self, folder: str, name: str) -> None:
         """Let all workers load a folder, and label the weights with ``name``.
-
-        Without ``deltas_from``, all elements are loaded.
 
         Raises:
             ServerError: the model may have parts of two versions, except if the message says that
                 the weights are unchanged.
         """
         self._ask(_INIT, {"init_info": {}})
-        held = self._open()
-        update: dict[str, object] = {"folder": folder, "label": name}
-        if deltas_from is not None and held is not None:
-            update["deltas"] = [str(one) for one in deltas_from(*held)]
+        self._open()
         try:
-            self._ask(_UPDATE, {"update_info": update})
+            self._ask(_UPDATE, {"update_info": {"folder": folder, "label": name}})
         except ServerRefusedError as error:
             raise ServerRefusedError(
                 f"{self._whose} did not load {folder}: {error}", answer=error.answer
             ) from error
-        states = self._state()
-        if any(one["holds"] != name for one in states):
+        if any(one["holds"] != name for one in self._state()):
             raise ServerRefusedError(
                 f"{self._whose} does not have the weights of {folder} after it loaded them. "
                 "Another hook may be loading into the same server"
             )
-        if deltas_from is not None:
-            why = states[0]["why_full"]
-            if why is None:
-                log.info("%s loaded only the changed elements of %s", self._whose, folder)
-            else:
-                log.info("%s loaded all elements of %s, because %s", self._whose, folder, why)
         self._ask(_FINISH, {"weight_version": name})
 
-    def _open(self) -> tuple[str, str] | None:
-        """Start an update, or continue the update of a killed hook.
-
-        Returns the label and digest of the workers' weights; None if unknown, or if the workers
-        differ.
-        """
-        states = self._state()
-        held = {(one["holds"], one["content"]) for one in states}
-        opened = {one["is_open"] for one in states}
-        known = None
-        if len(held) == 1:
-            label, content = held.pop()
-            if isinstance(label, str) and isinstance(content, str):
-                known = label, content
+    def _open(self) -> None:
+        """Start an update, or continue the update of a killed hook."""
+        opened = {one["is_open"] for one in self._state()}
         if opened == {True}:
-            return known
+            return
         if True in opened:
             try:
                 self._ask(_FINISH, {})  # for the workers that did not raise the last error
@@ -122,12 +94,11 @@ class TransferSession:
                     refused,
                 )
         self._ask(_START)
-        return known
 
     def _state(self) -> list[Mapping[str, object]]:
         told = self._ask(_RPC, {"method": _STATE, "kwargs": {}})
         states = told.get("results") if isinstance(told, dict) else None
-        wanted = {"is_open", "holds", "content", "why_full"}
+        wanted = {"is_open", "holds"}
         if not states or not all(isinstance(one, dict) and wanted <= one.keys() for one in states):
             raise ServerError(
                 f"{self._whose} gave an unexpected answer about its weight transfer: {told}"

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from explorer_hooks.engines.vllm_patches import Worker, patches_of
 from explorer_hooks.engines.vllm_reload import reload_whole
 from syncd.checkpoint.version import read_manifest, verify_version
-from syncd.deltas.ends import NoDeltaError, content_of
-from syncd.protocol.errors import SyncdError
 from syncd.protocol.names import MANIFEST
-from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
@@ -39,12 +35,10 @@ class FolderUpdate:
     Attributes:
         folder: a model folder that every worker sees under this path. It must stay during the load.
         label: the name of the folder's weights.
-        deltas: the folders of the deltas to the version, in order; empty to load all elements.
     """
 
     folder: str
     label: str
-    deltas: Sequence[str] = ()
 
 
 class FolderTransfer:
@@ -75,25 +69,15 @@ class FolderTransfer:
         self._model = model
         self._is_open = False
         self._holds: str | None = None
-        self._manifest: Manifest | None = None
-        self._why_full: str | None = None
 
     def __call__(self) -> dict[str, object]:
         """Report the state of this worker.
 
         Returns:
             ``is_open``: True during an update. ``holds``: the label of the loaded weights; None
-            before the first load and after a failed load. ``content``: the digest of the loaded
-            tensors; None if unknown. ``why_full``: the reason why the last load included all
-            elements; None if it did not.
+            before the first load and after a failed load.
         """
-        content = content_of(self._manifest) if self._manifest is not None else None
-        return {
-            "is_open": self._is_open,
-            "holds": self._holds,
-            "content": content,
-            "why_full": self._why_full,
-        }
+        return {"is_open": self._is_open, "holds": self._holds}
 
     def parse_init_info(self, init_dict: Mapping[str, object]) -> TransferInit:
         """Ignore all arguments."""
@@ -115,53 +99,21 @@ class FolderTransfer:
         failed = None
         try:
             update = FolderUpdate(**update_info)  # type: ignore[arg-type] # a TypeError is reported, too
-            manifest = check_files(update)
+            check_files(update)
         except Exception as error:  # noqa: BLE001 # all workers must be told of it
             failed = f"{error!r}: the weights are unchanged"
         if not self._all_agree(failed):
             return
-        patches = self._patches(update)
-        self._holds = self._manifest = None
+        self._holds = None
         try:
-            if patches is None or not self._patched(patches):
-                self.receive_weights(update)
+            self.receive_weights(update)
             if self._device.type != "cpu":
                 torch.accelerator.synchronize()
         except Exception as error:
             log.exception("the load of %s failed", update.folder)
             failed = repr(error)
         if self._all_agree(failed):
-            self._holds, self._manifest = update.label, manifest
-
-    def _patches(self, update: FolderUpdate) -> list[Any] | None:
-        """Read the changed elements; None if any worker must load all elements."""
-        why, patches = "no deltas lead to this version", None
-        if update.deltas:
-            try:
-                why = Worker(self._model, self._vllm_config).why_full() or ""
-                if not why:
-                    deltas = [Path(one) for one in update.deltas]
-                    patches = patches_of(self._manifest, Path(update.folder), deltas)
-            except (SyncdError, NoDeltaError, OSError) as error:
-                why = str(error)
-        reasons = sorted({one for one in self._gather(why or None) if one is not None})
-        self._why_full = "; ".join(reasons) or None
-        return None if reasons else patches
-
-    def _patched(self, patches: list[Any]) -> bool:
-        """Load the changed elements; return False if vLLM failed."""
-        loader = importlib.import_module("vllm.model_executor.model_loader.checkpoint_weight_patch")
-        try:
-            loader.load_checkpoint_weight_patches(
-                self._model, patches, validate_unique_indices=False
-            )
-        except Exception as error:
-            log.exception(
-                "vLLM could not apply %d patches, so all elements are loaded", len(patches)
-            )
-            self._why_full = repr(error)
-            return False
-        return True
+            self._holds = update.label
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
         """Load a folder by vLLM's own loader, which reads only this worker's parts."""
@@ -194,28 +146,20 @@ class FolderTransfer:
 
     def _all_agree(self, failed: str | None) -> bool:
         """Return True if no worker has failed; otherwise the last worker raises the errors."""
-        wrong = sorted({one for one in self._gather(failed) if one is not None})
-        group = _all_workers()
+        group = importlib.import_module("vllm.distributed.parallel_state").get_world_group()
+        gathered: list[str | None] = [None] * group.world_size
+        torch.distributed.all_gather_object(gathered, failed, group=group.cpu_group)
+        wrong = sorted({error for error in gathered if error is not None})
         if wrong and group.rank_in_group == group.world_size - 1:
             self._is_open = False  # vLLM ends an update that raises an error
             raise RuntimeError("; ".join(wrong))
         return not wrong
 
-    def _gather(self, mine: str | None) -> list[str | None]:
-        group = _all_workers()
-        said: list[str | None] = [None] * group.world_size
-        torch.distributed.all_gather_object(said, mine, group=group.cpu_group)
-        return said
 
-
-def _all_workers() -> Any:
-    return importlib.import_module("vllm.distributed.parallel_state").get_world_group()
-
-
-def check_files(update: FolderUpdate) -> Manifest | None:
+def check_files(update: FolderUpdate) -> None:
     """Compare the files of a folder with its manifest, without reading the weights.
 
-    Returns None if the folder has no manifest, for example the folder that vLLM was started with.
+    A folder without a manifest, for example the one that vLLM was started with, is not compared.
 
     Raises:
         VerificationError: a file is missing, changed or extra.
@@ -228,14 +172,13 @@ def check_files(update: FolderUpdate) -> Manifest | None:
             "path"
         )
     if MANIFEST not in storage.names(folder):
-        return None
+        return
     manifest = read_manifest(storage, folder)
     # The follower has compared the digests, so only sizes and headers are compared here.
     files = tuple(file.model_copy(update={"digest": None}) for file in manifest.files)
     verify_version(
         storage, folder, manifest.model_copy(update={"digests": "off", "files": files}), threads=1
     )
-    return manifest
 
 
 class OtherInterface:

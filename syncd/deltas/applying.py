@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-import numpy as np
 import xxhash
 
 from syncd.checkpoint.merging.options import Progress, unheard
@@ -17,17 +16,14 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile, file_digest
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.checkpoint.version import WEIGHTS, copy_file, each_file
-from syncd.deltas.delta_folder import BLOCK, blocks_of
+from syncd.deltas.delta_folder import BLOCK
 from syncd.deltas.delta_reader import DeltaReader
 from syncd.deltas.encoding import Decoder, as_elements
 from syncd.deltas.ends import NoDeltaError, elements_of, in_order, why_no_chain
 from syncd.deltas.whole_version import Places, WholeVersion, check_header, open_weights
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
-from syncd.protocol.records import Delta, Manifest, TensorEntry, VersionFile
+from syncd.protocol.records import Delta, TensorEntry, VersionFile
 from syncd.storage.fsio import Storage, named
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 #: Bytes between two fsyncs.
 _SYNC_EVERY: Final = 256 * 1024 * 1024
@@ -70,7 +66,15 @@ def apply_chain(
         VerificationError: the files of the target differ from its manifest.
         OSError: a storage failed.
     """
-    with _opened(storage, target.manifest, chain, base.manifest) as readers, ExitStack() as stack:
+    why = why_no_chain([link.delta for link in chain], base.manifest, target.manifest)
+    if why is not None:
+        raise NoDeltaError(why)
+    tensors = in_order(target.manifest)
+    with ExitStack() as stack:
+        readers = [
+            stack.enter_context(DeltaReader(storage, link.folder, link.delta, tensors))
+            for link in chain
+        ]
         places = stack.enter_context(open_weights(to, base))
         making = _Making(storage, target, readers, places, to, draft)
         for name in sorted({file.name for file in target.manifest.files if "/" in file.name}):
@@ -81,55 +85,6 @@ def apply_chain(
             progress(sum(making.done.copy().values()), making.total)
 
         each_file(making.make, storage, target.folder, target.manifest, threads, look)
-
-
-def changed_positions(
-    storage: Storage, base: Manifest, target: Manifest, chain: Sequence[Link]
-) -> Iterator[tuple[TensorEntry, NDArray[np.int64]]]:
-    """The positions of all elements that the deltas from ``base`` to ``target`` change.
-
-    Example: a tensor is a mixture of the base and later versions of the chain. Copy the elements
-    at these positions from a verified target, and the tensor equals the target.
-
-    Yields:
-        A tensor, and at most 2^20 ascending positions (int64) in the flattened tensor. A tensor can
-        come several times, each time with higher positions.
-
-    Raises:
-        NoDeltaError: the deltas do not lead from the base to the target, or are damaged.
-        OSError: the storage failed.
-    """
-    with _opened(storage, target, chain, base) as readers:
-        decoder = Decoder()
-        for number, tensor in enumerate(in_order(target)):
-            for block in range(blocks_of(elements_of(tensor))):
-                found = [reader.positions(number, block, decoder) for reader in readers]
-                several = [positions for positions in found if positions is not None]
-                if several:
-                    positions = several[0] if len(several) == 1 else _union(several)
-                    yield tensor, positions + block * BLOCK
-
-
-def _union(several: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    changed = np.zeros(BLOCK, np.bool_)
-    for positions in several:
-        changed[positions] = True
-    return np.flatnonzero(changed)
-
-
-@contextmanager
-def _opened(
-    storage: Storage, target: Manifest, chain: Sequence[Link], base: Manifest
-) -> Iterator[list[DeltaReader]]:
-    why = why_no_chain([link.delta for link in chain], base, target)
-    if why is not None:
-        raise NoDeltaError(why)
-    tensors = in_order(target)
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(DeltaReader(storage, link.folder, link.delta, tensors))
-            for link in chain
-        ]
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ import xxhash
 
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.deltas.delta_folder import BLOCK, BLOCKS, ENTRY, INDEX, checked_files
-from syncd.deltas.encoding import BlockError, Decoder, Elements, Positions
+from syncd.deltas.encoding import BlockError, Decoder, Elements
 from syncd.deltas.ends import NoDeltaError, elements_of
 from syncd.protocol.names import DELTA
 from syncd.protocol.records import Delta, TensorEntry
@@ -118,19 +118,6 @@ class DeltaReader:
         except BlockError as error:
             raise self._broken_block(tensor, block, error) from None
         return True
-
-    def positions(self, tensor: int, block: int, decoder: Decoder) -> Positions | None:
-        """The ascending positions of changed elements in a block; None if none changed."""
-        found = self._load(tensor, block)
-        if found is None:
-            return None
-        encoded, count = found
-        entry = self._tensors[tensor]
-        elements = min(BLOCK, elements_of(entry) - block * BLOCK)
-        try:
-            return decoder.positions(encoded, count, elements, ITEMSIZE[entry.dtype])
-        except BlockError as error:
-            raise self._broken_block(tensor, block, error) from None
 
     def _load(self, tensor: int, block: int) -> tuple[memoryview, int] | None:
         """A block's encoded bytes and number of changes; None if it did not change."""

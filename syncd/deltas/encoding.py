@@ -210,14 +210,6 @@ class Decoder:
             zigzag[changes == _MORE] = large
         np.add.at(elements, positions, _unzigzag(zigzag))
 
-    def positions(self, block: memoryview, count: int, elements: int, width: int) -> Positions:
-        """The positions of the elements that a block changes, ascending; for kind 0, all positions.
-
-        ``elements`` is the number of elements in the block, ``width`` the bytes of an element.
-        """
-        sparse = self._sparse(block, count, elements, width)
-        return self._first(elements) if sparse is None else sparse[0]
-
     def _sparse(
         self, block: memoryview, count: int, elements: int, width: int
     ) -> tuple[Positions, _Bytes, Elements] | None:

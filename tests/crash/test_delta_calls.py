@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from syncd.checkpoint.merging.options import Work
-from syncd.deltas.applying import Link, apply_chain, changed_positions
+from syncd.deltas.applying import Link, apply_chain
 from syncd.deltas.delta_folder import verify_delta
 from syncd.deltas.ends import NoDeltaError
 from syncd.deltas.making import DeltaChild
@@ -120,23 +120,6 @@ def test_whatever_call_fails_while_a_delta_is_made_it_is_whole_or_an_error(
 
     assert each_call(tmp_path, act, MAKING_STRIDE) > 3
     assert case.look() == before
-
-
-def test_whatever_call_fails_the_positions_are_those_of_the_chain_or_an_error(
-    case: Case, tmp_path: Path
-) -> None:
-    def positions(storage: Storage) -> list[Any]:
-        found = changed_positions(
-            storage, case.versions[0].manifest, case.versions[2].manifest, case.links
-        )
-        return [(tensor.name, part.tolist()) for tensor, part in found]
-
-    expected = positions(STORAGE)
-
-    def act(storage: FailingStorage, _: Path) -> None:
-        assert positions(storage) == expected, storage.failed
-
-    assert each_call(tmp_path, act) > 8
 
 
 class ShortStorage(RuledStorage):

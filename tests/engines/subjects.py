@@ -131,9 +131,8 @@ SUBJECTS: Mapping[str, Callable[[], Subject]] = {
     "fake": _fake,
     "module": _module(lock=threading.Lock()),
     "module, direct": _module(in_place="direct"),
-    "module, sparse": _module(sparse=True),
     "module, other names": _hub_names(),
-    "module, other names, sparse": _hub_names(in_place="direct", sparse=True),
+    "module, other names, direct": _hub_names(in_place="direct"),
     "transformers": _transformers,
     "adapter": _adapter,
 }

@@ -12,7 +12,6 @@ import httpx2
 import pytest
 import torch
 
-from explorer_hooks.engines import vllm_server
 from explorer_hooks.engines.conformance import TensorBytes, make_version
 from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.vllm_engine import VLLMEngine
@@ -51,12 +50,9 @@ MEETING = Rendezvous(
 )
 
 
-def states(
-    *opened: bool, holds: str | None = None, content: str | None = None
-) -> list[dict[str, object]]:
+def states(*opened: bool, holds: str | None = None) -> list[dict[str, object]]:
     """Of a transfer in each worker."""
-    told = {"holds": holds, "content": content, "why_full": None}
-    return [{"is_open": one, **told} for one in opened]
+    return [{"is_open": one, "holds": holds} for one in opened]
 
 
 class Routes:
@@ -76,7 +72,6 @@ class Routes:
         self.asked: list[str] = []
         self.answers = dict(answers or {})
         self.refuses = False
-        self.updates: list[dict[str, Any]] = []
         self._paths = (*ROUTES, *more)
         self.told: dict[str, Any] = {
             "/v1/models": {"data": [{"id": "policy", "root": "elsewhere"}]},
@@ -129,7 +124,6 @@ class Routes:
             if self.refuses:
                 return httpx2.Response(500, text="a file is missing")
             told = json.loads(request.content)["update_info"]
-            self.updates.append(told)
             self.answers["weight_transfer_engine"] = states(True, True, holds=told["label"])
         elif path not in self.told:
             self.asked.append(f"{path} {request.url.params.get('mode', '')}".strip())
@@ -172,39 +166,6 @@ def test_a_folder_is_loaded_by_the_transfer_of_a_server_that_has_it(
         "label step-1-version-1",
         "/resume",
     ]
-
-
-@pytest.mark.parametrize(
-    ("label", "holds", "content", "found"),
-    [
-        ("step-1-version-1", "step-1-version-1", "base", True),
-        ("step-1-version-1", f"{LOADING}-full-taken-step-1-version-1", "base", True),
-        ("step-1-version-1", "step-0-version-0", "base", False),
-        ("step-1-version-1", None, None, False),
-        ("step-1-broadcast-run-1-1", "step-1-version-1", "base", False),
-        (f"{LOADING}-full-step-1-version-1", "step-1-version-1", "base", False),
-    ],
-)
-def test_deltas_are_looked_for_only_if_label_and_workers_say_what_they_begin_with(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    label: str,
-    holds: str | None,
-    content: str | None,
-    found: bool,
-) -> None:
-    looked: list[str] = []
-
-    def delta_folders(_: object, base: str) -> list[Path]:
-        looked.append(base)
-        return [tmp_path / "d"]
-
-    monkeypatch.setattr(vllm_server, "delta_folders", delta_folders)
-    routes = Routes(*LABELS, *TRANSFER, label=label)
-    routes.answers["weight_transfer_engine"] = states(False, False, holds=holds, content=content)
-    routes.engine(sparse=True).load(make_version(tmp_path / "v2", {}, sequence=2))
-    assert looked == (["base"] if found else [])
-    assert routes.updates[-1].get("deltas", []) == ([str(tmp_path / "d")] if found else [])
 
 
 def test_a_folder_that_the_transfer_refuses_is_taken_back(tmp_path: Path) -> None:

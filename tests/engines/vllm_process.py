@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Final
@@ -54,16 +53,6 @@ def _entry_points() -> Path:
         cwd=_ROOT,
         check=True,
     )
-    unpacked = folder / "unpacked-0.dist-info"
-    unpacked.mkdir()
-    (unpacked / "METADATA").write_text("Metadata-Version: 2.1\nName: unpacked\nVersion: 0\n")
-    (unpacked / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nunpacked = tests.engines.unpacked:register\n"
-    )
-    # The extra for deltas, which this Python has, and vLLM's has not.
-    found = find_spec("zstandard")
-    if found is not None and found.submodule_search_locations:
-        (folder / found.name).symlink_to(found.submodule_search_locations[0])
     return folder
 
 
@@ -121,7 +110,6 @@ class VLLMProcess:
         log: what it says goes to its end.
         takes_adapters: whether it is started for them.
         ranks: its workers, each with a part of each tensor.
-        packs: whether it packs weights for the kernels of a CPU.
     """
 
     def __init__(
@@ -131,9 +119,7 @@ class VLLMProcess:
         *,
         takes_adapters: bool = True,
         ranks: int = 1,
-        packs: bool = True,
     ) -> None:
-        self._plugins = {} if packs else {"VLLM_PLUGINS": "syncd,unpacked"}
         self._takes_adapters = takes_adapters
         self._ranks = ranks
         self._port = str(free_port())
@@ -169,7 +155,7 @@ class VLLMProcess:
         with self._log.open("ab") as out:
             return subprocess.Popen(
                 (*program, *words, *flags),
-                env=environment() | self._plugins,
+                env=environment(),
                 stdout=out,
                 stderr=out,
                 start_new_session=True,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncd.checkpoint.tensor_rules import ITEMSIZE
-from syncd.deltas.applying import Link, apply_chain, changed_positions
+from syncd.deltas.applying import Link, apply_chain
 from syncd.deltas.delta_folder import BLOCK, BLOCKS, ENTRY, INDEX
 from syncd.deltas.delta_reader import DeltaReader
 from syncd.deltas.encoding import UINT, BlockError, Decoder, Encoder, longest
@@ -49,16 +49,12 @@ def decoded(block: bytes, count: int, old: NDArray[Any]) -> NDArray[Any]:
 def check(old: NDArray[Any], new: NDArray[Any]) -> bytes:
     """Encode and decode; returns the block."""
     block, count = Encoder().encode(old, new)
-    different = np.flatnonzero(old != new)
-    assert count == len(different)
+    assert count == np.count_nonzero(old != new)
     assert len(block) <= longest(len(old), old.itemsize)
     if count == 0:
         assert block == b""
         return block
     assert decoded(block, count, old).tobytes() == new.tobytes()
-    positions = Decoder().positions(memoryview(block), count, len(old), old.itemsize)
-    expected = np.arange(len(old)) if block[0] == 0 else different
-    assert positions.tolist() == expected.tolist()
     return block
 
 
@@ -315,13 +311,6 @@ def test_any_chain_of_the_deltas_that_are_left_makes_its_version(
         draft.mkdir()
         apply_chain(STORAGE, target, chain, base, to=STORAGE, draft=draft, threads=1)
         assert same_files(draft, target)
-        mixed = {
-            key: values.reshape(-1).copy() for key, (_, values) in history.tensors[first].items()
-        }
-        wanted = {key: values.reshape(-1) for key, (_, values) in history.tensors[last].items()}
-        for tensor, positions in changed_positions(STORAGE, base.manifest, target.manifest, chain):
-            mixed[tensor.name][positions] = wanted[tensor.name][positions]
-        assert all((mixed[key] == wanted[key]).all() for key in wanted)
 
 
 def reachable(links: list[Link], begin: str) -> set[str]:

@@ -15,7 +15,7 @@ from syncd.checkpoint.merging.merge import digest_safetensors
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
-from syncd.deltas.applying import Link, apply_chain, changed_positions
+from syncd.deltas.applying import Link, apply_chain
 from syncd.deltas.delta_folder import BLOCKS, DENSEST, INDEX, read_delta, verify_delta
 from syncd.deltas.ends import LONGEST_CHAIN, NoDeltaError, content_of, find_chain, why_no_delta
 from syncd.deltas.making import DeltaChild, why_not_here
@@ -146,32 +146,6 @@ def test_the_record_counts_and_binds_what_the_delta_has(
         verify_delta(STORAGE, chain[0].folder, chain[0].delta)
 
 
-def test_positions_are_those_that_any_delta_of_the_chain_changes(
-    versions: list[WholeVersion], chain: list[Link]
-) -> None:
-    tensors = random_tensors(1, **SHAPES)
-    second = changed(tensors, 0.03, 2)
-    third = changed(second, 0.1, 3)
-    expected = {
-        name: np.flatnonzero(
-            (tensors[name][1] != second[name][1]) | (second[name][1] != third[name][1])
-        )
-        for name in tensors
-    }
-    found: dict[str, list[int]] = {name: [] for name in tensors}
-    for tensor, positions in changed_positions(
-        STORAGE, versions[0].manifest, versions[2].manifest, chain
-    ):
-        assert positions.dtype == np.int64
-        found[tensor.name] += positions.tolist()
-    # All elements of a block that is stored as it is: one of a few elements, or with many changes.
-    whole = {"mask": 0, "norm": 0, "scale": 0, "large": 2**20}
-    for name, positions in expected.items():
-        sparse = whole.get(name, tensors[name][1].size)
-        assert found[name][: sum(positions < sparse)] == positions[positions < sparse].tolist()
-        assert set(found[name]) >= set(positions.tolist())
-
-
 def test_a_chain_from_another_base_or_to_another_version_is_refused(
     tmp_path: Path, versions: list[WholeVersion], chain: list[Link]
 ) -> None:
@@ -211,8 +185,6 @@ def test_a_damaged_delta_is_refused(
         path.write_bytes(damaged)
         with pytest.raises((NoDeltaError, OSError)):
             applied(tmp_path, versions[0], chain[:1], versions[1])
-        with pytest.raises((NoDeltaError, OSError)):
-            list(changed_positions(STORAGE, versions[0].manifest, versions[1].manifest, chain[:1]))
 
 
 # -- making ------------------------------------------------------------------------------------
@@ -419,9 +391,3 @@ def test_a_tensor_over_four_gib_changes_at_its_ends(tmp_path: Path) -> None:
         for position in (*ends, 1, size - 2):
             file.seek(begin + position)
             assert file.read(1) == (b"\x07" if position in ends else b"\0")
-    found = [
-        position
-        for _, positions in changed_positions(STORAGE, base.manifest, target.manifest, [link])
-        for position in positions.tolist()
-    ]
-    assert set(found) >= set(ends)

@@ -109,7 +109,6 @@ def test_a_link_replaces_nothing_but_a_link(job: SmallJob, tmp_path: Path) -> No
         ["--command", "true"],
         ["--name", "a", "--command", "true", "--budget", "5"],
         ["--name", "a", "--command", "true", "--broadcast"],
-        ["--name", "a", "--engine", "sglang", "--url", "http://127.0.0.1:1", "--sparse"],
     ],
 )
 def test_options_that_make_no_sense_are_refused(job: SmallJob, options: list[str]) -> None:
