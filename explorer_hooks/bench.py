@@ -1,7 +1,7 @@
 """Evaluate saved weights: the newest version, one step, or every full checkpoint in order.
 
-A daemon must run, because it builds the steps that are not published. A trainer and other explorers
-can run, too.
+The hook builds the steps that are not published, in the job. A daemon, a trainer and other
+explorers can run meanwhile.
 """
 
 from __future__ import annotations

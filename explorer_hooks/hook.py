@@ -275,17 +275,18 @@ class ExplorerHook:
     def load_step(self, step: int, timeout: float | None = None) -> Version:
         """Load a saved step into this engine only, to evaluate it, even while a trainer runs.
 
-        LATEST and the other explorers do not change. If the step is not published, the daemon
-        builds it, with sequence 0. The daemon deletes the build after the next load, or after
-        :meth:`close`. The next :meth:`pull` loads the newest version again. ``timeout`` is in
-        seconds; None means the settings' ``sync_timeout``.
+        LATEST and the other explorers do not change. If the step is not published, the hook builds
+        it, with sequence 0, and deletes the build after the next load, or in :meth:`close`. The
+        next :meth:`pull` loads the newest version again. ``timeout`` is in seconds; None means the
+        settings' ``sync_timeout``.
 
         Raises:
             SaveNotReadyError: the step is not on disk.
-            SaveFailedError: the daemon cannot build the step.
-            JobUnavailableError: the daemon's release of syncd cannot build steps.
+            SaveFailedError: the step cannot be built.
+            NoRoomError: the disk has no room for the build.
+            JobUnavailableError: no daemon of this release has served the job.
             InvalidSettingsError: a background thread follows the job.
-            WaitTimeoutError: the step was not built in time.
+            WaitTimeoutError: the save was not complete in time.
             Exception: for the other errors see :meth:`pull`.
         """
         return self._step(self._puller.step_alone, step, timeout)

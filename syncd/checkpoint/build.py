@@ -28,13 +28,22 @@ from syncd.checkpoint.model_folder import (
 )
 from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap
 from syncd.checkpoint.open_save import open_save
+from syncd.checkpoint.remote import write_remote
 from syncd.checkpoint.safetensors_file import SafetensorsFile, content_digest
 from syncd.checkpoint.safetensors_header import broken
-from syncd.checkpoint.save import Remote, Save, SavedWeights, Unfinished, confirm_unchanged
+from syncd.checkpoint.save import (
+    Remote,
+    Save,
+    SavedWeights,
+    Unfinished,
+    WholeSave,
+    confirm_unchanged,
+)
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, is_floating, shown
 from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, SaveNotReadyError
 from syncd.protocol.events import Event
 from syncd.protocol.names import (
+    ACTOR,
     ADAPTER_CONFIG,
     HUGGINGFACE,
     LORA_ADAPTER,
@@ -178,6 +187,27 @@ def build_model_folder(
     )
     _write_manifest(storage, actor, folder, manifest)
     return manifest
+
+
+def build_step(
+    storage: Storage,
+    step: Path,
+    save: WholeSave,
+    folder: Path,
+    *,
+    options: MergeOptions,
+    work: Work,
+    sequence: int,
+) -> Manifest:
+    """Build the folder of a version from the save in a step's folder.
+
+    For the other arguments and the errors see :func:`build_model_folder`.
+    """
+    if isinstance(save, Remote):
+        return write_remote(storage, step, save, folder, sequence=sequence)
+    return build_model_folder(
+        storage, step / ACTOR, save, folder, options=options, work=work, sequence=sequence
+    )
 
 
 def _write_manifest(storage: Storage, actor: Path, folder: Path, manifest: Manifest) -> None:

@@ -1,83 +1,97 @@
-"""Benches: one explorer holds a step to evaluate it; other explorers keep their versions."""
+"""Benches: one explorer builds and holds a step to evaluate it; others keep their versions."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import secrets
-import time
+from pathlib import Path
 from typing import Final
 
 from syncd import __version__
+from syncd.checkpoint.build import FreeSpace, build_step
+from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.save import Unfinished, WholeSave
 from syncd.checkpoint.step_save import look_into_step
 from syncd.checkpoint.version import read_manifest
-from syncd.coordination.leased_version import LeasedVersion
+from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
 from syncd.protocol.errors import (
+    CheckpointError,
+    InvalidSettingsError,
     JobUnavailableError,
     RecordError,
     SaveFailedError,
+    SaveNotReadyError,
     VerificationError,
     VersionGoneError,
     WaitTimeoutError,
 )
-from syncd.protocol.names import parse_version_folder, printable
-from syncd.protocol.records import Manifest, encode
-from syncd.protocol.reports import DaemonReport
-from syncd.protocol.requests import BenchRequest
-from syncd.storage.errnos import is_gone, is_refused_here
-from syncd.storage.job import Job
+from syncd.protocol.names import parse_version_folder, step_folder
+from syncd.protocol.records import Manifest, Names
+from syncd.protocol.reports import BuildSettings, DaemonReport
+from syncd.storage.fsio import Storage
+from syncd.storage.job import Job, registering
+from syncd.storage.judge import Clock
 from syncd.storage.step_folders import check_on_disk
 
 log = logging.getLogger(__name__)
 
 #: The sequence in the manifest of a build; only published versions have a number.
 _UNPUBLISHED: Final = 0
+#: The most builds of an explorer: the served step, and the next step.
+_MOST: Final = 2
 
 
 class Bench:
-    """Holds steps for one explorer: a published version of a step, or the daemon's build of a step.
+    """Holds steps for one explorer: a published version of a step, or the explorer's own build.
 
     A held folder stays until the explorer releases it or counts as dead.
 
     Args:
         versions: the published versions of the job, or of the job's memory directory.
         session: the id of the explorer's heartbeat in the job.
+        hub_names: True if the explorer accepts the hub's names.
     """
 
-    def __init__(self, job: Job, versions: Versions, name: str, session: str) -> None:
+    def __init__(
+        self, job: Job, versions: Versions, session: str, *, hub_names: bool, clock: Clock
+    ) -> None:
         self._job = job
         self._versions = versions
-        self._name = name
         self._session = session
+        self._new_names: Names = "hub" if hub_names else "trainer"
+        self._clock = clock
+        advice = "make room there, or release a step"
+        self._space = FreeSpace(job.storage, job.layout.bench, job.layout.root, advice=advice)
+        self._builds: set[Path] = set()
 
     def hold(self, step: int, wait: Wait) -> LeasedVersion:
-        """Lease a step's published version, or wait until the daemon has built the step.
+        """Lease a step's published version, or build the step once its save is complete.
 
         For the result and the errors see :meth:`.ExplorerSynchronizer.hold_step`.
         """
         published = self._lease_published(step)
         if published is not None:
             return published
-        check_on_disk(self._job, step)
-        request = BenchRequest(
-            id=f"step-{step}-{secrets.token_hex(4)}",
-            session=self._session,
-            step=step,
-            by=self._name,
-            time=time.time(),
-        )
-        folder = self._job.layout.bench_build(self._session, request.id)
-        held = _Build(self._job, request)
-        try:
-            self._check_daemon(step)
-            self._ask(request)
-            self._await(request, wait)
-            return self._versions.holds.share(folder, _UNPUBLISHED, lambda: held)
-        except BaseException:
-            self._versions.holds.end(folder, held)
-            raise
+        identity, since = None, 0.0
+        while True:
+            check_on_disk(self._job, step)
+            settings = self._settings()
+            save = look_into_step(self._job.storage, self._job.layout.step(step), step)
+            if save.identity != identity:
+                identity, since = save.identity, self._clock()
+            if isinstance(save, Unfinished):
+                reason = save.reason
+            elif not save.receipts and self._clock() - since < settings.tick:
+                reason = f"it has no receipts, and may have changed in the last {settings.tick:g} s"
+            else:
+                try:
+                    return self._build(save, settings, wait)
+                except SaveNotReadyError as error:
+                    reason = str(error)
+            if not wait.more():
+                raise WaitTimeoutError(f"step {step} was not complete in time: {reason}")
 
     def is_of(self, manifest: Manifest, step: int) -> bool:
         """True if a version is of ``step``, and the step was not saved again since."""
@@ -100,67 +114,65 @@ class Bench:
                 log.info("skipping %s: %s", layout.version(sequence), error)
         return None
 
-    def _ask(self, request: BenchRequest) -> None:
-        self._job.storage.make_folder(self._job.layout.bench, below=self._job.layout.state)
-        log.info("%s asks the daemon to build step %d", self._name, request.step)
-        path = self._job.layout.bench_request(request.id)
-        self._job.storage.replace(path, encode(request), room=self._job.layout.drafts)
-
-    def _await(self, request: BenchRequest, wait: Wait) -> None:
-        while not self._is_built(request):
-            self._check_daemon(request.step)
-            if not wait.more():
-                raise WaitTimeoutError(
-                    f"step {request.step} was not built in {self._job.layout.bench} in time; "
-                    f"{self._versions.daemon_hint()}"
-                )
-
-    def _is_built(self, request: BenchRequest) -> bool:
-        """True if the build exists; raise SaveFailedError if the daemon refused the request."""
-        folder = self._job.layout.bench_build(request.session, request.id)
-        for parent in (self._job.layout.bench, folder.parent):
-            try:
-                self._job.storage.refresh(parent)
-            except OSError as error:
-                if not (is_gone(error) or is_refused_here(error)):
-                    raise
-        if self._job.storage.exists(folder):
-            return True
-        path = self._job.layout.bench_request(request.id)
-        now = self._job.read(BenchRequest, path)
-        if now is None:
-            # This process was paused for so long that the daemon took it for dead.
-            self._job.check_is_there()
-            self._ask(request)
-        elif now.outcome == "refused":
-            raise SaveFailedError(
-                f"the daemon cannot build step {request.step}: {printable(now.why)}"
-            )
-        return False
-
-    def _check_daemon(self, step: int) -> None:
+    def _settings(self) -> BuildSettings:
         daemon = self._job.read(DaemonReport, self._job.layout.daemon_report)
-        if daemon is None or daemon.release is not None or daemon.state == "stopped":
-            return
-        if self._job.storage.exists(self._job.layout.daemon_lock):
+        if daemon is None or daemon.builds is None:
+            root = self._job.layout.root
             raise JobUnavailableError(
-                f"the daemon of {self._job.layout.root} (pid {daemon.pid} on "
-                f"{printable(daemon.host)}) runs an older release that cannot build step {step} "
-                f"for one explorer: restart the daemon with syncd {__version__}"
+                f"the daemon of {root} has not reported how it builds versions: start or restart "
+                f"it with syncd {__version__}"
             )
+        return daemon.builds
+
+    def _build(self, save: WholeSave, settings: BuildSettings, wait: Wait) -> LeasedVersion:
+        if len(self._builds) >= _MOST:
+            raise InvalidSettingsError(
+                f"step {save.step} cannot be built: this explorer holds {_MOST} built steps "
+                "already. Release one first"
+            )
+        layout = self._job.layout
+        folder = layout.bench / self._session / f"{step_folder(save.step)}-{secrets.token_hex(4)}"
+        options = self._options(settings)
+        build = _Build(self._job.storage, folder, self._builds)
+        log.info("building step %d in %s", save.step, folder)
+        try:
+            with registering(layout):
+                # While the session lives, this folder pins the step.
+                self._job.storage.make_folder(folder, below=layout.state)
+                self._space.check(layout.actor(save.step), save, options, wait.check)
+                build_step(
+                    self._job.storage, layout.step(save.step), save, folder,
+                    options=options, work=Work(wait.check), sequence=_UNPUBLISHED,
+                )  # fmt: skip
+            return self._versions.holds.share(folder, _UNPUBLISHED, lambda: build)
+        except BaseException as error:
+            self._versions.holds.end(folder, build)
+            if isinstance(error, CheckpointError):
+                raise SaveFailedError(f"step {save.step} cannot be built: {error}") from error
+            raise
+
+    def _options(self, settings: BuildSettings) -> MergeOptions:
+        latest = read_latest(self._job)
+        names = self._new_names if latest is None else latest.names or "trainer"
+        return MergeOptions(
+            max_file_size=settings.max_shard_size,
+            digests=settings.digests,
+            cast=settings.cast,
+            prefix=settings.dcp_prefix,
+            names=settings.names or names,
+            may_keep=settings.names is None,
+        )
 
 
 class _Build:
-    """A hold on a build: the daemon keeps the build while the request file exists."""
+    """A hold on a build, which is deleted at the release."""
 
-    def __init__(self, job: Job, request: BenchRequest) -> None:
-        self._job = job
-        self._path = job.layout.bench_request(request.id)
+    def __init__(self, storage: Storage, folder: Path, builds: set[Path]) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._builds = builds
+        builds.add(folder)
 
     def release(self) -> None:
-        if self._job.storage.unlink_if_there(self._path):
-            return
-        if not self._job.storage.exists(self._job.layout.format):  # for example unmounted
-            raise FileNotFoundError(
-                errno.ENOENT, "the job's folder is missing, perhaps unmounted", str(self._path)
-            )
+        self._storage.remove_tree(self._folder)
+        self._builds.discard(self._folder)

@@ -84,7 +84,9 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             self._weights.unlike = self._compare_settings(trainer, self._me.record, trainer.session)
         self._counts_loads = memory_dir is None  # else the versions belong to another job
         self._loading = threading.RLock()
-        self._bench = Bench(self._job, self._versions, name, self.session_id)
+        self._bench = Bench(
+            self._job, self._versions, self.session_id, hub_names=hub_names, clock=self._clock
+        )
 
     def set_explorer_status(
         self, status: RunningStatus, old_status: RunningStatus | None = None
@@ -185,19 +187,21 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> LeasedVersion:
         """Hold a saved step, so that only this explorer evaluates it; others keep their versions.
 
-        If the step is published, this method leases the published version. Otherwise the daemon
-        builds the step once its save is complete, and deletes the build after the release. If
-        ``serves``, a version that the caller holds, is of this step, the method returns ``serves``.
+        If the step is published, this method leases the published version. Otherwise it builds the
+        step once its save is complete; the release deletes the build. If ``serves``, a version that
+        the caller holds, is of this step, the method returns ``serves``.
 
         Returns:
             The version (sequence 0 for a built step). Release it before you close this object.
 
         Raises:
             SaveNotReadyError: the step is not on disk.
-            SaveFailedError: the daemon cannot build the step.
-            WaitTimeoutError: the daemon did not build the step within ``timeout``.
-            CancelledError: the wait was cancelled.
-            JobUnavailableError: the daemon is too old to build steps, or the job is missing now.
+            SaveFailedError: the step cannot be built.
+            NoRoomError: the disk has no room for the build.
+            InvalidSettingsError: two built steps are already held.
+            WaitTimeoutError: the save was not complete within ``timeout``.
+            CancelledError: the wait or the build was cancelled.
+            JobUnavailableError: the daemon has not reported its settings, or the job is missing.
             VerificationError: the version's manifest is damaged.
         """
         with self._wait(timeout, cancel) as wait:

@@ -42,7 +42,7 @@ class LeasedVersion:
 
     Attributes:
         sequence: the version's number; each new version has a higher number. The number is 0 for a
-            step that the daemon built only for a bench.
+            step that a bench has built.
         step: the trainer's step. Two versions can have the same step.
         kind: ``full``, ``adapter`` or ``remote``.
         folder: a complete Hugging Face model folder, or a LoRA adapter's folder. For kind

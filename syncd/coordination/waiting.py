@@ -82,15 +82,16 @@ class Wait:
 
     def more(self) -> bool:
         """Pause until a file event or the next poll; return False if the timeout has passed."""
-        self._check()
+        self.check()
         left = self._deadline - self._clock()
         if left <= 0:
             return False
         self._watcher.wait(min(left, self._poll))
-        self._check()
+        self.check()
         return True
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise CancelledError if the wait was cancelled."""
         for cancel in self._cancels:
             cancel.check()
 

@@ -95,7 +95,7 @@ class Attempts:
             self._reporter.report("merging", f"step {save.step}")
             manifest = self._publisher.publish(
                 save,
-                progress=self.progress(save, begun, heard),
+                progress=self._progress(save, begun, heard),
                 delta_from=partial(self._deltas.announce, before),
             )
             self._deltas.begin()
@@ -163,7 +163,7 @@ class Attempts:
         if (change := self._publisher.naming.change) is not None:
             self._journal.named_anew(manifest, change)
 
-    def progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
+    def _progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
         """A callback that reports the progress of a merge now and then."""
 
         def tell(done: int, total: int) -> None:

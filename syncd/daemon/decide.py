@@ -98,6 +98,7 @@ class Observation:
         lease_folders: the sequences of versions that can be leased.
         unrecorded: complete saves of steps below the pointer, without a recorded outcome.
         vanished: steps with a recorded outcome but without a folder.
+        benched: the steps that explorers build or evaluate.
         announced_step: the step that the trainer announced last; None without a trainer's report, 0
             if the report names no step or is unreadable.
         served_request: the id of the rollback request that LATEST results from, if any.
@@ -120,6 +121,7 @@ class Observation:
     steps: tuple[StepSeen, ...] = ()
     unrecorded: tuple[Save, ...] = ()
     vanished: tuple[int, ...] = ()
+    benched: frozenset[int] = frozenset()
     announced_step: int | None = None
     pause: Pause | None = None
     rollbacks: tuple[RollbackRequest, ...] = ()
@@ -403,7 +405,7 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     doubts = (
         step.outcome not in {"published", "skipped"},
         step.found != step.recorded,
-        step.step in {seen.pointer.step, seen.checkpoint.step},
+        step.step in {seen.pointer.step, seen.checkpoint.step, *seen.benched},
         step.step >= announced,
         step.saving or step.full or step.pinned,
         not step.has_receipts and config.pointer != STATE_POINTER and not config.prune_foreign,

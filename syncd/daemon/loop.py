@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from syncd.checkpoint.save import WholeSave
 from syncd.daemon.attempts import Attempts
-from syncd.daemon.benches import Benches
 from syncd.daemon.collect import Tidying
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
@@ -139,19 +138,6 @@ class Loop:
             self._deltas,
             clock=clock,
         )
-        self._benches = Benches(
-            job,
-            epoch,
-            self._publisher,
-            self._attempts,
-            self._journal,
-            self._reporter,
-            self._tidying,
-            self._turn,
-            lease_time=judge.lease_time,
-            publishes=publishes,
-            clock=clock,
-        )
         self._prunings_left = False
 
     def begin(self) -> None:
@@ -192,7 +178,7 @@ class Loop:
         # prunes first; otherwise merges that follow each other would starve the pruning.
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
         merges = any(isinstance(action, Publish | Learn) for action in actions)
-        if not (merges or self._benches.awaits_turn):
+        if not merges:
             self._turn.leave()
         self._prunings_left = self._refused_turn = self._no_room = False
         for action in actions:
@@ -206,7 +192,6 @@ class Loop:
                 self._note(refused, action, error)
         if self._prunings_left:
             self._scanner.look_again()
-        waiting_for = "; ".join(filter(None, (waiting_for, self._look_at_benches(refused))))
         self._look_who_is_live(seen)
         self._look_at_deltas()
         self._publisher.look_at_latest()
@@ -296,19 +281,11 @@ class Loop:
             self._outcomes.write_again()
             leased = (marker[1] for marker in sessions if marker)
             self._tidying.run_once(leased, self.config.leftover_grace)
+            self._pruner.sweep_benches(self._scanner.dead_benches)
         except OSError as error:
             self._job.check_is_there()
+            self._tidying.leftovers()
             refused.setdefault("tidy", f"cannot remove leftovers now: {error}")
-
-    def _look_at_benches(self, refused: dict[str, str]) -> str:
-        try:
-            return self._benches.run_once(self.config.tick)
-        except OSError as error:
-            self._job.check_is_there()
-            self._meter.failed(error)
-            self._tidying.after(error)
-            refused["bench"] = f"storage refuses access to {self._job.layout.bench}: {error}"
-            return ""
 
     def _look_at_deltas(self) -> None:
         for outcome in self._deltas.finished():
@@ -369,11 +346,8 @@ class Loop:
     def _may_go_on(self) -> None:
         """Raise an error if the current work on a version must end."""
         self._cancel()
-        published = self._merging
-        step = self._benches.building if published is None else published
-        if step is not None and self._turn.check(
-            lambda: published is not None and self._scanner.points_elsewhere(published)
-        ):
+        step = self._merging
+        if step is not None and self._turn.check(lambda: self._scanner.points_elsewhere(step)):
             log.warning(
                 "the merge of step %d takes far longer than the size of its tensors "
                 "explains. Check whether storage is slow, or whether the files in %s are "

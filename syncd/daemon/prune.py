@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Literal
 
@@ -195,6 +195,18 @@ class Pruner:
                 self._record("delta", name, _LEFT)
             self._on_record.add(doomed.name)
         self._epoch.sweep()
+
+    def sweep_benches(self, names: Iterable[str]) -> None:
+        """Delete these files and folders in ``bench/``."""
+        refused: OSError | None = None
+        for name in names:
+            try:
+                doomed = self._epoch.condemn(self._job.layout.bench / name)
+                self._job.storage.remove_tree(doomed)
+            except OSError as error:
+                refused = refused or error  # raised last, so that the others are removed
+        if refused is not None:
+            raise refused
 
     def _look_anew(self, folder: Path, step: int, outcome: SaveOutcome) -> StepSeen | None:
         """The folder's content on the server; this client's cache may be outdated."""

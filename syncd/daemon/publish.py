@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from syncd.checkpoint.build import FreeSpace, build_model_folder
+from syncd.checkpoint.build import FreeSpace, build_step
 from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
-from syncd.checkpoint.remote import write_remote
 from syncd.checkpoint.republish import republish
-from syncd.checkpoint.save import Remote, WholeSave
+from syncd.checkpoint.save import WholeSave
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.naming import Naming
@@ -34,7 +33,7 @@ from syncd.protocol.records import (
     RolledBack,
     encode,
 )
-from syncd.protocol.requests import BenchRequest, RollbackRequest
+from syncd.protocol.requests import RollbackRequest
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import is_gone
 from syncd.storage.job import Job
@@ -203,56 +202,19 @@ class Publisher:
         """
 
         def build(folder: Path, sequence: int) -> Manifest:
-            return self._build(save, folder, sequence, progress)
+            return build_step(
+                self._job.storage,
+                self._job.layout.step(save.step),
+                save,
+                folder,
+                options=self._merge_options(),
+                work=Work(self._cancel, progress, self._clock),
+                sequence=sequence,
+            )
 
         manifest = self._make_version(save.step, build, delta_from)
         self.outcomes.published(save.step, save.identity, manifest.sequence)
         return manifest
-
-    def build_for_bench(
-        self, request: BenchRequest, save: WholeSave, *, progress: Progress = unheard
-    ) -> Manifest:
-        """Merge a complete save for one explorer; change no record.
-
-        Raises the errors of :meth:`publish`.
-        """
-        folder = self._epoch.start_build(request.id)
-        target = self._job.layout.bench_build(request.session, request.id)
-        try:
-            manifest = self._build(save, folder, 0, progress)
-            # If a superseded daemon makes this folder, the successor removes the empty folder.
-            self._job.storage.make_folder(target.parent, below=self._job.layout.bench)
-            self._epoch.commit_build(request.id, target)
-        except OSError as error:
-            self._epoch.raise_if_superseded(error)
-            raise
-        finally:
-            if self._job.storage.exists(folder):
-                self._job.storage.remove_tree(folder)
-        return manifest
-
-    def refuse_bench(self, request: BenchRequest, why: str) -> None:
-        """Replace a request for a build by a refusal."""
-        path = self._job.layout.bench_request(request.id)
-        refused = request.model_copy(update={"outcome": "refused", "why": why})
-        if self._job.storage.exists(path):  # else the explorer has withdrawn the request
-            self._epoch.replace_file(path, encode(refused))
-
-    def _build(self, save: WholeSave, folder: Path, sequence: int, progress: Progress) -> Manifest:
-        match save:
-            case Remote():
-                step = self._job.layout.step(save.step)
-                return write_remote(self._job.storage, step, save, folder, sequence=sequence)
-            case _:
-                return build_model_folder(
-                    self._job.storage,
-                    self._job.layout.actor(save.step),
-                    save,
-                    folder,
-                    options=self._merge_options(),
-                    work=Work(self._cancel, progress, self._clock),
-                    sequence=sequence,
-                )
 
     def _merge_options(self) -> MergeOptions:
         return MergeOptions(

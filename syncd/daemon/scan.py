@@ -21,9 +21,11 @@ from syncd.protocol.names import (
     CHECKPOINT_POINTER,
     DCP_METADATA,
     STATE_POINTER,
+    is_name,
     parse_delta_folder,
     parse_lease_marker,
     parse_pointer,
+    parse_step_folder,
     parse_version_folder,
 )
 from syncd.protocol.records import SaveOutcome, parse
@@ -54,7 +56,11 @@ class Known:
 
 
 class Scanner:
-    """Scans one job, and remembers results that need not be read again."""
+    """Scans one job, and remembers results that need not be read again.
+
+    Attributes:
+        dead_benches: the names in ``bench/`` that are no live session.
+    """
 
     def __init__(
         self,
@@ -75,6 +81,8 @@ class Scanner:
         self._settled: object = None  # the pointer when its save needed no more looks
         self._settled_at = 0.0
         self._dead_since: dict[str, float] = {}
+        self._benches: list[str] = []
+        self.dead_benches: list[str] = []
         self._delta_bytes: dict[int, int] = {}  # a delta never changes
         self._steps = Steps(job, clock=clock)
         self._let_be = LetBe(clock=clock)
@@ -88,6 +96,7 @@ class Scanner:
         pointer, pointer_key = self._pointer(self._pointer_file)
         checkpoint, checkpoint_key = self._pointer(self._job.layout.checkpoint_pointer)
         self._look_at_pointed(pointer, pointer_key, known)
+        benched = self._benched()
         save = self._save
         outcome = known.outcomes.get(save.step) if save else None
         versions = self._versions(self._job.layout.published)
@@ -121,6 +130,7 @@ class Scanner:
             steps=steps,
             unrecorded=unrecorded,
             vanished=vanished,
+            benched=benched,
             announced_step=self._announced() if steps else None,
             pause=self._steering.pause(),
             rollbacks=self._steering.rollbacks(),
@@ -143,13 +153,17 @@ class Scanner:
         return pointer.step is not None and pointer.step != step
 
     def is_needed(self, step: int) -> bool:
-        """True if a pointer names the step, or the trainer has announced no higher step.
+        """True if a pointer or a bench needs the step, or the trainer announced no higher step.
 
         This method asks the server, because the step's folder is already in the trash. It opens
         each file twice, because on some storage the first open may still find the old file.
         """
         for folder in (self._job.layout.root, self._job.layout.state):
             self._job.storage.refresh(folder)
+        bench = self._job.layout.bench
+        for folder in (bench, *(bench / session for session in self._markers(bench))):
+            if self._job.storage.may_change(folder):
+                self._job.storage.refresh(folder)
         for _ in range(2):
             pointer, _ = self._pointer(self._pointer_file)
             checkpoint, _ = self._pointer(self._job.layout.checkpoint_pointer)
@@ -157,7 +171,9 @@ class Scanner:
         if pointer.step is None:
             return True
         limit = pointer.step if announced is None else announced
-        return step in {pointer.step, checkpoint.step} or step >= limit
+        if step in {pointer.step, checkpoint.step} or step >= limit:
+            return True
+        return step in self._benched()
 
     def _pointer(self, path: Path) -> tuple[Pointer, Signature | None]:
         try:
@@ -277,9 +293,12 @@ class Scanner:
             for marker in self._markers(self._job.layout.lease_folder(sequence))
             for parsed in [parse_lease_marker(marker)]
         ]
-        liveness = self._lookout.look({session for _, _, session in held if session})
+        sessions = {session for _, _, session in held if session}
+        liveness = self._lookout.look(sessions.union(filter(is_name, self._benches)))
+        living = {session for session, seen in liveness.items() if seen is Liveness.ALIVE}
+        self.dead_benches = [name for name in self._benches if name and name not in living]
         now = self._clock()
-        dead = [session for session, said in liveness.items() if said is not Liveness.ALIVE]
+        dead = liveness.keys() - living
         self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
         found: list[LeaseSeen] = []
         for sequence, marker, session in held:
@@ -288,8 +307,16 @@ class Scanner:
             found.append(LeaseSeen(sequence, marker, None if since is None else now - since))
         return found
 
+    def _benched(self) -> frozenset[int]:
+        """The steps that explorers build or evaluate."""
+        bench = self._job.layout.bench
+        self._benches = self._markers(bench)
+        builds = (name for session in self._benches for name in self._markers(bench / session))
+        steps = (parse_step_folder(name.partition("-")[0]) for name in builds)
+        return frozenset(step for step in steps if step is not None)
+
     def _markers(self, folder: Path) -> list[str]:
-        """The names of a version's leases; an unreadable folder counts as one unnamed lease."""
+        """The names of leases or builds; an unreadable folder counts as one unnamed lease."""
         try:
             return self._job.storage.names(folder)
         except OSError as error:

@@ -20,8 +20,6 @@ class Event(StrEnum):
     NOTE = "note"
 
     ADAPTER_WITHOUT_BASE = "adapter_without_base"
-    BENCH_BUILT = "bench_built"
-    BENCH_REFUSED = "bench_refused"
     CAST_TWICE = "cast_twice"
     CLEANUP_DELAYED = "cleanup_delayed"
     COMMAND_FAILED = "command_failed"

@@ -198,16 +198,8 @@ class JobLayout:
 
     @property
     def bench(self) -> Path:
-        """The requests of benches, and the steps built for them."""
+        """A folder for each session of an explorer that builds steps to evaluate them."""
         return self.state / "bench"
-
-    def bench_request(self, request: str) -> Path:
-        """A bench's request to build a step."""
-        return self.bench / f"{request}.json"
-
-    def bench_build(self, session: str, request: str) -> Path:
-        """The step that the daemon built for a bench: a model folder."""
-        return self.bench / session / request
 
     @property
     def doctor(self) -> Path:

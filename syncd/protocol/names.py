@@ -206,6 +206,11 @@ def parse_pointer(content: bytes) -> int | None:
     return int(match[1]) if match else None
 
 
+def is_name(name: str) -> bool:
+    """True if :func:`checked_name` accepts the name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def checked_name(name: object, what: str) -> str:
     """Return the name if it can be part of a file name; ``what`` is for the error message.
 
@@ -213,7 +218,7 @@ def checked_name(name: object, what: str) -> str:
         InvalidSettingsError: the name is empty, has more than 64 characters, begins with ``-``, or
             has a character that is not an ASCII letter, a digit, ``_`` or ``-``.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not is_name(name):
         raise InvalidSettingsError(
             f"{what} {name!r} cannot be part of a file name: use 1 to 64 ASCII letters, digits, "
             "'_' or '-', and do not begin with '-'"
@@ -229,7 +234,7 @@ def lease_marker(name: str, session: str) -> str:
 def parse_lease_marker(marker: str) -> tuple[str, str] | None:
     """``(name, session)`` in a lease's file name; None for other names."""
     name, dot, session = marker.partition(".")
-    return (name, session) if dot and _NAME.fullmatch(name) and _NAME.fullmatch(session) else None
+    return (name, session) if dot and is_name(name) and is_name(session) else None
 
 
 def has_control(text: str) -> bool:

@@ -274,6 +274,23 @@ class DeltaProgress(Record):
     time: float
 
 
+class BuildSettings(BaseModel):
+    """The daemon's settings for its versions; explorers build the steps that they evaluate so.
+
+    ``names`` is None if the daemon chooses. A save without receipts is built once it has not
+    changed for ``tick`` seconds.
+    """
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    cast: Literal["bf16", "fp16", "fp32"] | None = None
+    names: Names | None = None
+    dcp_prefix: Text | None = None
+    max_shard_size: Size
+    digests: bool
+    tick: Seconds
+
+
 class DaemonReport(Record):
     """``.syncd/daemon.json``: state of the active daemon, for people and ``syncd status``.
 
@@ -281,7 +298,7 @@ class DaemonReport(Record):
         paused: the id of the pause that is in force, if any.
         memory_dir: the memory directory that the same process serves.
         merge: the progress in state ``merging``, possibly some seconds old.
-        release: None if the daemon is too old to build steps for benches.
+        builds: None if the daemon is too old to report it.
         names: the origin of the tensor names in LATEST's version; None if the hub's names and the
             trainer's names are the same.
     """
@@ -298,7 +315,7 @@ class DaemonReport(Record):
     memory_dir: Text | None = None
     counters: DaemonCounters = DaemonCounters()
     merge: MergeProgress | None = None
-    release: Text | None = None
+    builds: BuildSettings | None = None
     names: Names | None = None
     pointer: PointerName = STATE_POINTER
     time: float

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from syncd.protocol.records import Record, Sequence, SessionId, Step, Text
+from syncd.protocol.records import Record, Sequence, Text
 
 
 class Pause(Record):
@@ -35,21 +35,4 @@ class RollbackRequest(Record):
     time: float
     outcome: Literal["asked", "done", "refused"] = "asked"
     made: Sequence | None = None
-    why: Text = ""
-
-
-class BenchRequest(Record):
-    """``.syncd/bench/ID.json``: build a step for the single explorer with this session.
-
-    The daemon builds the step in ``.syncd/bench/SESSION/ID/``. It replaces a request only to refuse
-    it. Once the explorer has removed the request, or its session is dead, the daemon deletes the
-    build.
-    """
-
-    id: SessionId
-    session: SessionId
-    step: Step
-    by: Text
-    time: float
-    outcome: Literal["asked", "refused"] = "asked"
     why: Text = ""

@@ -54,7 +54,7 @@ class Seen:
     leased: frozenset[int]
     kept: dict[str, Files]
     asked: frozenset[str] = frozenset()
-    benched: frozenset[str] = frozenset()
+    builds: frozenset[Path] = frozenset()
 
 
 def look(job: SmallJob, *, rewritten: Collection[int] = ()) -> Seen:
@@ -73,10 +73,10 @@ def look(job: SmallJob, *, rewritten: Collection[int] = ()) -> Seen:
             for path in layout.root.iterdir()
             if (step := parse_step_folder(path.name)) is not None
             and step not in rewritten
-            and is_kept(path)
+            and (is_kept(path) or any(layout.bench.glob(f"{LIVING}/{path.name}-*")))
         },
         asked=frozenset(path.stem for path in layout.requests.glob("*.json")),
-        benched=frozenset(path.stem for path in layout.bench.glob(f"{LIVING}*.json")),
+        builds=frozenset(layout.bench.glob(f"{LIVING}/*")),
     )
 
 
@@ -174,8 +174,7 @@ def check_converged(job: SmallJob, before: Seen) -> None:
         served = read_manifest(FastStorage(), layout.version(job.latest.sequence))
         assert served.rolled_back is not None, "a request was not carried out"
         assert served.settles != served.save_id
-    for request in before.benched:
-        build = layout.bench_build(LIVING, request)
+    for build in before.builds:
         verify_version(FastStorage(), build, read_manifest(FastStorage(), build))
     serve(job)
 
@@ -194,10 +193,7 @@ def leftovers(job: SmallJob) -> list[str]:
     found += [path for path in layout.drafts.iterdir() if path.is_file()]
     found += [path for path in (layout.publish_lock, layout.daemon_lock) if path.exists()]
     found += list(layout.requests.glob("*"))  # not carried out, or answered and never collected
-    # Of the dead, and builds that nobody holds.
-    found += [path for path in layout.bench.glob("*") if not path.name.startswith(LIVING)]
-    builds = layout.bench.glob("*/*")
-    found += [path for path in builds if not layout.bench_request(path.name).exists()]
+    found += [path for path in layout.bench.glob("*") if path.name != LIVING]
     return sorted(str(path.relative_to(layout.root)) for path in set(found))
 
 

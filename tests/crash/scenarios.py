@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import torch
@@ -18,14 +19,14 @@ from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import ADAPTER, look_at_save
 from syncd.coordination.benching import Bench
+from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import master_name, shard_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId, encode
 from syncd.protocol.reports import TrainerReport
-from syncd.protocol.requests import BenchRequest, RollbackRequest
+from syncd.protocol.requests import RollbackRequest
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
@@ -291,51 +292,32 @@ def _to_roll_back(job: SmallJob) -> None:
 
 
 def _to_bench(job: SmallJob) -> None:
-    """A build is asked for, one is held, one was let go, and two are of an explorer that died."""
+    """A live explorer holds a build; a dead one left half a build and other things."""
     published(job, 3)
-    fast, job.storage = job.storage, FastStorage()
     for step in (1, 2):
         job.save(step, point=False)
-        (job.layout.step(step) / ".full_checkpoint").touch()
     job.layout.session(LIVING).write_text("of another host")
     job.layout.session("dead").write_text("of another host")
-    for name, session, step in (
-        (f"{LIVING}-held", LIVING, 1),
-        ("let-go", LIVING, 1),
-        ("dead-built", "dead", 2),
-    ):
-        _ask_for(job, name, session, step)
-    with job.daemon(CONFIG) as loop:
-        for _ in range(3):
-            loop.run_once()
-    job.storage = fast
-    job.layout.bench_request("let-go").unlink()
-    _ask_for(job, f"{LIVING}-asks", LIVING, 2)
-    _ask_for(job, "dead-asks", "dead", 2)
+    _hold(Job(FastStorage(), job.layout), LIVING, 1, Clock())
+    half = job.layout.bench / "dead" / "global_step_2-0"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    (job.layout.bench / ("n" * 251)).mkdir()
 
 
-def _ask_for(job: SmallJob, name: str, session: str, step: int) -> None:
-    request = BenchRequest(id=name, session=session, step=step, by="someone", time=0.0)
-    job.put(job.layout.bench_request(name), encode(request))
+def _hold(job: Job, session: str, step: int, clock: Clock) -> LeasedVersion:
+    wait = cast("Wait", SimpleNamespace(check=nothing, more=lambda: False))
+    with Session(job.layout, LEASE_TIME) as own:
+        versions = Versions(job, "explorer", own, clock=clock)
+        return Bench(job, versions, session, hub_names=True, clock=clock).hold(step, wait)
 
 
 def _evaluate(job: SmallJob, clock: Clock) -> None:
-    """An explorer holds a step that a daemon builds meanwhile, and lets it go."""
-
-    class Daemon:
-        def more(self) -> bool:
-            with job.daemon(CONFIG, clock=clock) as loop:
-                loop.run_once()
-            return True
-
-    layout = JobLayout(job.layout.root)
-    with Session(layout, LEASE_TIME) as session:
-        versions = Versions(Job(job.storage, layout), "explorer", session, clock=clock)
-        bench = Bench(Job(job.storage, layout), versions, "explorer", session.id)
-        for step in (1, 3):
-            held = bench.hold(step, cast("Wait", Daemon()))
-            held.verify()
-            held.release()
+    """An explorer builds a step, leases the version of another, and releases both."""
+    for step in (2, 3):
+        held = _hold(Job(job.storage, job.layout), "evaluates", step, clock)
+        held.verify()
+        held.release()
 
 
 def _dirty(job: SmallJob) -> None:

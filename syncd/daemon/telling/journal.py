@@ -19,13 +19,12 @@ from syncd.daemon.naming import NewNames
 from syncd.daemon.telling.going_live import SeenLive
 from syncd.daemon.telling.meter import Meter
 from syncd.protocol.amounts import size
-from syncd.protocol.errors import SyncdError
 from syncd.protocol.events import Event
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.names import printable
 from syncd.protocol.records import Manifest, encode
 from syncd.protocol.reports import DaemonCounters
-from syncd.protocol.requests import BenchRequest, RollbackRequest
+from syncd.protocol.requests import RollbackRequest
 from syncd.storage.append import LIMIT, append, last_lines
 from syncd.storage.job import Job
 from syncd.storage.judge import Clock
@@ -267,38 +266,6 @@ class Journal:
             request.sequence,
             error,
             extra=Event.ROLLBACK_REFUSED(version=request.sequence, reason=error),
-        )
-
-    def bench_built(self, request: BenchRequest, manifest: Manifest, *, seconds: float) -> None:
-        """A step was built for a bench."""
-        merged = sum(file.size for file in manifest.files)
-        log.info(
-            "built step %d for the bench of explorer %s: %s in %.2f s",
-            request.step,
-            printable(request.by),
-            size(merged),
-            seconds,
-            extra=Event.BENCH_BUILT(
-                step=request.step,
-                explorer=printable(request.by),
-                bytes=merged,
-                seconds=round(seconds, 3),
-            ),
-        )
-
-    def bench_refused(self, request: BenchRequest, error: Exception) -> None:
-        """The build of a step for a bench was refused."""
-        self.meter.failed(error)
-        # Only for a bug in syncd log the traceback, because other errors explain themselves.
-        log.error(
-            "step %d cannot be built for the bench of explorer %s: %s",
-            request.step,
-            printable(request.by),
-            error,
-            exc_info=None if isinstance(error, SyncdError | OSError | MemoryError) else error,
-            extra=Event.BENCH_REFUSED(
-                step=request.step, explorer=printable(request.by), reason=error
-            ),
         )
 
     def delta_made(self, outcome: DeltaOutcome) -> None:

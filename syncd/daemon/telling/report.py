@@ -8,7 +8,6 @@ import socket
 from pathlib import Path
 from typing import Final
 
-from syncd import __version__
 from syncd.daemon.notify import JobNotice
 from syncd.daemon.publish import Publisher
 from syncd.daemon.telling.journal import Journal
@@ -86,7 +85,7 @@ class Reporter:
                 "memory_dir": str(self._memory_dir) if self._memory_dir else None,
                 "counters": self._journal.counters,
                 "merge": merge,
-                "release": __version__,
+                "builds": self._publisher.config.model_dump(),
                 "names": self._publisher.naming.newest,
                 "pointer": self._publisher.config.pointer,
                 "time": 0.0,
