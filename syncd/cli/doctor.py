@@ -7,17 +7,18 @@ import socket
 import textwrap
 from collections import Counter
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import click
 from rich.console import Console
-from rich.status import Status
 from rich.text import Text
 
 from syncd.cli import options
 from syncd.cli.signals import cleaned_up
-from syncd.doctor.examination import Deadlines, Examination, Watching, join
+from syncd.doctor.deadlines import Deadlines
+from syncd.doctor.examination import Examination
 from syncd.doctor.finding import Finding, Severity, worst
+from syncd.doctor.visits import helper, join
 from syncd.protocol.errors import UnfitStorageError
 from syncd.protocol.names import printable
 from syncd.storage.job import Job
@@ -65,18 +66,33 @@ def command(job: Path, peer: int | None, wait: float, limit: float, *, as_json: 
     Exits with 19 if a test fails: syncd cannot work correctly on such storage. Warnings do not
     change the exit code.
     """
-    root = job.resolve()
-    examined = Job.at(root)
-    limits = Deadlines(look=limit, meeting=wait)
-    with cleaned_up(), _Shown(quiet=as_json) as shown:
+    examined = Job.at(job.resolve())
+    root = examined.layout.root
+    console = Console(stderr=as_json)
+    with cleaned_up(), console.status("looking at the job") as status:
+
+        def report(finding: Finding) -> None:
+            if not as_json:
+                console.print(_text(finding, console.width), soft_wrap=True)
+
+        limits = Deadlines(look=limit, meeting=wait)
         if peer == 1:
-            findings = join(examined, shown, limits)
+            status.update("waiting for the other host")
+            findings = join(examined, limits)
+            for finding in findings:
+                report(finding)
         else:
-            examination = Examination(examined, shown, limits)
-            findings = examination.alone() if peer is None else examination.with_peer()
+            examination = Examination(examined, limits, report, status.update)
+            findings = examination.run(helper if peer is None else None)
     failed = [finding.name for finding in findings if finding.verdict is Severity.FAIL]
     if as_json:
-        click.echo(json.dumps(_as_json(root, findings), indent=2))
+        answer = {
+            "job": str(root),
+            "host": socket.gethostname(),
+            "verdict": worst(findings).value,
+            "findings": [finding.model_dump(mode="json") for finding in findings],
+        }
+        click.echo(json.dumps(answer, indent=2))
     else:
         counts = Counter(finding.verdict for finding in findings)
         click.echo(", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Severity))
@@ -87,47 +103,17 @@ def command(job: Path, peer: int | None, wait: float, limit: float, *, as_json: 
         )
 
 
-def _as_json(root: Path, findings: list[Finding]) -> dict[str, object]:
-    return {
-        "job": str(root),
-        "host": socket.gethostname(),
-        "verdict": worst(findings).value,
-        "findings": [finding.model_dump(mode="json") for finding in findings],
-    }
-
-
-class _Shown(Watching):
-    """Prints each finding at once; on a terminal, also shows the current test."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._out = Console()
-        self._quiet = quiet
-        # One console if both go to one terminal, because two consoles would overwrite each other.
-        shares = self._out.is_terminal and not quiet
-        self._status = Status("", console=self._out if shares else Console(stderr=True))
-
-    def begins(self, what: str) -> None:
-        self._status.update(f"looking at {what}")
-
-    def found(self, finding: Finding) -> None:
-        if self._quiet:
-            return
-        verdict = finding.verdict.value
-        lines = self._wrapped(printable(finding.words))
-        if finding.advice:
-            lines += self._wrapped(f"→ {printable(finding.advice)}")
-        for number, line in enumerate(lines):
-            head = f"{verdict:<4}  {finding.name:<11} " if number == 0 else " " * _INDENT
-            text = Text(f"{head} {line}")
-            text.stylize(_STYLES[finding.verdict], 0, len(verdict))
-            self._out.print(text, soft_wrap=True)
-
-    def _wrapped(self, text: str) -> list[str]:
-        return textwrap.wrap(text, max(40, self._out.width - _INDENT - 1), break_on_hyphens=False)
-
-    def __enter__(self) -> Self:
-        self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
+def _text(finding: Finding, width: int) -> Text:
+    paragraphs = [printable(finding.words)]
+    if finding.advice:
+        paragraphs.append(f"→ {printable(finding.advice)}")
+    lines = [
+        line
+        for paragraph in paragraphs
+        for line in textwrap.wrap(paragraph, max(40, width - _INDENT), break_on_hyphens=False)
+    ]
+    verdict = finding.verdict.value
+    head = f"{verdict:<4}  {finding.name:<11}"
+    text = Text(f"{head:<{_INDENT}}" + f"\n{'':<{_INDENT}}".join(lines))
+    text.stylize(_STYLES[finding.verdict], 0, len(verdict))
+    return text

@@ -6,9 +6,6 @@ from enum import Enum
 
 from pydantic import BaseModel, ConfigDict
 
-#: A measured value: a number, a text, None if it could not be measured, a list, or values by name.
-Measured = bool | int | float | str | None | list[str] | dict[str, float | str | None]
-
 
 class Severity(Enum):
     """The severity of a finding."""
@@ -32,25 +29,25 @@ class Finding(BaseModel):
     verdict: Severity
     words: str
     advice: str = ""
-    measured: dict[str, Measured] = {}
+    measured: dict[str, float | None] = {}
 
 
-def ok(name: str, words: str, **measured: Measured) -> Finding:
+def ok(name: str, words: str, **measured: float | None) -> Finding:
     """A finding without a problem."""
     return Finding(name=name, verdict=Severity.OK, words=words, measured=measured)
 
 
-def warn(name: str, words: str, advice: str, **measured: Measured) -> Finding:
+def warn(name: str, words: str, advice: str, **measured: float | None) -> Finding:
     """A finding with a warning."""
     return Finding(name=name, verdict=Severity.WARN, words=words, advice=advice, measured=measured)
 
 
-def fail(name: str, words: str, advice: str, **measured: Measured) -> Finding:
+def fail(name: str, words: str, advice: str, **measured: float | None) -> Finding:
     """A finding with a failure."""
     return Finding(name=name, verdict=Severity.FAIL, words=words, advice=advice, measured=measured)
 
 
 def worst(findings: list[Finding]) -> Severity:
     """The worst verdict of the findings; OK if there are no findings."""
-    found = {finding.verdict for finding in findings}
-    return next((v for v in (Severity.FAIL, Severity.WARN) if v in found), Severity.OK)
+    verdicts = {finding.verdict for finding in findings}
+    return next((v for v in (Severity.FAIL, Severity.WARN) if v in verdicts), Severity.OK)

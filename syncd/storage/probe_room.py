@@ -6,7 +6,6 @@ after the folder. So every process may remove a folder without a mark.
 
 from __future__ import annotations
 
-import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +15,6 @@ from syncd.protocol.errors import JobUnavailableError
 from syncd.storage.errnos import NOT_EMPTY, is_gone, is_no_record
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
-
-log = logging.getLogger(__name__)
 
 _ALIVE: Final = ".alive"
 #: The most attempts to make or empty a room, because other runs and probes may interfere.
@@ -32,8 +29,7 @@ class ProbeRoom:
     """
 
     def __init__(self, job: Job, name: str) -> None:
-        self._job = job
-        self.job = job.layout.root
+        self.job = job
         self.path = job.layout.doctor / name
         self._mark = job.layout.doctor / f"{name}{_ALIVE}"
         self._made_state = False
@@ -57,71 +53,61 @@ class ProbeRoom:
         return room
 
     def _make(self) -> None:
-        self._made_state |= self._make_folder(self._job.layout.state)
-        self._make_folder(self._job.layout.doctor)
-        fd = self._job.storage.create(self._mark)
-        with self._job.storage.closing(fd):
-            self._job.storage.write_all(fd, f"{_this_process()}\n".encode())
-        self._job.storage.mkdir(self.path)
-
-    def _make_folder(self, path: Path) -> bool:
-        try:
-            self._job.storage.mkdir(path)
-        except FileExistsError:
-            return False
-        return True
+        storage, layout = self.job.storage, self.job.layout
+        for folder in (layout.state, layout.doctor):
+            with suppress(FileExistsError):
+                storage.mkdir(folder)
+                self._made_state |= folder == layout.state
+        with storage.closing(storage.create(self._mark)) as fd:
+            storage.write_all(fd, f"{_this_host()} {os.getpid()}".encode())
+        storage.mkdir(self.path)
 
     def beat(self) -> None:
         """Show that this run is alive. Raises JobUnavailableError if the room's mark is gone."""
         try:
-            self._job.storage.utime(self._mark)
+            self.job.storage.utime(self._mark)
         except OSError as error:
             if not is_gone(error):
                 raise
             raise JobUnavailableError(
-                f"{self._mark} disappeared during this run. Perhaps somebody removed it, or "
-                "the job was unmounted. Or a daemon removed it, because its --leftover-grace is "
-                "shorter than one probe"
+                f"{self._mark} disappeared during this run: somebody removed it, the job was "
+                "unmounted, or a daemon's leftover_grace is shorter than one probe"
             ) from error
 
     def remove(self) -> None:
         """Remove the room and its mark. Safe to call twice."""
+        storage, layout = self.job.storage, self.job.layout
         # After the rename a probe that still runs finds no folder under the old name.
         aside = self.path.with_name(f"{self.path.name}.removed")
-        try:
-            self._job.storage.rename(self.path, aside)
-        except OSError as error:
-            if not is_gone(error):
-                raise
+        if storage.exists(self.path):
+            storage.rename(self.path, aside)
         for _ in range(_ATTEMPTS):  # a call that the probe had already begun may still add a file
-            self._job.storage.remove_tree(aside)
-            if not self._job.storage.exists(aside):
+            storage.remove_tree(aside)
+            if not storage.exists(aside):
                 break
-        self._job.storage.unlink_if_there(self._mark)
-        _remove_if_empty(self._job.storage, self._job.layout.doctor)
+        storage.unlink_if_there(self._mark)
+        _remove_if_empty(storage, layout.doctor)
         if self._made_state:
-            _remove_if_empty(self._job.storage, self._job.layout.state)
+            _remove_if_empty(storage, layout.state)
 
 
 def rooms(job: Job, prefix: str) -> list[Path]:
     """The rooms whose names begin with ``prefix``, of running and of killed runs."""
-    names = set(job.storage.names(job.layout.doctor))
+    names = job.storage.names(job.layout.doctor)
     return [
         job.layout.doctor / name
-        for name in sorted(names)
+        for name in names
         if name.startswith(prefix) and f"{name}{_ALIVE}" in names
     ]
 
 
 def sweep_rooms(job: Job) -> None:
     """Remove the rooms of killed runs of this host, and rooms without a mark."""
-    names = job.storage.names(job.layout.doctor)
-    for name in names:
-        if name.endswith(_ALIVE) and _has_ended(job.storage, job.layout.doctor / name):
-            room = job.layout.doctor / name.removesuffix(_ALIVE)
-            if _try_to_remove(job.storage, room):
-                job.storage.unlink_if_there(job.layout.doctor / name)
-    _remove_unmarked(job, names)
+    for mark in left_rooms(job):
+        if _has_ended(job.storage, mark):
+            with suppress(PermissionError):  # the run was another user's
+                job.storage.unlink_if_there(mark)
+    left_rooms(job)
 
 
 def left_rooms(job: Job) -> list[Path]:
@@ -131,28 +117,14 @@ def left_rooms(job: Job) -> list[Path]:
     of these marks.
     """
     names = job.storage.names(job.layout.doctor)
-    _remove_unmarked(job, names)
+    for name in names:
+        room, mark = job.layout.doctor / name, job.layout.doctor / f"{name}{_ALIVE}"
+        if not name.endswith(_ALIVE) and not job.storage.exists(mark):
+            with suppress(PermissionError):  # the room is another user's
+                job.storage.remove_tree(room)
     if not names and job.storage.exists(job.layout.doctor):
         _remove_if_empty(job.storage, job.layout.doctor)
     return [job.layout.doctor / name for name in names if name.endswith(_ALIVE)]
-
-
-def _remove_unmarked(job: Job, names: list[str]) -> None:
-    for name in names:
-        if not name.endswith(_ALIVE) and not job.storage.exists(
-            job.layout.doctor / f"{name}{_ALIVE}"
-        ):
-            _try_to_remove(job.storage, job.layout.doctor / name)
-
-
-def _try_to_remove(storage: Storage, room: Path) -> bool:
-    """Remove a room; False if the room belongs to another user."""
-    try:
-        storage.remove_tree(room)
-    except PermissionError as error:
-        log.debug("cannot remove %s: %s", room, error)
-        return False
-    return True
 
 
 def _remove_if_empty(storage: Storage, folder: Path) -> None:
@@ -163,35 +135,18 @@ def _remove_if_empty(storage: Storage, folder: Path) -> None:
             raise
 
 
-def _this_process() -> str:
-    return f"{_here()} {_process(os.getpid())}"
-
-
-def _here() -> str:
+def _this_host() -> str:
+    """This host's boot and this process's PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _process(pid: int) -> str | None:
-    """A process's number and start time; None if there is no such process."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The name, in brackets, may contain anything. The 20th field after it is the time of the start.
-    return f"{pid} {status.rpartition(')')[2].split()[19]}"
-
-
 def _has_ended(storage: Storage, mark: Path) -> bool:
-    """True if the process that made a mark ran on this host and has ended."""
+    """True if the process that made a mark ran on this host, and its number is free again."""
     try:
-        said = storage.read(mark).decode(errors="replace").strip()
+        host, _, pid = storage.read(mark).decode(errors="replace").rpartition(" ")
     except OSError as error:
         if is_gone(error) or is_no_record(error):
             return False
         raise
-    here, _, process = said.rpartition(" ")
-    here, _, pid = here.rpartition(" ")
-    if here != _here() or not pid.isascii() or not pid.isdecimal():
-        return False
-    return _process(int(pid)) != f"{pid} {process}"
+    return host == _this_host() and not os.path.lexists(f"/proc/{pid}")

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from syncd.cli.doctor import command
-from syncd.doctor.examination import Deadlines, Examination, Watching, join
-from syncd.doctor.facts import facts_of
-from syncd.protocol.layout import JobLayout
+from syncd.doctor.deadlines import Deadlines
+from syncd.doctor.examination import Examination
+from syncd.doctor.visits import facts_of, helper, join
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.doc_blocks import blocks
@@ -38,9 +38,8 @@ only_root = pytest.mark.skipif(
 #: A run takes a few seconds; many others may run beside it.
 LONGEST = 4 * DEADLINE
 ALONE = {
-    "mount", "software", "format", "room", "others", "rights", "owner", "rename", "rmdir", "links",
-    "sync", "copying", "heartbeats", "shared", "exclusive", "replace", "fence", "leases", "refresh",
-    "open", "lease_time", "memory", "events", "clock", "daemon",
+    "mount", "format", "room", "rights", "rename", "rmdir", "links", "sync", "shared", "exclusive",
+    "replace", "fence", "leases", "refresh", "open", "lease_time",
 }  # fmt: skip
 
 
@@ -81,7 +80,7 @@ def everything(job: Path) -> dict[str, tuple[int, int]]:
 
 def wrong(findings: dict[str, Any]) -> set[str]:
     """What is not in order; but a machine with much else to do may well be slow."""
-    slow = {name for name in ("sync", "events", "open") if findings[name]["verdict"] == "warn"}
+    slow = {name for name in ("sync", "open") if findings[name]["verdict"] == "warn"}
     return {name for name, one in findings.items() if one["verdict"] != "ok"} - slow
 
 
@@ -92,7 +91,7 @@ def test_a_local_disk_is_fit_and_nothing_of_the_job_is_touched(tmp_path: Path) -
     status, findings, err = found(job.layout.root)
     assert (status, err) == (0, "")
     assert set(findings) == ALONE
-    assert wrong(findings) == {"daemon"}
+    assert wrong(findings) == set()
     after = everything(job.layout.root)
     # A folder was in it for a while.
     del before[str(job.layout.state)], after[str(job.layout.state)]
@@ -103,15 +102,15 @@ def test_two_that_are_run_at_the_same_time_measure_between_them(tmp_path: Path) 
     """In a folder that was never served, beside the room of a peer that was killed elsewhere."""
     job = tmp_path / "job"
     stale = job / ".syncd" / "doctor" / "peer-elsewhere-1-00000000"
-    (stale / "hello").mkdir(parents=True)
-    stale.with_name(f"{stale.name}.alive").write_text("another-boot pid:[1] 1 1\n")
+    (stale / "talk").mkdir(parents=True)
+    stale.with_name(f"{stale.name}.alive").write_text("another-boot pid:[1] 1")
     with doctor(job, "--peer", "1", "--json") as second:
         status, findings, _ = found(job, "--peer", "0")
         there = json.loads(ended(second)[1])
     assert status == second.returncode == 0
     assert set(findings) == ALONE | {"hosts", "peer_mount"}
     # They know that they are on one host.
-    assert wrong(findings) == {"daemon", "hosts"}
+    assert wrong(findings) == {"hosts"}
     assert {one["name"] for one in there["findings"]} == set(findings)
     assert there["verdict"] == "warn"
     assert {path.name for path in stale.parent.iterdir()} == {stale.name, f"{stale.name}.alive"}
@@ -168,7 +167,7 @@ def test_what_a_killed_run_left_goes_with_the_next_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == [".syncd"]
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert any(line.startswith("ok    fence        once another process") for line in lines)
+    assert any(line.startswith("ok    fence       nothing can be moved") for line in lines)
     assert lines[-1].endswith(" 0 fail")
 
 
@@ -180,10 +179,9 @@ def test_a_run_that_is_asked_to_stop_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_helper_whose_run_was_killed_before_it_began_ends_at_once(tmp_path: Path) -> None:
-    (tmp_path / "talk").mkdir()
     with subprocess.Popen(["true"]) as gone:  # of the path, as it is everywhere
         pass
-    told = [sys.executable, "-m", "syncd.doctor", str(tmp_path), str(tmp_path), "1", str(gone.pid)]
+    told = [sys.executable, "-m", "syncd.doctor", str(tmp_path), "room", str(gone.pid)]
     helper = subprocess.run(
         told, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=DEADLINE, check=False
     )
@@ -191,7 +189,7 @@ def test_a_helper_whose_run_was_killed_before_it_began_ends_at_once(tmp_path: Pa
     assert "has ended" in helper.stderr
 
 
-def test_a_daemon_at_work_is_seen_and_not_disturbed(tmp_path: Path) -> None:
+def test_a_daemon_at_work_is_not_disturbed(tmp_path: Path) -> None:
     job = SmallJob(tmp_path / "job")
     with Daemon(job.layout.root, lease_time=30) as daemon:
         daemon.wait_for_log("epoch 1")
@@ -199,20 +197,19 @@ def test_a_daemon_at_work_is_seen_and_not_disturbed(tmp_path: Path) -> None:
         assert daemon.terminate() == 0
         assert not any("doctor" in line for line in daemon.log), daemon.log
     assert status == 0
-    assert findings["daemon"]["verdict"] == "ok"
-    assert f"pid {daemon.pid}" in findings["daemon"]["words"]
+    assert findings["format"]["words"].endswith("lease time 30 s")
 
 
 def told(job: Path, peer: int | None = None) -> Callable[[], None]:
     """Work for a user who may read no file of root's: what it finds is its log."""
 
     def work() -> None:
-        storage, layout, limits = Storage(job), JobLayout(job), Deadlines(meeting=DEADLINE)
+        examined, limits = Job.at(job), Deadlines(meeting=DEADLINE)
         if peer == 1:
-            findings = join(Job(storage, layout), Watching(), limits)
+            findings = join(examined, limits)
         else:
-            examination = Examination(Job(storage, layout), Watching(), limits)
-            findings = examination.alone() if peer is None else examination.with_peer()
+            examination = Examination(examined, limits, lambda _: None, lambda _: None)
+            findings = examination.run(helper if peer is None else None)
         for finding in findings:
             logging.getLogger("doctor").warning("%s %s", finding.name, finding.verdict.value)
 
@@ -248,7 +245,6 @@ def test_a_read_only_folder_is_one_finding_and_exits_with_19(others_job: Path) -
     assert err.endswith(": mount\n")
     assert [name for name, one in findings.items() if one["verdict"] == "fail"] == ["mount"]
     assert findings["mount"]["advice"] == "mount it rw"
-    assert "every user can write" in findings["others"]["words"]
 
 
 @only_root
