@@ -12,6 +12,7 @@ import click
 from syncd import __version__
 from syncd.cli import log_lines
 from syncd.protocol.errors import InvalidSettingsError, SyncdError
+from syncd.protocol.gone import GONE
 from syncd.storage.errnos import unwritable_storage
 
 if TYPE_CHECKING:
@@ -63,6 +64,12 @@ class _Lazy(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            # The message about an unknown option or command ends with its name.
+            name = error.message.rpartition(" ")[2].strip("'.")
+            if remedy := GONE.get(name.strip("-").replace("-", "_")):
+                raise InvalidSettingsError(f"{name} was removed: {remedy}") from error
+            raise
         except KeyboardInterrupt:
             click.echo(err=True)  # below the ^C of the terminal
             ctx.exit(_INTERRUPTED)

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from syncd.daemon.config import LIVE_KEYS, Quantity, RunConfig, Suffix
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Event
+from syncd.protocol.gone import GONE
 from syncd.protocol.names import printable
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def load(
     given = _from_file(file) if file is not None else {}
     given |= {
         key: GivenValue(environ[name], name)
-        for key in KEYS
+        for key in (*KEYS, *GONE)
         if (name := PREFIX + key.upper()) in environ
     }
     given |= options or {}
@@ -133,7 +134,7 @@ def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
     for name in environ:
         if name.startswith(PREFIX):
             key = name.removeprefix(PREFIX).lower()
-            if key not in KEYS and (meant := nearest(key)):
+            if key not in {*KEYS, *GONE} and (meant := nearest(key)):
                 found[name] = PREFIX + meant.upper()
     return found
 
@@ -322,6 +323,8 @@ def nearest(key: str) -> str | None:
 
 def no_such_key(key: str) -> str:
     """The message for an unknown key."""
+    if key in GONE:
+        return f"this key was removed: {GONE[key]}"
     meant = nearest(key)
     if meant is not None:
         return f"unknown key; did you mean {meant}?"

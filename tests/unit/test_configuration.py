@@ -27,6 +27,7 @@ from syncd.daemon.configuration import (
     written,
 )
 from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.gone import GONE
 from tests.doc_blocks import blocks
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -199,6 +200,23 @@ def test_a_mistake_says_file_key_what_was_found_and_what_is_allowed(
     (line,) = mistakes(path)
     assert line.startswith(f"{path}: ")
     assert said in line
+
+
+def test_a_removed_key_option_or_command_ends_with_what_to_do_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(GONE, "keep_all", "set keep")
+    path = file(tmp_path, "keep_all = true")
+    assert mistakes(path) == [f"{path}: keep_all = true: this key was removed: set keep"]
+    environ = {"SYNCD_KEEP_ALL": "1"}
+    (line,) = mistakes(file(tmp_path, ""), **environ)
+    assert line == 'SYNCD_KEEP_ALL: keep_all = "1": this key was removed: set keep'
+    assert misspelt(environ) == {}
+    for words in (["run", "job", "--keep-all"], ["keep-all"], ["config", "keep-all", "job"]):
+        removed = CliRunner().invoke(cli, words)
+        assert isinstance(removed.exception, InvalidSettingsError)
+        name = next(word for word in words if word.endswith("keep-all"))
+        assert str(removed.exception) == f"{name} was removed: set keep"
 
 
 def test_every_mistake_has_a_line_of_its_own(tmp_path: Path) -> None:
