@@ -44,7 +44,7 @@ _GROUPS: Final = {
     "Set up": {
         "doctor": "Test a job's storage, and report problems with it.",
         "config": "Check a configuration file, or show the settings that a daemon would use.",
-        "unit": "Print or install systemd units for a job.",
+        "unit": "Print systemd units for a job.",
         "demo": "Watch syncd work: train, merge, publish, reload and prune on this machine.",
     },
 }
@@ -67,7 +67,8 @@ class _Lazy(click.Group):
         except click.UsageError as error:
             # The message about an unknown option or command ends with its name.
             name = error.message.rpartition(" ")[2].strip("'.")
-            if remedy := GONE.get(name.strip("-").replace("-", "_")):
+            key = name.strip("-").replace("-", "_")
+            if remedy := GONE.get(f"{ctx.invoked_subcommand} {name}", GONE.get(key)):
                 raise InvalidSettingsError(f"{name} was removed: {remedy}") from error
             raise
         except KeyboardInterrupt:

@@ -1,10 +1,10 @@
-"""``syncd unit``: print or install systemd units for this host."""
+"""``syncd unit``: systemd units for this host."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final
 
 import click
@@ -15,126 +15,68 @@ from syncd.daemon.configuration import load
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.names import checked_name
 from syncd.storage.errnos import is_gone
-from syncd.storage.fsio import Storage
 from syncd.storage.job import no_folder
-from syncd.units.files import FOLLOWER, Instance, is_untouched, owner_of, unit_files
+from syncd.units.files import FOLLOWER, Instance, owner_of, unit_files
 
 _SYSTEMD: Final = Path("/etc/systemd/system")
 _AS_FOLLOW: Final = "With --follow: the option {} of 'syncd follow'."
 
 
-@click.group("unit", epilog="Example: syncd unit install qwen-grpo")
+@click.group("unit", epilog="Example: syncd unit print qwen-grpo")
 def command() -> None:
-    """Print or install systemd units: a daemon for a job, or an explorer beside a server.
+    """Print systemd units: a daemon for a job, or an explorer beside a server.
 
     NAME is the unit's instance name: syncd@NAME serves the job that /etc/syncd/NAME.toml names.
     With --follow, syncd-follow@NAME runs an explorer that is called NAME.
     """
 
 
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    path = click.Path(path_type=Path)
-    for option in reversed((
-        click.argument("name"),
-        click.option(
-            "--config",
-            type=path,
-            default=None,
-            help="The daemon's configuration.  [default: /etc/syncd/NAME.toml]",
-        ),
-        click.option("--user", default=None, help="The unit's user.  [default: the job's owner]"),
-        click.option("--group", default=None, help="The unit's group.  [default: the job's group]"),
-        click.option(
-            "--follow",
-            type=path,
-            default=None,
-            metavar="JOB",
-            help="Make a unit for an explorer of this job (syncd follow), not for a daemon.",
-        ),
-        click.option("--stage", type=path, default=None, help=_AS_FOLLOW.format("--stage")),
-        click.option(
-            "--budget",
-            type=options.BytesRange(min=1),
-            help="With --follow: the limit in bytes for all copies in --stage together.",
-        ),
-        click.option("--link", type=path, default=None, help=_AS_FOLLOW.format("--link")),
-        click.option("--command", "run", default=None, help=_AS_FOLLOW.format("--command")),
-        click.option(
-            "--memory-dir", type=path, default=None, help=_AS_FOLLOW.format("--memory-dir")
-        ),
-        click.option(
-            "--option",
-            "more",
-            multiple=True,
-            metavar="OPTION",
-            help="With --follow: another option of 'syncd follow'. Example: --option=--ask",
-        ),
-    )):  # fmt: skip
-        command = option(command)
-    return command
+_path = click.Path(path_type=Path)
 
 
-@command.command("print", epilog="Example: syncd unit print qwen-grpo --user trainer")
-@_options
+@command.command("print", epilog="Example: syncd unit print qwen-grpo --user trainer | sh")
+@click.argument("name")
+@click.option(
+    "--config",
+    type=_path,
+    default=None,
+    help="The daemon's configuration.  [default: /etc/syncd/NAME.toml]",
+)
+@click.option("--user", default=None, help="The unit's user.  [default: the job's owner]")
+@click.option("--group", default=None, help="The unit's group.  [default: the job's group]")
+@click.option(
+    "--follow",
+    type=_path,
+    default=None,
+    metavar="JOB",
+    help="Make a unit for an explorer of this job (syncd follow), not for a daemon.",
+)
+@click.option("--stage", type=_path, default=None, help=_AS_FOLLOW.format("--stage"))
+@click.option(
+    "--budget",
+    type=options.BytesRange(min=1),
+    help="With --follow: the limit in bytes for all copies in --stage together.",
+)
+@click.option("--link", type=_path, default=None, help=_AS_FOLLOW.format("--link"))
+@click.option("--command", "run", default=None, help=_AS_FOLLOW.format("--command"))
+@click.option("--memory-dir", type=_path, default=None, help=_AS_FOLLOW.format("--memory-dir"))
+@click.option(
+    "--option",
+    "more",
+    multiple=True,
+    metavar="OPTION",
+    help="With --follow: another option of 'syncd follow'. Example: --option=--ask",
+)
 @options.as_json
 def print_(name: str, *, as_json: bool, **given: Any) -> None:
-    """Print the unit's files, each with the path that 'syncd unit install' would write it to."""
+    """Print a shell script that writes the unit's files."""
     files = {_SYSTEMD / where: text for where, text in unit_files(_instance(name, **given)).items()}
     if as_json:
         told = {str(path): text for path, text in files.items()}
         click.echo(json.dumps({"files": told}, indent=2))
         return
     for path, text in files.items():
-        click.echo(f"# {path}\n{text}")
-
-
-@command.command("install", epilog="Example: syncd unit install qwen-grpo --user trainer")
-@_options
-@click.option(
-    "--to",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=_SYSTEMD,
-    show_default=True,
-    help="The folder to write the units to.",
-)
-@click.option("--force", is_flag=True, help="Also replace files that were edited.")
-@options.as_json
-def install(name: str, to: Path, *, force: bool, as_json: bool, **given: Any) -> None:
-    """Write the unit's files, and print the commands to run next.
-
-    A file that was edited since syncd wrote it is not replaced. Put your own settings into a
-    separate drop-in file ('systemctl edit').
-    """
-    instance = _instance(name, **given)
-    storage = Storage()
-    files = {to / where: text for where, text in unit_files(instance).items()}
-    for path, text in files.items():
-        if storage.exists(path) and not force:
-            found = storage.read(path).decode(errors="replace")
-            if found != text and not is_untouched(found):
-                raise InvalidSettingsError(
-                    f"{path} was edited since syncd wrote it. Move the changes to another drop-in "
-                    f"file with 'systemctl edit {instance.unit}', and remove {path}. Or discard "
-                    "the changes with --force"
-                )
-    for path, text in files.items():
-        storage.make_folder(path.parent, below=Path(path.anchor))
-        storage.replace(path, text.encode())
-        if not as_json:
-            click.echo(f"wrote {path}")
-    following = [
-        "systemctl daemon-reload",
-        f"systemctl enable --now {instance.unit}",
-        f"systemctl status {instance.unit}",
-    ]
-    if instance.template != FOLLOWER:
-        following.insert(0, f"syncd config check {_config_of(name, given['config'])}")
-    if as_json:
-        click.echo(json.dumps({"wrote": [*map(str, files)], "next": following}, indent=2))
-        return
-    click.echo("next:")
-    for line in following:
-        click.echo(f"  {line}")
+        click.echo(f"install -Dm644 /dev/stdin {quote(str(path))} <<'END'\n{text}END")
 
 
 def _instance(
@@ -145,7 +87,8 @@ def _instance(
         return _follower(name, user, group, follow.absolute(), **given)
     if any(value for option, value in given.items() if option != "config"):
         raise click.UsageError("options other than --config, --user and --group need --follow")
-    config = _config_of(name, given["config"])
+    elsewhere: Path | None = given["config"]
+    config = elsewhere.absolute() if elsewhere else options.CONFIGURATIONS / f"{name}.toml"
     # Without this shell's environment, because the unit has its own.
     told = load(config, {}).config
     named = told.root or told.job
@@ -156,7 +99,6 @@ def _instance(
     beside = [path.resolve() for path in (told.memory_dir, told.metrics_textfile) if path]
     writes = [job, *map(_folder_of, beside)]
     user, group = _owner(job, user, group)
-    elsewhere = given["config"] is not None
     return Instance(
         name,
         user,
@@ -237,7 +179,3 @@ def _owner(job: Path, user: str | None, group: str | None) -> tuple[str, str]:
             raise no_folder(job) from error
         raise JobUnavailableError(f"cannot access {job}: {error.strerror}") from error
     return user or owner[0], group or owner[1]
-
-
-def _config_of(name: str, given: Path | None) -> Path:
-    return options.CONFIGURATIONS / f"{name}.toml" if given is None else given.absolute()

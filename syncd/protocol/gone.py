@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-#: A key, or the name of an option or a command → what to do instead.
-GONE: Final[dict[str, str]] = {}
+#: A key (also for its option), ``COMMAND --option`` or ``GROUP COMMAND`` → what to do instead.
+GONE: Final = {
+    "unit install": "run 'syncd unit print NAME | sh' as root, and 'systemctl daemon-reload'",
+}

@@ -1,9 +1,8 @@
-"""The unit files of ``syncd unit``: one template for all jobs, and a drop-in for each job."""
+"""The unit files of ``syncd unit print``: one template for all jobs, and a drop-in for each job."""
 
 from __future__ import annotations
 
 import grp
-import hashlib
 import os
 import pwd
 import re
@@ -22,7 +21,6 @@ DAEMON: Final = "syncd@.service"
 FOLLOWER: Final = "syncd-follow@.service"
 #: The placeholder in the daemon's template for the path of the installed command.
 _PROGRAM: Final = "/usr/bin/syncd"
-_MARK: Final = "# Written by 'syncd unit'; of what follows the blake2s is "
 #: Folders that ``ProtectHome=yes`` hides, and folders that ``PrivateTmp=yes`` hides.
 _HOMES: Final = tuple(map(Path, ("/home", "/root", "/run/user")))
 _TEMPORARY: Final = tuple(map(Path, ("/tmp", "/var/tmp")))  # noqa: S108 - named, not used
@@ -68,15 +66,9 @@ def unit_files(instance: Instance) -> dict[str, str]:
     template = resources.files("syncd.units").joinpath(instance.template).read_text("utf-8")
     called = " ".join(map(quoted, program()))
     return {
-        instance.template: _marked(template.replace(f"={_PROGRAM} ", f"={called} ")),
-        f"{instance.unit}.service.d/job.conf": _marked(_drop_in(instance)),
+        instance.template: template.replace(f"={_PROGRAM} ", f"={called} "),
+        f"{instance.unit}.service.d/job.conf": _drop_in(instance),
     }
-
-
-def is_untouched(text: str) -> bool:
-    """True if a release of syncd wrote the file, and nobody has changed it."""
-    mark, _, rest = text.partition("\n")
-    return mark == _MARK + _digest(rest)
 
 
 def program() -> tuple[str, ...]:
@@ -149,11 +141,3 @@ def _list(words: Iterable[object]) -> str:
 
 def _any_below(paths: Iterable[Path], folders: tuple[Path, ...]) -> bool:
     return any(folder in (path, *path.parents) for path in paths for folder in folders)
-
-
-def _marked(text: str) -> str:
-    return f"{_MARK}{_digest(text)}\n{text}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()

@@ -129,11 +129,14 @@ def set_up() -> None:
     os.chown(JOB.root, TRAINER, GROUP)
     CONFIG.parent.mkdir(exist_ok=True)
     configure(keep=3)
-    subprocess.run(
-        [sys.executable, "-m", "syncd", "unit", "install", "demo", "--force"], check=True
-    )
+    install_unit("demo")
     (DROP_INS / "test.conf").write_text(DROP_IN.format(path=os.environ["PYTHONPATH"]))
     subprocess.run(["systemctl", "daemon-reload"], check=True)
+
+
+def install_unit(*words: str) -> None:
+    script = subprocess.check_output([sys.executable, "-m", "syncd", "unit", "print", *words])
+    subprocess.run(["sh", "-e"], input=script, check=True)
 
 
 def configure(**more: object) -> None:
@@ -181,9 +184,7 @@ def an_explorer_beside_a_server() -> None:
     link.parent.mkdir(exist_ok=True)
     os.chown(link.parent, TRAINER, GROUP)
     words = ["--follow", str(JOB.root), "--stage", str(STAGE), "--link", str(link)]
-    subprocess.run(
-        [sys.executable, "-m", "syncd", "unit", "install", "gpu0", "--force", *words], check=True
-    )
+    install_unit("gpu0", *words)
     drop_ins = Path(f"/etc/systemd/system/{unit}.service.d")
     (drop_ins / "test.conf").write_text(
         f"[Service]\nEnvironment=PYTHONPATH={os.environ['PYTHONPATH']}\n"

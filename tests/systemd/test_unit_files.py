@@ -1,8 +1,9 @@
-"""What ``syncd unit`` prints and writes, read by systemd's own tools where they are at hand."""
+"""What ``syncd unit`` prints, read by systemd's own tools where they are at hand."""
 
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import shlex
 import shutil
@@ -16,7 +17,7 @@ from click.testing import CliRunner, Result
 from syncd.cli import cli
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.units import files as unit_files
-from syncd.units.files import DAEMON, FOLLOWER, is_untouched, quoted
+from syncd.units.files import DAEMON, FOLLOWER, quoted
 
 ROOT = Path(__file__).parents[2]
 needs_systemd = pytest.mark.skipif(
@@ -37,9 +38,12 @@ def config(tmp_path: Path) -> Path:
 
 
 def installed(tmp_path: Path, config: Path, *more: object) -> tuple[Path, Path]:
-    to = tmp_path / "units"
-    result = syncd("install", "demo", "--config", config, "--to", to, *more)
+    """The files that the printed script writes, in another folder than systemd's."""
+    result = syncd("print", "demo", "--config", config, *more)
     assert result.exit_code == 0, result.output
+    to = tmp_path / "a folder" / "units"
+    script = result.output.replace("/etc/systemd/system", shlex.quote(str(to)))
+    subprocess.run(["sh", "-eu"], input=script, text=True, check=True)
     return to / DAEMON, to / "syncd@demo.service.d" / "job.conf"
 
 
@@ -59,7 +63,7 @@ def test_the_units_in_the_checkout_are_those_that_are_installed() -> None:
         assert (ROOT / "systemd" / name).read_text() == theirs
 
 
-def test_install_fills_in_what_is_the_jobs_own_and_says_what_to_run(
+def test_the_script_writes_the_printed_files_with_the_jobs_own_settings(
     tmp_path: Path, config: Path
 ) -> None:
     config.write_text(
@@ -79,9 +83,10 @@ def test_install_fills_in_what_is_the_jobs_own_and_says_what_to_run(
     assert found["ExecStart"][1].endswith(f"run --config {config}")
     assert found["ExecReload"][1].endswith(f"config check {config}")
     assert found["ExecReload"][2] == "/bin/kill -HUP $MAINPID"
-    result = syncd("install", "demo", "--config", config, "--to", tmp_path / "units")
-    for line in (f"syncd config check {config}", "daemon-reload", "enable --now syncd@demo"):
-        assert f"{line}\n" in result.output
+    printed = syncd("print", "demo", "--config", config, "--group", "users", "--json")
+    assert [*json.loads(printed.output)["files"].values()] == [
+        template.read_text(), drop_in.read_text()
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("hang_time", "watchdog"), [("10min", None), ("2h", "7920s")])
@@ -109,27 +114,6 @@ def test_what_would_be_hidden_from_the_service_is_shown_to_it(tmp_path: Path) ->
     assert tmp_path
 
 
-def test_a_changed_unit_is_not_replaced_and_one_of_ours_is(tmp_path: Path, config: Path) -> None:
-    template, drop_in = installed(tmp_path, config)
-    before = template.read_text()
-    assert is_untouched(before)
-    # As an older release wrote it.
-    template.write_text(unit_files._marked("[Service]\nType=simple\n"))
-    installed(tmp_path, config)
-    assert template.read_text() == before
-
-    drop_in.write_text(drop_in.read_text() + "Nice=5\n")
-    template.unlink()
-    to = tmp_path / "units"
-    refused = syncd("install", "demo", "--config", config, "--to", to)
-    assert isinstance(refused.exception, InvalidSettingsError)
-    assert f"{drop_in} was edited" in str(refused.exception)
-    assert "Nice=5" in drop_in.read_text()
-    assert not template.exists(), "all or nothing"
-    installed(tmp_path, config, "--force")
-    assert "Nice=5" not in drop_in.read_text()
-
-
 def test_a_follower_has_its_command_line_and_may_write_where_it_stages(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     said = "curl -d \"$SYNCD_FOLDER\" 'http://localhost/100%'"
@@ -138,7 +122,7 @@ def test_a_follower_has_its_command_line_and_may_write_where_it_stages(tmp_path:
         "--budget", "64", "--command", said, "--memory-dir", "/memory/job", "--option=--ask",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    text = result.output.partition("syncd-follow@gpu0.service.d/job.conf\n")[2]
+    text = result.output.partition("syncd-follow@gpu0.service.d/job.conf <<'END'\n")[2]
     found = settings(text)
     reset, command = found["ExecStart"]
     assert reset == ""

@@ -289,23 +289,9 @@ def test_what_was_steered_and_checked_is_one_json_object(served: SmallJob, tmp_p
     file = tmp_path / "job.toml"
     file.write_text(f'job = "{root}"\ntick = "2s"\n')
     assert told("config", "check", file) == {"file": str(file), "usable": True, "wrong": []}
-    printed = told("unit", "print", "job", "--config", file)
-    assert told("unit", "install", "job", "--config", file, "--to", tmp_path / "units") == {
-        "wrote": [
-            path.replace("/etc/systemd/system", str(tmp_path / "units"), 1)
-            for path in printed["files"]
-        ],
-        "next": [
-            f"syncd config check {file}",
-            "systemctl daemon-reload",
-            "systemctl enable --now syncd@job",
-            "systemctl status syncd@job",
-        ],
-    }
-    for path, text in printed["files"].items():
-        assert (
-            tmp_path / "units" / Path(path).relative_to("/etc/systemd/system")
-        ).read_text() == text
+    template, drop_in = told("unit", "print", "job", "--config", file)["files"]
+    assert template == "/etc/systemd/system/syncd@.service"
+    assert drop_in == "/etc/systemd/system/syncd@job.service.d/job.conf"
     file.write_text("keep = 0\nkepe = 1\n")
     refused = syncd("config", "check", file, "--json")
     found = json.loads(refused.stdout)

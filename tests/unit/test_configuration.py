@@ -205,14 +205,15 @@ def test_a_mistake_says_file_key_what_was_found_and_what_is_allowed(
 def test_a_removed_key_option_or_command_ends_with_what_to_do_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(GONE, "keep_all", "set keep")
+    for gone in ("keep_all", "unit keep-all"):
+        monkeypatch.setitem(GONE, gone, "set keep")
     path = file(tmp_path, "keep_all = true")
     assert mistakes(path) == [f"{path}: keep_all = true: this key was removed: set keep"]
     environ = {"SYNCD_KEEP_ALL": "1"}
     (line,) = mistakes(file(tmp_path, ""), **environ)
     assert line == 'SYNCD_KEEP_ALL: keep_all = "1": this key was removed: set keep'
     assert misspelt(environ) == {}
-    for words in (["run", "job", "--keep-all"], ["keep-all"], ["config", "keep-all", "job"]):
+    for words in (["run", "job", "--keep-all"], ["unit", "keep-all", "job"]):
         removed = CliRunner().invoke(cli, words)
         assert isinstance(removed.exception, InvalidSettingsError)
         name = next(word for word in words if word.endswith("keep-all"))
