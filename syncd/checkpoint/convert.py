@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +36,6 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.events import Event
 from syncd.protocol.names import (
-    CHECKPOINT_POINTER,
     FULL,
     FULL_STATE_DICT,
     HUGGINGFACE,
@@ -46,7 +44,6 @@ from syncd.protocol.names import (
     RECEIPTS,
     RETIRED,
     SAVING,
-    STATE_POINTER,
     TEMPORARY,
     is_resumable_state,
     is_weights_name,
@@ -55,8 +52,7 @@ from syncd.protocol.names import (
 from syncd.protocol.records import Manifest
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, no_folder
-from syncd.storage.step_folders import holds_job, step_folders
+from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -71,73 +67,31 @@ _INDEX_LIMIT: Final = 64 * 1024 * 1024
 _MODEL_SUFFIXES: Final = frozenset({".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"})
 
 
-@dataclass(frozen=True, slots=True)
-class FoundCheckpoint:
-    """A full checkpoint, and the work that it needs.
-
-    Attributes:
-        has_weights: True if ``huggingface/`` already holds the merged weights.
-        why_not: the reason not to convert it, e.g. it is an adapter; empty if none.
-    """
-
-    step: int
-    save: Unfinished | SavedWeights
-    has_weights: bool = False
-    why_not: str = ""
-
-
-def full_steps(job: Job) -> list[int]:
-    """The steps that hold a full checkpoint, lowest first.
-
-    A step with ``.full_checkpoint`` counts. A step without receipts also counts if it is not
-    retired, and its ``actor/`` has a file of an optimizer, of extra state or of DCP.
-
-    Raises:
-        JobUnavailableError: the job's folder is missing, or is not a job.
-    """
-    if not job.storage.exists(job.layout.root):
-        raise no_folder(job.layout.root)
-    if not holds_job(job):
-        raise JobUnavailableError(
-            f"{job.layout.root} is no job: it has no global_step_N folder, no pointer "
-            f"({STATE_POINTER} or {CHECKPOINT_POINTER}), and no {job.layout.state.name}. Give the "
-            "trainer's checkpoint folder, or one of its global_step_N folders"
-        )
-    return [step for step in step_folders(job) if _is_full(job, step)]
-
-
-def look_at_step(job: Job, step: int) -> FoundCheckpoint:
+def look_at_step(job: Job, step: int) -> SavedWeights:
     """Find the checkpoint to convert in a step's folder.
 
     Raises:
-        InvalidSettingsError: the folder is missing, or holds no full checkpoint.
-        SaveNotReadyError: no weights are whole, or the only whole weights were cast for explorers.
+        InvalidSettingsError: the folder holds no full checkpoint.
+        SaveNotReadyError: no weights are whole, or the only whole weights were cast for explorers,
+            or they are a LoRA adapter.
     """
     actor = job.layout.actor(step)
-    if not job.storage.exists(job.layout.step(step)):
-        raise InvalidSettingsError(f"there is no folder {job.layout.step(step)}")
     if not _is_full(job, step):
         raise InvalidSettingsError(
             f"{job.layout.step(step)} holds no full checkpoint: merge its shards into a folder "
             f"of your own with 'syncd merge {actor} FOLDER'"
         )
-    save = look_at_save(job.storage, actor, step)
     if job.storage.exists(job.layout.step(step) / SAVING):
-        return FoundCheckpoint(
-            step,
-            save,
-            why_not="the trainer is still writing it, or ended before the save was complete",
+        raise SaveNotReadyError(
+            f"the trainer is still writing {job.layout.step(step)}, or ended before the save was "
+            "complete"
         )
-    if save.identity is None:
+    save = look_at_save(job.storage, actor, step)
+    if isinstance(save, Unfinished):
         raise SaveNotReadyError(save.reason)
     if isinstance(save, LoraAdapter):
-        return FoundCheckpoint(
-            step, save, why_not="it is a LoRA adapter, which PEFT loads as it is"
-        )
-    save = in_models_dtype(job.storage, actor, save)
-    return FoundCheckpoint(
-        step, save, has_weights=_has_weights(job.storage, actor / HUGGINGFACE, save)
-    )
+        raise _is_adapter(actor)
+    return in_models_dtype(job.storage, actor, save)
 
 
 def lacks_config(storage: Storage, actor: Path) -> bool:
@@ -187,78 +141,7 @@ def take_model_files(storage: Storage, actor: Path, base: Path) -> list[str]:
     return taken
 
 
-def convert_step(
-    job: Job,
-    found: FoundCheckpoint,
-    options: MergeOptions,
-    *,
-    progress: Progress = unheard,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> Manifest | None:
-    """Merge a full checkpoint into ``huggingface/``; return the manifest, or None for an adapter.
-
-    The files are made in a temporary folder, then renamed: first ``manifest.json``, then the
-    weights, last the index. A crash therefore leaves a whole model or no model, and the next call
-    starts again.
-
-    If a trainer saves this step again during the renames, ``manifest.json`` may name the earlier
-    save. Then the next call converts the new save.
-
-    Raises:
-        NoRoomError: there is not enough disk space. Nothing was changed.
-        JobUnavailableError: another process is converting the checkpoint.
-        SaveNotReadyError: the save is not whole, or changed meanwhile.
-        CheckpointError: the save cannot be merged.
-    """
-    actor = job.layout.actor(found.step)
-    room = actor / f"{_ROOM}{secrets.token_hex(6)}"
-    _sweep(job.storage, actor, sleep)
-    said_at = clock()
-
-    def sign() -> None:
-        nonlocal said_at
-        if clock() - said_at >= _SIGN:
-            said_at = clock()
-            _refresh_all(job.storage, room)
-
-    FreeSpace(job.storage, actor, job.layout.root, advice="make room there").check(
-        actor, found.save, options, sign
-    )
-    with _gone_means_changed(job.storage, job.layout.step(found.step)):
-        try:
-            _make_room(job.storage, room, job.layout.step(found.step))
-            manifest = build_model_folder(
-                job.storage,
-                actor,
-                found.save,
-                room,
-                options=options,
-                work=Work(sign, progress),
-            )
-            if manifest.kind != "full":
-                return None
-            confirm_unchanged(job.storage, actor, found.save)
-            if job.storage.exists(job.layout.step(found.step) / SAVING):
-                raise SaveNotReadyError(
-                    f"{job.layout.step(found.step)} is being saved again. Run 'syncd convert' "
-                    "again after the save"
-                )
-            _put_in_place(job.storage, room, actor / HUGGINGFACE, manifest)
-        finally:
-            job.storage.remove_tree(room)
-    return manifest
-
-
-def _is_full(job: Job, step: int) -> bool:
-    names = job.storage.names(job.layout.step(step))
-    if FULL in names or RETIRED in names:
-        return FULL in names
-    inside = job.storage.names(job.layout.actor(step))
-    return RECEIPTS not in inside and any(map(is_resumable_state, inside))
-
-
-def _has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:
+def has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:
     """True if ``folder`` has weights that a merge of ``save`` wrote, or the trainer's own model."""
     try:
         manifest = read_manifest(storage, folder)
@@ -273,6 +156,81 @@ def _has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:
         (status := storage.status(folder / name)) is not None and status.st_size == size
         for name, size in sizes.items()
     )
+
+
+def convert_step(
+    job: Job,
+    save: SavedWeights,
+    options: MergeOptions,
+    *,
+    progress: Progress = unheard,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Manifest:
+    """Merge a full checkpoint into ``huggingface/``.
+
+    The files are made in a temporary folder, then renamed: first ``manifest.json``, then the
+    weights, last the index. A crash therefore leaves a whole model or no model, and the next call
+    starts again.
+
+    If a trainer saves this step again during the renames, ``manifest.json`` may name the earlier
+    save. Then the next call converts the new save.
+
+    Raises:
+        NoRoomError: there is not enough disk space. Nothing was changed.
+        JobUnavailableError: another process is converting the checkpoint.
+        SaveNotReadyError: the save is not whole, changed meanwhile, or is a LoRA adapter.
+        CheckpointError: the save cannot be merged.
+    """
+    actor = job.layout.actor(save.step)
+    room = actor / f"{_ROOM}{secrets.token_hex(6)}"
+    _sweep(job.storage, actor, sleep)
+    said_at = clock()
+
+    def sign() -> None:
+        nonlocal said_at
+        if clock() - said_at >= _SIGN:
+            said_at = clock()
+            _refresh_all(job.storage, room)
+
+    FreeSpace(job.storage, actor, job.layout.root, advice="make room there").check(
+        actor, save, options, sign
+    )
+    with _gone_means_changed(job.storage, job.layout.step(save.step)):
+        try:
+            _make_room(job.storage, room, job.layout.step(save.step))
+            manifest = build_model_folder(
+                job.storage,
+                actor,
+                save,
+                room,
+                options=options,
+                work=Work(sign, progress),
+            )
+            if manifest.kind != "full":
+                raise _is_adapter(actor)
+            confirm_unchanged(job.storage, actor, save)
+            if job.storage.exists(job.layout.step(save.step) / SAVING):
+                raise SaveNotReadyError(
+                    f"{job.layout.step(save.step)} is being saved again. Run 'syncd convert' "
+                    "again after the save"
+                )
+            _put_in_place(job.storage, room, actor / HUGGINGFACE, manifest)
+        finally:
+            job.storage.remove_tree(room)
+    return manifest
+
+
+def _is_adapter(actor: Path) -> SaveNotReadyError:
+    return SaveNotReadyError(f"{actor} holds a LoRA adapter, which PEFT loads as it is")
+
+
+def _is_full(job: Job, step: int) -> bool:
+    names = job.storage.names(job.layout.step(step))
+    if FULL in names or RETIRED in names:
+        return FULL in names
+    inside = job.storage.names(job.layout.actor(step))
+    return RECEIPTS not in inside and any(map(is_resumable_state, inside))
 
 
 def _is_whole_model(storage: Storage, folder: Path) -> bool:

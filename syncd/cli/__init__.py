@@ -37,7 +37,7 @@ _GROUPS: Final = {
         "resume": "Resume publishing and pruning.",
     },
     "Offline": {
-        "convert": "Merge all full checkpoints into their huggingface/ folders.",
+        "convert": "Merge a full checkpoint into its huggingface/ folder.",
         "merge": "Merge one checkpoint into a Hugging Face folder, without a daemon.",
         "prune": "Prune by the daemon's rules while no daemon runs.",
     },

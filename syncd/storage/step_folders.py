@@ -30,11 +30,6 @@ def has_marks(job: Job) -> bool:
     return any(map(job.storage.exists, (at.state, at.state_pointer, at.checkpoint_pointer)))
 
 
-def holds_job(job: Job) -> bool:
-    """True if any trainer has saved a step in this folder, or syncd has served the folder."""
-    return has_marks(job) or bool(step_folders(job))
-
-
 def ask_server(job: Job) -> None:
     """Make the next reads of pointers and step folders ask the server, not this client's cache."""
     try:

@@ -503,7 +503,7 @@ def test_an_error_is_one_line_and_its_exit_code(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["status"], ["history"], ["convert"], ["prune"], ["prune", "--dry-run"], ["pin", "v1"],
+    [["status"], ["history"], ["prune"], ["prune", "--dry-run"], ["pin", "v1"],
      ["unpin", "v1"], ["rollback", "v1"], ["pause"], ["resume"], ["doctor"], ["run"],
      ["run", "--root"], ["status", "--json"], ["history", "--json"],
      ["follow", "--name", "e", "--command", "true"]],

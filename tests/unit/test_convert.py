@@ -1,4 +1,4 @@
-"""``syncd convert``: what it makes of full checkpoints, wherever it is cut off."""
+"""``syncd convert``: what it makes of a full checkpoint, wherever it is cut off."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from syncd.checkpoint.convert import convert_step, full_steps, look_at_step, take_model_files
+from syncd.checkpoint.convert import convert_step, has_weights, look_at_step, take_model_files
 from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli import cli
 from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.errors import JobUnavailableError, NoRoomError, SaveNotReadyError
+from syncd.protocol.errors import (
+    InvalidSettingsError,
+    JobUnavailableError,
+    NoRoomError,
+    SaveNotReadyError,
+)
 from syncd.protocol.records import SaveId
 from syncd.storage.calls import Free
 from syncd.storage.job import Job
@@ -62,12 +67,12 @@ def foreign(job: SmallJob, step: int) -> Path:
     return actor
 
 
-def convert(job: SmallJob, *arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["convert", str(job.layout.root), *arguments])
+def convert(job: SmallJob, *arguments: str, step: int = 2) -> Result:
+    return CliRunner().invoke(cli, ["convert", str(job.layout.step(step)), *arguments])
 
 
-def told(result: Result) -> dict[int, str]:
-    return {step["step"]: step["outcome"] for step in json.loads(result.stdout)["steps"]}
+def outcome(result: Result) -> Any:
+    return json.loads(result.stdout)["outcome"]
 
 
 def weights(job: SmallJob, step: int) -> dict[str, Any]:
@@ -84,7 +89,7 @@ def everything(job: SmallJob) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
-def test_full_checkpoints_alone_become_models_once_and_the_daemon_sees_nothing_new(
+def test_a_full_checkpoint_alone_becomes_a_model_once_and_the_daemon_sees_nothing_new(
     job: SmallJob,
 ) -> None:
     job.save(1)
@@ -100,14 +105,10 @@ def test_full_checkpoints_alone_become_models_once_and_the_daemon_sees_nothing_n
             clock.advance(1.0)
         assert job.latest.step == 3
         before = everything(job)
-        assert told(convert(job, "--dry-run", "--json")) == {2: "to do", 3: "to do"}
-        assert everything(job) == before
-
-        result = convert(job)
-        assert result.exit_code == 0, result.output
-        assert [line.partition(",")[0] for line in result.stdout.splitlines()] == [
-            "step 2: converted", "step 3: converted",
-        ]  # fmt: skip
+        for step in (2, 3):
+            result = convert(job, step=step)
+            assert result.exit_code == 0, result.output
+            assert result.stdout.startswith(f"step {step}: converted, ")
         assert {name: float(tensor[0]) for name, tensor in weights(job, 2).items()} == {
             "a": 2.0, "b": 2.0, "c": 2.0,
         }  # fmt: skip
@@ -120,7 +121,8 @@ def test_full_checkpoints_alone_become_models_once_and_the_daemon_sees_nothing_n
         after = everything(job)
         assert {name: after[name] for name in before} == before
         assert not job.leftovers()
-        assert told(convert(job, "--json")) == {2: "done before", 3: "done before"}
+        for step in (2, 3):
+            assert outcome(convert(job, "--json", step=step)) == "done before"
         assert everything(job) == after
 
         # It is the same save as before, for the daemon and for a merge.
@@ -144,104 +146,66 @@ def test_a_step_that_is_saved_again_is_converted_again(job: SmallJob) -> None:
         full(job, 2, value, run=run)
         # Nobody takes the weights of the save before for those of this one.
         assert [path.name for path in folder.iterdir()] == ["config.json"]
-        assert told(convert(job, "--json")) == {2: "converted"}
+        assert outcome(convert(job, "--json")) == "converted"
         assert float(weights(job, 2)["a"][0]) == value
         names = sorted(path.name for path in folder.iterdir())
         assert names == ["config.json", "manifest.json", "model.safetensors"]
         (folder / "manifest.json").unlink()  # as those that the trainer writes itself
 
 
-def test_weights_of_the_trainer_itself_stay_unless_they_are_asked_for(job: SmallJob) -> None:
+def test_whole_weights_of_the_trainer_itself_stay(job: SmallJob) -> None:
     full(job, 2, 2.0)
     folder = job.layout.actor(2) / "huggingface"
     (folder / "model.safetensors").write_bytes(b"the trainer's")
-    assert told(convert(job, "--json")) == {2: "done before"}
+    assert outcome(convert(job, "--json")) == "done before"
     assert (folder / "model.safetensors").read_bytes() == b"the trainer's"
-    assert told(convert(job, "--again", "--json")) == {2: "converted"}
-    assert weights(job, 2)
     # Of several files one is missing: cut off by whoever wrote them.
-    for path in (folder / "manifest.json", folder / "model.safetensors"):
-        path.unlink()
+    (folder / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"of an old save")
-    assert told(convert(job, "--json")) == {2: "converted"}
+    assert outcome(convert(job, "--json")) == "converted"
     # vLLM, where no index is, loads every file of such a name.
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["config.json", "manifest.json", "model.safetensors"]
 
 
-def test_what_cannot_be_converted_is_said_and_keeps_nobody_from_the_rest(job: SmallJob) -> None:
-    for step in (2, 3, 4, 5, 6):
+def test_what_is_no_whole_full_checkpoint_is_refused(job: SmallJob, tmp_path: Path) -> None:
+    for step in (3, 4, 5, 6):
         full(job, step, float(step))
     (job.layout.step(3) / ".saving").touch()
     (job.layout.actor(4) / ".receipts" / "rank_0.json").unlink()
     (job.layout.step(5) / ".full_checkpoint").rename(job.layout.step(5) / ".retired")
-    result = convert(job, "--json")
-    assert told(result) == {2: "converted", 3: "left out", 4: "failed", 6: "converted"}
-    assert result.exit_code == SaveNotReadyError.exit_code
-    assert convert(job, "--step", "6").stdout == "step 6: done before\n"
-    for step, code in (("3", 5), ("4", 5), ("5", 2), ("7", 2)):
-        result = convert(job, "--step", step)
-        assert (result.exit_code, result.stdout) == (code, "")
-        assert result.stderr.startswith(f"step {step}: failed: ")
-
-
-def test_an_adapter_is_left_out(job: SmallJob) -> None:
-    full(job, 2, 2.0)
-    adapter = job.layout.actor(2) / "lora_adapter"
+    adapter = job.layout.actor(6) / "lora_adapter"
     adapter.mkdir()
-    shutil.rmtree(job.layout.actor(2) / ".receipts")
+    shutil.rmtree(job.layout.actor(6) / ".receipts")
     (adapter / "adapter_model.safetensors").write_bytes(b"")
-    assert told(convert(job, "--json")) == {2: "left out"}
+    before = everything(job)
+    for step in (3, 4, 6):
+        assert isinstance(convert(job, step=step).exception, SaveNotReadyError)
+    refused = convert(job, step=5).exception
+    assert isinstance(refused, InvalidSettingsError)
+    assert "global_step_5 holds no full checkpoint" in str(refused)
+    assert everything(job) == before
+    for folder in (job.layout.root, tmp_path / "global_step_9"):
+        result = CliRunner().invoke(cli, ["convert", str(folder)])
+        assert (result.exit_code, result.stdout) == (2, "")
 
 
-def test_a_job_that_is_not_there_or_holds_none_is_said(job: SmallJob, tmp_path: Path) -> None:
-    assert "has no full checkpoint" in convert(job).stdout
-    missing = CliRunner().invoke(cli, ["convert", str(tmp_path / "missing")])
-    assert isinstance(missing.exception, JobUnavailableError)
-
-
-def test_a_folder_that_is_no_job_is_an_error_that_says_what_makes_one(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint").mkdir()
-    for step in ([], ["--step", "3"]):
-        result = CliRunner().invoke(cli, ["convert", str(tmp_path), *step])
-        assert result.exit_code != 0
-        assert result.stdout == ""
-    result = CliRunner().invoke(cli, ["convert", str(tmp_path)])
-    assert isinstance(result.exception, JobUnavailableError)
-    assert "is no job: it has no global_step_N folder" in str(result.exception)
-    # A job of another trainer, that syncd has never served, before its first step.
-    (tmp_path / "latest_checkpointed_iteration.txt").touch()
-    result = CliRunner().invoke(cli, ["convert", str(tmp_path)])
-    assert (result.exit_code, "has no full checkpoint" in result.stdout) == (0, True)
-
-
-def test_one_step_folder_alone_is_converted(
+def test_a_step_folder_is_converted_wherever_it_was_copied_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a job, and where someone has copied it to; by its name, by ``.``, and through a link."""
+    """By ``.``, and through a link."""
     job = SmallJob(tmp_path / "job")
-    full(job, 2, 2.0)
     full(job, 3, 3.0)
     elsewhere = tmp_path / "copied"
     elsewhere.mkdir()
     shutil.copytree(job.layout.step(3), elsewhere / "global_step_3")
     (tmp_path / "best").symlink_to(elsewhere / "global_step_3")
-
-    def of(folder: Path | str, *more: str) -> Result:
-        return CliRunner().invoke(cli, ["convert", str(folder), "--json", *more])
-
-    assert told(of(job.layout.step(2))) == {2: "converted"}
-    assert json.loads(of(job.layout.step(2)).stdout)["job"] == str(job.layout.root)
-    assert told(of(tmp_path / "best", "--dry-run")) == {3: "to do"}
     monkeypatch.chdir(elsewhere / "global_step_3")
-    assert told(of(".")) == {3: "converted"}
-    assert told(of(".", "--step", "3")) == {3: "done before"}
-    assert of(".", "--step", "2").exit_code == 2
-    missing = of(job.layout.step(7))
-    assert (missing.exit_code, told(missing)) == (2, {7: "failed"})
-    assert "there is no" in missing.stdout
+    for folder, expected in ((".", "converted"), (str(tmp_path / "best"), "done before")):
+        result = CliRunner().invoke(cli, ["convert", folder, "--json"])
+        assert (json.loads(result.stdout)["step"], outcome(result)) == (3, expected)
 
 
 def base_model(folder: Path) -> Path:
@@ -284,9 +248,6 @@ def test_a_config_that_the_trainer_did_not_leave_is_taken_from_the_base_model(
 
     assert "give the base model's folder with --base-model-dir" in convert(job).stdout
     assert "with --base-model-dir" in convert(job).stdout, "nor is it forgotten the next time"
-    before = everything(job)
-    assert told(convert(job, *given, "--dry-run", "--json")) == {2: "to do"}
-    assert everything(job) == before
     result = convert(job, *given)
     assert "with chat_template.jinja, generation_config.json, merges.txt" in result.stdout
     assert weights(job, 2)
@@ -295,7 +256,7 @@ def test_a_config_that_the_trainer_did_not_leave_is_taken_from_the_base_model(
     assert (folder / "tokenizer.json").read_text() == "the trainer's"
     assert (folder / "config.json").read_text() == "the base's config.json"
     after = everything(job)
-    assert told(convert(job, *given, "--json")) == {2: "done before"}
+    assert outcome(convert(job, *given, "--json")) == "done before"
     assert everything(job) == after
 
 
@@ -348,9 +309,9 @@ def test_without_room_nothing_is_begun(job: SmallJob) -> None:
 
 
 def run(job: Job, step: int, *, max_file_size: int = 100, **more: Any) -> None:
-    found = look_at_step(job, step)
-    if not found.has_weights:
-        convert_step(job, found, MergeOptions(max_file_size), **more)
+    save = look_at_step(job, step)
+    if not has_weights(job.storage, job.layout.actor(step) / "huggingface", save):
+        convert_step(job, save, MergeOptions(max_file_size), **more)
 
 
 class Killed(BaseException):
@@ -402,7 +363,8 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
         if names & {"model.safetensors", "model.safetensors.index.json"}:
             found = {float(tensor[0]) for tensor in weights(job, 2).values()}
             assert found in ({2.0}, {value})
-        done = look_at_step(Job(FastStorage(), job.layout), 2).has_weights
+        save = look_at_step(Job(FastStorage(), job.layout), 2)
+        done = has_weights(FastStorage(), folder, save)
         run(Job(FastStorage(), job.layout), 2, max_file_size=size, sleep=lambda _: None)
         assert {float(tensor[0]) for tensor in weights(job, 2).values()} == {value}
         manifest = read_manifest(FastStorage(), folder)
@@ -528,7 +490,6 @@ def test_a_step_that_goes_meanwhile_is_an_error_of_its_own(job: SmallJob) -> Non
 
     with pytest.raises(SaveNotReadyError, match="disappeared while"):
         run(Job(RuledStorage(rule), job.layout), 2)
-    assert full_steps(Job(FastStorage(), job.layout)) == []
 
 
 def test_what_storage_refuses_leaves_nothing_half_made(job: SmallJob) -> None:

@@ -253,7 +253,7 @@ def test_merge_and_convert_take_names(tmp_path: Path) -> None:
         assert found.exit_code == 0, found.output
         assert json.loads(found.output)["names"] == names
         assert ("model.layers.0.mlp.experts.down_proj" in dict(tensors_in(out / names))) == stacked
-    found = CliRunner().invoke(cli, ["convert", str(tmp_path / "job")])
+    found = CliRunner().invoke(cli, ["convert", str(step)])
     assert found.exit_code == 0, found.output
     hub = dict(tensors_in(step / "actor" / HUGGINGFACE))
     assert "model.layers.0.mlp.experts.3.down_proj.weight" in hub

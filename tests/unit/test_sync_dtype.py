@@ -305,7 +305,7 @@ def test_a_full_checkpoint_is_converted_in_the_models_dtype(
         saving=SaveSettings(sync_dtype="bf16", layout=layout),
     ) as hook:
         hook.save_checkpoint(1)
-    done = CliRunner().invoke(cli, ["convert", str(job.layout.root)])
+    done = CliRunner().invoke(cli, ["convert", str(job.layout.step(1))])
     assert done.exit_code == 0, done.output
     converted = load_file(job.layout.actor(1) / "huggingface" / "model.safetensors")
     check_same(converted, dict(model.state_dict()))
@@ -376,7 +376,7 @@ def test_a_checkpoint_that_was_copied_without_its_receipts_keeps_the_models_dtyp
     resumed, its = trained(2)
     load_checkpoint(job.layout.root, resumed, optimizer=its)
     check_same(dict(resumed.state_dict()), truth)
-    done = CliRunner().invoke(cli, ["convert", str(job.layout.root)])
+    done = CliRunner().invoke(cli, ["convert", str(job.layout.step(1))])
     assert done.exit_code == 0, done.output
     check_same(load_file(job.layout.actor(1) / "huggingface" / "model.safetensors"), truth)
 
@@ -420,9 +420,9 @@ def test_a_cast_checkpoint_is_not_converted_without_its_full_receipts(
     else:
         (full,) = receipts(job)[1:]
         path.write_bytes(content.replace(full.save_id.encode(), b"other-1-0"))
-    done = CliRunner().invoke(cli, ["convert", str(job.layout.root)])
-    assert done.exit_code != 0
-    assert "Copy the folder again, together with" in " ".join(done.output.split())
+    done = CliRunner().invoke(cli, ["convert", str(job.layout.step(1))])
+    assert isinstance(done.exception, SaveNotReadyError)
+    assert "Copy the folder again, together with" in str(done.exception)
     assert not (job.layout.actor(1) / "huggingface" / "model.safetensors").exists()
 
 
