@@ -56,7 +56,7 @@ def write(actor: Path, layers: int) -> None:
 def merged(actor: Path, save: SavedWeights, out: Path, names: Names) -> float:
     out.mkdir()
     begun = time.monotonic()
-    options = MergeOptions(max_file_size=10**9, names=names, threads=4)
+    options = MergeOptions(max_file_size=10**9, names=names)
     build_model_folder(Storage(), actor, save, out, options=options, work=Work(lambda: None))
     seconds = time.monotonic() - begun
     shutil.rmtree(out)

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
+from unittest.mock import patch
 
-from syncd.daemon.config import DaemonConfig
 from tests.jobs import SmallJob
 from tests.storages import Clock
 
@@ -148,7 +148,8 @@ def traced_merge() -> Merge:
             shutil.copy(shard, actor)
         job.point(1)
         clock = Clock()
-        with job.daemon(DaemonConfig(copy_threads=1), clock=clock) as loop:
+        here = "syncd.checkpoint.merging.merge.threads_here"
+        with patch(here, return_value=1), job.daemon(clock=clock) as loop:
             sys.setprofile(note)
             try:
                 for _ in range(4):  # it has no receipts: it must lie still first

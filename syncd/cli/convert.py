@@ -43,7 +43,6 @@ from syncd.torch_extra import require_torch
 )
 @options.dtype
 @options.max_shard_size
-@options.copy_threads
 @options.prefix
 @options.names
 @options.as_json
@@ -52,7 +51,6 @@ def command(
     base: Path | None,
     cast: Cast | None,
     max_shard_size: int,
-    copy_threads: int,
     prefix: str | None,
     names: Names,
     *,
@@ -73,9 +71,7 @@ def command(
     if step is None:
         raise click.UsageError(f"{step_dir} is not the folder of a step, global_step_N.")
     job = Job.at(folder.parent)
-    merging = MergeOptions(
-        max_file_size=max_shard_size, cast=cast, prefix=prefix, names=names, threads=copy_threads
-    )
+    merging = MergeOptions(max_file_size=max_shard_size, cast=cast, prefix=prefix, names=names)
     actor = job.layout.actor(step)
     result: dict[str, object] = {"step": step, "outcome": "done before"}
     said = ""

@@ -29,7 +29,6 @@ from syncd.torch_extra import require_torch
 @options.digest
 @options.dtype
 @options.max_shard_size
-@options.copy_threads
 @options.prefix
 @options.names
 @click.option(
@@ -45,7 +44,6 @@ def command(
     digest: str,
     cast: Cast | None,
     max_shard_size: int,
-    copy_threads: int,
     prefix: str | None,
     names: Names,
     *,
@@ -85,7 +83,6 @@ def command(
                         cast=cast,
                         prefix=prefix,
                         names=names,
-                        threads=copy_threads,
                     ),
                     work=Work(lambda: None, progress),
                 )

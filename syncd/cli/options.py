@@ -224,13 +224,6 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         help="How long to keep the lease of an explorer that has died.",
     ),
     click.option(
-        "--leftover-grace",
-        type=SecondsRange(min=0, min_open=True),
-        default=_DEFAULTS.leftover_grace,
-        show_default=True,
-        help="How old an orphaned temporary file must be before it is deleted.",
-    ),
-    click.option(
         "--lease-time",
         type=SecondsRange(min=0, min_open=True, max=3600),
         default=_DEFAULTS.lease_time,
@@ -312,11 +305,4 @@ max_shard_size = click.option(
     default=_DEFAULTS.max_shard_size,
     show_default=True,
     help="The most bytes of tensors in one file.",
-)
-copy_threads = click.option(
-    "--copy-threads",
-    type=CountRange(min=1, max=64),
-    default=_DEFAULTS.copy_threads,
-    show_default=True,
-    help="How many files to write at the same time, at most one for each processor.",
 )

@@ -79,16 +79,6 @@ _DEFAULTS = RunConfig()
     ),
 )
 @click.option(
-    "--remote-timeout",
-    type=options.SecondsRange(min=0),
-    default=_DEFAULTS.remote_timeout,
-    show_default=True,
-    help=(
-        "If a step folder has no weights, wait this long for its remote_path file; then "
-        "quarantine the save."
-    ),
-)
-@click.option(
     "--dcp-prefix",
     default=None,
     help=(
@@ -122,7 +112,6 @@ _DEFAULTS = RunConfig()
     ),
 )
 @options.max_shard_size
-@options.copy_threads
 @options.policy
 @click.option(
     "--metrics-port",

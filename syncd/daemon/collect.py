@@ -26,6 +26,9 @@ from syncd.storage.step_folders import step_folders
 
 log = logging.getLogger(__name__)
 
+#: Seconds without a change after which a leftover is removed, but at least two lease times. A
+#: process that is only paused for longer writes its file again.
+_GRACE: Final = 900.0
 #: Seconds between two checks that the reserve is complete.
 _KEEP_ROOM_AGAIN: Final = 60.0
 #: How many step folders one round looks into for new leftovers.
@@ -55,8 +58,7 @@ class Tidying:
         self._reserve = reserve
         self._journal = journal
         self._clock = clock
-        self._shortest_grace = 2 * session.lease_time
-        self._collector = Collector(job, self._shortest_grace, clock=clock)
+        self._collector = Collector(job, max(_GRACE, 2 * session.lease_time), clock=clock)
         self._kept_room_at = clock()
         self._untidy = False
 
@@ -90,18 +92,16 @@ class Tidying:
             self._journal.cleanup_delayed(refused)
             return False
 
-    def run_once(self, leased: Iterable[str], leftover_grace: float) -> None:
+    def run_once(self, leased: Iterable[str]) -> None:
         """Do a bounded part of the cleanup.
 
-        Leftovers are removed after ``leftover_grace`` seconds without a change, but not before two
-        lease times. Heartbeats of the sessions in ``leased`` stay.
+        Heartbeats of the sessions in ``leased`` stay.
 
         Raises:
             OSError: storage refused some work; the next call tries it again.
         """
         if self._clock() - self._kept_room_at >= _KEEP_ROOM_AGAIN:
             self._keep_room()
-        self._collector.grace = max(leftover_grace, self._shortest_grace)
         self._collector.run_once(leased)
         if self._untidy:
             self._pruner.sweep()
@@ -129,14 +129,10 @@ class Collector:
     sessions without a heartbeat, and answers that no requester reads. A process that was only
     paused may lose a temporary file. Then its rename of this file fails, and it writes the file
     again.
-
-    Attributes:
-        grace: in seconds; a new value also applies to leftovers that are already watched.
     """
 
     def __init__(self, job: Job, grace: float, *, clock: Clock) -> None:
         self._job = job
-        self.grace = grace
         self._steering = Steering(job)
         self._clock = clock
         # Merges may follow each other for hours without a look, so this judge counts pauses.
@@ -153,7 +149,6 @@ class Collector:
         Heartbeats of the sessions in ``leased`` stay until the pruner has removed their leases.
         """
         self._leased = frozenset(leased)
-        self._judge.lease_time = self.grace
         if self._round is None:
             # A little shorter than the longest time between two looks that the judge counts.
             period = self._judge.lease_time / (LOOKS_PER_LEASE + 1)

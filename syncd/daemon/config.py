@@ -125,13 +125,10 @@ class DaemonConfig(BaseModel):
     dcp_prefix: str | None = None
     names: Names | None = None
     max_shard_size: Annotated[Bytes, Field(ge=1)] = 1_000_000_000
-    copy_threads: Annotated[Count, Field(ge=1, le=64)] = 4
     prune_steps: bool = True
     prune_foreign: bool = False
     refuse_nonfinite: bool = False
-    remote_timeout: Annotated[Seconds, Field(ge=0)] = 60.0
     dead_reader_grace: Annotated[Seconds, Field(ge=0)] = 300.0
-    leftover_grace: Annotated[Seconds, Field(gt=0)] = 900.0
     memory_dir: Path | None = None
     exit_when_idle: bool = False
     hang_time: Annotated[Seconds, Field(gt=0)] = 600.0
@@ -153,13 +150,10 @@ LIVE_KEYS: Final = frozenset(
         "cast",
         "names",
         "max_shard_size",
-        "copy_threads",
         "prune_steps",
         "prune_foreign",
         "refuse_nonfinite",
-        "remote_timeout",
         "dead_reader_grace",
-        "leftover_grace",
         "exit_when_idle",
         "log_format",
         "log_level",

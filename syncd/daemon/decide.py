@@ -6,11 +6,15 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Final
 
 from syncd.checkpoint.save import Save, Unfinished, WholeSave
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.names import STATE_POINTER, printable, version_folder
 from syncd.protocol.requests import Pause, RollbackRequest
+
+#: Seconds to wait for a step's remote path, which trainers write right after they make the folder.
+_PATH_TIME: Final = 60.0
 
 
 class PointerState(Enum):
@@ -306,7 +310,7 @@ def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish | G
     if save.known_as is not None and (seen.quarantined or save.known_as == seen.published_save):
         return (), ""
     if isinstance(save, Unfinished):
-        overdue = save.awaits_path and seen.save_still_for >= config.remote_timeout
+        overdue = save.awaits_path and seen.save_still_for >= _PATH_TIME
         return ((GiveUp(save),), "") if overdue else ((), save.reason)
     if not save.receipts and seen.save_still_for < config.tick:
         return (

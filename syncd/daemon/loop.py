@@ -280,7 +280,7 @@ class Loop:
         try:
             self._outcomes.write_again()
             leased = (marker[1] for marker in sessions if marker)
-            self._tidying.run_once(leased, self.config.leftover_grace)
+            self._tidying.run_once(leased)
             self._pruner.sweep_benches(self._scanner.dead_benches)
         except OSError as error:
             self._job.check_is_there()

@@ -224,7 +224,6 @@ class Publisher:
             prefix=self.config.dcp_prefix,
             names=self.naming.choose(self.config.names),
             may_keep=self.config.names is None,
-            threads=self.config.copy_threads,
         )
 
     def republish(self, request: RollbackRequest) -> Manifest:

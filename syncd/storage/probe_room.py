@@ -71,7 +71,7 @@ class ProbeRoom:
                 raise
             raise JobUnavailableError(
                 f"{self._mark} disappeared during this run: somebody removed it, the job was "
-                "unmounted, or a daemon's leftover_grace is shorter than one probe"
+                "unmounted, or a daemon swept it, because a probe took over 15 minutes"
             ) from error
 
     def remove(self) -> None:

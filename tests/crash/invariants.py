@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.daemon import collect
 from syncd.daemon.config import DaemonConfig
 from syncd.deltas.delta_folder import read_delta, verify_delta
 from syncd.deltas.ends import content_of
@@ -30,7 +32,7 @@ from tests.storages import Clock, FastStorage
 from trainer_hooks.resuming.resumable import find_checkpoint
 
 #: Short graces, so that a restart comes to rest in few rounds.
-CONFIG = DaemonConfig(keep=1, dead_reader_grace=10.0, leftover_grace=60.0)
+CONFIG = DaemonConfig(keep=1, dead_reader_grace=10.0)
 #: The session of an explorer that lives through everything.
 LIVING = "living"
 Files = dict[str, bytes]
@@ -144,6 +146,7 @@ def check_delta(layout: JobLayout, folder: Path, latest: int) -> None:
         assert delta.target.content == content_of(read_manifest(FastStorage(), version))
 
 
+@patch.object(collect, "_GRACE", 60.0)
 def restart(job: SmallJob, clock: Clock, rounds: int = 16) -> None:
     """A daemon works until it comes to rest; time passes for all stopwatches."""
     job.storage = FastStorage()

@@ -7,9 +7,11 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from syncd.daemon import collect
 from syncd.protocol.errors import JobUnavailableError, SyncdError
 from syncd.protocol.names import parse_step_folder, version_folder
 from tests.crash.invariants import CONFIG, check, look, pass_time
@@ -112,6 +114,7 @@ def steps(job: SmallJob) -> list[int]:
     return [step for step in found if step is not None]
 
 
+@patch.object(collect, "_GRACE", 60.0)
 def goes_on(in_memory: Path, scenario: Scenario, call: int, code: int) -> bool:
     """Fail one call of a daemon that works; the very same daemon must finish what is due."""
     storage, clock = FailingStorage(0, code, on=False), Clock()

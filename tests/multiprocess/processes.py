@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Final, Self, TypeVar
 
 from explorer_hooks.reader import Reader
 from syncd.protocol.layout import JobLayout
@@ -115,6 +115,14 @@ def epoch_content(job: Path) -> dict[str, list[str]]:
         ]
         for room in os.listdir(rooms)
     }
+
+
+#: A ``program`` for :class:`Daemon` that removes leftovers, and gives up a remote path, soon.
+IMPATIENT: Final = (
+    "-c",
+    "from syncd.cli import main; from syncd.daemon import collect, decide;"
+    "collect._GRACE = decide._PATH_TIME = 1.0; main()",
+)
 
 
 class Daemon:

@@ -35,7 +35,14 @@ from syncd.protocol.names import parse_step_folder
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from tests.multiprocess.mounts import Filler
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, latest, wait_until
+from tests.multiprocess.processes import (
+    DEADLINE,
+    ENVIRONMENT,
+    IMPATIENT,
+    Daemon,
+    latest,
+    wait_until,
+)
 from tests.multiprocess.soak_actors import (
     EXPLORERS,
     LEASE_TIME,
@@ -49,10 +56,7 @@ from tests.multiprocess.soak_watch import Findings, Vitals, Watch
 _DISK: Final = "192m"
 #: Longer than all that an explorer is silent for: a pause, and a job that is away.
 _GRACE: Final = 30.0
-_OPTIONS: Final = (
-    "--keep", "1", "--deltas", "on", "--dead-reader-grace", str(_GRACE),
-    "--leftover-grace", str(2 * LEASE_TIME),
-)  # fmt: skip
+_OPTIONS: Final = ("--keep", "1", "--deltas", "on", "--dead-reader-grace", str(_GRACE))
 #: Seconds of a soak in which at least one copy is made by a delta.
 _SURELY: Final = 120.0
 #: A namespace of its own: whatever becomes of this process, its mounts go with it.
@@ -304,7 +308,7 @@ class Soak:
         self._daemons[1] = self._stack.enter_context(self._daemon(self._mounts[1]))
 
     def _daemon(self, mount: Mount) -> Daemon:
-        return Daemon(mount.path, *_OPTIONS, lease_time=LEASE_TIME)
+        return Daemon(mount.path, *_OPTIONS, lease_time=LEASE_TIME, program=IMPATIENT)
 
 
 def steps_of(layout: JobLayout) -> list[int]:

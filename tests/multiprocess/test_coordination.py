@@ -25,6 +25,7 @@ from tests.multiprocess.peers import CONTEXT
 from tests.multiprocess.processes import (
     DEADLINE,
     ENVIRONMENT,
+    IMPATIENT,
     Daemon,
     explorer_report,
     latest,
@@ -334,7 +335,7 @@ def test_report_heartbeat_and_claim_of_a_killed_explorer_are_collected_and_a_liv
     job: Path, started: ExitStack
 ) -> None:
     layout = JobLayout(job)
-    started.enter_context(Daemon(job, "--leftover-grace", "1"))
+    started.enter_context(Daemon(job, program=IMPATIENT))
 
     def left(name: str, session: str) -> list[Path]:
         files = (layout.explorer(name), layout.claim("explorer", name), layout.session(session))

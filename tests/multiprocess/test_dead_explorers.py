@@ -17,7 +17,14 @@ from syncd.protocol.layout import JobLayout
 from syncd.storage.job import Job
 from tests.jobs import SmallJob
 from tests.multiprocess.by_hand import TrainerByHand
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_for_step, wait_until
+from tests.multiprocess.processes import (
+    DEADLINE,
+    ENVIRONMENT,
+    IMPATIENT,
+    Daemon,
+    wait_for_step,
+    wait_until,
+)
 from tests.multiprocess.shared_job import SharedJob
 from tests.storages import FastStorage, RuledStorage
 
@@ -38,8 +45,8 @@ def test_lease_heartbeat_and_report_of_a_killed_explorer_go_and_those_of_a_live_
     shared: SharedJob,
 ) -> None:
     layout = shared.seen
-    options = ("--keep", "1", "--dead-reader-grace", "1", "--leftover-grace", "1")
-    with Daemon(shared.a, *options) as daemon:
+    options = ("--keep", "1", "--dead-reader-grace", "1")
+    with Daemon(shared.a, *options, program=IMPATIENT) as daemon:
         TrainerByHand(shared.b.job).save(1)
         wait_for_step(layout.root, 1)
         explorers = [

@@ -7,13 +7,13 @@ from pathlib import Path
 from explorer_hooks.reader import Reader
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import REMOTE_PATH
-from tests.multiprocess.processes import DEADLINE, Daemon, wait_for_step, wait_until
+from tests.multiprocess.processes import DEADLINE, IMPATIENT, Daemon, wait_for_step, wait_until
 
 
 def test_an_explorer_gets_each_path_and_one_that_never_comes_stops_nobody(job: Path) -> None:
     layout = JobLayout(job)
     with (
-        Daemon(job, "--remote-timeout", "1") as daemon,
+        Daemon(job, program=IMPATIENT) as daemon,
         Reader(job, "explorer", poll=0.2) as reader,
     ):
         for step, path in ((1, "tinker://run/1"), (2, ""), (3, "tinker://run/3")):

@@ -59,15 +59,15 @@ def mistakes(path: Path, **environ: str) -> list[str]:
 
 
 def test_of_four_sources_the_last_one_that_has_a_key_counts(tmp_path: Path) -> None:
-    path = file(tmp_path, 'keep = 3\ntick = 2\ncopy_threads = 8\njob = "/jobs/a"')
-    environ = {"SYNCD_TICK": "3", "SYNCD_COPY_THREADS": "16", "SYNCD_LAB": "not ours", "KEEP": "9"}
-    found = load(path, environ, {"copy_threads": GivenValue(32, "--copy-threads", is_local=True)})
-    assert (found.config.keep, found.config.tick, found.config.copy_threads) == (3, 3.0, 32)
+    path = file(tmp_path, 'keep = 3\ntick = 2\nkeep_deltas = 8\njob = "/jobs/a"')
+    environ = {"SYNCD_TICK": "3", "SYNCD_KEEP_DELTAS": "16", "SYNCD_LAB": "not ours", "KEEP": "9"}
+    found = load(path, environ, {"keep_deltas": GivenValue(32, "--keep-deltas", is_local=True)})
+    assert (found.config.keep, found.config.tick, found.config.keep_deltas) == (3, 3.0, 32)
     assert found.config.digests
     assert found.job == Path("/jobs/a")
     assert found.sources["keep"] == str(path)
     assert found.sources["tick"] == "SYNCD_TICK"
-    assert found.sources["copy_threads"] == "--copy-threads"
+    assert found.sources["keep_deltas"] == "--keep-deltas"
     assert found.sources["digests"] == DEFAULT
 
 
@@ -128,8 +128,8 @@ def test_variables_that_look_like_a_key_s_are_found_and_no_others() -> None:
     [
         ("tick", "500ms", 0.5),
         ("tick", "2s", 2.0),
-        ("leftover_grace", "15min", 900.0),
-        ("leftover_grace", "1.5 h", 5400.0),
+        ("dead_reader_grace", "15min", 900.0),
+        ("dead_reader_grace", "1.5 h", 5400.0),
         ("dead_reader_grace", "1d", 86400.0),
         ("max_shard_size", "4GB", 4_000_000_000),
         ("max_shard_size", "1.5GiB", 1_610_612_736),
@@ -154,10 +154,7 @@ def test_durations_and_sizes_may_have_a_unit(
         ("keep = 2.5", "keep = 2.5: must be a whole number, 1 or more"),
         ("keep = true", "keep = true: must be a whole number, 1 or more"),
         ("keep = []", "keep = []: must be a whole number, 1 or more"),
-        (
-            "copy_threads = 65",
-            "copy_threads = 65: must be a whole number, 1 or more, at most 64",
-        ),
+        ("metrics_port = 65536", "must be a whole number, 0 or more, at most 65535"),
         ('digests = "perhaps"', 'digests = "perhaps": must be true or false'),
         (
             'cast = "bf17"',
@@ -181,8 +178,8 @@ def test_durations_and_sizes_may_have_a_unit(
         ),
         ("lease_time = nan", "must be a number of seconds"),
         ("lease_time = 1e-300", "0.05 or more, at most 3600"),
-        ("remote_timeout = inf", "must be a number of seconds"),
-        ("remote_timeout = -1", "0 or more"),
+        ("dead_reader_grace = inf", "must be a number of seconds"),
+        ("dead_reader_grace = -1", "0 or more"),
         ("kepe = 3", "kepe = 3: unknown key; did you mean keep?"),
         ("keep-versions = 3", "keep-versions = 3: unknown key"),
         (
@@ -222,9 +219,9 @@ def test_a_removed_key_option_or_command_ends_with_what_to_do_instead(
 
 def test_every_mistake_has_a_line_of_its_own(tmp_path: Path) -> None:
     path = file(tmp_path, "keep = 0\ntick = 61\nkepe = 1\n")
-    lines = mistakes(path, SYNCD_COPY_THREADS="none")
+    lines = mistakes(path, SYNCD_KEEP_DELTAS="none")
     assert len(lines) == 4
-    assert "the environment: SYNCD_COPY_THREADS" in next(x for x in lines if "COPY" in x)
+    assert "the environment: SYNCD_KEEP_DELTAS" in next(x for x in lines if "DELTAS" in x)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +298,7 @@ CONFIGS = st.builds(
     keep=st.integers(1, 2**62),
     tick=st.floats(0, 60, exclude_min=True),
     cast=st.sampled_from([None, "bf16", "fp16", "fp32"]),
-    remote_timeout=st.floats(0, 1e300),
+    dead_reader_grace=st.floats(0, 1e300),
     memory_dir=st.none() | NAMES.map(lambda name: Path("/") / f"x{name}"),
     prune_steps=st.booleans(),
     job=NAMES.map(lambda name: Path("/jobs") / f"x{name}"),

@@ -63,26 +63,6 @@ def test_a_dead_explorer_s_lease_goes_by_the_new_grace(job: SmallJob, clock: Clo
         assert [what for what, _ in job.audit] == ["lease"]
 
 
-def test_leftovers_that_are_watched_already_go_by_the_new_grace(
-    job: SmallJob, clock: Clock
-) -> None:
-    left = job.layout.actor(1) / ".tmp-left"
-    left.parent.mkdir(parents=True)
-    left.write_bytes(b"half")
-
-    def wait(seconds: int) -> None:
-        for _ in range(seconds // 5):
-            clock.advance(5)
-            loop.run_once()
-
-    with job.daemon(DaemonConfig(leftover_grace=100_000), clock=clock) as loop:
-        wait(1000)
-        assert left.exists()
-        loop.config = DaemonConfig(leftover_grace=100)
-        wait(300)
-        assert not left.exists()
-
-
 def test_a_longer_tick_lets_nobody_live_longer(job: SmallJob, clock: Clock) -> None:
     sessions = [Session(job.layout, LEASE_TIME) for _ in range(40)]
     looked = Participants(job, LEASE_TIME, clock=clock)
@@ -102,9 +82,8 @@ def test_what_a_running_daemon_hears_of_is_what_the_loop_takes_over() -> None:
     # needs a test above, or in tests/multiprocess/test_reload.py.
     assert {
         "tick", "keep", "deltas", "keep_deltas", "digests", "cast", "names", "max_shard_size",
-        "copy_threads", "prune_steps",
-        "prune_foreign", "refuse_nonfinite", "remote_timeout", "dead_reader_grace",
-        "leftover_grace", "exit_when_idle", "log_format", "log_level",
+        "prune_steps", "prune_foreign", "refuse_nonfinite", "dead_reader_grace", "exit_when_idle",
+        "log_format", "log_level",
     } == LIVE_KEYS  # fmt: skip
 
 

@@ -40,11 +40,11 @@ def point_to(job: SmallJob, step: int, content: bytes | None, *, point: bool = T
         job.point(step)
 
 
-def rounds(job: SmallJob, clock: Clock, count: int = 3, **config: float) -> None:
-    with job.daemon(DaemonConfig(**config), clock=clock) as loop:  # type: ignore[arg-type] # by key
-        for _ in range(count):
+def rounds(job: SmallJob, clock: Clock, *, pause: float = 2) -> None:
+    with job.daemon(clock=clock) as loop:
+        for _ in range(3):
             loop.run_once()
-            clock.advance(2)
+            clock.advance(pause)
 
 
 @pytest.mark.lagging
@@ -88,9 +88,9 @@ def test_what_never_says_where_is_quarantined_in_time_and_the_daemon_goes_on(
     job: SmallJob, clock: Clock, content: bytes | None, why: str
 ) -> None:
     point_to(job, 8, content)
-    with job.daemon(DaemonConfig(remote_timeout=30.0, prune_steps=False), clock=clock) as loop:
+    with job.daemon(DaemonConfig(prune_steps=False), clock=clock) as loop:
         assert why in loop.run_once().waiting_for
-        clock.advance(29)
+        clock.advance(59)
         assert why in loop.run_once().waiting_for
         assert list(job.layout.quarantine.iterdir()) == []
         clock.advance(1)
@@ -116,14 +116,14 @@ def test_weights_that_are_being_written_are_waited_for_as_long_as_it_takes(
 ) -> None:
     (job.layout.actor(8) / "huggingface").mkdir(parents=True)
     job.point(8)
-    rounds(job, clock, count=3, remote_timeout=0.0)
+    rounds(job, clock, pause=60)
     assert list(job.layout.quarantine.iterdir()) == []
     job.layout.step(9).mkdir()
     (job.layout.step(9) / ".saving").touch()
     job.point(9)
-    rounds(job, clock, count=3, remote_timeout=0.0)
+    rounds(job, clock, pause=60)
     job.point(10)  # nothing there at all
-    rounds(job, clock, count=3, remote_timeout=0.0)
+    rounds(job, clock, pause=60)
     assert list(job.layout.quarantine.iterdir()) == []
 
 

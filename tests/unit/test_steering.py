@@ -270,12 +270,12 @@ def test_an_answer_that_nobody_takes_is_collected_and_a_request_is_not(
 ) -> None:
     published(job, 2)
     path = ask(job, 1)
-    with job.daemon(DaemonConfig(leftover_grace=60.0), clock=clock) as loop:
+    with job.daemon(clock=clock) as loop:
         loop.run_once()
         assert answer(job).outcome == "done"
         pause(job)
         for _ in range(24):
-            clock.advance(6)
+            clock.advance(90)
             loop.run_once()
     assert not path.exists()
 

@@ -43,7 +43,8 @@ class MergeOptions:
         names: ``hub`` for the tensors' names on the hub, ``trainer`` for the saved names.
         may_keep: True to keep the trainer's names if the hub's names are unknown; False to raise.
         threads: the files to write at a time, at most the number of processors. Several threads for
-            one file would wait for the file's lock.
+            one file would wait for the file's lock. More than four would take processors from a
+            trainer on this host, and seldom make storage faster.
         in_kernel: returns True if the kernel should copy into this open file when nothing is
             computed from the bytes.
     """
@@ -54,7 +55,7 @@ class MergeOptions:
     prefix: str | None = None
     names: Names = "trainer"
     may_keep: bool = False
-    threads: int = 1
+    threads: int = 4
     in_kernel: Callable[[int], bool] = may_copy_remotely
 
 
