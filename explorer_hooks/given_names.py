@@ -95,8 +95,11 @@ class GivenNames:
         name, shape = tensor.name, tensor.shape
         if self.given == "trainer":
             return [_piece(name, shape, part) for part in self._hub(name, shape)]
-        places = [place for place in self._map.trainer(name) if place.shape is not None]
-        pieces = [_place(name, place) for place in places]
+        pieces = [
+            _place(name, place, own)
+            for place in self._map.trainer(name)
+            if (own := place.shape) is not None
+        ]
         fits = pieces and _around(piece.own_box for piece in pieces) == shape
         return pieces if fits else []
 
@@ -150,9 +153,8 @@ def _piece(name: str, shape: Shape, part: HubPart) -> NamedPiece:
     return NamedPiece(name, _in_trainer(shape, part), part.name, _in_hub(part), part.transposed)
 
 
-def _place(hub: str, place: TrainerPart) -> NamedPiece:
-    assert place.shape is not None  # noqa: S101 # the caller's
-    box = _in_trainer(place.shape, place)
+def _place(hub: str, place: TrainerPart, own: Shape) -> NamedPiece:
+    box = _in_trainer(own, place)
     shape = box.shape if place.index is None else box.shape[1:]
     part = HubPart(hub, _swapped(shape) if place.transposed else shape, at=place.at)
     return NamedPiece(hub, _in_hub(part), place.name, box, place.transposed)

@@ -67,7 +67,7 @@ class Puller:
                     newest = self._wait(left, asks=asks, cancel=cancel)
                 was_broken = self._pipeline.is_broken
                 try:
-                    if self._take(newest, cancel):
+                    if newest is not None and self._take(newest, cancel):
                         return self._served()
                 except VersionGoneError as error:
                     self._look_again(error, deadline, cancel)
@@ -107,11 +107,9 @@ class Puller:
                 version = self._sync.set_model_state_dict_with_step_num(
                     step, timeout=max(0.0, deadline - time.monotonic()), cancel=self._cancel
                 )
-                assert version is not None  # noqa: S101 - a step was asked for
-                if version == self._pipeline.version:
-                    return version
                 try:
-                    self._pipeline.take(version, self._cancel, exactly=True)
+                    if version is not None and version != self._pipeline.version:
+                        self._pipeline.take(version, self._cancel, exactly=True)
                     return self._served()
                 except VersionGoneError as error:
                     self._look_again(error, deadline, self._cancel)
@@ -130,13 +128,15 @@ class Puller:
 
     # -- waiting ----------------------------------------------------------------------
 
-    def _wait(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version | Offer:
+    def _wait(
+        self, timeout: float | None, *, asks: bool, cancel: Cancellation
+    ) -> Version | Offer | None:
         floor = self._pipeline.floor
         if self._fast_path is None or timeout == 0:
             return self._sync.wait_for_newer(
                 floor, asks=asks, timeout=timeout, cancel=cancel, look=self._look
             )
-        newest = self._sync.wait_for_weights(
+        return self._sync.wait_for_weights(
             floor,
             joins=self._joins,
             ends_with_trainer=False,
@@ -144,8 +144,6 @@ class Puller:
             cancel=cancel,
             look=self._look,
         )
-        assert newest is not None  # noqa: S101 - the wait does not end with the trainer
-        return newest
 
     def _wait_until_told(self, timeout: float) -> Version | Offer | None:
         """Wait for newer weights; return None if the trainer has none, or has stopped."""

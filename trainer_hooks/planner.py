@@ -289,11 +289,10 @@ class Planner:
     def _after_broadcast(self, plan: Plan, step: int, arrived: bool) -> Plan:
         """Decide whether to save a broadcast step as files, too."""
         is_saved = self._is_begun(self.synced, step)
-        if not arrived:
+        fast_path = self._fast_path
+        if not arrived or fast_path is None:
             # Not skipped if the writer is busy, because explorers were told that files come.
             return Plan.NOTHING if is_saved else Plan.SYNC
-        fast_path = self._fast_path
-        assert fast_path is not None  # noqa: S101 - the step was broadcast
         lost = self.synced is not None and self._progress.has_failed(self.synced)
         if plan & Plan.FULL or is_saved or not (fast_path.cadence.is_save_due or lost):
             fast_path.cadence.passed(step)

@@ -77,13 +77,12 @@ class HttpServer:
             # Ignore the environment's proxies, and connect to the address directly.
             trust_env=False,
         )
-        self._routes: frozenset[str] | None = None
+        self._routes: frozenset[str] = frozenset()
 
     def has(self, route: str) -> bool:
         """True if the server has a route, by the cached list of routes."""
-        if self._routes is None:
+        if not self._routes:
             self.read_routes()
-        assert self._routes is not None  # noqa: S101 # read just now
         return route in self._routes
 
     def require(self, route: str, advice: str) -> None:
@@ -93,7 +92,7 @@ class HttpServer:
 
     def forget_routes(self) -> None:
         """Drop the cached routes; another server may have the address now."""
-        self._routes = None
+        self._routes = frozenset()
 
     def ask(
         self,

@@ -288,9 +288,8 @@ def _target(
     if shape != entry.shape if piece is None else not holds(shape, piece.other_box):
         return f"is {list(entry.shape)}, but {whose} has {list(shape)}"
     dtype = DTYPES.get(entry.dtype)
-    if dtype != value.dtype and not (cast and _casts(dtype, value.dtype)):
+    if dtype is None or (dtype != value.dtype and not (cast and _casts(dtype, value.dtype))):
         return f"is {entry.dtype}, but {whose} has {value.dtype}"
-    assert isinstance(dtype, torch.dtype)  # noqa: S101 - for the type checker
     box: Box | None = whole(shape)
     local = value
     if isinstance(value, DTensor):

@@ -290,7 +290,7 @@ class Loop:
     def _look_at_deltas(self) -> None:
         for outcome in self._deltas.finished():
             if outcome.delta is not None:
-                self._journal.delta_made(outcome)
+                self._journal.delta_made(outcome, outcome.delta)
                 continue
             self._journal.no_delta(outcome)
             if outcome.error is not None:

@@ -18,7 +18,7 @@ from syncd.deltas.delta_wire import CHANGED, DIFFERS, DONE, MESSAGE, PLAN, REFUS
 from syncd.deltas.ends import NoDeltaError, delta_end, elements_of, in_order, why_no_delta
 from syncd.deltas.whole_version import Places, WholeVersion, open_weights
 from syncd.protocol.names import DELTA
-from syncd.protocol.records import Delta, DeltaEnd, VersionFile, encode
+from syncd.protocol.records import Delta, VersionFile, encode
 from syncd.storage.fsio import Storage, named
 
 #: Seconds to wait for one block; long, because the machine or the storage may be blocked.
@@ -68,12 +68,10 @@ class DeltaChild:
         self._storage = storage
         self._target = target
         why = why_no_delta(base.manifest, target.manifest) or why_not_here()
-        if why is not None:
+        base_end, target_end = delta_end(base.manifest), delta_end(target.manifest)
+        if why is not None or base_end is None or target_end is None:
             raise NoDeltaError(why)
-        ends = delta_end(base.manifest), delta_end(target.manifest)
-        assert ends[0] is not None and ends[1] is not None  # noqa: S101, PT018 - both have digests
-        self._base_end: DeltaEnd = ends[0]
-        self._target_end: DeltaEnd = ends[1]
+        self._base_end, self._target_end = base_end, target_end
         self._where = str(target.folder)
         self._names = [tensor.name for tensor in in_order(target.manifest)]
         self._elements = sum(map(elements_of, target.manifest.tensors))

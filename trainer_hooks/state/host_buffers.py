@@ -263,8 +263,7 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
     stride = tensor.stride()
     if not tensor.is_contiguous():
         stride = torch.empty(tensor.shape, device="meta").stride()
-    made = DTensor.__tensor_unflatten__(inner, context, tensor.shape, stride)  # type: ignore[no-untyped-call] # torch's
-    assert isinstance(made, DTensor)  # noqa: S101 - for the type checker
+    made: DTensor = DTensor.__tensor_unflatten__(inner, context, tensor.shape, stride)  # type: ignore[no-untyped-call] # torch's
     return made
 
 

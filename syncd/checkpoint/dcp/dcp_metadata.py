@@ -113,14 +113,17 @@ def _path(name: object, paths: object) -> tuple[str, ...]:
 
 
 def _dimensions(name: object, value: object, where: str) -> int | None:
-    kind = type(value).__name__ if isinstance(value, Inert) else ""
-    if not isinstance(name, str) or kind not in {"TensorStorageMetadata", "BytesStorageMetadata"}:
+    kind = type(value).__name__
+    if (
+        not isinstance(name, str)
+        or not isinstance(value, Inert)
+        or kind not in {"TensorStorageMetadata", "BytesStorageMetadata"}
+    ):
         raise ShardFormatError(
             f"{where}: '{shown(name)}' is neither a tensor nor bytes. Save again with dcp.save"
         )
     if kind == "BytesStorageMetadata":
         return None
-    assert isinstance(value, Inert)  # noqa: S101 - for the type checker
     shape = shape_of(value.state.get("size"))
     if shape is None:
         raise ShardFormatError(f"{where}: '{shown(name)}' has no shape. Save again")

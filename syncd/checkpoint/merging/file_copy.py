@@ -22,7 +22,7 @@ from syncd.checkpoint.merging.cast import Caster
 from syncd.checkpoint.merging.options import Checked, MergeOptions
 from syncd.checkpoint.merging.plan import PlannedFile, PlannedTensor
 from syncd.checkpoint.merging.source_reader import Source, SourceReader, shorter
-from syncd.checkpoint.merging.tiling import Part, Run, Weave, leaves, source_at
+from syncd.checkpoint.merging.tiling import Bytes, Part, Run, Weave, leaves, source_at
 from syncd.checkpoint.safetensors_header import PAGE
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.protocol.errors import CoverageError, SyncdError
@@ -244,7 +244,7 @@ class TensorStream:
     def __init__(self, reader: SourceReader, parts: Iterable[Part]) -> None:
         self._reader = reader
         self._leaves = leaves(parts)
-        self._leaf: Part = Run(0, 0, 0)
+        self._leaf: Bytes = Run(0, 0, 0)
         self._done = 0  # bytes of the leaf that were read
 
     def read_into(self, view: memoryview) -> None:
@@ -257,7 +257,6 @@ class TensorStream:
                 count = min(len(view), length - self._done)
                 self._reader.read_into(source, offset + self._done, view[:count])
             else:
-                assert isinstance(self._leaf, Weave)  # noqa: S101 - leaves() gives no others
                 count = self._weave(self._leaf, view)
             self._done += count
             view = view[count:]

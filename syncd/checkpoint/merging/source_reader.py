@@ -78,20 +78,18 @@ class SourceReader:
         if checks is not None:
             number = checks.find(offset)
             if checks.owners.setdefault(number, self) is self:  # atomic: threads share this
-                self._check_up_to(source, number, offset)
+                self._check_up_to(source, checks, number, offset)
                 checks.extend(number, offset, part)
 
     def finish(self) -> None:
         """Check the bytes that were not read yet. All other readers must have finished."""
         for source, checks in enumerate(self._checks):
-            for number in range(len(checks.starts) if checks is not None else 0):
-                self._check_up_to(source, number, None)
+            if checks is not None:
+                for number, end in enumerate(checks.ends):
+                    self._check_up_to(source, checks, number, end)
 
-    def _check_up_to(self, source: int, number: int, offset: int | None) -> None:
-        """Check a record's unchecked bytes before ``offset``; None means the record's end."""
-        checks = self._checks[source]
-        assert checks is not None  # noqa: S101 - for the type checker
-        end = checks.ends[number] if offset is None else offset
+    def _check_up_to(self, source: int, checks: RecordChecks, number: int, end: int) -> None:
+        """Check a record's unchecked bytes before the offset ``end``."""
         while checks.at[number] < end:
             self._cancel()
             part = self._scratch[: end - checks.at[number]]

@@ -27,7 +27,7 @@ class Weave(NamedTuple):
     """
 
     turns: int
-    parts: tuple[Part, ...]
+    parts: tuple[Bytes, ...]
 
     @property
     def length(self) -> int:
@@ -66,11 +66,13 @@ class Transposed(NamedTuple):
                 yield Weave((end - begin) // self.itemsize, tuple(chain.from_iterable(runs)))
 
 
+#: Bytes in an order that a cut keeps.
+Bytes = Run | Weave
 #: Bytes of an output file, in order.
-Part = Run | Weave | Transposed
+Part = Bytes | Transposed
 
 
-def leaves(parts: Iterable[Part]) -> Iterator[Part]:
+def leaves(parts: Iterable[Part]) -> Iterator[Bytes]:
     """The same bytes as runs, and as weaves that hold only runs."""
     for part in parts:
         if isinstance(part, Transposed):
@@ -82,11 +84,11 @@ def leaves(parts: Iterable[Part]) -> Iterator[Part]:
                 yield from leaves(_row(part, index))
 
 
-def _row(weave: Weave, index: int) -> list[Part]:
+def _row(weave: Weave, index: int) -> list[Bytes]:
     return [_slices(inner, index, index + 1, weave.turns) for inner in weave.parts]
 
 
-def _slices(part: Part, begin: int, end: int, count: int) -> Part:
+def _slices(part: Bytes, begin: int, end: int, count: int) -> Bytes:
     """Slices ``begin`` to ``end - 1`` of ``count`` equal slices."""
     if isinstance(part, Run):
         length = part.length // count
@@ -100,7 +102,7 @@ def ends(parts: Iterable[Part]) -> list[int]:
     return list(accumulate(part.length for part in parts))
 
 
-def cut(parts: Sequence[Part], stops: Sequence[int], begin: int, end: int) -> Iterator[Run | Weave]:
+def cut(parts: Sequence[Part], stops: Sequence[int], begin: int, end: int) -> Iterator[Bytes]:
     """Cut the bytes ``begin`` to ``end - 1`` out of runs and weaves that end at ``stops``."""
     number = bisect_right(stops, begin)
     while begin < end:
@@ -111,7 +113,7 @@ def cut(parts: Sequence[Part], stops: Sequence[int], begin: int, end: int) -> It
         begin, number = upto, number + 1
 
 
-def _within(part: Part, begin: int, end: int) -> Iterator[Run | Weave]:
+def _within(part: Part, begin: int, end: int) -> Iterator[Bytes]:
     if isinstance(part, Run):
         yield Run(part.source, part.offset + begin, end - begin)
         return
@@ -139,7 +141,6 @@ def source_at(parts: Iterable[Part], offset: int) -> int:
         elif isinstance(part, Run):
             return part.source
         else:
-            assert isinstance(part, Weave)  # noqa: S101 - leaves() gives no others
             return source_at(_row(part, 0), offset % (part.length // part.turns))
     raise IndexError
 
@@ -156,8 +157,8 @@ class Block(NamedTuple):
 class Tiled(NamedTuple):
     """The bytes of a tensor, in order, and the copies that must equal them."""
 
-    parts: tuple[Part, ...]
-    copies: tuple[tuple[Part, ...], ...]
+    parts: tuple[Bytes, ...]
+    copies: tuple[tuple[Bytes, ...], ...]
 
 
 def tile(
@@ -218,7 +219,7 @@ class _Tiling:
         self._shape = shape
         self._labels = labels
 
-    def parts(self, blocks: list[Block], dim: int, rows: int) -> tuple[Part, ...]:
+    def parts(self, blocks: list[Block], dim: int, rows: int) -> tuple[Bytes, ...]:
         """The bytes, in order, of blocks that are equal in all dimensions before ``dim``.
 
         ``rows`` is the number of turns if the bytes are interleaved in a :class:`Weave`.
@@ -233,7 +234,7 @@ class _Tiling:
         size = self._shape[dim]
         if bands.keys() == {(0, size)}:
             return self.parts(blocks, dim + 1, rows * size)
-        parts: list[Part] = []
+        parts: list[Bytes] = []
         at, before = 0, "the beginning"
         for (start, count), band in sorted(bands.items()):
             label = self._labels[band[0].run.source]

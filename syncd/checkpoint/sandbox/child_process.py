@@ -83,10 +83,9 @@ class ChildProcess:
             code = errno.EAGAIN if error.errno in GONE else error.errno or errno.EAGAIN
             told = f"cannot start a process to {task} this path: {error}"
             raise OSError(code, told, where) from error
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None  # noqa: S101, PT018 - for the type checker
-        self._stdin, self._stdout = stdin, stdout
-        for pipe in (stdin, stdout):
+        pipes = tuple(filter(None, (self._process.stdin, self._process.stdout)))
+        self._stdin, self._stdout = pipes
+        for pipe in pipes:
             os.set_blocking(pipe.fileno(), False)
         self.expect(where)
 

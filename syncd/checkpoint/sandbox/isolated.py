@@ -169,7 +169,7 @@ class IsolatedParser:
             child.write(data)
             return read(self._rows(child, where, len(data) + _SLACK))
         except EndedError as error:
-            fault = self._fault(error)
+            fault = self._fault(child, error)
         except ValueError as error:
             fault = f"cannot be read: the process that reads it sent an invalid answer ({error})"
         except CheckpointError:
@@ -249,11 +249,10 @@ class IsolatedParser:
         separator = "" if message.startswith((" ", ":")) else ": "
         raise wire.ERRORS[kind](f"{where}{separator}{message}")
 
-    def _fault(self, error: EndedError) -> str:
+    def _fault(self, child: ChildProcess, error: EndedError) -> str:
         """End the child; return the fault of the file as a verb phrase for a message."""
         limits = self._limits
-        assert self._child is not None  # noqa: S101 - for the type checker
-        status = self._child.end()
+        status = child.end()
         if status == -signal.SIGXCPU:
             return f"takes more than {limits.cpu_seconds} s of processor time to read"
         if status == EXIT_MEMORY or isinstance(error, _MemoryError):

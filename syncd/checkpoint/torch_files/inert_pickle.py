@@ -139,9 +139,8 @@ class _Call(_Sealed):
 
 def _call(function: Callable[..., object]) -> _Call:
     members = {"__slots__": (), "__call__": staticmethod(function)}
-    made = type(function.__name__, (_Call,), members)()
-    assert isinstance(made, _Call)  # noqa: S101 - for the type checker
-    return made
+    kind: type[_Call] = type(function.__name__, (_Call,), members)
+    return kind()
 
 
 def _inert(name: str, *, unordered: bool = False) -> type[Inert]:

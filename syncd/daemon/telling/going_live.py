@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from syncd.daemon.decide import LeaseSeen
@@ -62,7 +63,6 @@ class GoingLive:
     def __init__(self, job: Job, lookout: Lookout) -> None:
         self._job = job
         self._lookout = lookout
-        self._on_record: dict[str, int] | None = None
         self._told_before = 0  # for explorers that are not in _on_record
         self._looks: dict[str, _LastLook] = {}
         self._leased: dict[str, set[int]] = {}
@@ -95,8 +95,6 @@ class GoingLive:
             (name for name, last in self._looks.items() if last.serves < latest),
             key=lambda name: self._looks[name].round,
         )
-        if behind and self._on_record is None:
-            self._read_journal()
         self._round += 1
         for name in behind[: max(_AT_A_TIME, math.ceil(len(names) / _ROUNDS))]:
             self._looks[name] = _LastLook(self._round, 0)
@@ -123,7 +121,6 @@ class GoingLive:
         return {host for it, host in self._takers.values() if sessions[it] is Liveness.ALIVE}
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[SeenLive]:
-        assert self._on_record is not None  # noqa: S101 - look() has read it
         loads, serves = report.last_loads, report.sequence or 0
         if report.loads is None and loads and serves not in self._leased.get(name, ()):
             return  # its lease may not have been seen yet
@@ -136,8 +133,9 @@ class GoingLive:
                 ago = ago if math.isfinite(ago) else 0.0
                 yield SeenLive(name, load.sequence, load.pause, ago, told is None, load.delta_bytes)
 
-    def _read_journal(self) -> None:
-        """Read the recorded loads from the end of the journal.
+    @cached_property
+    def _on_record(self) -> dict[str, int]:
+        """Explorer → its newest load, from the end of the journal.
 
         Loads of versions that are older than the lines read may be in the unread part. So all loads
         of those versions count as journaled.
@@ -154,5 +152,5 @@ class GoingLive:
                 published.append(line.version)
             elif line.explorer is not None:
                 told[line.explorer] = max(told.get(line.explorer, 0), line.version)
-        before = min(published) - 1 if published else max(told.values(), default=0)
-        self._told_before, self._on_record = before, told
+        self._told_before = min(published) - 1 if published else max(told.values(), default=0)
+        return told

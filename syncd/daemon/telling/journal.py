@@ -22,7 +22,7 @@ from syncd.protocol.amounts import size
 from syncd.protocol.events import Event
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.names import printable
-from syncd.protocol.records import Manifest, encode
+from syncd.protocol.records import Delta, Manifest, encode
 from syncd.protocol.reports import DaemonCounters
 from syncd.protocol.requests import RollbackRequest
 from syncd.storage.append import LIMIT, append, last_lines
@@ -268,10 +268,8 @@ class Journal:
             extra=Event.ROLLBACK_REFUSED(version=request.sequence, reason=error),
         )
 
-    def delta_made(self, outcome: DeltaOutcome) -> None:
+    def delta_made(self, outcome: DeltaOutcome, delta: Delta) -> None:
         """A delta to LATEST's version was made."""
-        delta = outcome.delta
-        assert delta is not None  # noqa: S101 - for the type checker
         changed = delta.changed / delta.elements if delta.elements else 0.0
         self._no_delta_said = ""
         self._count(deltas_made=1)
