@@ -34,8 +34,7 @@ class Instance:
     Attributes:
         name: the instance's name, after the ``@``.
         user, group: names or numbers.
-        needs: folders that must be mounted before the unit starts.
-        writes: the only folders that the unit may write to.
+        writes: the only folders that the unit may write to; they must be mounted before it starts.
         reads: files and folders that the unit must be able to read.
         command: syncd's arguments; empty to keep the template's arguments.
         check: syncd's arguments to check the configuration before a reload; empty for no check.
@@ -46,7 +45,6 @@ class Instance:
     name: str
     user: str
     group: str
-    needs: tuple[Path, ...]
     writes: tuple[Path, ...]
     reads: tuple[Path, ...] = ()
     groups: tuple[str, ...] = ()
@@ -107,7 +105,7 @@ def quoted(word: object) -> str:
 
 
 def _drop_in(instance: Instance) -> str:
-    lines = ["[Unit]", f"RequiresMountsFor={_list(instance.needs)}", "", "[Service]"]
+    lines = ["[Unit]", f"RequiresMountsFor={_list(instance.writes)}", "", "[Service]"]
     if instance.command:
         lines += ["ExecStart=", f"ExecStart={_called(instance.command)}"]
     if instance.check:

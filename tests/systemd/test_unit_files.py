@@ -106,7 +106,7 @@ def test_a_stop_leaves_alone_what_the_user_has_in_memory() -> None:
 
 def test_what_would_be_hidden_from_the_service_is_shown_to_it(tmp_path: Path) -> None:
     def drop_in(job: str) -> dict[str, list[str]]:
-        instance = unit_files.Instance("x", "u", "g", needs=(Path(job),), writes=(Path(job),))
+        instance = unit_files.Instance("x", "u", "g", writes=(Path(job),))
         return settings(unit_files.unit_files(instance)["syncd@x.service.d/job.conf"])
 
     assert drop_in("/home/u/job")["ProtectHome"] == ["read-only"]
