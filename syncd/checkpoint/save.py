@@ -166,10 +166,15 @@ WholeSave: TypeAlias = SavedWeights | Remote
 Save: TypeAlias = Unfinished | WholeSave
 
 
-def look_at_save(storage: Storage, actor: Path, step: int) -> Unfinished | SavedWeights:
-    """Find out if a save in ``actor/`` is whole. No content of the folder causes an exception."""
+def look_at_save(
+    storage: Storage, actor: Path, step: int, names: list[str] | None = None
+) -> Unfinished | SavedWeights:
+    """Find out if a save in ``actor/`` is whole. No content of the folder causes an exception.
+
+    ``names`` are those in ``actor/``, if they are known.
+    """
     try:
-        names = storage.names(actor)
+        names = storage.names(actor) if names is None else names
         if not names:
             return Unfinished(step, f"{actor} is not there, or empty")
         if RECEIPTS in names:

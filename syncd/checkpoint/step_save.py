@@ -15,10 +15,12 @@ from syncd.storage.fsio import Storage
 _LONGEST: Final = 4096
 
 
-def look_into_step(storage: Storage, folder: Path, step: int) -> Save:
+def look_into_step(
+    storage: Storage, folder: Path, step: int, names: list[str] | None = None
+) -> Save:
     """The save in a step's folder. No content of the folder causes an exception."""
     actor = folder / ACTOR
-    save = look_at_save(storage, actor, step)
+    save = look_at_save(storage, actor, step, names)
     if save.identity is not None:
         return save
     try:

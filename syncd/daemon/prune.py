@@ -20,6 +20,7 @@ from syncd.daemon.steps import look_at_step
 from syncd.protocol.events import Event
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import (
+    ACTOR,
     HUGGINGFACE,
     LORA_ADAPTER,
     RECEIPTS,
@@ -210,14 +211,17 @@ class Pruner:
 
     def _look_anew(self, folder: Path, step: int, outcome: SaveOutcome) -> StepSeen | None:
         """The folder's content on the server; this client's cache may be outdated."""
-        actor = folder / "actor"
-        parts = (actor / name for name in (RECEIPTS, HUGGINGFACE, LORA_ADAPTER))
-        for part in (folder, actor, *parts):
+        actor = folder / ACTOR
+        for part in (folder, actor):
             try:
                 self._job.storage.refresh(part)
             except OSError as error:
                 if not is_gone(error):
                     raise
+        for name in {RECEIPTS, HUGGINGFACE, LORA_ADAPTER}.intersection(
+            self._job.storage.names(actor)
+        ):
+            self._job.storage.refresh(actor / name)
         # A first open may still find an old file, so only the second look counts.
         look_at_step(self._job.storage, folder, step, outcome)
         return look_at_step(self._job.storage, folder, step, outcome)

@@ -160,10 +160,6 @@ class Scanner:
         """
         for folder in (self._job.layout.root, self._job.layout.state):
             self._job.storage.refresh(folder)
-        bench = self._job.layout.bench
-        for folder in (bench, *(bench / session for session in self._markers(bench))):
-            if self._job.storage.may_change(folder):
-                self._job.storage.refresh(folder)
         for _ in range(2):
             pointer, _ = self._pointer(self._pointer_file)
             checkpoint, _ = self._pointer(self._job.layout.checkpoint_pointer)
@@ -173,7 +169,7 @@ class Scanner:
         limit = pointer.step if announced is None else announced
         if step in {pointer.step, checkpoint.step} or step >= limit:
             return True
-        return step in self._benched()
+        return step in self._benched(refreshed=True)
 
     def _pointer(self, path: Path) -> tuple[Pointer, Signature | None]:
         try:
@@ -307,11 +303,17 @@ class Scanner:
             found.append(LeaseSeen(sequence, marker, None if since is None else now - since))
         return found
 
-    def _benched(self) -> frozenset[int]:
+    def _benched(self, *, refreshed: bool = False) -> frozenset[int]:
         """The steps that explorers build or evaluate."""
+
+        def listed(folder: Path) -> list[str]:
+            if refreshed and self._job.storage.may_change(folder):
+                self._job.storage.refresh(folder)
+            return self._markers(folder)
+
         bench = self._job.layout.bench
-        self._benches = self._markers(bench)
-        builds = (name for session in self._benches for name in self._markers(bench / session))
+        self._benches = listed(bench)
+        builds = (name for session in self._benches for name in listed(bench / session))
         steps = (parse_step_folder(name.partition("-")[0]) for name in builds)
         return frozenset(step for step in steps if step is not None)
 

@@ -173,7 +173,7 @@ def look_at_step(
     kept = full or SAVING in names or PINNED in names
     protected = kept or (((resumable and not unread) or critic) and not retired)
     # A protected folder is never pruned, so its files need no look.
-    found = None if protected else look_into_step(storage, folder, step).identity
+    found = None if protected else look_into_step(storage, folder, step, actor_names).identity
     return StepSeen(
         step=step,
         outcome=outcome.outcome,
