@@ -31,6 +31,7 @@ from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.remote import write_remote
 from syncd.checkpoint.safetensors_file import SafetensorsFile, content_digest
 from syncd.checkpoint.safetensors_header import broken
+from syncd.checkpoint.sandbox.isolated import IsolatedParser
 from syncd.checkpoint.save import (
     Remote,
     Save,
@@ -128,7 +129,7 @@ def build_model_folder(
                     )
             copied = work.clock()
             told = read_model_config(storage, folder, models)
-            hub = _names_on_hub(storage, actor, folder, contents, told, options)
+            hub = _names_on_hub(storage, actor, folder, contents, told, options, opened.parser)
             names: Names = options.names if hub else "trainer"
             plan = contents.plan(
                 options,
@@ -229,6 +230,7 @@ def _names_on_hub(
     contents: SaveContents,
     config: object,
     options: MergeOptions,
+    parser: IsolatedParser,
 ) -> NameMap | None:
     if contents.kind != "full":
         return None
@@ -236,7 +238,8 @@ def _names_on_hub(
         where = actor / HUGGINGFACE / NAME_MAP
         try:
             content = storage.read(folder / NAME_MAP, NAME_MAP_LIMIT)
-            found: NameMap | None = NameMap.read(content, where)
+            fields = parser.read_name_map(content, str(where))
+            found: NameMap | None = NameMap.read(fields, where)
         except RecordError as error:
             raise CheckpointError(f"{error}. Remove the file, and save the step again") from error
         except OSError as error:

@@ -16,6 +16,7 @@ from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import (
     DIMENSION_LIMIT,
     NUMBER_LIMIT,
+    PART_LIMIT,
     name_fault,
     shown,
 )
@@ -25,9 +26,7 @@ from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 
 #: The most bytes of a map: real maps have kilobytes, or megabytes for many renamed tensors.
 NAME_MAP_LIMIT: Final = 64 * 1024 * 1024
-#: The most parts in a map (three times as many as the largest models have), and the most characters
-#: of their names. These limits are needed, because a map of few bytes can ask for many parts.
-PART_LIMIT: Final = 250_000
+#: The most characters of all parts' names.
 NAMES_LIMIT: Final = 32 * 1024 * 1024
 _SLOT: Final = "{}"
 
@@ -97,7 +96,7 @@ class NameMap:
         for name, tensor in record.tensors.items():
             self._check(name, tensor)
             for piece in tensor.pieces:
-                made = 1 if piece.first is None else tensor.shape[0]
+                made = 1 if piece.first is None else max(1, tensor.shape[0])
                 count += made
                 characters += made * len(piece.name)
             if count > PART_LIMIT or characters > NAMES_LIMIT:
@@ -120,8 +119,8 @@ class NameMap:
             self._check_joined(hub_name, parts)
 
     @classmethod
-    def read(cls, content: bytes, where: object) -> NameMap:
-        """Read and check an untrusted map of at most :data:`NAME_MAP_LIMIT` bytes.
+    def read(cls, content: bytes | dict[str, object], where: object) -> NameMap:
+        """Read and check a map: its bytes, or its fields (see ``IsolatedParser``) if untrusted.
 
         Raises:
             RecordError: the content is not a name map, or contradicts itself.

@@ -11,8 +11,7 @@ from syncd.checkpoint.chunked_save import ChunkedSave, Opening, open_dcp, open_h
 from syncd.checkpoint.merging.options import Checked
 from syncd.checkpoint.merging.source_reader import Source
 from syncd.checkpoint.placement import Chunks, Local
-from syncd.checkpoint.safetensors_file import ReadFields, SafetensorsFile
-from syncd.checkpoint.safetensors_header import read_fields
+from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.sandbox.isolated import IsolatedParser, ParseLimits
 from syncd.checkpoint.save import (
     PICKLED_ADAPTER,
@@ -23,8 +22,7 @@ from syncd.checkpoint.save import (
     SavedWeights,
     Shards,
 )
-from syncd.checkpoint.torch_files.pieces import read_pieces
-from syncd.checkpoint.torch_files.shard_file import ReadPieces, ShardFile
+from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, ShardFormatError
 from syncd.protocol.names import DCP_METADATA
 from syncd.protocol.records import ReceiptFile
@@ -40,14 +38,14 @@ class OpenSave:
         shards: in rank order; empty if the weights are not shards.
         chunked: the open files of a save of ``torch.distributed.checkpoint``.
         full: the single open file of a full state dict or an adapter.
-        parse: reads the shards' pickles; in a child process if the save has no receipts.
+        parser: the child process that reads all that may be damaged or hostile.
     """
 
     save: SavedWeights
+    parser: IsolatedParser
     shards: list[ShardFile] = field(default_factory=list)
     chunked: ChunkedSave | None = None
     full: SafetensorsFile | None = None
-    parse: ReadPieces = read_pieces
     limits: ParseLimits = field(default_factory=ParseLimits)
     _found: int = 0
 
@@ -70,7 +68,7 @@ class OpenSave:
         Raises:
             CheckpointError: the shard cannot be merged, or the shards have too many tensors.
         """
-        found = shard.tensors(parse=self.parse)
+        found = shard.tensors(parse=self.parser.read_pieces)
         self._found += sum(
             max(1, len(value.locals)) if isinstance(value, Chunks) else 1
             for value in found.values()
@@ -99,8 +97,8 @@ def open_save(
 ) -> Iterator[OpenSave]:
     """Open all files of a whole save, and check each file against its receipt.
 
-    ``save`` must be the latest result of ``look_at_save``. ``prefix`` is as in ``MergeOptions``. If
-    the save has no receipts, a child process parses the files.
+    ``save`` must be the latest result of ``look_at_save``. ``prefix`` is as in ``MergeOptions``. A
+    child process parses the files.
 
     Raises:
         SaveNotReadyError: a file is gone, or differs from its receipt; call ``look_at_save`` again.
@@ -114,14 +112,11 @@ def open_save(
             "adapter_model.safetensors"
         )
     vouched = save.vouched()
+    job = actor.parent.parent if limits is None else None
     limits = limits or ParseLimits()
-    opened = OpenSave(save, limits=limits)
     records = 0
-    with ExitStack() as stack:
-        read_header: ReadFields = read_fields
-        if not save.receipts:
-            parser = stack.enter_context(IsolatedParser(cancel=cancel, limits=limits))
-            opened.parse, read_header = parser.read_pieces, parser.read_fields
+    with IsolatedParser(cancel=cancel, limits=limits, job=job) as parser, ExitStack() as stack:
+        opened = OpenSave(save, parser, limits=limits)
         try:
             match save:
                 case Dcp() | HuggingFaceParts():  # these never have receipts
@@ -140,7 +135,7 @@ def open_save(
                 case FullStateDict() | LoraAdapter():
                     cancel()
                     (name,) = save.weights
-                    full = SafetensorsFile.open(storage, actor / name, parse=read_header)
+                    full = SafetensorsFile.open(storage, actor / name, parse=parser.read_fields)
                     stack.callback(full.close)
                     opened.full = full
                     _check_vouched(

@@ -10,6 +10,9 @@ from typing import Final, Literal, TypeGuard
 from syncd.checkpoint.placement import Shape
 from syncd.protocol.names import has_control
 
+#: The most parts in a name map, three times as many as the largest models have. A limit is needed,
+#: because a map of few bytes can ask for many parts.
+PART_LIMIT: Final = 250_000
 #: torch's dtype name -> (safetensors' name, bytes per element). No others are merged or read.
 DTYPES: Final = {
     "bool": ("BOOL", 1),

@@ -85,15 +85,17 @@ _SHOWN: Final = 200
 _NAMED: Final = 4
 
 
-def parse(model: type[R], content: bytes, where: object) -> R:
+def parse(model: type[R], content: bytes | dict[str, object], where: object) -> R:
     """Read a record of the class ``model``; ``where`` is the file, for the error message.
+
+    ``content`` is the file's, or the fields in it.
 
     Raises:
         ProtocolMismatchError: the record is of a newer protocol.
         RecordError: the content is not a record of this class.
     """
     try:
-        record = model.model_validate_json(content)
+        record = _read(model, content)
     except pydantic.ValidationError as error:
         # A newer protocol may have another shape, so only its tag can be expected.
         _refuse_newer(content, where)
@@ -107,9 +109,15 @@ def parse(model: type[R], content: bytes, where: object) -> R:
     return record
 
 
-def _refuse_newer(content: bytes, where: object) -> None:
+def _read(model: type[R], content: bytes | dict[str, object]) -> R:
+    if isinstance(content, bytes):
+        return model.model_validate_json(content)
+    return model.model_validate(content)
+
+
+def _refuse_newer(content: bytes | dict[str, object], where: object) -> None:
     try:
-        record = Record.model_validate_json(content)
+        record = _read(Record, content)
     except pydantic.ValidationError:
         return
     _refuse_newer_protocol(record, where)

@@ -21,14 +21,15 @@ from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.placement import Position
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import read_fields
-from syncd.checkpoint.sandbox import wire
+from syncd.checkpoint.sandbox import isolated, wire
 from syncd.checkpoint.sandbox.isolated import IsolatedParser, ParseLimits
 from syncd.checkpoint.save import look_at_save
+from syncd.checkpoint.tensor_rules import PART_LIMIT
 from syncd.checkpoint.torch_files.pieces import Piece, Pieces, read_pieces
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import CancelledError, CheckpointError, ShardFormatError
-from syncd.protocol.names import shard_name
-from syncd.protocol.records import Quarantine, parse
+from syncd.protocol.names import RECEIPTS, shard_name
+from syncd.protocol.records import Quarantine, ReceiptFile, parse
 from syncd.storage.fsio import Storage
 from tests.jobs import SmallJob, nothing, weights
 from tests.rank_programs import ENVIRONMENT
@@ -56,6 +57,8 @@ def _nothing_is_left() -> Iterator[None]:
     # What an earlier test's threads still close is none of this test's: nothing may be added.
     before, opened = children(), set(os.listdir("/proc/self/fd"))
     yield
+    for job in list(isolated._waiting):
+        isolated._waiting.pop(job).close()
     assert children() <= before
     assert set(os.listdir("/proc/self/fd")) <= opened
 
@@ -199,12 +202,23 @@ def test_the_child_is_confined_and_each_file_has_its_own_time(child: IsolatedPar
     assert Path(f"/proc/{child.pid}/oom_score_adj").read_text() == "1000\n"
 
 
+@pytest.mark.parametrize("receipt", [False, True], ids=["no receipt", "a forged receipt"])
 def test_a_save_of_another_trainer_that_is_a_bomb_is_quarantined_and_the_next_published(
-    job: SmallJob, clock: Clock
+    job: SmallJob, clock: Clock, receipt: bool
 ) -> None:
     actor = job.layout.actor(4)
-    actor.mkdir(parents=True)
-    job.put(actor / shard_name(1, 0), shard({}, **{"data.pkl": COPIES}))
+    (actor / RECEIPTS if receipt else actor).mkdir(parents=True)
+    path = actor / shard_name(1, 0)
+    job.put(path, shard({}, **{"data.pkl": COPIES}))
+    if receipt:
+        with ShardFile.open(job.storage, path) as bomb:
+            file = ReceiptFile(
+                name=path.name,
+                size=bomb.size,
+                digest=bomb.directory_digest,
+                over="central-directory",
+            )
+        job.receipt(4, "run-4-0", 0, 1, file)
     job.point(4)
     with job.daemon(clock=clock) as loop:
         for _ in range(3):
@@ -240,25 +254,57 @@ def test_cancel_is_heard_while_the_child_works() -> None:
         assert not children() & {pid for pid in asked if pid}
 
 
-def test_the_child_ends_with_the_save_also_after_an_error(job: SmallJob) -> None:
-    job.save(4, receipts=False)
-    save = look_at_save(job.storage, job.layout.actor(4), 4)
+def opened_by(job: SmallJob, step: int) -> int | None:
+    """Save a step and open it; return the child that read it."""
+    job.save(step)
+    actor = job.layout.actor(step)
+    with open_save(job.storage, actor, look_at_save(job.storage, actor, step)) as opened:
+        return opened.parser.pid
+
+
+def test_a_child_reads_all_saves_of_one_job_and_none_of_another(
+    job: SmallJob, tmp_path: Path
+) -> None:
     before = children()
-    with open_save(job.storage, job.layout.actor(4), save):
-        assert len(children() - before) == 1
-    assert children() == before
+    first = opened_by(job, 4)
+    assert first is not None
     job.put(job.layout.actor(4) / "model.safetensors", b"\2\0\0\0\0\0\0\0[]")
+    save = look_at_save(job.storage, job.layout.actor(4), 4)
     with pytest.raises(CheckpointError), open_save(job.storage, job.layout.actor(4), save):
         pass
-    assert children() == before
+    assert opened_by(job, 5) == first
+    other = opened_by(SmallJob(tmp_path / "other"), 4)
+    assert children() - before == {other}
+    assert first != other
 
 
-def test_a_save_with_receipts_needs_no_child(job: SmallJob) -> None:
-    job.save(4)
-    save = look_at_save(job.storage, job.layout.actor(4), 4)
-    before = children()
-    with open_save(job.storage, job.layout.actor(4), save):
-        assert children() == before
+def test_a_child_that_was_killed_while_it_waited_is_replaced(job: SmallJob) -> None:
+    first = opened_by(job, 4)
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    assert opened_by(job, 5) not in (None, first)
+
+
+def test_a_fork_leaves_the_child_to_its_parent(job: SmallJob) -> None:
+    first = opened_by(job, 4)
+    if not (fork := os.fork()):
+        os._exit(len(isolated._waiting))
+    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
+    assert opened_by(job, 5) == first
+
+
+def test_a_name_map_that_is_a_bomb_is_an_error_of_the_file(child: IsolatedParser) -> None:
+    entry = b'{"shape": [0, 1], "pieces": [{"name": "{}", "first": 0}]}'
+    many = b",".join(b'"%d": %b' % (number, entry) for number in range(PART_LIMIT + 1))
+    with pytest.raises(ShardFormatError, match=r"name_map.json: its content .* more than 250000"):
+        child.read_name_map(b'{"tensors": {%b}}' % many, "/job/name_map.json")
+    deep = b'{"tensors": ' + b"[" * 200_000
+    with pytest.raises(ShardFormatError, match=r"/job/name_map.json"):
+        child.read_name_map(deep, "/job/name_map.json")
+    assert child.read_name_map(b'{"protocol": 7, "other": []}', "next") == {
+        "protocol": 7, "tensors": {},
+    }  # fmt: skip
 
 
 def test_many_saves_are_read_at_a_time_by_many_threads() -> None:
@@ -384,7 +430,7 @@ def test_the_limit_on_tensors_is_on_their_parts(tmp_path: Path) -> None:
         IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
         open_save(STORAGE, tmp_path, save, limits=ParseLimits(tensors=1)) as opened,
     ):
-        opened.parse = child.read_pieces
+        opened.parser = child
         with pytest.raises(ShardFormatError, match="more than 1 tensors"):
             opened.tensors(opened.shards[0])
 

@@ -62,7 +62,7 @@ class ChildProcess:
         python: str = sys.executable,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cancel = cancel
+        self.cancel = cancel
         self._wall_seconds = wall_seconds
         self._clock = clock
         self._task = task
@@ -94,6 +94,11 @@ class ChildProcess:
         """The child's process ID."""
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """False if the child has ended."""
+        return self._process.poll() is None
+
     def expect(self, where: str) -> None:
         """Start the time limit for an answer about the file ``where``."""
         self._where = where
@@ -106,7 +111,7 @@ class ChildProcess:
             try:
                 view = view[os.write(self._stdin.fileno(), view[:_PIPE]) :]
             except BlockingIOError:
-                self._wait(self._stdin.fileno(), select.POLLOUT, cancel or self._cancel)
+                self._wait(self._stdin.fileno(), select.POLLOUT, cancel or self.cancel)
             except BrokenPipeError:
                 raise EndedError from None
 
@@ -117,7 +122,7 @@ class ChildProcess:
             try:
                 part = os.read(self._stdout.fileno(), count)
             except BlockingIOError:
-                self._wait(self._stdout.fileno(), select.POLLIN, cancel or self._cancel)
+                self._wait(self._stdout.fileno(), select.POLLIN, cancel or self.cancel)
                 continue
             if not part:
                 raise EndedError

@@ -7,11 +7,13 @@ no file, so storage that does not answer is never mistaken for a bad file.
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NoReturn, Self, TypeVar
 
 from syncd.checkpoint.dcp.dcp_metadata import StoredModel
@@ -28,6 +30,10 @@ T = TypeVar("T")
 _MIB: Final = 1024 * 1024
 #: An answer may be this much longer than its file: a small pickle may name a tensor many times.
 _SLACK: Final = _MIB
+#: The child of the last save, by its job: saves of other jobs, whose trainers may be hostile, get
+#: another. A fork does not own it.
+_waiting: dict[Path | None, ChildProcess] = {}
+os.register_at_fork(after_in_child=_waiting.clear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,8 @@ class IsolatedParser:
     """Reads pickles and headers in a child process, which starts with the first request.
 
     Use it as a context manager, or close it. After a failure, the next request starts another
-    child. ``cancel`` is called every 50 ms while the child works.
+    child. ``cancel`` is called every 50 ms while the child works. With ``job``, the child waits for
+    the next parser of this job, which so need not start one.
 
     Each ``read_…`` method calls the function of that name in the child, and raises its errors. It
     raises ShardFormatError if the bytes exceed a limit or make the child fail. It raises OSError if
@@ -78,8 +85,10 @@ class IsolatedParser:
         limits: ParseLimits | None = None,
         python: str = sys.executable,
         clock: Callable[[], float] = time.monotonic,
+        job: Path | None = None,
     ) -> None:
         self._cancel = cancel
+        self._job = job
         self._limits = limits or ParseLimits()
         self._python = python
         self._clock = clock
@@ -98,7 +107,16 @@ class IsolatedParser:
         return None if self._child is None else self._child.pid
 
     def close(self) -> None:
-        """Kill the child, and wait until it has ended."""
+        """Leave the child to the next parser of the job, or kill it if it may need much memory."""
+        if self._child is None or self._job is None or self._answered > _MIB:
+            self._kill()
+            return
+        for job in list(_waiting):
+            if (other := _waiting.pop(job, None)) is not None:
+                other.close()
+        _waiting[self._job], self._child = self._child, None
+
+    def _kill(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             child.close()
@@ -150,6 +168,10 @@ class IsolatedParser:
             lambda rows: list(map(wire.read_chunked, rows)),
         )
 
+    def read_name_map(self, content: bytes, where: str) -> dict[str, wire.Row]:
+        """The fields of a name map, of limited number and not checked yet."""
+        return self._ask(wire.NAME_MAP, content, where, "content", wire.read_name_map)
+
     def _ask(
         self,
         kind: bytes,
@@ -175,9 +197,9 @@ class IsolatedParser:
         except CheckpointError:
             raise  # the child has reported this error itself, and goes on
         except BaseException:
-            self.close()
+            self._kill()
             raise
-        self.close()
+        self._kill()
         raise ShardFormatError(
             f"{where}: its {what} {fault}. The file is damaged, or somebody built it to exhaust "
             "this machine. Save the file again. If the file is good, run 'touch' on it, so that "
@@ -213,6 +235,10 @@ class IsolatedParser:
             yield from rows
 
     def _start(self, where: str) -> ChildProcess:
+        waiting = _waiting.pop(self._job, None)
+        if waiting is not None and waiting.is_running:
+            waiting.cancel, self._child = self._cancel, waiting
+            return waiting
         given = self._limits
         # Without ``site``, which may run code of other packages.
         self._child = child = ChildProcess(

@@ -23,6 +23,7 @@ from syncd.checkpoint.sandbox.wire import (
     ERRORS,
     HEADER,
     METADATA,
+    NAME_MAP,
     OUT_OF_MEMORY,
     PICKLE,
     READY,
@@ -34,6 +35,7 @@ from syncd.checkpoint.sandbox.wire import (
     failure,
     frame,
     frames,
+    name_map_rows,
     piece_row,
     read_asked,
 )
@@ -140,6 +142,7 @@ _ROWS: Final[dict[bytes, Callable[[bytes], Iterable[Row]]]] = {
     METADATA: _metadata,
     HEADER: lambda data: read_fields(data, ""),
     CHUNKED_HEADER: _chunked_fields,
+    NAME_MAP: name_map_rows,
 }
 
 

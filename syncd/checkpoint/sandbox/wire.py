@@ -19,6 +19,7 @@ from syncd.checkpoint.placement import Position, Shape
 from syncd.checkpoint.safetensors_header import HeaderEntry, checked_entry
 from syncd.checkpoint.tensor_rules import (
     ITEMSIZE,
+    PART_LIMIT,
     is_offset,
     name_fault,
     shape_of,
@@ -40,6 +41,7 @@ CHUNKED_HEADER: Final = b"C"
 #: These two requests begin with a word (:func:`asked`): a tensor's name, or a prefix of names.
 TENSOR: Final = b"T"
 METADATA: Final = b"M"
+NAME_MAP: Final = b"N"
 
 FRAME: Final = struct.Struct("<cI")
 READY: Final = b"+"
@@ -208,6 +210,35 @@ def read_chunked(row: Row) -> tuple[HeaderEntry, Shape]:
         if offsets is not None and len(offsets) == len(entry.shape):
             return entry, offsets
     raise ValueError("the answer has a header entry with wrong offsets")
+
+
+def name_map_rows(content: bytes) -> Iterator[Row]:
+    """The fields of a name map, as rows: the tensors come last, each in a row."""
+    try:
+        fields = json.loads(content)
+        tensors = fields.pop("tensors", {}).items()
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ShardFormatError(f" is not a name map: {error}") from None
+    yield {name: fields[name] for name in ("protocol", "refused") if name in fields}
+    yield from map(list, tensors)
+
+
+def read_name_map(rows: Iterable[Row]) -> dict[str, Row]:
+    """The fields of a name map from all rows of an answer; only their number is checked."""
+    left = iter(rows)
+    fields, tensors, count = next(left, None), {}, 0
+    for row in left:
+        match row:
+            case [str(name), tensor]:
+                tensors[name] = tensor
+                count += len(tensor.get("pieces", ())) if isinstance(tensor, dict) else 1
+            case _:
+                raise ValueError("the answer lists something that is not a tensor's names")
+        if count > PART_LIMIT:
+            raise ValueError(f"it lists more than {PART_LIMIT} tensors")
+    if not isinstance(fields, dict):
+        raise ValueError("the answer does not begin with the map's fields")  # noqa: TRY004 - all that a child says is a value
+    return {**fields, "tensors": tensors}
 
 
 def contents_rows(contents: StoredModel) -> Iterator[Row]:
