@@ -12,10 +12,11 @@ from syncd.protocol.records import Record, Step, Text
 
 
 class Claim(Record):
-    """The session that holds a participant's name. ``name`` is for people."""
+    """The session that holds a participant's name, and its process. ``name`` is for people."""
 
     session: str
     name: Text | None = None
+    process: Text = ""
 
 
 class _Owned(BaseModel):
@@ -34,15 +35,25 @@ def session_of(content: bytes) -> str | None:
 
 
 class _Named(BaseModel):
-    name: str
+    name: str | None = None
+    process: str = ""
 
 
 def name_in(content: bytes) -> str | None:
     """The name in a participant's report or claim of any protocol version, if any."""
+    return _named(content).name
+
+
+def process_in(content: bytes) -> str:
+    """The process in a claim of any protocol version; empty if there is none."""
+    return _named(content).process
+
+
+def _named(content: bytes) -> _Named:
     try:
-        return _Named.model_validate_json(content).name
+        return _Named.model_validate_json(content)
     except ValidationError:
-        return None
+        return _Named()
 
 
 class OfferedMember(BaseModel):

@@ -16,13 +16,13 @@ from typing import Final, Self
 from syncd.protocol.errors import CancelledError, NameTakenError
 from syncd.protocol.events import Event
 from syncd.protocol.names import TEMPORARY
-from syncd.protocol.participants import Claim, name_in, session_of
+from syncd.protocol.participants import Claim, name_in, process_in, session_of
 from syncd.protocol.records import encode
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Signature, Storage, signature
 from syncd.storage.job import Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
-from syncd.storage.sessions import Session, process_of
+from syncd.storage.sessions import Session, has_ended, process_of, this_process
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class HeldName:
         draft = self._job.layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
         try:
             self._job.storage.write_new(
-                draft, encode(Claim(session=self._session, name=self._name))
+                draft, encode(Claim(session=self._session, name=self._name, process=this_process()))
             )
             self._job.storage.link(draft, self._path)
         except FileExistsError:
@@ -195,6 +195,8 @@ class _Holder:
             self.session, self._first, self._missing = session, None, 0
         if session is None:
             return marker is Liveness.DEAD  # the claim has named no session for a lease time
+        if self._has_ended():
+            return True
         heartbeat = self._job.layout.session(session)
         seen = self._judge.look(heartbeat)
         if seen is Liveness.MISSING:
@@ -208,6 +210,12 @@ class _Holder:
             self.lives = self._first is not None and found != self._first
             self._first = found
         return seen is Liveness.DEAD
+
+    def _has_ended(self) -> bool:
+        try:
+            return has_ended(process_in(self._job.storage.read(self._path)))
+        except OSError:
+            return False  # the claim is gone or unreadable: the next look tells
 
     def take_away(self) -> None:
         """Remove the dead holder's claim, if it is still the same claim."""

@@ -6,7 +6,6 @@ after the folder. So every process may remove a folder without a mark.
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -15,6 +14,7 @@ from syncd.protocol.errors import JobUnavailableError
 from syncd.storage.errnos import NOT_EMPTY, is_gone, is_no_record
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
+from syncd.storage.sessions import has_ended, this_process
 
 _ALIVE: Final = ".alive"
 #: The most attempts to make or empty a room, because other runs and probes may interfere.
@@ -59,7 +59,7 @@ class ProbeRoom:
                 storage.mkdir(folder)
                 self._made_state |= folder == layout.state
         with storage.closing(storage.create(self._mark)) as fd:
-            storage.write_all(fd, f"{_this_host()} {os.getpid()}".encode())
+            storage.write_all(fd, this_process().encode())
         storage.mkdir(self.path)
 
     def beat(self) -> None:
@@ -135,18 +135,11 @@ def _remove_if_empty(storage: Storage, folder: Path) -> None:
             raise
 
 
-def _this_host() -> str:
-    """This host's boot and this process's PID namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
 def _has_ended(storage: Storage, mark: Path) -> bool:
-    """True if the process that made a mark ran on this host, and its number is free again."""
+    """True if the process that made a mark ran on this host, and has ended."""
     try:
-        host, _, pid = storage.read(mark).decode(errors="replace").rpartition(" ")
+        return has_ended(storage.read(mark).decode(errors="replace"))
     except OSError as error:
         if is_gone(error) or is_no_record(error):
             return False
         raise
-    return host == _this_host() and not os.path.lexists(f"/proc/{pid}")

@@ -36,6 +36,31 @@ def boot_id() -> str:
     return xxhash.xxh3_64_hexdigest(Path("/proc/sys/kernel/random/boot_id").read_bytes())
 
 
+def this_process() -> str:
+    """This process, for :func:`has_ended`: the host's boot, PID namespace, PID and start."""
+    return _process(os.getpid())
+
+
+def _process(pid: int) -> str:
+    state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    start = "ended" if state in "ZX" else fields[18]
+    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')} {pid} {start}"
+
+
+def has_ended(process: str) -> bool:
+    """True if a process of this host and PID namespace has ended; False if that is not known."""
+    *place, pid, _ = [*process.split(), "", ""][:4]
+    if place != this_process().split()[:2] or not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+        return _process(int(pid)) != process
+    except (ProcessLookupError, OverflowError):
+        return True
+    except OSError:
+        return False  # another user's, and perhaps hidden
+
+
 def new_session_id(prefix: str = "") -> str:
     """A unique name for this process's session."""
     host = re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:24].strip("-") or "host"

@@ -239,7 +239,9 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         why=TEXT,
         session=TEXT,
     ),
-    participants.Claim: st.builds(participants.Claim, session=TEXT, name=st.none() | TEXT),
+    participants.Claim: st.builds(
+        participants.Claim, session=TEXT, name=st.none() | TEXT, process=TEXT
+    ),
     participants.Offer: st.builds(
         participants.Offer,
         offer=st.from_regex(r"[0-9a-f]{12}", fullmatch=True),

@@ -3,6 +3,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -10,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from syncd.protocol.errors import NameTakenError
+from syncd.protocol.participants import Claim
+from syncd.protocol.records import encode
 from syncd.storage.claims import HeldName, read_claim
 from syncd.storage.job import Job
-from syncd.storage.sessions import Session
+from syncd.storage.sessions import Session, _process, boot_id, has_ended, this_process
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import CHANGES, AnswerLost, Clock, RuledStorage, once
 
@@ -104,6 +108,33 @@ def test_a_dead_participants_name_is_taken_after_a_lease_and_not_before(
     assert holder(job) == "second"
     assert not [path for path in job.layout.claims.iterdir() if "broken" in path.name]
     assert job.leftovers() == []
+
+
+def test_the_name_of_a_process_of_this_host_that_was_killed_is_taken_at_once(
+    job: SmallJob, clock: Clock
+) -> None:
+    first = Heartbeat(job, "first")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        process = _process(other.pid)
+        elsewhere = process.replace(boot_id(), "0" * 16)
+        assert not has_ended(process)
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        assert has_ended(process)  # though nobody has waited for it
+    job.layout.claims.mkdir()
+    begun = clock.now
+    for at, seconds in ((elsewhere, LEASE_TIME), (process, 0.0)):
+        claim = Claim(session=first.id, process=at)
+        job.put(job.layout.claim("explorer", "x"), encode(claim))
+        job.hosts.settle()
+        take(job, Heartbeat(job, "second"), clock)
+        assert seconds <= clock.now - begun <= 2 * seconds
+        begun = clock.now
+
+
+@pytest.mark.parametrize("process", ["", "1", "x y ../1 2", "a b 1 2 3", "ours"])
+def test_a_process_that_may_run_has_not_ended(process: str) -> None:
+    assert not has_ended(this_process() if process == "ours" else process)
 
 
 def test_a_wait_for_a_name_is_logged_once(
