@@ -69,7 +69,7 @@ class CheckpointCoordinator:
             )
         patience = patience_of(settings, saving, Ranks().world_size)
         progress = Progress()
-        ranks = Decisions(timeout=patience).ranks
+        ranks = Decisions(timeout=patience, save_timeout=settings.save_timeout).ranks
         self._rank = ranks.rank
         self._job = TrainerJob(
             job_dir, None, name, ranks, settings, saving, progress, storage=storage

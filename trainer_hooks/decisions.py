@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -27,6 +29,10 @@ log = logging.getLogger(__name__)
 _LONGEST: Final = 30 * 24 * 3600.0
 #: Seconds between two checks of a meeting.
 _POLL: Final = 0.05
+#: Seconds after which a meeting names the ranks that are missing.
+_WORD: Final = 10.0
+#: All ranks make their hooks in the same order, so the number of a hook names its meeting.
+_number = itertools.count()
 #: Seconds that the store of the process group may take to answer.
 _ANSWER: Final = 10.0
 #: The outcome of a meeting that all ranks came to. Any other outcome is the reason of a failure.
@@ -68,9 +74,12 @@ class Decisions:
 
     A separate gloo group sends them, so they do not delay the training's messages. Rank 0 waits for
     no rank. If rank 0 has died, the other ranks wait at most ``timeout`` seconds.
+
+    Raises:
+        SaveFailedError: a rank did not make its hook within ``save_timeout`` seconds.
     """
 
-    def __init__(self, *, timeout: float) -> None:
+    def __init__(self, *, timeout: float, save_timeout: float) -> None:
         self._group: dist.ProcessGroup | None = None
         self._had_group = dist.is_available() and dist.is_initialized()
         announced = os.environ.get("WORLD_SIZE", "")
@@ -81,7 +90,11 @@ class Decisions:
                 "torch.distributed.init_process_group before you make the hook",
                 announced,
             )
-        if self._had_group and dist.get_world_size() > 1:
+        self.ranks = Ranks()
+        if self.ranks.world_size > 1:
+            name = f"hook-{next(_number)}"
+            if reason := self.meet(name, timeout=save_timeout, act="make its hook"):
+                raise SaveFailedError(f"{reason}. Make the hook on every rank, not on rank 0 alone")
             self._group = dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=min(timeout, _LONGEST))
             )
@@ -138,19 +151,19 @@ class Decisions:
                 failed,
             )
 
-    def meet(self, name: str, *, timeout: float) -> str | None:
+    def meet(self, name: str, *, timeout: float, act: str) -> str | None:
         """Wait until all ranks have called this method; return None, or the reason of a failure.
 
         The first outcome in the process group's store counts for all ranks, so no rank enters a
-        collective alone. Use each ``name`` only once.
+        collective alone. Use each ``name`` only once. ``act`` is what a missing rank did not do.
         """
         if self._has_lost_its_group():
             return "the process group was destroyed before close() was called"
-        if self._group is None:
+        if self.ranks.world_size == 1:
             return None
         end = time.monotonic() + min(timeout, _LONGEST)
         try:
-            outcome = within(end + _ANSWER, lambda: self._meet(name, end, timeout))
+            outcome = within(end + _ANSWER, lambda: self._meet(name, end, timeout, act))
         except (RuntimeError, TimeoutError) as error:
             said = (str(error).strip() or "the store did not answer in time").splitlines()[0]
             return f"the store of the process group is out of reach: {said}"
@@ -166,18 +179,24 @@ class Decisions:
         except (RuntimeError, TimeoutError) as error:
             log.debug("this rank %s, and could not tell the other ranks: %s", why, error)
 
-    def _meet(self, name: str, end: float, timeout: float) -> str:
+    def _meet(self, name: str, end: float, timeout: float, act: str) -> str:
+        word = time.monotonic() + _WORD
         store, rank, world_size = self._store(name), self.ranks.rank, self.ranks.world_size
         store.set(f"{rank}", "")
         if store.add("come", 1) == world_size:
             store.compare_set("outcome", "", _ALL)
         while not store.check(["outcome"]):
             time.sleep(_POLL)
-            if time.monotonic() >= end:
-                late = [str(one) for one in range(world_size) if not store.check([f"{one}"])]
-                if late:
-                    late_ones = f"rank {', '.join(late)} did not call close()"
-                    store.compare_set("outcome", "", f"{late_ones} within {timeout:g} s")
+            now = time.monotonic()
+            if now < min(word, end):
+                continue
+            word = math.inf
+            late = ", ".join(f"{one}" for one in range(world_size) if not store.check([f"{one}"]))
+            if late and now >= end:
+                reason = f"rank {late} did not {act} within {timeout:g} s"
+                store.compare_set("outcome", "", reason)
+            elif late:
+                log.warning("rank %s did not %s within %g s; waiting on", late, act, _WORD)
         outcome: str = store.get("outcome").decode()
         read = store.add("read", 1)
         # Usually rank 0 holds the store, so rank 0 stays until all ranks have read it.

@@ -71,6 +71,7 @@ class TrainerHook:
     Raises:
         JobUnavailableError: the job directory is missing or not writable on some rank.
         NoRoomError: the disk of the job directory is full.
+        SaveFailedError: a rank did not make its hook within the ``save_timeout``.
         NameTakenError: another trainer works in this job. The check may take one lease time.
         InvalidSettingsError: the method is not supported, settings contradict each other, or an
             argument is not of its type.
@@ -99,7 +100,10 @@ class TrainerHook:
         self._saving = given_or_default("saving", SaveSettings, saving)
         check_stateful(optimizer=optimizer, scheduler=scheduler, critic_optimizer=critic_optimizer)
         patience = patience_of(self._settings, self._saving, Ranks().world_size)
-        decisions = Decisions(timeout=_longest_wait(self._settings, patience))
+        decisions = Decisions(
+            timeout=_longest_wait(self._settings, patience),
+            save_timeout=self._settings.save_timeout,
+        )
         self._progress = Progress()
         self._job = TrainerJob(
             job_dir,

@@ -122,7 +122,9 @@ class Planner:
         """Plan the last save; ``NOTHING`` if a rank does not call this in time. Collective."""
         if step is None or not (self._saving.final or self._ends_with_full):
             return Plan.NOTHING
-        why_not = self._decisions.meet(self._run_id, timeout=self._settings.save_timeout)
+        why_not = self._decisions.meet(
+            self._run_id, timeout=self._settings.save_timeout, act="call close()"
+        )
         if why_not is None:
             return self._decisions.agree(lambda: self._for_close(step), step=step)
         log.warning(

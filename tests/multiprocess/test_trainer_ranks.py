@@ -285,6 +285,16 @@ def test_ranks_that_call_with_unlike_steps_are_told_both_steps_at_once(
         assert "the same steps and the same job directory" in first.refusal()
 
 
+def test_a_hook_on_one_rank_alone_names_the_other_and_gives_up(job: Path, tmp_path: Path) -> None:
+    with started(job, tmp_path, "alone") as ranks:
+        first, second = ranks
+        warning, error = first.ask("open_in_vain")
+        assert warning == "rank 1 did not make its hook within 0.5 s; waiting on"
+        assert error.startswith("rank 1 did not make its hook within 3 s. Make the hook on every")
+        assert second.ask("open_in_vain") == [error]
+        assert ranks.all("open", {}) == [[], []]
+
+
 def test_ranks_with_unlike_job_directories_are_warned_when_the_hook_is_made(
     job: Path, tmp_path: Path
 ) -> None:

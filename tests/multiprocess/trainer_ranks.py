@@ -11,16 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from syncd.protocol.errors import SaveFailedError
 from tests.hooks import DEADLINE, over
 from tests.multiprocess.peers import Told
 from tests.storages import CHANGES, RuledStorage, once, refuse
-from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
+from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, decisions
 
 
 @contextmanager
@@ -76,6 +79,16 @@ class Rank(Told):
                 storage=None if memory else self._storage,
             )
         return logged
+
+    def open_in_vain(self) -> list[str]:
+        """Make a hook that another rank does not make; returns the warnings and the error."""
+        with (
+            _warnings() as logged,
+            mock.patch.object(decisions, "_WORD", 0.5),
+            pytest.raises(SaveFailedError) as refused,
+        ):
+            self.open({"save_timeout": 3})
+        return [*logged, str(refused.value)]
 
     def step(self, step: int, spoils: str | None = None) -> dict[str, float]:
         self._become(step, spoils)

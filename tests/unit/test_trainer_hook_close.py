@@ -189,7 +189,7 @@ def test_decisions_that_do_not_reach_a_rank_are_warned_of_once(caplog: Any) -> N
         def wait(self, _: object) -> None:
             raise RuntimeError("Connection reset by peer")
 
-    decisions = Decisions(timeout=1.0)
+    decisions = Decisions(timeout=1.0, save_timeout=1.0)
     decisions._sent = [(Lost(), torch.zeros(2)), (Lost(), torch.zeros(2))]
     decisions.wait_until_sent(1.0)
     (message,) = caplog.messages
