@@ -26,6 +26,8 @@ _PORTS: Final = MappingProxyType({"http": 80, "https": 443})
 #: The names of this host in a server's address. They count as one host.
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})  # noqa: S104 # compared only
 _LONGEST_TEXT: Final = 500
+#: Shorter keys are no secrets, but parts of many words.
+_SECRET: Final = 6
 _POLL: Final = 0.5
 #: Seconds between two log lines that the server is still not up.
 _WORD: Final = 30.0
@@ -64,8 +66,8 @@ class HttpServer:
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
         self.url = _address(url)
-        self._api_key = api_key
-        self._other_keys = other_keys
+        self._api_key = None if api_key is None else _checked(api_key)
+        self._other_keys = {route: _checked(key) for route, key in other_keys.items()}
         self._timeout = timeout
         self._client = httpx2.Client(
             base_url=self.url,
@@ -125,20 +127,28 @@ class HttpServer:
             )
         except httpx2.TransportError as error:
             self.forget_routes()
-            what = str(error) or type(error).__name__
+            what = self._hidden(str(error)) or type(error).__name__
             hint = (
                 _DISTRUSTED if "CERTIFICATE_VERIFY_FAILED" in what else "check that the server runs"
             )
             raise ServerUnreachableError(f"{self.url}: {route}: {what}: {hint}") from error
-        said = f"{self.url}: {route}: {response.status_code} {response.text[:_LONGEST_TEXT]}"
+        text = self._hidden(response.text)
+        said = f"{self.url}: {route}: {response.status_code} {text[:_LONGEST_TEXT]}"
         if response.status_code in _AWAY:
             self.forget_routes()
             raise ServerUnreachableError(said)
         if not response.is_success:  # redirections are not followed, so nothing was done
             status = response.status_code
             hint = _WRONG_KEY if status == httpx2.codes.UNAUTHORIZED else ""
-            raise ServerRefusedError(f"{said}{hint}", answer=_json(response), status=status)
-        return _json(response)
+            raise ServerRefusedError(f"{said}{hint}", answer=_json(text), status=status)
+        return _json(text)
+
+    def _hidden(self, text: str) -> str:
+        """A text without the keys, which some servers repeat in their errors."""
+        for key in (self._api_key or "", *self._other_keys.values()):
+            if len(key) >= _SECRET:
+                text = text.replace(key, "***").replace(json.dumps(key)[1:-1], "***")
+        return text
 
     def wait_until_up(
         self,
@@ -247,8 +257,18 @@ def _limits(timeout: float) -> httpx2.Timeout:
     return httpx2.Timeout(timeout, connect=min(timeout, _CONNECT))
 
 
-def _json(response: httpx2.Response) -> Any:
+def _checked(key: str) -> str:
+    key = key.removesuffix("\n")  # files that hold a secret often end with one
+    if not (key.isascii() and key.isprintable()):
+        raise InvalidSettingsError(
+            "an API key has a character that is not printable ASCII, such as a line break or an "
+            "accent. Check SYNCD_API_KEY and SYNCD_ADMIN_API_KEY, or the arguments"
+        )
+    return key
+
+
+def _json(text: str) -> Any:
     try:
-        return response.json()
+        return json.loads(text)
     except json.JSONDecodeError:
         return None

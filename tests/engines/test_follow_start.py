@@ -30,6 +30,7 @@ from syncd.cli.status_page import page
 from syncd.operate.job_state import look
 from syncd.protocol.errors import (
     InvalidSettingsError,
+    ServerError,
     ServerUnreachableError,
 )
 from syncd.storage.fsio import Storage
@@ -190,3 +191,28 @@ def test_a_file_that_holds_no_certificate_is_said_so(job: SmallJob, tmp_path: Pa
         ended = follow(job.layout.root, "--url", "https://127.0.0.1:1", "--cacert", path)
         assert isinstance(ended.exception, InvalidSettingsError)
         assert f"{path} contains no certificate" in str(ended.exception)
+
+
+@pytest.mark.parametrize("key", ["top-secret-4711\n", 'top"secret-4711'])
+def test_an_api_key_is_in_no_message(key: str) -> None:
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        sent = request.headers["Authorization"].removeprefix("Bearer ")
+        assert sent == key.strip()
+        if request.url.path == "/away":
+            raise httpx2.ConnectError(f"no way to {sent}")
+        return httpx2.Response(401, json={"detail": f"wrong key: {sent}", "keys": [sent]})
+
+    server = HttpServer("http://vllm", api_key=key, transport=httpx2.MockTransport(answer))
+    for route in ("GET /here", "GET /away"):
+        with pytest.raises(ServerError) as refused:
+            server.ask(route)
+        told = str([refused.value, getattr(refused.value, "answer", None)])
+        assert "secret" not in told
+        assert "***" in told
+
+
+@pytest.mark.parametrize("key", ["cl\u00e9", "two\nlines", "nul\0"])
+def test_an_api_key_that_no_header_can_have_is_refused_without_showing_it(key: str) -> None:
+    with pytest.raises(InvalidSettingsError, match="printable ASCII") as refused:
+        HttpServer("http://vllm", other_keys={"GET /x": key})
+    assert key not in str(refused.value)
