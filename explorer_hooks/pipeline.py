@@ -360,7 +360,13 @@ class Pipeline:
                 raise EngineBrokenError(
                     f"{self._broken}. Version {held.sequence} cannot be loaded again: {error}"
                 ) from error
-        self._reloader.restore(held)
+        try:
+            self._reloader.restore(held)
+        except EngineBrokenError as error:
+            if self._broken != str(error):
+                self._broken = str(error)
+                self.report()
+            raise
         log.info("the engine serves version %d again", held.sequence)
         with self._changed:
             self._broken, self._received, self._is_verified = None, None, True

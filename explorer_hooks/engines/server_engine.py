@@ -34,6 +34,8 @@ T = TypeVar("T")
 LOADING: Final = "syncd-loading"
 #: The beginning of the label of a loaded version.
 _STEP: Final = "step-"
+#: The label after a refused load, if the server had no usable label before.
+_GIVEN_BACK: Final = "given-back"
 
 
 class ServerEngine(ServerCalls):
@@ -58,8 +60,8 @@ class ServerEngine(ServerCalls):
     Args:
         url: the address of one server, not of a load balancer.
         mode: how to treat running requests; the first of :attr:`modes` by default.
-        base: the model folder that the server was started with; by default the folder that the
-            server names. If the folder is not on this host, the first version is loaded unchecked.
+        base: the model folder that the server was started with, if the folder that the server names
+            is not on this host. Without either folder, the first version is loaded unchecked.
         is_local: whether the server reads files on this host only; by default True if ``url`` is a
             loopback address. False switches staging off: use it for a server on several hosts.
         api_key: the key that the server was started with.
@@ -165,9 +167,7 @@ class ServerEngine(ServerCalls):
         log.info("%s", waits)
         self._server.wait_until_up(self._start_timeout, self._say_waiting, self._cancel)
         self._kinds = self._find_kinds()
-        named = self._named_folder()
-        if self._fits is None and named is not None:
-            self._fits = fits_if_here(named, self._whose)
+        named = self._read_model()
         if self._fits is None:
             log.warning(
                 "%s reports no model folder that exists on this host. Therefore syncd cannot check "
@@ -234,9 +234,15 @@ class ServerEngine(ServerCalls):
                 else :meth:`resume` raises EngineBrokenError.
             EngineBrokenError: the server failed, and the version is not the cause.
         """
-        torn, before = self._torn, self._must(self._said_label)
+        before = self._must(self._said_label)
         if before is not None and not before.startswith(LOADING):
             self._model_is_torn = False  # the server was restarted since
+            if not before.startswith((_STEP, _GIVEN_BACK)):
+                self._torn = self._uncached = self._proof = None
+                named = self._must(self._read_model)
+                self._loaded = {} if named is None else {"full": named}
+                self.check(version)  # it may have another model now
+        torn = self._torn
         if version.kind == "adapter" and self._model_is_torn:
             raise EngineBrokenError(
                 f"cannot load an adapter into {self._whose}: {torn}. Load a full model first, or "
@@ -253,9 +259,9 @@ class ServerEngine(ServerCalls):
             self._loaded_well(version)
         except ServerRefusedError as error:
             if self._uncached is not None:
-                name = f"{loading}-given-back"
+                name = f"{loading}-{_GIVEN_BACK}"
             else:
-                name = before if before and not before.startswith(LOADING) else "given-back"
+                name = before if before and not before.startswith(LOADING) else _GIVEN_BACK
             if self._give_back(version, name, error):
                 self._set_label(name)
                 self._torn = torn if version.kind == "adapter" else None
@@ -339,6 +345,13 @@ class ServerEngine(ServerCalls):
     def close(self) -> None:
         """Close the connections; the server keeps running."""
         self._server.close()
+
+    def _read_model(self) -> str | None:
+        """Read the model folder that the server names, if it is on this host; return its path."""
+        named = self._named_folder()
+        if named is not None:
+            self._fits = fits_if_here(named, self._whose) or self._fits
+        return named
 
     def _say_waiting(self, why: str) -> None:
         self._told_waiting(why)

@@ -13,7 +13,26 @@ log = logging.getLogger(__name__)
 def reload_whole(
     reload_weights: Callable[[], object], *, model: Any, vllm_config: Any, on_cpu: bool
 ) -> None:
-    """Reload all weights. After a failure the model may have parts of two versions."""
+    """Reload all weights. After a failure the model may have parts of two versions.
+
+    vLLM itself only logs the names of tensors that no file has.
+    """
+    load = model.load_weights
+    wanted = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+
+    def load_all(weights: object) -> set[str] | None:
+        loaded: set[str] | None = load(weights)
+        # As vLLM does at its start, trust the names of models without quantization only.
+        if loaded is not None and vllm_config.model_config.quantization is None:
+            missing = sorted(wanted - loaded)
+            if missing:
+                raise RuntimeError(
+                    f"the version lacks weights of {len(missing)} tensors of this vLLM's model, "
+                    f"such as {missing[0]}"
+                )
+        return loaded
+
+    model.load_weights = load_all
     try:
         if on_cpu:
             _reload_packed(reload_weights, model, vllm_config)
@@ -22,6 +41,8 @@ def reload_whole(
     except Exception:
         _end_reload(model, vllm_config)
         raise
+    finally:
+        del model.load_weights
 
 
 def _end_reload(model: Any, vllm_config: Any) -> None:

@@ -290,7 +290,8 @@ def test_a_server_that_restarts_counts_as_broken_until_it_has_its_version_again(
     job: SmallJob, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_STILL", 0.0)
-    fake.model_path = "elsewhere"  # no folder of this host: the first version is taken unseen
+    # No folder of this host: the first version is taken unseen.
+    fake.model_path = fake._started_with = "elsewhere"
     publish(job, 1)
     with ExplorerHook(job.layout.root, "server", engine_of(fake), poll=0.02) as hook:
         hook.start()
@@ -315,6 +316,22 @@ def test_a_server_that_restarts_counts_as_broken_until_it_has_its_version_again(
         wait_for(lambda: hook.fault is None)
     assert fake.weight_version == "step-2-version-2"
     assert len(fake.loaded) == 1  # what it had before was not served in between
+
+
+def test_a_server_that_restarts_with_another_model_gets_no_version_that_does_not_fit(
+    tmp_path: Path, fake: FakeSGLang
+) -> None:
+    fake.model_path = "elsewhere"
+    engine = engine_of(fake)
+    engine.attach()
+    other = make_version(tmp_path / "v1", random_tensors({"c": TENSORS["a"]}, 1))
+    load(engine, other)
+    fake.restart()  # from a folder with the tensors a and b
+    fake.loaded.clear()
+    with pytest.raises(EngineMismatchError, match="a is not in the version"):
+        load(engine, other)
+    assert not fake.loaded
+    assert not fake.is_paused  # it serves its own model
 
 
 @pytest.mark.parametrize("faults", [None, ("/pause_generation",)], ids=["away", "faulty"])

@@ -16,6 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
+from transformers import Qwen2Config
 
 from explorer_hooks.engines import vllm_server
 from explorer_hooks.engines.vllm_server import VLLMServer
@@ -33,7 +34,14 @@ from syncd.protocol.policy import Version
 from syncd.protocol.records import encode
 from tests.engines.broadcast_trainer import DEADLINE, trainer
 from tests.engines.pages import FOLLOW, IN_PROCESS
-from tests.engines.tiny_models import model, publish_adapter, publish_model, save_model, state
+from tests.engines.tiny_models import (
+    CONFIG,
+    model,
+    publish_adapter,
+    publish_model,
+    save_model,
+    state,
+)
 from tests.engines.vllm_process import (
     MODEL,
     PYTHON,
@@ -440,3 +448,25 @@ def test_a_server_that_is_killed_in_a_load_says_what_a_fresh_one_says_and_is_bro
         assert vllm.label == "step-2-version-2"
         assert hook.may_produce()
         assert said(vllm) != reloaded
+
+
+def test_a_server_that_restarts_with_a_deeper_model_serves_no_version_of_another(
+    job: SmallJob, vllm: VLLMProcess, tmp_path: Path
+) -> None:
+    publish_model(job, 1, state(1))
+    layers = {"num_hidden_layers": 3, "layer_types": None}
+    deeper = Qwen2Config(**CONFIG.to_diff_dict() | layers)
+    folder = save_model(tmp_path / "three", 0, deeper)
+    with hook_of(job, vllm) as hook:
+        hook.pull(LONG)
+        vllm.restart(folder)
+        vllm.wait_until_up()
+        own = said(vllm)
+        hook.start()
+        wait_for(lambda: "version 1 (step 1) does not fit" in str(hook.fault))
+        assert vllm.label == "default"
+        assert said(vllm) == own
+    folder.rename(tmp_path / "unseen")  # so that only the workers see what is missing
+    with hook_of(job, vllm) as hook, pytest.raises(EngineBrokenError, match="lacks weights of"):
+        hook.pull(LONG)
+    assert vllm.is_paused

@@ -23,22 +23,32 @@ from tests.weight_groups import CPU, DEADLINE, meeting
 from trainer_hooks.fast_path import WeightSender
 
 
+class Model(nn.ModuleList):
+    """Loads as vLLM's models do."""
+
+    served: dict[str, Tensor] | None = None
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        self.served = dict(weights)
+        return set(self.served)
+
+
 class Worker(SyncdWorker):
     """As vLLM mixes it into its own."""
 
     def __init__(self, rank: int, model: object) -> None:
         self.rank = rank
         self.device = CPU
-        self.model_config = SimpleNamespace(model=model)
+        self.model_config = SimpleNamespace(model=model, quantization=None)
         self.vllm_config = SimpleNamespace(model_config=self.model_config)
-        self.model_runner = SimpleNamespace(get_model=nn.Module)
-        self.served: dict[str, Tensor] | None = None
+        self.model = Model()
+        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
         self.fails = False
 
     def reload_weights(self, *, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
         if self.fails:
             raise RuntimeError("no memory")
-        self.served = dict(weights_iterator)
+        self.model.load_weights(weights_iterator)
 
 
 class Engine:
@@ -89,14 +99,15 @@ def test_all_workers_hold_what_was_sent_before_one_loads_it(model: nn.Module, fo
     with sent(model) as (rendezvous, trainer):
         engine.workers.receive(rendezvous, 1, DEADLINE)
         trainer.result()
-    assert [worker.served for worker in engine.each] == [None, None]
+    assert [worker.model.served for worker in engine.each] == [None, None]
     engine.workers.load(DEADLINE)
     for worker in engine.each:
-        assert worker.served is not None
-        assert worker.served.keys() == model.state_dict().keys()
+        served = worker.model.served
+        assert served is not None
+        assert served.keys() == model.state_dict().keys()
         for name, value in model.state_dict().items():
-            assert worker.served[name].dtype == value.dtype
-            assert torch.equal(worker.served[name], value)
+            assert served[name].dtype == value.dtype
+            assert torch.equal(served[name], value)
     engine.workers.leave()
     engine.workers.leave()
     with pytest.raises(EngineBrokenError, match="has no received weights"):
@@ -125,6 +136,24 @@ def test_what_one_worker_fails_to_load_is_not_served(model: nn.Module, folder: P
         engine.workers.load(DEADLINE)
     with pytest.raises(BroadcastError, match="must load a version from files first"):
         engine.workers.receive(rendezvous, 1, DEADLINE)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_load_that_leaves_old_weights_in_a_tensor_has_failed(quantization: str | None) -> None:
+    worker = Worker(0, "")
+    worker.model_config.quantization = quantization
+    worker.model.append(nn.Linear(2, 2))
+    weights = dict(worker.model.state_dict())
+
+    def load() -> str:
+        worker._syncd_membership = SimpleNamespace(take=lambda: iter(weights.items()))
+        return str(worker.syncd_load()["failed"])
+
+    assert load() == "None"
+    del weights["0.bias"]
+    failed = "lacks weights of 1 tensors of this vLLM's model, such as 0.bias"
+    assert (failed in load()) == (quantization is None)
+    assert "load_weights" not in vars(worker.model)
 
 
 class Packs:
@@ -156,7 +185,7 @@ class OnCPU(SyncdWorker):
         for layer in (self.embedding, self.head):
             layer.quant_method, layer.cpu_linear = Packs(), "of the start"
             del layer.quant_method.moe_kernel
-        model = nn.ModuleList((self.moe, self.embedding, self.head))
+        model = Model((self.moe, self.embedding, self.head))
         self.model_runner = SimpleNamespace(get_model=lambda: model)
 
     def reload_weights(self, *, weights_path: str) -> None:
