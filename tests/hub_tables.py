@@ -1,26 +1,32 @@
 """Makes ``syncd/checkpoint/hub_tables.json`` from transformers: ``python -m tests.hub_tables``.
 
-Each type of model that transformers can make of its own default config is made without weights, and
-asked how it would be saved (``trainer_hooks.state.hub_names``). Its names become rules, and a table
-is kept if its rules give the model's own map again. ``--count`` prints what there is instead.
+Each type of model that transformers can make of its own default config, or of a tiny one, is made
+without weights, and asked how it would be saved (``trainer_hooks.state.hub_names``). Its names
+become rules, and a table is kept if its rules give the model's own map again. Otherwise each name
+that transformers would change has an empty rule, so that a save with this name is refused.
+``--count`` prints what there is instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
 import re
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import configuration_auto, modeling_auto
 
 from syncd.checkpoint import hub_tables
@@ -35,33 +41,83 @@ _AUTO = (
     modeling_auto.AutoModelForImageTextToText,
     modeling_auto.AutoModelForMultimodalLM,
     modeling_auto.AutoModelForSeq2SeqLM,
+    modeling_auto.AutoModel,
 )
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_TYPES = configuration_auto.CONFIG_MAPPING_NAMES
 
 
 def model_types() -> list[str]:
-    """All types that this transformers knows."""
-    return sorted(configuration_auto.CONFIG_MAPPING_NAMES)
+    """All types that make text, and the types of their parts."""
+    types = {name for name in _TYPES if classes(name, _AUTO[:-1])}
+    for name in sorted(types):
+        with suppress(Exception):  # not every type has a config of its own
+            parts = vars(_config(name, tiny=False)).values()
+            types |= {part.model_type for part in parts if isinstance(part, PreTrainedConfig)}
+    return sorted(types & _TYPES.keys())
 
 
-def classes(model_type: str) -> list[Any]:
-    """The classes of a type that make text."""
+def classes(model_type: str, autos: Sequence[Any] = _AUTO) -> list[Any]:
+    """The classes of a type that make text, and at last its base class."""
     config = configuration_auto.CONFIG_MAPPING[model_type]
     found: dict[str, Any] = {}
-    for auto in _AUTO:
-        if config in auto._model_mapping:
+    for auto in autos:
+        with suppress(KeyError, ValueError):  # transformers lists classes that it does not have
             told = auto._model_mapping[config]
             for one in told if isinstance(told, tuple | list) else (told,):
                 found[one.__name__] = one
     return list(found.values())
 
 
+def base_class(model_type: str) -> str | None:
+    """The name of the class that other models have as a part."""
+    bases = classes(model_type, _AUTO[-1:])
+    return bases[0].__name__ if bases else None
+
+
 def default_model(model_type: str, kind: Any) -> nn.Module:
-    """A model of a type's own config, without weights."""
-    config = configuration_auto.CONFIG_MAPPING[model_type]()
+    """A model of a type's own config, or else of a tiny one, without weights."""
+    try:
+        return _made(kind, _config(model_type, tiny=False))
+    except Exception:  # noqa: BLE001 - any model's own code
+        return _made(kind, _config(model_type, tiny=True))
+
+
+def _config(model_type: str, *, tiny: bool) -> Any:
+    from tests.tiny_models import tiny_config  # noqa: PLC0415 - it imports this module
+
+    return tiny_config(model_type) if tiny else configuration_auto.CONFIG_MAPPING[model_type]()
+
+
+def _made(kind: Any, config: Any) -> nn.Module:
     with torch.device("meta"):
         made: nn.Module = kind._from_config(config)
     return made
+
+
+def places(model: Any) -> dict[str, tuple[str, str]]:
+    """Where a model has the base models of its config's parts: prefix → the part's key and type."""
+    found = {}
+    for key, part in vars(model.config).items():
+        if not isinstance(part, PreTrainedConfig):
+            continue
+        paths = {
+            path: type(module).__name__
+            for path, module in model.named_modules()
+            if path and isinstance(module, PreTrainedModel) and type(module.config) is type(part)
+        }
+        base = base_class(part.model_type) if part.model_type in _TYPES else None
+        path = next((path for path, name in paths.items() if name == base), next(iter(paths), None))
+        if path is not None:
+            found[f"{_NUMBER.sub('#', path)}."] = (key, part.model_type)
+    return found
+
+
+def changed_names(model: Any) -> list[str]:
+    """The tensors whose name or shape transformers would change in a save."""
+    state = model.state_dict()
+    saved = revert_weight_conversion(copy.copy(model), dict(state))
+    return [name for name in state if name not in saved or saved[name].shape != state[name].shape]
 
 
 def shapes(model: nn.Module) -> dict[str, Shape]:
@@ -143,28 +199,28 @@ def _without_common_end(name: str, other: str) -> tuple[str, str]:
     return ".".join(one) + ".", ".".join(two) + "."
 
 
-def tables(types: list[str]) -> Iterator[tuple[str, str, NameMap | None, Any, str]]:
-    """For each type and class: its map, its rules, and why there are none."""
+def tables(types: list[str]) -> Iterator[tuple[str, str, Any, Any, str]]:
+    """For each type and class: its model, its rules, and why there are none."""
     for model_type in types:
         for kind in classes(model_type):
             try:
                 model = default_model(model_type, kind)
                 names = name_map_of(model)
             except Exception as error:  # noqa: BLE001 - any model's own code
-                yield model_type, kind.__name__, None, None, f"{type(error).__name__}: {error}"
+                converts = map(get_checkpoint_conversion_mapping, (model_type, kind.__name__))
+                rules = {"": []} if any(converts) else None
+                yield model_type, kind.__name__, None, rules, f"{type(error).__name__}: {error}"
                 continue
-            if names is None or not (names or names.refused):
-                continue
-            if names.refused:
-                yield model_type, kind.__name__, names, None, names.refused
-                continue
-            tensors = shapes(model)
-            rules = rules_of(names, tensors)
-            again = hub_tables.apply_rules(rules, tensors, model_type)
-            if again != names:
-                yield model_type, kind.__name__, names, None, again.refused or "no general rules"
-                continue
-            yield model_type, kind.__name__, names, rules, ""
+            assert names is not None
+            reason = names.refused
+            if reason is None:
+                tensors = shapes(model)
+                rules = rules_of(names, tensors)
+                again = hub_tables.apply_rules(rules, tensors, model_type)
+                reason = None if again == names else again.refused or "no general rules"
+            if reason is not None:
+                rules = {_NUMBER.sub("#", name): [] for name in changed_names(model)}
+            yield model_type, kind.__name__, model, rules, reason or ""
 
 
 def main() -> None:
@@ -175,23 +231,30 @@ def main() -> None:
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    found: dict[str, dict[str, Any]] = {}
-    counted: Counter[str] = Counter()
-    for model_type, kind, names, rules, why in tables(asked.types or model_types()):
-        if rules is not None and names is not None:
-            found.setdefault(model_type, {})[kind] = rules
-            split = any(isinstance(rule, list) for rule in rules.values())
-            counted["split" if split else "renamed"] += 1
-        else:
-            counted["refused" if names is not None else "not made"] += 1
+    content: dict[str, Any] = {
+        "transformers": transformers.__version__,
+        "types": {},
+        "bases": {},
+        "places": {},
+    }
+    for model_type, kind, model, rules, reason in tables(asked.types or model_types()):
+        inside = {} if model is None else places(model)
         if asked.count:
-            print(f"{model_type:28} {kind:44} {why.splitlines()[0][:120] if why else len(rules)}")
-    if asked.count:
-        print(", ".join(f"{count} {what}" for what, count in sorted(counted.items())))
-        return
-    content = {"transformers": transformers.__version__, "types": found}
-    json.dump(content, sys.stdout, indent=1, sort_keys=True)
-    print()
+            size = "-" if rules is None else len(rules)
+            print(f"{model_type:28} {kind:44} {size} {(reason.splitlines() or [''])[0][:120]}")
+        if rules or inside:
+            content["types"].setdefault(model_type, {})[kind] = rules
+            if kind == base_class(model_type):
+                content["bases"][model_type] = kind
+        if inside:
+            content["places"][kind] = inside
+    for table in content["types"].values():
+        for kind in [name for name, rules in table.items() if "" in rules]:
+            if len(table) > 1:  # a class of another config
+                del table[kind]
+    if not asked.count:
+        json.dump(content, sys.stdout, indent=1, sort_keys=True)
+        print()
 
 
 if __name__ == "__main__":

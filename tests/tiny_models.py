@@ -77,8 +77,21 @@ _SMALL: Final[dict[str, Any]] = {
 }
 #: Beside these, what a type needs.
 _OWN: Final[dict[str, dict[str, Any]]] = {
-    "dots1": {"n_routed_experts": 4},
+    "deepseek_ocr2": {
+        "text_config": {
+            "model_type": "deepseek_ocr2_text",
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        }
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "emu3": {"vocabulary_map": {"<image>": 1}},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "hunyuan_vl": {"text_config": {"model_type": "hunyuan_vl_text", "head_dim": 8}},
+    "lfm2_moe": {
+        "num_hidden_layers": 3,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "qwen2_vl": {
         "text_config": {
@@ -100,7 +113,7 @@ def tiny_model(model_type: str, kind: Any = None) -> Any:
         Exception: the type's own code needs other settings.
     """
     kind = classes(model_type)[0] if kind is None else kind
-    config = _tiny(configuration_auto.CONFIG_MAPPING[model_type], _OWN.get(model_type, {}))
+    config = tiny_config(model_type)
     torch.manual_seed(0)
     model = kind._from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -111,7 +124,9 @@ def tiny_model(model_type: str, kind: Any = None) -> Any:
     return model
 
 
-def _tiny(kind: Any, own: dict[str, Any]) -> Any:
+def tiny_config(model_type: str) -> Any:
+    """A config of small sizes."""
+    kind, own = configuration_auto.CONFIG_MAPPING[model_type], _OWN.get(model_type, {})
     sizes = _sizes(kind(**own))
     for name, value in own.items():
         sizes[name] = {**sizes.get(name, {}), **value} if isinstance(value, dict) else value

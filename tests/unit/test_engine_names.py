@@ -184,13 +184,19 @@ def test_a_map_that_says_why_there_is_none_is_reason_enough_for_sglang(tmp_path:
 
 @pytest.mark.parametrize(
     ("model_type", "base", "fits"),
-    [("qwen3_moe", "hub", True), ("mixtral", "hub", False), ("mixtral", "trainer", True)],
+    [
+        ("qwen3_moe", "hub", True),
+        ("mixtral", "hub", False),
+        ("mixtral", "trainer", True),
+        ("qwen3_moe", None, True),
+        ("mixtral", None, False),
+    ],
 )
 def test_vllm_gets_the_trainers_names_only_if_it_finds_them(
-    tmp_path: Path, model_type: str, base: Names, fits: bool
+    tmp_path: Path, model_type: str, base: Names | None, fits: bool
 ) -> None:
     files = {MODEL_CONFIG: json.dumps({"model_type": model_type}).encode()}
-    folder = made(tmp_path, base, 9).folder
+    folder = made(tmp_path, base, 9).folder if base is not None else None
     engines: list[VLLMEngine | VLLMServer] = [
         VLLMEngine(cast("LLM", object()), base=folder),
         VLLMServer("http://vllm", base=folder, transport=httpx2.MockTransport(_nowhere)),

@@ -67,7 +67,7 @@ class HubNames:
     def _says_nothing(self, names: NameMap) -> bool:
         """True if readers would assume the same names without the file."""
         config = getattr(_inside(self.model), "config", None)
-        known = hub_tables.has_table(getattr(config, "model_type", None))
+        known = config is not None and hub_tables.has_table(config.to_dict())
         return not (names or names.refused or known)
 
     def _asked(self, tensors: Mapping[str, Tensor], base: nn.Module | None) -> NameMap | None:
