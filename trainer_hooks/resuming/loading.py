@@ -238,8 +238,19 @@ class OptimizerLoading(Loading):
                     "parameters in one parameter group. Make the same parameter groups as at the "
                     "save"
                 )
+        saved = {} if first is None else options[first]
+        # A scheduler adds initial_lr or max_momentum, and a later torch adds options.
+        more = sorted(saved.keys() - group.keys())
+        theirs = [name for name in more if not name.endswith(("_lr", "_momentum"))]
+        ours = sorted(group.keys() - saved.keys() - {"params"})
+        if theirs and ours:
+            raise CheckpointError(
+                f"{self.files.paths[0]} holds the state of an optimizer with the options "
+                f"{told_names(theirs)}, but {self.whose} has {told_names(ours)} instead. Use the "
+                "same optimizer as at the save, or load with optimizer=None"
+            )
         found: dict[str, Tensor] = {}
-        for key, value in options.get(first, {}).items() if first is not None else ():
+        for key, value in saved.items():
             if not isinstance(value, Held):
                 group[key] = value
                 continue
