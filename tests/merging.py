@@ -15,6 +15,7 @@ from syncd.checkpoint.merging.plan import plan_merge
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.checkpoint.torch_files.shard_file import ShardFile
+from syncd.protocol.names import parse_step_folder
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
@@ -64,7 +65,7 @@ def build(
 ) -> Manifest:
     """Merge a whole save into a new folder, as ``syncd merge`` does."""
     out.mkdir()
-    save = look_at_save(STORAGE, actor, 1)
+    save = look_at_save(STORAGE, actor, parse_step_folder(actor.parent.name) or 1)
     return build_model_folder(
         STORAGE,
         actor,

@@ -34,6 +34,9 @@ class ServerCalls(ABC):
     def _said_label(self) -> str | None:
         """The label of the server's weights; None if they have none."""
 
+    def _ask_workers(self) -> None:  # noqa: B027 # not every server can ask them
+        """Wait for an answer of the server's workers."""
+
     @abstractmethod
     def _set_label(self, text: str) -> None:
         """Set the label, if the server supports labels."""

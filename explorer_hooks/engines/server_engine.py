@@ -312,12 +312,14 @@ class ServerEngine(ServerCalls):
     def still_serves(self, version: LeasedVersion) -> bool:
         """True if the server reports this version, or weights of a later broadcast.
 
-        Also True for a server without labels, because its weights cannot be told apart.
+        Also True for a server without labels, because its weights cannot be told apart. False if
+        the server's workers do not answer.
         """
         if self._torn is not None or self._uncached is not None:
             return False
         try:
             said = self._said_label()
+            self._ask_workers()
         except (ServerRefusedError, OSError) as error:
             log.warning("%s does not report the version that it serves: %s", self._whose, error)
             return False

@@ -236,6 +236,9 @@ class VLLMServer(ServerEngine):
             self._forget_config()  # it may have been restarted with other options
         return said if isinstance(said, str) else None
 
+    def _ask_workers(self) -> None:
+        self._server.ask(_RPC, {"method": "check_health", "kwargs": {}})
+
     def _set_label(self, text: str) -> None:
         if self._can_label():
             self._server.ask(_LABEL, {"new_version": text})

@@ -40,6 +40,7 @@ from syncd.protocol.names import (
     parse_shard_name,
     receipt_name,
     shard_name,
+    step_folder,
 )
 from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, parse
 from syncd.storage.errnos import is_gone
@@ -214,6 +215,12 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
             f"{actor}: rank 0's receipt names over {RANK_LIMIT} ranks, or a save_id that is not "
             "printable. trainer_hooks writes no such receipt. Save again",
         )
+    if step not in {0, first.step}:  # 0 is a folder without a step in its name
+        return Unfinished(
+            step,
+            f"{actor} is a copy of step {first.step}, as its receipts say. Name the copy's folder "
+            f"{step_folder(first.step)}",
+        )
     receipts = [first]
     for rank in range(1, first.world_size):
         try:
@@ -242,7 +249,7 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | Save
         weights = (FULL_STATE_DICT,)
     else:
         return Unfinished(step, f"{actor}: the receipts of save {first.save_id} list no weights")
-    return _whole(step, first.save_id, weights, tuple(receipts))
+    return _whole(first.step, first.save_id, weights, tuple(receipts))
 
 
 def read_receipt(storage: Storage, actor: Path, name: str, left: int) -> tuple[Receipt, int]:

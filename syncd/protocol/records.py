@@ -293,6 +293,7 @@ class Manifest(Record):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
+        _check_step(self.save_id, self.step)
         if (self.kind == "remote") != (self.remote is not None):
             raise ValueError(
                 "the kind is remote, but there is no remote path"
@@ -384,6 +385,12 @@ class SaveId:
         return self.run == other.run and self.counter > other.counter
 
 
+def _check_step(save_id: str, step: int) -> None:
+    saved = SaveId.parse(save_id)
+    if saved is not None and saved.step != step:
+        raise ValueError(f"step is {step}, but save_id names step {saved.step}")
+
+
 class ReceiptFile(BaseModel):
     """A file that a receipt lists; ``nonfinite`` is None if the writer did not check.
 
@@ -415,6 +422,11 @@ class Receipt(Record):
     world_size: Annotated[int, Field(ge=1)]
     files: Annotated[tuple[ReceiptFile, ...], FailFast()]
     sync_dtype: Annotated[str, Field(max_length=20)] | None = None
+
+    @model_validator(mode="after")
+    def _is_of_its_step(self) -> Self:
+        _check_step(self.save_id, self.step)
+        return self
 
 
 class SaveOutcome(BaseModel):

@@ -451,3 +451,12 @@ def test_a_version_that_is_given_again_must_have_the_digests_that_it_had_first(
     for _ in range(2):
         with pytest.raises(ServerRefusedError, match="differ from the digests after"):
             engine.load(first)
+
+
+def test_a_server_whose_workers_do_not_answer_does_not_serve(tmp_path: Path) -> None:
+    routes = Routes(*LABELS, label="step-1-version-1")
+    engine = routes.engine()
+    version = make_version(tmp_path / "v1", {})
+    assert engine.still_serves(version)
+    routes.answers["check_health"] = None
+    assert not engine.still_serves(version)

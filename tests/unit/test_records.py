@@ -9,8 +9,10 @@ from syncd.protocol.records import (
     PROTOCOL,
     Format,
     Latest,
+    Manifest,
     Receipt,
     ReceiptFile,
+    Record,
     SaveId,
     VersionFile,
     encode,
@@ -87,6 +89,15 @@ def test_nothing_is_written_of_what_is_not_known() -> None:
 def test_a_receipt_needs_a_save_id() -> None:
     with pytest.raises(pydantic.ValidationError):
         Receipt(save_id="", step=1, rank=0, world_size=1, files=())
+
+
+@pytest.mark.parametrize("kind", [Manifest, Receipt])
+def test_a_record_of_another_step_than_its_saves_is_refused(kind: type[Record]) -> None:
+    content = b'{"sequence":1,"step":%d,"save_id":"run-4-0","checked":"receipt","digests":"off",'
+    content += b'"rank":0,"world_size":1,"files":[],"tensors":[]}'
+    parse(kind, content % 4, "it")
+    with pytest.raises(RecordError, match="step is 5, but save_id names step 4"):
+        parse(kind, content % 5, "it")
 
 
 def test_a_save_id_reads_back_as_it_was_written() -> None:

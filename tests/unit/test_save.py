@@ -56,6 +56,15 @@ def test_a_save_with_receipts_is_known_by_its_save_id(job: SmallJob) -> None:
     assert set(save.vouched()) == {"model.safetensors", "huggingface/config.json"}
 
 
+def test_a_copy_under_the_name_of_another_step_is_refused(job: SmallJob) -> None:
+    job.save(4)
+    job.layout.step(4).rename(job.layout.step(5))
+    save = look_at_save(job.storage, job.layout.actor(5), 5)
+    assert "is a copy of step 4" in save.reason
+    assert save.reason.endswith("Name the copy's folder global_step_4")
+    assert look_at_save(job.storage, job.layout.actor(5), 0).step == 4
+
+
 def test_without_rank_0s_receipt_nothing_is_whole(job: SmallJob) -> None:
     job.receipt(4, "run-4-0", 1, 2, WEIGHTS)
     assert "rank 0 has not written its receipt" in look(job).reason
