@@ -245,6 +245,24 @@ def test_whole_saves_below_the_pointer_that_nobody_recorded_are_found(
     assert [save.step for save in scanner.scan(NOTHING).unrecorded] == [4]
 
 
+def test_a_foreign_step_that_is_written_again_is_skipped_once_the_pointer_has_moved_past_it_twice(
+    job: SmallJob, scanner: Scanner
+) -> None:
+    outcome = SaveOutcome(identity="the save that was published", outcome="published")
+    known = Known(1, None, {2: outcome})
+    for step in (2, 3, 4, 5):
+        job.save(step, receipts=False, point=False)
+    told = []
+    for pointer in (5, 2, 3, 4):  # the trainer has resumed: it may be writing what it passes
+        job.point(pointer)
+        told.append([save.step for save in scanner.scan(known).unrecorded])
+        if pointer == 3:
+            job.save(2, 7.0, receipts=False, point=False)
+    job.point(5)
+    told.append([save.step for save in scanner.scan(known).unrecorded])
+    assert [2 in steps for steps in told] == [False, False, False, False, True]
+
+
 @pytest.mark.parametrize("between", [None, b"", b"x"])
 def test_a_pointer_that_is_seen_while_it_is_written_hides_nothing_that_it_passes(
     job: SmallJob, scanner: Scanner, between: bytes | None
