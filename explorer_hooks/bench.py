@@ -28,10 +28,7 @@ def latest(hook: ExplorerHook, timeout: float | None = None) -> Version:
         WaitTimeoutError: no version was published in time.
         Exception: for the other errors see :meth:`ExplorerHook.pull`.
     """
-    try:
-        return hook.pull(0)
-    except WaitTimeoutError:
-        return hook.version or hook.pull(timeout)
+    return hook.pull(0) or hook.version or hook.pull(timeout)
 
 
 def step(hook: ExplorerHook, number: int, timeout: float | None = None) -> Version:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self, overload
 
 from explorer_hooks.background import Follower
 from explorer_hooks.engines.base import Engine, MayBeAway, MayStartLater, TakesHubNames, WeightTaker
@@ -228,15 +228,23 @@ class ExplorerHook:
 
     # -- taking newer versions --------------------------------------------------------------------
 
-    def pull(self, timeout: float | None = None) -> Version:
+    @overload
+    def pull(self, timeout: Literal[0]) -> Version | None: ...
+
+    @overload
+    def pull(self, timeout: float | None = None) -> Version: ...
+
+    def pull(self, timeout: float | None = None) -> Version | None:
         """Wait for a version that is newer than the engine's version, and load it.
 
         During the wait, the hook requests a sync. It repeats the request each time the trainer
         reports that it has no newer weights. ``timeout`` is in seconds; None waits without a limit.
-        With 0, the hook requests no sync, and loads only a version that is published already.
+        With 0, the hook requests no sync, and loads only a version that is published already. It
+        returns None if there is no newer version, or if another thread is pulling.
 
         Raises:
-            WaitTimeoutError: no newer version was published in time, or another thread was pulling.
+            WaitTimeoutError: no newer version was published within a ``timeout`` above 0, or
+                another thread was pulling.
             VerificationError, EngineMismatchError, or an error of the engine: the version was
                 refused. The engine is unchanged, and the next pull waits for a later version.
             OSError, or an error of ``on_remote``: the engine is unchanged, and the next pull tries
@@ -252,6 +260,10 @@ class ExplorerHook:
         self._follower.check_off()
         try:
             return self._puller.newest(timeout, asks=True, cancel=self._cancel)
+        except WaitTimeoutError:
+            if timeout is None or timeout > 0:
+                raise
+            return None
         except (RefusedError, OnRemoteError) as refused:
             raise refused.error from refused.error.__cause__
 

@@ -49,7 +49,8 @@ class Planner:
     Attributes:
         synced: the newest save whose weights explorers get as files.
         last_sync: the newest sync: ``synced``, or a later broadcast.
-        skipped: the number of saves that were skipped because the writer was busy.
+        skipped: the number of due saves that were skipped because the writer was busy; a retry does
+            not count.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Planner:
         self.synced: SaveId | None = None
         self.last_sync: SaveId | None = None
         self.skipped = 0
+        self._skipped_at: int | None = None
         self._decisions = decisions
         self._settings = settings
         self._saving = saving
@@ -144,12 +146,19 @@ class Planner:
 
     def begin(self, plan: Plan, step: int) -> Begun:
         """Record that a plan is being carried out, and return the saves to make."""
-        self.skipped += bool(plan & Plan.SYNC_SKIPPED) + bool(plan & Plan.FULL_SKIPPED)
-        for done, skipped in ((Plan.SYNC, Plan.SYNC_SKIPPED), (Plan.FULL, Plan.FULL_SKIPPED)):
+        last = self._last_sync_step
+        due = trainer_decision(self._settings, step=step, last_sync_step=last)
+        is_new, before = self._skipped_at != step, self._owed
+        for done, skipped, is_due in (
+            (Plan.SYNC, Plan.SYNC_SKIPPED, due.sync),
+            (Plan.FULL, Plan.FULL_SKIPPED, due.full_save),
+        ):
             if plan & done:
                 self._owed &= ~done
             elif plan & skipped:
+                self.skipped += not before & done or (is_due and is_new)
                 self._owed |= done
+                self._skipped_at = step
         sync = full = None
         if plan & Plan.SYNC and not (plan & Plan.FULL and self._one_save):
             sync = self._goes_to_explorers(self._next_id(step))

@@ -237,8 +237,7 @@ def test_a_bench_of_every_full_checkpoint_moves_nobody_else(served: SmallJob) ->
             actor = served.layout.actor(step)
             assert engine.content == (actor / "model.safetensors").read_bytes()
             assert (report(served, "bench").bench, report(served, "bench").step) == (step, None)
-            with pytest.raises(WaitTimeoutError):
-                serving.pull(0)
+            assert serving.pull(0) is None
             with hook_of(served, f"newcomer-{step}") as newcomer:
                 assert newcomer.pull(LONG) == Version(1, 8)
         assert (served.layout.latest.read_bytes(), served.layout.saves.read_bytes()) == before

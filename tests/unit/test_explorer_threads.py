@@ -50,9 +50,9 @@ def test_a_pull_waits_no_longer_than_it_was_told_for_that_of_another_thread(
         assert hang.reached.wait(LONG)
         calls: list[Callable[[], object]] = [
             lambda: hook.pull(0.05),
-            lambda: hook.pull(0),
             lambda: hook.pull_step(1, 0.05),
         ]
+        assert hook.pull(0) is None
         others = [Aside(call) for call in calls]
         unbounded = Aside(lambda: hook.pull(None))
         try:

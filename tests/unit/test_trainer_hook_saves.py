@@ -103,15 +103,17 @@ def test_a_sync_that_is_due_while_one_is_written_is_skipped_counted_and_stays_du
     with TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook:
         hook.after_step(2)
         assert gate.reached.wait(DEADLINE)
-        told = [hook.after_step(step) for step in (3, 4, 5)]
-        assert [one["sync/skipped"] for one in told] == [0, 1, 2]  # since 4 it is due
+        told = [hook.after_step(step) for step in (3, 4, 5, 6)]
+        told += [hook.sync_while_waiting(), hook.after_step(7)]
+        # Since 4 it is due; at 5, while waiting at 6, and at 7 it is only tried again.
+        assert [one["sync/skipped"] for one in told] == [0, 1, 1, 2, 2, 2]
         assert not any("time/sync_weight" in one for one in told)
         gate.opened.set()
         written(hook)
-        assert "time/sync_weight" in hook.after_step(7)  # due by itself at 8 only
+        assert "time/sync_weight" in hook.after_step(9)  # due by itself at 10 only
         written(hook)
-        assert "time/sync_weight" not in hook.after_step(9)
-        assert job.layout.state_pointer.read_text() == "7\n"
+        assert "time/sync_weight" not in hook.after_step(11)
+        assert job.layout.state_pointer.read_text() == "9\n"
     assert not job.layout.step(4).exists()
 
 
