@@ -93,7 +93,7 @@ _VERSIONS: Final = TypeAdapter(list[VersionHistory])
 
 
 def history(job: Job, limit: int) -> list[VersionHistory]:
-    """The newest ``limit`` versions, oldest first, including pruned versions.
+    """The versions on disk and the newest ``limit`` versions, pruned or not, oldest first.
 
     The journal is bounded. A version that is older than the journal is listed without times, and
     only while it is on disk.
@@ -127,15 +127,16 @@ def _history(job: Job, limit: int) -> list[VersionHistory]:
     for name in job.storage.names(job.layout.published):
         if (sequence := parse_version_folder(name)) is not None:
             found.setdefault(sequence, VersionHistory(sequence)).on_disk = True
-    newest = dict(sorted(found.items())[-limit:])
-    _add_deletions(job, newest)
-    _add_unseen(job, newest)
+    newest = set(sorted(found)[-limit:])
+    shown = {n: found[n] for n in sorted(found) if n in newest or found[n].on_disk}
+    _add_deletions(job, shown)
+    _add_unseen(job, shown)
     latest = job.read(Latest, job.layout.latest, IF_ANY)
-    for version in newest.values():
+    for version in shown.values():
         version.latest = latest is not None and version.version == latest.sequence
         if version.on_disk and version.bytes is None:
             _add_manifest(job, version)
-    return list(newest.values())
+    return list(shown.values())
 
 
 def _add(version: VersionHistory, line: JournalLine) -> None:

@@ -43,14 +43,15 @@ function choices(count, chosen) {
 }
 
 function rows(status, versions, chosen, now) {
-  const shown = versions.slice(-(chosen.rows ?? CHOICES[0])).reverse();
+  const newest = versions.slice(-(chosen.rows ?? CHOICES[0]));
+  const shown = versions.filter((one) => one.on_disk || newest.includes(one)).reverse();
   const wanted = innerWidth < 1000 ? 3 : 7;
   const later = laterLives(versions);
   const starts = (one) => one.saved ?? one.published;
   const axis = chosen.since
-    ? Axis.ofSpan(1.05 * (extent(shown.flatMap((one) => momentsOf(one, later.get(one)).map((at) => at - starts(one))))
+    ? Axis.ofSpan(1.05 * (extent(newest.flatMap((one) => momentsOf(one, later.get(one)).map((at) => at - starts(one))))
         ?.[1] ?? 0), wanted)
-    : clockAxis(shown, now, wanted);
+    : clockAxis(newest, now, wanted);
   const onDisk = new Map(status.versions.map((one) => [one.sequence, one]));
   const deltas = shown.some((one) => one.delta !== null);
   const cells = shown.map((one) => [String(one.version), [

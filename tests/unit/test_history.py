@@ -136,6 +136,17 @@ def test_a_version_is_followed_from_its_save_to_its_end(job: SmallJob, clock: Cl
     assert history(Job(STORAGE, job.layout), 1) == [second]
 
 
+def test_a_version_on_disk_is_there_however_few_are_asked_for(job: SmallJob) -> None:
+    with job.daemon(DaemonConfig(keep=1)) as loop:
+        for step in range(1, 6):
+            job.save(step)
+            loop.run_once()
+            if step == 2:
+                job.lease(2, "session")
+        loop.run_once()
+    assert [one.version for one in history(Job(STORAGE, job.layout), 2)] == [2, 4, 5]
+
+
 def test_a_daemon_that_takes_over_goes_on_and_repeats_nothing(job: SmallJob) -> None:
     for _ in range(2):
         with job.daemon(DaemonConfig(keep=9)) as loop:
