@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 from rich.console import Console, RenderableType
@@ -32,8 +33,13 @@ _INTERVAL: Final = 2.0
     show_default=True,
     help="With --watch: the time between two refreshes.",
 )
+@click.option(
+    "--check", is_flag=True, help="Exit with 0 if healthy, 1 for a warning, 2 if critical."
+)
 @options.as_json
-def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bool) -> None:
+def command(
+    jobs: tuple[Path, ...], *, watch: bool, interval: float, check: bool, as_json: bool
+) -> None:
     """Show the published versions of JOBS, the explorers that serve them, and current waits.
 
     JOBS are job directories, or folders that contain job directories. If there are several jobs,
@@ -46,25 +52,33 @@ def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bo
     """
     found, is_one = _found(jobs)
     every = interval if watch else None
-    if is_one:  # a folder that is no job is an error; a watched job that goes away is a line
+    seen: list[dict[str, Any]] = []
+    # A folder that is no job is an error; a watched or checked job that goes away is a line.
+    if is_one and not check:
         look(Job.at(found[0]))
-    if as_json:
-        _repeat(lambda: _print_json(found, is_one=is_one, indent=None if watch else 2), every)
-        return
     console = Console(highlight=False)
 
+    def print_json() -> None:
+        seen[:] = map(look_anyway, found)
+        shown = seen[0] if is_one else {"jobs": seen}
+        click.echo(json.dumps(shown, indent=None if watch else 2))
+
     def shown() -> RenderableType:
-        seen = [look_anyway(job) for job in found]
+        seen[:] = map(look_anyway, found)
         now = time.time()
         if not is_one:
             return table(seen, now)
         return page(seen[0], now, console.width, console.height if console.is_terminal else None)
 
-    if watch and console.is_terminal:
+    if as_json:
+        _repeat(print_json, every)
+    elif watch and console.is_terminal:
         with cleaned_up(), Live(console=console, auto_refresh=False) as screen:
             _repeat(lambda: screen.update(shown(), refresh=True), every)
     else:
         _repeat(lambda: console.print(shown(), soft_wrap=True), every)
+    if check:
+        sys.exit(max((job["health"]["level"] for job in seen), default=0))
 
 
 def _found(given: Sequence[Path]) -> tuple[list[Path], bool]:
@@ -82,11 +96,6 @@ def _jobs_or_itself(folder: Path) -> list[Path]:
         return jobs_at(folder)
     except (JobUnavailableError, OSError):
         return [folder]
-
-
-def _print_json(found: list[Path], *, is_one: bool, indent: int | None) -> None:
-    seen = [look_anyway(job) for job in found]
-    click.echo(json.dumps(seen[0] if is_one else {"jobs": seen}, indent=indent))
 
 
 def _repeat(show: Callable[[], None], every: float | None) -> None:

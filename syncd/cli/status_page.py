@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from syncd.protocol.amounts import ago, moment, size, span
+from syncd.protocol.amounts import ago, few, moment, size, span
 from syncd.protocol.names import printable
 
 #: The most explorers and the most events that the page shows; JSON has more.
@@ -22,10 +22,11 @@ _LEAST: Final = 4
 #: The most reasons of faults, and the most queued rollbacks, that the page shows.
 _FAULTS: Final = 4
 _ROLLBACKS: Final = 3
-#: Lines around the explorers: an empty line, the header, the line for the rest, and the prompt.
-_AROUND: Final = 4
-#: After this many lease times without a report, a daemon may have ended without unlocking.
-_SILENT: Final = 3.0
+#: Lines around the explorers: the health, two empty lines, the header, the rest, and the prompt.
+_AROUND: Final = 6
+#: The colours of the levels of health, and of a trouble.
+_STYLES: Final = ("green", "yellow", "red")
+_BAD: Final = "bold red"
 _LABEL: Final = 9
 
 
@@ -35,7 +36,8 @@ def page(seen: dict[str, Any], now: float, width: int, height: int | None = None
     ``seen`` is the result of :func:`syncd.operate.job_state.look_anyway`. ``now`` is in seconds
     since the epoch. ``height`` is None if the output is not a terminal.
     """
-    parts = _job(seen, now, width, height)
+    health = seen["health"]
+    parts = [_text(health["text"], _STYLES[health["level"]]), *_job(seen, now, width, height)]
     memory = seen.get("memory")
     if memory is not None:
         parts.append(Text())
@@ -47,13 +49,14 @@ def page(seen: dict[str, Any], now: float, width: int, height: int | None = None
 
 
 def table(seen: list[dict[str, Any]], now: float) -> RenderableType:
-    """A table of several jobs, one row each."""
+    """A table of several jobs, one row each, below a line for each degraded job."""
     found = _table("job", "daemon", "latest", "step", "explorers", "behind", "heard")
     notes: list[Text] = []
     for job in seen:
+        if job["health"]["level"]:
+            notes.append(_text(f"{job['job']} is {job['health']['text']}"))
         if "unseen" in job:
             found.add_row(*_cells(job["job"], "-", "-", "-", "-", "-", "-"))
-            notes.append(_text(job["unseen"]))
             continue
         daemon, latest = job["daemon"], job["latest"]
         live = [one for one in job["explorers"] if one["status"] != "stopped"]
@@ -65,10 +68,10 @@ def table(seen: list[dict[str, Any]], now: float) -> RenderableType:
                 latest["step"] if latest else "-",
                 len(live),
                 max((one["behind"] for one in live), default="-"),
-                ago(now, daemon["time"]) if daemon else "-",
+                ago(now, daemon["heard"]) if daemon else "-",
             )
         )
-    return Group(found, *notes)
+    return Group(*(notes or [_text("healthy")]), found)
 
 
 def _job(seen: dict[str, Any], now: float, width: int, height: int | None) -> list[RenderableType]:
@@ -76,15 +79,16 @@ def _job(seen: dict[str, Any], now: float, width: int, height: int | None) -> li
         return [*_lines("job", seen["job"], width), *_lines("unseen", seen["unseen"], width)]
     parts: list[RenderableType] = []
     for label, text in _facts(seen, now):
-        parts += _lines(label, text, width)
+        parts += _lines(label, text, width, style=_BAD if text.startswith("lost (") else "")
     explorers = sorted(seen["explorers"], key=lambda one: bool(one["status"] == "stopped"))
     parts += _faults(explorers, width)
-    if seen["events"]:
-        parts += [Text(), *_events(seen["events"], width)]
+    left = _EXPLORERS if height is None else height - len(parts) - _AROUND
+    most = max(_LEAST, min(_EXPLORERS, left))
     if explorers:
-        left = _EXPLORERS if height is None else height - len(parts) - _AROUND
-        most = max(_LEAST, min(_EXPLORERS, left))
         parts += [Text(), *_explorers(explorers, now, most)]
+    if seen["events"]:
+        left = _EVENTS if height is None else left - min(len(explorers), most)
+        parts += [Text(), *_events(seen["events"], width)[-max(1, left) :]]
     return parts
 
 
@@ -96,12 +100,12 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
     else:
         detail = f": {daemon['detail']}" if daemon["detail"] else ""
         who = f"{daemon['host']} pid {daemon['pid']}, epoch {daemon['epoch']}"
-        heard = ago(now, daemon["time"])
+        heard = ago(now, daemon["heard"])
         facts.append(("daemon", f"{_state(seen)}{detail} ({who}, heard {heard})"))
         if daemon["merge"]:
             facts.append(("merge", _merge(daemon["merge"])))
         facts.append(("done", _done(daemon["counters"])))
-    if start := _how_to_start(seen, now):
+    if start := _how_to_start(seen):
         facts.append(("start", start))
     said = [] if latest is None else [latest["kind"], latest["dtype"]]
     more = ", ".join(one for one in said if one not in {"full", None})
@@ -124,15 +128,16 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
     if trainer is not None:
         step = "" if trainer["step"] is None else f", announced step {trainer['step']}"
         ranks = f"{trainer['world_size']} rank{'' if trainer['world_size'] == 1 else 's'}"
-        heard = ago(now, trainer["time"])
-        facts.append(("trainer", f"{trainer['status']}{step} ({ranks}, heard {heard})"))
+        heard = ago(now, trainer["heard"])
+        state = trainer["trouble"] or trainer["status"]
+        facts.append(("trainer", f"{state}{step} ({ranks}, heard {heard})"))
     if seen["paused"]:
         by = seen["paused"]["by"]
         facts.append(("paused", f"by {by}: nothing is published or pruned until 'syncd resume'"))
     leased = [
         f"{version['sequence']}"
         + (" pinned" if version["pinned"] else "")
-        + (f" ({_few(version['leases'])})" if version["leases"] else "")
+        + (f" ({few(version['leases'])})" if version["leases"] else "")
         for version in seen["versions"]
     ]
     facts.append(("on disk", ", ".join(leased) or "no version"))
@@ -179,18 +184,18 @@ def _names(seen: dict[str, Any]) -> str:
     ]
     told = "of the hub" if names == "hub" else "of the trainer's module"
     return told + (
-        f"; {_few(without)} did not report support for the hub's names" if without else ""
+        f"; {few(without)} did not report support for the hub's names" if without else ""
     )
 
 
-def _how_to_start(seen: dict[str, Any], now: float) -> str:
+def _how_to_start(seen: dict[str, Any]) -> str:
     """Advice to start a daemon; empty if a daemon seems to run."""
     daemon = seen["daemon"]
     if "memory" not in seen:
         return ""  # a memory directory: the daemon of the main job serves it
     if not seen["daemon_lock_held"]:
         why = "no daemon serves this job; start a daemon"
-    elif daemon is not None and now - daemon["time"] > _SILENT * (seen["lease_time"] or 0.0):
+    elif daemon is not None and daemon["trouble"]:
         why = "if this daemon has ended, start another daemon"
     else:
         return ""
@@ -200,7 +205,7 @@ def _how_to_start(seen: dict[str, Any], now: float) -> str:
 
 
 def _state(seen: dict[str, Any]) -> str:
-    state = seen["daemon"]["state"]
+    state = seen["daemon"]["trouble"] or seen["daemon"]["state"]
     return "paused" if seen["paused"] and state == "watching" else str(state)
 
 
@@ -233,7 +238,7 @@ def _faults(reports: list[dict[str, Any]], width: int) -> list[RenderableType]:
                 names.setdefault(why, []).append(report["name"])
     found: list[RenderableType] = []
     for why, who in list(names.items())[:_FAULTS]:
-        found += _lines("explorer", f"{_few(who)}: {why}", width)
+        found += _lines("explorer", f"{few(who)}: {why}", width)
     if len(names) > _FAULTS:
         found += _lines("", f"and {len(names) - _FAULTS} more reasons (--json)", width)
     return found
@@ -245,16 +250,17 @@ def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[Ren
         reports = sorted(reports, key=lambda one: (one["status"] == "stopped", -one["behind"]))
     found = _table("explorer", "status", "version", "step", "behind", "pause", "heard")
     for report in reports[:most]:
+        trouble = report["trouble"]
         found.add_row(
+            _text(report["name"]),
+            _text(trouble or report["status"], _BAD if trouble else ""),
             *_cells(
-                report["name"],
-                "faulty" if report["fault"] else report["status"],
                 report["sequence"] or ("-" if report["bench"] is None else "bench"),
                 next((n for n in (report["step"], report["bench"]) if n is not None), "-"),
                 report["behind"],
                 _pause(report["reload"]),
-                ago(now, report["time"]),
-            )
+                ago(now, report["heard"]),
+            ),
         )
     rest = reports[most:]
     if not rest:
@@ -279,7 +285,7 @@ def _events(events: list[dict[str, Any]], width: int) -> list[RenderableType]:
         same = list(group)
         if what == "live":
             names = [str(event.get("explorer")) for event in same]
-            told.append((same[-1]["time"], f"v{version} is live on {_few(names)}"))
+            told.append((same[-1]["time"], f"v{version} is live on {few(names)}"))
         else:
             told += [(event["time"], _event(event)) for event in same]
     found: list[RenderableType] = []
@@ -324,12 +330,6 @@ def _by(event: dict[str, Any]) -> str:
     return str(event.get("by", "someone"))
 
 
-def _few(names: list[str]) -> str:
-    """The names, joined by commas; of more than five, the first four."""
-    told = ", ".join(names[:4])
-    return told if len(names) <= 5 else f"{told} and {len(names) - 4} more"
-
-
 def _table(*heads: str) -> Table:
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for head in heads:
@@ -342,11 +342,13 @@ def _cells(*cells: object) -> list[Text]:
     return [_text(str(cell)) for cell in cells]
 
 
-def _text(text: str) -> Text:
-    return Text(printable(text))
+def _text(text: str, style: str = "") -> Text:
+    return Text(printable(text), style)
 
 
-def _lines(label: str, text: str, width: int, *, indent: int = _LABEL) -> list[RenderableType]:
+def _lines(
+    label: str, text: str, width: int, *, indent: int = _LABEL, style: str = ""
+) -> list[RenderableType]:
     """A label and its text, wrapped with a hanging indent; a path is never cut."""
     found = textwrap.wrap(
         printable(text),
@@ -356,4 +358,4 @@ def _lines(label: str, text: str, width: int, *, indent: int = _LABEL) -> list[R
     )
     first, *others = found or [""]
     head = f"{printable(label):<{indent - 1}} {first}"
-    return [Text(head), *(Text(" " * indent + line) for line in others)]
+    return [Text(head, style), *(Text(" " * indent + line, style) for line in others)]

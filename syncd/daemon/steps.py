@@ -51,8 +51,8 @@ class Steps:
         self._again = False
         self._pointed: int | None = None
         self._passed: frozenset[int] = frozenset()
-        #: Step below the pointer → the save there, and the pointer when this save was first seen.
-        self._saved_again: dict[int, tuple[str | None, int]] = {}
+        #: Step and save → the pointer when this later save was first seen below it.
+        self._saved_again: dict[tuple[int, str | None], int] = {}
         self._let_be = LetBe(clock=clock)
 
     @property
@@ -93,16 +93,15 @@ class Steps:
                     # else the step was saved again, and the pointer may have passed that save too
                 if pointer.step is not None and step < pointer.step:
                     save = self._skipped_save(step)
-                    if save is None:
-                        continue
                     # Without receipts, a trainer may be writing there in place at this moment,
                     # unless the pointer has moved up since the save looked the same.
-                    first = self._saved_again.get(step)
-                    if first is None or first[0] != save.identity:
-                        first = self._saved_again[step] = save.identity, pointer.step
-                    if outcome is None or save.receipts or first[1] < pointer.step:
+                    if save is not None and (
+                        outcome is None
+                        or save.receipts
+                        or self._saved_again.setdefault((step, save.identity), pointer.step)
+                        < pointer.step
+                    ):
                         unrecorded.append(save)
-                        del self._saved_again[step]
             except OSError as error:
                 if not is_refused_here(error):
                     raise

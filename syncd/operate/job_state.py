@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 from typing import Any, Final
 
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import read_journal
 from syncd.operate.delta_state import deltas_on_disk
+from syncd.protocol.amounts import few, span
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import (
@@ -17,7 +19,7 @@ from syncd.protocol.names import (
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import Format, Latest
+from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest
 from syncd.protocol.reports import DaemonReport, DeltaProgress, ExplorerReport, TrainerReport
 from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_refused_here
@@ -42,6 +44,7 @@ def look(job: Job) -> dict[str, Any]:
     """
     seen = _look(job)
     seen["memory"] = _memory(seen["daemon"])
+    seen["health"] = _health(seen)
     return seen
 
 
@@ -50,7 +53,8 @@ def look_anyway(folder: Path) -> dict[str, Any]:
     try:
         return look(Job.at(folder))
     except (JobUnavailableError, OSError) as error:
-        return {"job": str(folder), "unseen": str(error)}
+        health = {"level": 2, "text": f"degraded: {error}"}
+        return {"job": str(folder), "unseen": str(error), "health": health}
 
 
 def jobs_at(folder: Path) -> list[Path]:
@@ -103,16 +107,17 @@ def _look(job: Job) -> dict[str, Any]:
     pause = Steering(job).pause()
     form = job.read(Format, job.layout.format, IF_ANY)
     making = job.read(DeltaProgress, job.layout.delta_progress, IF_ANY)
+    lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
     return {
         "job": str(job.layout.root),
         "lease_time": form.lease_time if form else None,
-        "daemon": daemon.model_dump() if daemon else None,
+        "daemon": _process(job, daemon, lease_time),
         "daemon_lock_held": job.storage.exists(job.layout.daemon_lock),
         "publishing": job.storage.exists(job.layout.publish_lock),
         "paused": pause.model_dump() if pause else None,
         "rollbacks": _rollbacks(job),
         "latest": latest.model_dump() if latest else None,
-        "trainer": trainer.model_dump() if trainer else None,
+        "trainer": _process(job, trainer, lease_time),
         "versions": [
             {
                 "sequence": sequence,
@@ -131,7 +136,7 @@ def _look(job: Job) -> dict[str, Any]:
             and _is_there(job.storage, job.layout.step(step) / PINNED)
         ],
         "explorers": [
-            _explorer(report, latest)
+            _explorer(report, latest, _process(job, report, lease_time) or {})
             for report in job.explorer_reports(_names(job.storage, job.layout.explorers), IF_ANY)
         ],
         "quarantined": _names(job.storage, job.layout.quarantine),
@@ -140,9 +145,49 @@ def _look(job: Job) -> dict[str, Any]:
     }
 
 
-def _explorer(report: ExplorerReport, latest: Latest | None) -> dict[str, Any]:
-    """An explorer's report, and its lag behind LATEST."""
-    told = report.model_dump()
+def _process(
+    job: Job, report: DaemonReport | TrainerReport | ExplorerReport | None, lease_time: float
+) -> dict[str, Any] | None:
+    """A report, the time of its process's last heartbeat, and the trouble if it has stopped."""
+    if report is None:
+        return None
+    heard, works = job.heard(report, lease_time)
+    still = span(time.time() - heard)
+    trouble = f"lost (no heartbeat for {still})" if works is False else None
+    return {**report.model_dump(), "heard": heard, "trouble": trouble}
+
+
+def _health(seen: dict[str, Any]) -> dict[str, Any]:
+    """The state of the job in a line; its level is 0, 1 (a warning) or 2 (critical)."""
+    daemon, trainer, memory = seen["daemon"], seen["trainer"], seen["memory"] or {}
+    problems = []
+    if daemon is None or daemon["state"] == "stopped":
+        problems.append("no daemon")
+    if seen["paused"]:
+        problems.append("paused")
+    saves = [one for one in seen["events"] if one["event"] in {"published", "quarantined"}]
+    if saves and saves[-1]["event"] == "quarantined":
+        problems.append(f"step {saves[-1]['step']} cannot be published")
+    level = int(bool(problems))
+    names: dict[str, list[str]] = {}
+    explorers = [(one["name"], one) for one in seen["explorers"] + memory.get("explorers", [])]
+    for name, process in (("daemon", daemon), ("trainer", trainer), *explorers):
+        if process and process["trouble"]:
+            trouble = process["trouble"].partition(" (")[0]
+            names.setdefault(trouble, []).append(name)
+            level = max(level, 2 if trouble == "faulty" or process in (daemon, trainer) else 1)
+    problems += (f"{few(who)} {trouble}" for trouble, who in names.items())
+    return {"level": level, "text": f"degraded: {'; '.join(problems)}" if level else "healthy"}
+
+
+def _explorer(
+    report: ExplorerReport, latest: Latest | None, told: dict[str, Any]
+) -> dict[str, Any]:
+    """An explorer's report ``told``, its trouble, and its lag behind LATEST."""
+    if report.refused and told["trouble"] is None:
+        told["trouble"] = "refuses " + report.refused.partition(": ")[0].replace("version ", "v")
+    if report.fault and told["status"] != "stopped":
+        told["trouble"] = "faulty"
     if report.starting is not None:
         told["status"] = "starting"
     if report.bench is not None:

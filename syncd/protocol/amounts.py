@@ -26,6 +26,12 @@ def span(seconds: float) -> str:
     return f"{min(seconds / 86400, 99999):.0f} d"
 
 
+def few(names: list[str]) -> str:
+    """The names, joined by commas; of more than five, the first four."""
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 4} more"
+
+
 def ago(now: float, then: float) -> str:
     """The age of a record. It is never negative, even if the clocks of two hosts differ."""
     return f"{span(max(0.0, now - then))} ago"

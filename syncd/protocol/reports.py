@@ -303,7 +303,7 @@ class DaemonReport(Record):
             trainer's names are the same.
     """
 
-    session: str
+    session: SessionId
     host: str
     pid: int
     epoch: int

@@ -6,20 +6,25 @@ import os
 import secrets
 import shlex
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from syncd.protocol.errors import JobUnavailableError, ProtocolMismatchError, RecordError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import TEMPORARY, parse_step_folder
 from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, R, encode, parse
-from syncd.protocol.reports import LOADS_KEPT, ExplorerReport, Load
+from syncd.protocol.reports import LOADS_KEPT, DaemonReport, ExplorerReport, Load, TrainerReport
 from syncd.storage.errnos import is_gone, is_no_record, unwritable_storage
 from syncd.storage.fsio import RECORD_LIMIT, Storage
 from syncd.storage.record_files import EXPECTED, IF_ANY, ReadPolicy
+
+#: After this many lease times without a heartbeat, a process counts as lost. A judge needs one; the
+#: second is for clocks that differ.
+_STILL: Final = 2.0
 
 
 @dataclass(eq=False)
@@ -215,6 +220,25 @@ class Job:
             report = self.read(ExplorerReport, self.layout.explorers / name, policy)
             if report is not None:
                 yield report
+
+    def heard(
+        self, report: DaemonReport | TrainerReport | ExplorerReport, lease_time: float
+    ) -> tuple[float, bool | None]:
+        """The time of the last heartbeat of a report's process, and False if the process is lost.
+
+        Instead, None stands for a process that has ended, or whose heartbeat is not known.
+
+        This trusts clocks, which a :class:`.Judge` does not, so it is only for people.
+        """
+        state = report.state if isinstance(report, DaemonReport) else report.status
+        session = report.session
+        try:
+            heartbeat = self.storage.status(self.layout.session(session)) if session else None
+        except OSError:
+            return report.time, None  # the rest is still worth showing
+        heard = heartbeat.st_mtime if heartbeat else report.time
+        works = time.time() - heard <= _STILL * lease_time
+        return heard, works if session and state != "stopped" else None
 
 
 def no_folder(path: object) -> JobUnavailableError:

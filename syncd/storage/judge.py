@@ -251,7 +251,8 @@ class Lookout:
         if seen is Liveness.MISSING and before is not Liveness.MISSING:
             seen = self._judge.look_again(path)
         if before is Liveness.ALIVE and seen is not Liveness.ALIVE:
-            log.info(
+            log.log(
+                logging.WARNING if seen is Liveness.DEAD else logging.INFO,
                 "session %s is %s: ignoring it from now on",
                 session,
                 seen.value,

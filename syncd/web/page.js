@@ -8,7 +8,6 @@ import { link } from "./words.js";
 const EVERY = 2000; // ms from an answer to the next question
 const SLOWEST = 30000; // between two that fail
 const PATIENCE = 20000;
-const JUST = 10; // seconds between two readings: a report that is new in the second was written just now
 
 const known = {
   overview: null, // what /jobs.json said last
@@ -18,7 +17,6 @@ const known = {
   markedAt: null, // when that was read first, by the server's clock
   answeredAt: 0, // by this page's own clock, in ms
   failures: 0,
-  heard: new Map(), // of each daemon its last report, and how wrong its clock is
 };
 const chosen = { since: false, rows: null, allExplorers: false, opened: new Set() };
 let timer = null;
@@ -42,25 +40,6 @@ function decoded(hash) {
   } catch {
     return null;
   }
-}
-
-/**
- * When each daemon was `heard`, by the server's clock: its own may be wrong by minutes, and is set right by the first
- * report that is seen to follow another.
- */
-function hear({ jobs }) {
-  const heard = new Map();
-  for (const { job: path, status, read } of jobs) {
-    for (const { job: name, daemon } of [status, status?.memory].filter((one) => one?.daemon)) {
-      const key = JSON.stringify([path, name, daemon.session]);
-      const before = known.heard.get(key);
-      const isNew = before && before.time !== daemon.time && read - before.read < JUST;
-      const wrong = isNew ? read - daemon.time : before?.wrong ?? Math.min(0, read - daemon.time);
-      heard.set(key, { time: daemon.time, read, wrong });
-      daemon.heard = daemon.time + wrong;
-    }
-  }
-  known.heard = heard;
 }
 
 async function ask(path) {
@@ -96,7 +75,6 @@ async function refresh() {
   clearTimeout(timer);
   try {
     known.overview = await ask("jobs.json");
-    hear(known.overview);
     nameJobs(known.overview.jobs);
     known.answeredAt = performance.now();
     if (isHistoryOld(job())) {

@@ -6,8 +6,8 @@ import { command, isSilent, median, note, silence, sorted, table, words } from "
 import { charts, timeline } from "./versions.js";
 import { ago, clock, link, many, moment, printable, said, size, span } from "./words.js";
 
-const QUIET = 60; // seconds, or two leases, after which a daemon that said nothing is worth a word
 const FEW = 20; // explorers
+const KINDS = ["good", "warn", "bad"]; // of a health's level
 const LATE = 15; // seconds after which what was read is no longer now
 
 /** In the page's head: how old all of it is. */
@@ -26,7 +26,7 @@ export function freshness(known, now) {
 
 export function titled(job) {
   const latest = job?.status?.latest;
-  return [latest ? `v${latest.sequence}` : null, job ? printable(job.name) : null, "syncd"]
+  return [job?.status?.health.level ? "degraded" : null, latest ? `v${latest.sequence}` : null, job ? printable(job.name) : null, "syncd"]
     .filter(Boolean).join(" · ");
 }
 
@@ -40,7 +40,7 @@ export function announced(job, lost, now) {
     return { job: job?.job, text: "The job cannot be read." };
   }
   const latest = status.latest ? `Version ${status.latest.sequence} is the latest` : "Nothing is published";
-  return { job: job.job, text: `${latest}; the daemon: ${stateOf(job, now).word}.` };
+  return { job: job.job, text: `${latest}; ${status.health.text}.` };
 }
 
 /** All jobs, where there are several. */
@@ -97,9 +97,9 @@ export function page(job, history, chosen, now) {
     notes,
     warnings(job, status, now),
     tiles(job, status, versions, now),
+    explorers(status, chosen, now),
     timeline(status, history, versions, chosen, now),
     charts(status, versions, chosen, now),
-    explorers(status, chosen, now),
     details(status),
     events(status.events, now),
     memory ? second(memory, chosen, now) : null,
@@ -120,17 +120,16 @@ function second(memory, chosen, now) {
 }
 
 function warnings(job, status, now) {
-  const { daemon, paused } = status;
-  const found = [];
+  const { daemon, health, paused } = status;
+  const found = [note(KINDS[health.level], h("b", null, said(health.text)))];
   if (daemon === null) {
     found.push(note("warn", "No daemon has worked here yet: nothing is merged or published. Start a daemon: ",
       command(`syncd run ${job.job}`)));
   } else if (daemon.state === "stopped") {
-    found.push(note("warn", "The daemon stopped ", ago(daemon.heard ?? daemon.time, now),
+    found.push(note("warn", "The daemon stopped ", ago(daemon.heard, now),
       ", so saves wait. Start a daemon: ", command(`syncd run ${job.job}`)));
-  } else if (isQuiet(status, now)) {
-    found.push(note("bad", "The daemon's last report came ", ago(daemon.heard ?? daemon.time, now),
-      ". If the daemon has ended, a standby daemon takes over. Without a standby daemon, start a daemon: ",
+  } else if (daemon.trouble) {
+    found.push(note("bad", `The daemon is ${daemon.trouble}. If no standby daemon takes over, start a daemon: `,
       command(`syncd run ${job.job}`)));
   }
   if (paused) {
@@ -159,12 +158,12 @@ function tiles(job, status, versions, now) {
         said(slowest.name), ", of "] : "of ", many(live.length, "explorer")] : "No explorer serves this job."),
     tile("Pause of the last load", pauses.length ? span(pauses.at(-1)) : "–",
       pauses.length ? `longest of ${pauses.length}; median ${span(median(pauses))}` : "No load was reported."),
-    tile("Trainer", trainer ? words(trainer.status) : "not known", trainer
+    tile("Trainer", trainer ? stateWord(trainer) : "not known", trainer
       ? [trainer.step === null ? "" : `announced step ${trainer.step}, `,
-        `${many(trainer.world_size, "rank")}, heard `, ago(trainer.time, now)]
+        `${many(trainer.world_size, "rank")}, heard `, ago(trainer.heard, now)]
       : "No trainer with a hook of syncd has started."),
     tile("Daemon", daemon ? badge(stateOf({ status, silent_since: null }, now)) : "none yet", daemon
-      ? [said(daemon.host), ` pid ${daemon.pid}, epoch ${daemon.epoch}, heard `, ago(daemon.heard ?? daemon.time, now)]
+      ? [said(daemon.host), ` pid ${daemon.pid}, epoch ${daemon.epoch}, heard `, ago(daemon.heard, now)]
       : "No daemon has worked here yet."),
     tile("Disk", freeOf(status), diskNote(status, versions)),
   ];
@@ -213,12 +212,12 @@ function explorers(status, chosen, now) {
   const saying = shown.some((one) => one.fault || one.refused || one.starting);
   const rows = shown.map((one) => [one.name, [
     said(one.name),
-    one.fault ? h("b", { class: "bad" }, "faulty") : words(one.status),
+    stateWord(one),
     one.sequence ? `v${one.sequence}` : one.bench == null ? "–" : "bench",
     one.step ?? one.bench ?? "–",
     one.behind > 0 ? h("b", null, behindOf(one)) : "–",
     pauseOf(one.reload),
-    ago(one.time, now),
+    ago(one.heard, now),
     ...(!saying ? [] : [one.fault || one.refused
       ? h("span", { class: "bad" }, said(one.fault ?? one.refused))
       : said(one.starting ?? "")]),
@@ -263,8 +262,8 @@ function stateOf(job, now) {
   if (status.daemon.state === "stopped") {
     return { word: "stopped", kind: "warn" };
   }
-  if (isQuiet(status, now)) {
-    return { word: "not heard", kind: "bad" };
+  if (status.daemon.trouble) {
+    return { word: "lost", kind: "bad" };
   }
   if (status.paused && status.daemon.state === "watching") {
     return { word: "paused", kind: "warn" };
@@ -272,9 +271,9 @@ function stateOf(job, now) {
   return { word: status.daemon.state, kind: "good" };
 }
 
-/** It reports three times a lease, whatever it does. */
-function isQuiet({ daemon, lease_time: lease }, now) {
-  return now - (daemon.heard ?? daemon.time) > Math.max(QUIET, 2 * (lease ?? 0));
+/** What a trainer or an explorer does, or its trouble. */
+function stateWord({ trouble, status }) {
+  return trouble ? h("b", { class: "bad" }, said(trouble)) : words(status);
 }
 
 function badge({ word, kind }) {

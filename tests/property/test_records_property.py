@@ -194,7 +194,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
     ),
     reports.DaemonReport: st.builds(
         reports.DaemonReport,
-        session=TEXT,
+        session=NAMES,
         host=TEXT,
         pid=NUMBERS,
         epoch=NUMBERS,

@@ -315,6 +315,7 @@ def test_status_for_people_says_what_is_published_and_leased(served: SmallJob) -
     served.lease(2, "session", "node-1")
     report = {"name": "node-1", "session": "s", "status": "running", "sequence": 2, "time": 1.0}
     served.layout.explorer("node-1").write_text(json.dumps(report))
+    served.layout.session("s").touch()
     result = syncd("status", served.layout.root)
     assert result.exit_code == 0
     assert "latest   version 3, step 3" in result.output

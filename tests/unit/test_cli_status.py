@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,16 +24,26 @@ from syncd.cli import cli, options
 from syncd.cli.status_page import page
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.journal import JournalFile
+from syncd.operate import job_state
 from syncd.operate.job_state import look
 from syncd.protocol.amounts import size, span
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.records import encode
 from syncd.protocol.reports import DaemonReport, ExplorerReport, MergeProgress, TrainerReport
 from syncd.protocol.requests import RollbackRequest
+from syncd.storage import job as storage_job
 from syncd.storage.job import Job
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
 from tests.storages import FastStorage
+
+NOW = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (job_state, storage_job):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW))
 
 
 @pytest.fixture
@@ -51,8 +62,14 @@ def shown(job: SmallJob, width: int = 80, height: int | None = None) -> str:
     console = Console(width=width, no_color=True, highlight=False, record=True, file=None)
     with console.capture() as captured:
         seen = look(Job(FastStorage(), job.layout))
-        console.print(page(seen, 1000.0, width, height), soft_wrap=True)
+        console.print(page(seen, NOW, width, height), soft_wrap=True)
     return captured.get()
+
+
+def beat(job: SmallJob, session: str, at: float) -> None:
+    """The last heartbeat of a session."""
+    job.layout.session(session).touch()
+    os.utime(job.layout.session(session), (at, at))
 
 
 def reports(job: SmallJob, explorers: int, **more: Any) -> None:
@@ -63,6 +80,7 @@ def reports(job: SmallJob, explorers: int, **more: Any) -> None:
         **more,
     }  # fmt: skip
     job.put(job.layout.daemon_report, encode(DaemonReport.model_validate(daemon)))
+    beat(job, "s", daemon["time"])
     trainer = TrainerReport(run_id="r", world_size=4, status="running", step=13, time=990.0)
     job.put(job.layout.trainer_report, encode(trainer))
     for number in range(explorers):
@@ -90,14 +108,20 @@ def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: SmallJob) 
     assert lines[at + 1].startswith(" " * 9 + "tensor") or lines[at + 1].startswith(" " * 9)
 
 
-def test_a_low_terminal_shows_faults_and_events_before_explorers(served: SmallJob) -> None:
+def test_a_low_terminal_shows_faults_and_explorers_before_events(served: SmallJob) -> None:
+    reports(served, 6)
+    served.layout.daemon_lock.touch()
+    lines = shown(served, height=24).splitlines()
+    assert len(lines) <= 24
+    assert sum(line.startswith("node-") for line in lines) >= 5
+    served.layout.daemon_lock.unlink()
     reports(served, 30)
     lines = shown(served, height=24).splitlines()
-    assert len(lines) < 28  # so many for the explorers, however much else there is
+    assert len(lines) < 30  # so many for the explorers, however much else there is
     (fault,) = (i for i, line in enumerate(lines) if line.startswith("explorer node-000: version"))
     (event,) = (i for i, line in enumerate(lines) if "published step 1 as v1" in line)
     (head,) = (i for i, line in enumerate(lines) if line.startswith("explorer  status"))
-    assert fault < event < head
+    assert fault < head < event
     assert "and 26 more, at most 0 versions behind (--json)" in lines
     assert len(shown(served, height=60).splitlines()) > 40
 
@@ -118,6 +142,7 @@ def test_a_reason_that_explorers_share_is_told_once(served: SmallJob) -> None:
 
 @pytest.mark.parametrize("height", [None, 10])
 def test_stopped_explorers_are_the_last(served: SmallJob, height: int | None) -> None:
+    beat(served, "s", NOW)
     for number in range(6):
         status = "stopped" if number % 2 else "running"
         report = ExplorerReport(
@@ -168,7 +193,7 @@ def test_where_no_daemon_works_the_command_that_starts_one_is_shown(
     assert start(served).endswith(f"syncd run {served.layout.root} --memory-dir /memory/job")
     served.layout.daemon_lock.touch()
     assert start(served) == ""
-    reports(served, 0, time=1000.0 - 91.0)
+    reports(served, 0, time=NOW - 61.0)
     assert (
         start(served)
         == f"if this daemon has ended, start another daemon: syncd run {served.layout.root}"
@@ -176,6 +201,59 @@ def test_where_no_daemon_works_the_command_that_starts_one_is_shown(
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "'syncd run' with this path starts a daemon" in str(status(empty).exception)
+
+
+def test_who_is_dead_or_refuses_the_newest_version_is_said_on_top_and_checked(
+    served: SmallJob,
+) -> None:
+    def told() -> tuple[str, int]:
+        lines = shown(served, 800).splitlines()
+        return lines[0], status(served.layout.root, "--check").exit_code
+
+    assert told() == ("degraded: no daemon", 1)
+    reports(served, 3)
+    node = ExplorerReport(
+        name="node-000", session="s", status="running", sequence=1, step=1, time=1.0
+    )
+    served.put(served.layout.explorer("node-000"), encode(node))
+    assert told() == ("healthy", 0)
+    refuses = node.model_copy(update={"refused": "version 107: no such tensor"})
+    served.put(served.layout.explorer("node-000"), encode(refuses))
+    assert told() == ("degraded: node-000 refuses v107", 1)
+    lost = node.model_copy(update={"session": "x"})
+    served.put(served.layout.explorer("node-000"), encode(lost))
+    beat(served, "x", NOW - 81)
+    assert told() == ("degraded: node-000 lost", 1)
+    assert "node-000  lost (no heartbeat for 81 s)" in shown(served, 800)
+    beat(served, "x", NOW - 59)
+    faulty = node.model_copy(update={"name": "node-001", "fault": "?"})
+    served.put(served.layout.explorer("node-001"), encode(faulty))
+    assert told() == ("degraded: node-001 faulty", 2)
+    trainer = TrainerReport(
+        run_id="r", world_size=1, status="running", step=13, session="t", time=NOW - 70
+    )
+    served.put(served.layout.trainer_report, encode(trainer))  # whose heartbeat is gone
+    beat(served, "s", NOW - 7200)
+    assert told() == ("degraded: daemon, trainer, node-002 lost; node-001 faulty", 2)
+    assert "trainer  lost (no heartbeat for 70 s), announced step 13" in shown(served, 800)
+    assert "daemon   lost (no heartbeat for 2 h): step 12" in shown(served, 800)
+    for stopped in (trainer, node):
+        ended = stopped.model_copy(update={"status": "stopped"})
+        path = served.layout.explorer("node-000")
+        served.put(served.layout.trainer_report if stopped is trainer else path, encode(ended))
+    assert "trainer  stopped" in shown(served, 800)
+
+
+def test_a_check_of_several_jobs_has_the_worst_of_them(served: SmallJob, tmp_path: Path) -> None:
+    other = SmallJob(tmp_path / "other")
+    reports(served, 0)
+    both = status(served.layout.root, other.layout.root, "--check")
+    assert (both.exit_code, both.output.splitlines()[0]) == (
+        1, f"{other.layout.root} is degraded: no daemon",
+    )  # fmt: skip
+    assert status(tmp_path / "none", "--check").exit_code == 2
+    assert status(served.layout.root, tmp_path / "none", "--check").exit_code == 2
+    assert status(served.layout.root, other.layout.root).exit_code == 0
 
 
 def test_json_has_what_is_shown_and_how_far_explorers_are_behind(served: SmallJob) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+import time
 import urllib.request
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from syncd.daemon.telling.metrics import Metrics, _JobMeter
 from syncd.daemon.telling.metrics_export import HOST, Exporter
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import encode
-from syncd.protocol.reports import ExplorerReport, Load, Reload
+from syncd.protocol.reports import ExplorerReport, Load, Reload, TrainerReport
 from tests.jobs import SmallJob
 from tests.lagging import Hosts
 from tests.ports import free_port
@@ -134,6 +135,54 @@ def test_each_load_is_measured_and_of_an_explorers_first_one_the_pause_alone(
     assert said("load_pause_seconds_sum") == pytest.approx(2.5)
     assert said("live_seconds_count") == 2 + 1
     assert said("live_seconds_sum") == pytest.approx(3 + 3 + (6 - 1))
+
+
+def test_who_is_dead_and_when_anything_was_published_is_measured(
+    job: SmallJob, clock: Clock, said: Measured
+) -> None:
+    def announce(status: str) -> None:
+        told = {"run_id": "r", "world_size": 1, "session": "t", "step": 7, "time": time.time()}
+        report = TrainerReport.model_validate({**told, "status": status})
+        job.put(job.layout.trainer_report, encode(report))
+
+    def beat(session: str, ago: float) -> None:
+        job.layout.session(session).touch()
+        os.utime(job.layout.session(session), (time.time() - ago,) * 2)
+        clock.advance(11)
+        loop.run_once()
+        loop.run_once()
+
+    with job.daemon(clock=clock, meter=said.meter) as loop:
+        job.save(1)
+        loop.run_once()
+        report(job, "a", 1)
+        announce("running")
+        beat("t", 0)
+        beat("s-a", 0)
+        assert (said("trainer_up"), said("trainer_step")) == (1, 7)
+        assert said("explorer_up", explorer="a") == 1
+        assert said("last_publish_timestamp_seconds") == job.layout.latest.stat().st_mtime
+        beat("t", 61)
+        beat("s-a", 61)
+        assert (said("trainer_up"), said("explorer_up", explorer="a")) == (0, 0)
+        announce("stopped")
+        beat("t", 61)
+        assert said("trainer_up") is None
+
+
+def test_the_log_warns_of_a_trainer_whose_heartbeat_stops(
+    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = {"run_id": "r", "world_size": 1, "session": "t", "status": "running", "time": 1.0}
+    job.put(job.layout.trainer_report, encode(TrainerReport.model_validate(told)))
+    job.layout.session("t").touch()
+    with job.daemon(clock=clock) as loop:
+        for _ in range(7):
+            loop.run_once()
+            clock.advance(5)
+    assert ["session t is dead" in line.message for line in caplog.records].count(True) == 1
+    (record,) = (line for line in caplog.records if "session t is dead" in line.message)
+    assert record.levelname == "WARNING"
 
 
 def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
@@ -416,7 +465,8 @@ def test_every_metric_that_the_dashboard_names_is_there_and_none_is_missing() ->
     assert len(ids) == len(set(ids))
     assert "syncd_latest_version" in board["templating"]["list"][1]["query"]["query"]
     elsewhere = {"build_info", "config_last_reload_successful", "last_scan_timestamp_seconds",
-                 "rollbacks_total", "paused"}  # fmt: skip
+                 "rollbacks_total", "paused", "last_publish_timestamp_seconds",
+                 "trainer_up", "trainer_step", "explorer_up"}  # fmt: skip
     bases = {re.sub(r"_bucket$", "", name) for name in shown}
     assert set(described(Metrics())) - bases == {f"syncd_{name}" for name in elsewhere}
 

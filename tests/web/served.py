@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,17 +32,20 @@ def served(*folders: Path, port: int = 0, **more: Any) -> Iterator[Server]:
 def explorer(
     job: SmallJob, name: str, sequence: int | None, *, file: str = "", **more: Any
 ) -> None:
-    """An explorer's report, and its lease."""
-    told = {"name": name, "session": "s", "status": "running", "sequence": sequence,
+    """An explorer's report, its lease and its heartbeat."""
+    told = {"name": name, "session": f"s-{file or name}", "status": "running", "sequence": sequence,
             "step": sequence, "time": 1.0, **more}  # fmt: skip
     job.put(job.layout.explorers / f"{file or name}.json", encode(ExplorerReport(**told)))
     if sequence is not None:
         job.lease(sequence, f"s-{file or name}", file or name)
-        job.layout.session(f"s-{file or name}").touch()
+    job.layout.session(f"s-{file or name}").touch()
 
 
-def daemon(job: SmallJob, time: float, **more: Any) -> None:
-    """What a daemon says of itself."""
-    told = {"session": "s", "host": "trainer-7", "pid": 4242, "epoch": 3, "state": "watching",
+def daemon(job: SmallJob, time: float, heartbeat: float | None = None, **more: Any) -> None:
+    """What a daemon says of itself, and when its heart beat last: by default at this ``time``."""
+    path, beat = job.layout.session("daemon"), time if heartbeat is None else heartbeat
+    path.touch()
+    os.utime(path, (beat, beat))
+    told = {"session": "daemon", "host": "trainer-7", "pid": 4242, "epoch": 3, "state": "watching",
             "time": time, **more}  # fmt: skip
     job.put(job.layout.daemon_report, encode(DaemonReport(**told)))

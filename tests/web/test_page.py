@@ -28,7 +28,7 @@ from syncd.web import jobs
 from syncd.web.server import Server
 from tests.jobs import SmallJob
 from tests.made_deltas import quick, work
-from tests.multiprocess.processes import DEADLINE, wait_until
+from tests.multiprocess.processes import DEADLINE
 from tests.ports import free_port
 from tests.storages import FastStorage
 from tests.web.chromium import ENTER, RIGHT, SPACE, TAB, Browser, browser
@@ -209,7 +209,7 @@ def test_every_state_fits_the_page_and_can_be_read(
             ground = page.run("return getComputedStyle(document.body).backgroundColor")
             assert (sum(map(int, ground[4:-1].split(","))) < 200) == dark
             said = {"busy": "Paused by me@login", "empty": "syncd run ", "well": "v3",
-                    f"dead-{'long-' * 12}": "last report came 3 h ago"}[job]  # fmt: skip
+                    f"dead-{'long-' * 12}": "lost (no heartbeat for 3 h)"}[job]  # fmt: skip
             page.sees(said, "main")
 
 
@@ -253,7 +253,7 @@ def test_jobs_of_one_name_are_told_apart_by_as_much_of_their_paths_as_it_takes(
         names = "return [...document.querySelectorAll('nav tbody th')].map((one) => one.innerText)"
         inside = f"{tmp_path.name}/run/job"
         assert page.run(names) == ["a/run/job", "b/run/job", "other", inside]
-        page.wait("return document.title === 'b/run/job · syncd'", "the title")
+        page.wait("return document.title === 'degraded · b/run/job · syncd'", "the title")
 
 
 def test_no_two_ticks_of_an_axis_have_the_same_label(page: Browser, tmp_path: Path) -> None:
@@ -480,37 +480,60 @@ def test_ages_are_by_the_servers_clock_and_times_in_the_viewers_zone(
         page.tell("Emulation.setTimezoneOverride", timezoneId="")
 
 
-def test_a_daemon_whose_clock_is_wrong_is_not_taken_for_dead_nor_a_dead_one_for_alive(
+def test_a_daemon_is_judged_by_its_heartbeat_and_not_by_its_own_clock(
     page: Browser, tmp_path: Path
 ) -> None:
-    late, early = a_job(tmp_path / "late"), a_job(tmp_path / "early")
-    rare = a_job(tmp_path / "rare")  # whose daemon reports every 100 s
+    late, dead = a_job(tmp_path / "late"), a_job(tmp_path / "dead")
+    rare = a_job(tmp_path / "rare")  # whose daemon's heart beats every 100 s
     rare.put(rare.layout.format, encode(Format(lease_time=300.0)))
-    with shown(page, late.layout.root, early.layout.root, rare.layout.root) as server:
+    with shown(page, late.layout.root, dead.layout.root, rare.layout.root) as server:
         daemon(rare, time.time() - 100)
-        behind = time.time() - 600
-        daemon(late, behind)
-        daemon(early, time.time() + 600)
-        page.open(f"{server.address}#{late.layout.root}")
-        page.sees("not heard", "nav tbody tr:nth-child(1)")
-        page.sees("watching", "nav tbody tr:nth-child(2)")
+        daemon(late, time.time() - 600, heartbeat=time.time())
+        daemon(dead, time.time() + 600, heartbeat=time.time() - 100)
+        page.open(f"{server.address}#{dead.layout.root}")
+        page.sees("watching", "nav tbody tr:nth-child(1)")
+        page.sees("lost", "nav tbody tr:nth-child(2)")
         page.sees("watching", "nav tbody tr:nth-child(3)")
 
-        def goes_on() -> bool:
-            nonlocal behind
-            behind += 0.1
-            daemon(late, behind)
-            return "watching" in page.text("nav tbody tr:nth-child(1)")
 
-        wait_until(goes_on, "a daemon that goes on")
-        assert "last report came" not in page.text("main")
-        # The other one does not: by its own clock it is not dead for another eleven minutes.
-        later = "const before = window.fetch; window.fetch = async (...all) => {"
-        later += "  const answer = await before(...all); const told = await answer.json();"
-        later += "  told.now += 100; for (const job of told.jobs ?? []) job.read += 100;"
-        later += "  return new Response(JSON.stringify(told)); };"
-        page.run(later)
-        page.sees("not heard", "nav tbody tr:nth-child(2)")
+def test_who_is_lost_or_refuses_the_newest_version_is_said_on_top_and_in_the_title(
+    page: Browser, tmp_path: Path
+) -> None:
+    job = a_job(tmp_path / "job", 3, "node-1", "node-2", "node-3")
+    with shown(page, job.layout.root) as server:
+        page.open(server.address)
+        page.sees("healthy", ".note.good")
+        page.wait("return document.title === 'v3 · job · syncd'", "the title")
+        trainer = TrainerReport(
+            run_id="r", world_size=1, status="running", session="t", step=3, time=time.time() - 81
+        )
+        job.put(job.layout.trainer_report, encode(trainer))
+        explorer(job, "node-1", 3, time=1.0, refused="version 107: no such tensor")
+        old = time.time() - 3600
+        os.utime(job.layout.session("s-node-2"), (old, old))
+        page.sees("degraded: trainer, node-2 lost; node-1 refuses v107", ".note.bad")
+        page.wait("return document.title === 'degraded · v3 · job · syncd'", "the title")
+        page.sees("lost (no heartbeat for", ".tiles")
+        page.sees("lost (no heartbeat for 60 min)", "[data-key=explorers]")
+        page.sees("refuses v107", "[data-key=explorers]")
+        order = "return [...document.querySelectorAll('main > section')].map((x) => x.dataset.key)"
+        assert page.run(order)[:2] == ["explorers", "versions"]
+
+
+def test_a_version_on_disk_has_a_row_however_old_it_is(page: Browser, tmp_path: Path) -> None:
+    job = SmallJob(tmp_path / "job")
+    with job.daemon(DaemonConfig(keep=1)) as loop:
+        for step in range(1, 31):
+            job.save(step)
+            loop.run_once()
+            if step == 2:
+                explorer(job, "evaluation", 2, time=time.time())
+        loop.run_once()
+    daemon(job, time.time())
+    with shown(page, job.layout.root) as server:
+        page.open(server.address)
+        page.sees("held by evaluation", ".timeline tbody tr[data-key='2']")
+        assert page.run("return document.querySelectorAll('.timeline tbody tr').length") == 21
 
 
 def test_a_page_that_nobody_sees_asks_for_nothing(page: Browser, tmp_path: Path) -> None:

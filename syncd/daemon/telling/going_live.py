@@ -11,7 +11,7 @@ from syncd.daemon.decide import LeaseSeen
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.names import TEMPORARY, parse_lease_marker
 from syncd.protocol.records import SessionId
-from syncd.protocol.reports import LOADS_KEPT, ExplorerReport
+from syncd.protocol.reports import LOADS_KEPT, ExplorerReport, TrainerReport
 from syncd.storage.append import last_lines
 from syncd.storage.job import Job
 from syncd.storage.judge import Liveness, Lookout
@@ -66,8 +66,9 @@ class GoingLive:
         self._told_before = 0  # for explorers that are not in _on_record
         self._looks: dict[str, _LastLook] = {}
         self._leased: dict[str, set[int]] = {}
-        #: Explorer → its session, and its host; explorers of old releases count as hosts.
-        self._takers: dict[str, tuple[SessionId, str]] = {}
+        #: Explorer → its session and, if it can use a delta, its host.
+        #: Explorers of old releases count as hosts.
+        self._live: dict[str, tuple[SessionId, str]] = {}
         self._round = 0
 
     def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[SeenLive]:
@@ -99,26 +100,33 @@ class GoingLive:
         for name in behind[: max(_AT_A_TIME, math.ceil(len(names) / _ROUNDS))]:
             self._looks[name] = _LastLook(self._round, 0)
             report = self._job.read(ExplorerReport, self._job.layout.explorer(name), OF_OTHERS)
-            if report is not None and report.delta_base is not None and report.status != "stopped":
-                self._takers[name] = report.session, report.stage or name
+            if report is not None and report.status != "stopped":
+                host = "" if report.delta_base is None else report.stage or name
+                self._live[name] = report.session, host
             else:
-                self._takers.pop(name, None)
+                self._live.pop(name, None)
             if report is not None:
                 yield from self._loads(name, report, latest)
 
     def takers(self, tick: float) -> set[str]:
         """The hosts with a live explorer whose report says that it can use a delta.
 
-        Their heartbeats are checked here, because explorers that serve from a copy on their host
-        hold no lease. ``tick`` is the approximate number of seconds between two calls.
+        All heartbeats are checked here, also the trainer's, so that the log names dead processes.
+        Explorers that serve from a copy on their host hold no lease. ``tick`` is the approximate
+        number of seconds between two calls.
 
         Raises:
             OSError: storage does not answer.
         """
-        self._takers = {name: it for name, it in self._takers.items() if name in self._looks}
+        self._live = {name: it for name, it in self._live.items() if name in self._looks}
+        wanted = {session for session, _ in self._live.values()}
+        trainer = self._job.read(TrainerReport, self._job.layout.trainer_report, OF_OTHERS)
+        if trainer is not None and trainer.session and trainer.status != "stopped":
+            wanted.add(trainer.session)
         self._lookout.tick = tick
-        sessions = self._lookout.look({session for session, _ in self._takers.values()})
-        return {host for it, host in self._takers.values() if sessions[it] is Liveness.ALIVE}
+        sessions = self._lookout.look(wanted)
+        alive = {host for it, host in self._live.values() if sessions[it] is Liveness.ALIVE}
+        return alive - {""}
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[SeenLive]:
         loads, serves = report.last_loads, report.sequence or 0

@@ -18,8 +18,8 @@ from syncd import __version__
 from syncd.daemon.decide import Observation
 from syncd.daemon.telling.meter import Meter
 from syncd.protocol.names import TEMPORARY, printable
-from syncd.protocol.records import Latest, Manifest
-from syncd.protocol.reports import ExplorerReport
+from syncd.protocol.records import DEFAULT_LEASE_TIME, Format, Latest, Manifest
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.job import Job
 from syncd.storage.record_files import OF_OTHERS
 
@@ -44,6 +44,18 @@ _PRUNED: Final = {
     "leases_dropped": "lease",
     "deltas_pruned": "delta",
 }
+#: The gauges of an explorer, in the order of ``ExplorerMetrics._set``.
+_OF_EXPLORERS: Final = {
+    "up": "1 if the explorer's heartbeat goes on.",
+    "lag_versions": "Versions between LATEST and the served version.",
+    "lag_steps": "Training steps between LATEST and the served step.",
+    "pause_seconds": "Time for which the last load paused the explorer.",
+    "load_seconds": "How long the last load of an explorer's engine took.",
+    "full_bytes": "Bytes of version files read for an explorer's last load.",
+    "delta_bytes": "Bytes of deltas read for an explorer's last load.",
+    "refuses": "1 if the explorer refused the newest version that it tried.",
+    "broken": "1 if the explorer's engine might serve wrong weights.",
+}
 
 
 class Metrics:
@@ -67,6 +79,11 @@ class Metrics:
         self.latest_version = self._gauge(
             "latest_version", "The number of the version that LATEST names.", JOB
         )
+        self.last_publish = self._gauge(
+            "last_publish_timestamp_seconds", "Time of the last update of LATEST.", JOB
+        )
+        self.trainer_up = self._gauge("trainer_up", "1 if the trainer's heartbeat goes on.", JOB)
+        self.trainer_step = self._gauge("trainer_step", "The step announced last.", JOB)
         self.versions = self._gauge("versions", "Version folders on disk.", JOB)
         self.leases = self._gauge("leases", "Leases on versions.", JOB)
         self.free_bytes = self._gauge(
@@ -125,7 +142,8 @@ class Metrics:
     def forget_state(self, job: str) -> None:
         """Remove the gauges that describe a job's state."""
         state = (self.paused, self.latest_version, self.versions, self.leases)
-        for gauge in (*state, self.free_bytes, self.free_inodes, self.delta_changed):
+        trainer = (self.last_publish, self.trainer_up, self.trainer_step)
+        for gauge in (*state, *trainer, self.free_bytes, self.free_inodes, self.delta_changed):
             remove(gauge, job)
         self.explorers.forget(job)
 
@@ -262,39 +280,29 @@ class _JobMeter(Meter):
             self._metrics.free_bytes.labels(self._label).set(free.bytes)
         if free.inodes is not None:
             self._metrics.free_inodes.labels(self._label).set(free.inodes)
-        yield from self._metrics.explorers.look(self._label, self._job)
+        latest = self._job.storage.status(self._job.layout.latest)
+        if latest is not None:
+            self._metrics.last_publish.labels(self._label).set(latest.st_mtime)
+        form = self._job.read(Format, self._job.layout.format, OF_OTHERS)
+        lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
+        trainer = self._job.read(TrainerReport, self._job.layout.trainer_report, OF_OTHERS)
+        if trainer is not None:
+            put(self._metrics.trainer_up, self._job.heard(trainer, lease_time)[1], self._label)
+            put(self._metrics.trainer_step, trainer.step, self._label)
+        yield from self._metrics.explorers.look(self._label, self._job, lease_time)
 
 
 class ExplorerMetrics:
     """The gauges of all explorers; ``job`` is the label for the job directory."""
 
     def __init__(self, registry: CollectorRegistry, job: str) -> None:
-        def gauge(name: str, what: str) -> Gauge:
-            return Gauge(f"syncd_explorer_{name}", what, [job, "explorer"], registry=registry)
-
-        self._lag = gauge("lag_versions", "Versions between LATEST and the served version.")
-        self._steps = gauge("lag_steps", "Training steps between LATEST and the served step.")
-        self._pause = gauge("pause_seconds", "Time for which the last load paused the explorer.")
-        self._load = gauge("load_seconds", "How long the last load of an explorer's engine took.")
-        self._full = gauge("full_bytes", "Bytes of version files read for an explorer's last load.")
-        self._delta = gauge("delta_bytes", "Bytes of deltas read for an explorer's last load.")
-        self._refused = gauge(
-            "refuses", "1 if the explorer refused the newest version that it tried."
-        )
-        self._broken = gauge("broken", "1 if the explorer's engine might serve wrong weights.")
-        self._all = (
-            self._lag,
-            self._steps,
-            self._pause,
-            self._load,
-            self._full,
-            self._delta,
-            self._refused,
-            self._broken,
-        )
+        self._gauges = {
+            name: Gauge(f"syncd_explorer_{name}", what, [job, "explorer"], registry=registry)
+            for name, what in _OF_EXPLORERS.items()
+        }
         self._seen: dict[str, set[str]] = {}
 
-    def look(self, label: str, job: Job) -> Iterator[None]:
+    def look(self, label: str, job: Job, lease_time: float) -> Iterator[None]:
         """Set the gauges from LATEST and the reports; OSError if storage does not answer.
 
         Yields between two parts of the reports.
@@ -308,7 +316,11 @@ class ExplorerMetrics:
                 yield
             latest = job.read(Latest, job.layout.latest, OF_OTHERS)
             reports = job.explorer_reports(names[begin : begin + share], OF_OTHERS)
-            found |= {self._set(label, one, latest) for one in reports if one.status != "stopped"}
+            found |= {
+                self._set(label, one, latest, up=job.heard(one, lease_time)[1])
+                for one in reports
+                if one.status != "stopped"
+            }
         self._keep(label, found)
 
     def forget(self, job: str) -> None:
@@ -318,37 +330,38 @@ class ExplorerMetrics:
 
     def _keep(self, job: str, names: set[str]) -> None:
         for gone in self._seen.get(job, set()) - names:
-            for gauge in self._all:
+            for gauge in self._gauges.values():
                 remove(gauge, job, gone)
         self._seen[job] = names
 
-    def _set(self, job: str, report: ExplorerReport, latest: Latest | None) -> str:
+    def _set(
+        self, job: str, report: ExplorerReport, latest: Latest | None, *, up: bool | None
+    ) -> str:
         name = printable(report.name)
         # First, because a failure below would otherwise keep this explorer's metrics for ever.
         self._seen.setdefault(job, set()).add(name)
+        lag = steps = pause = load = full = delta = None
         if latest is not None and report.bench is None:
-            self._lag.labels(job, name).set(latest.sequence - (report.sequence or 0))
-        else:
-            remove(self._lag, job, name)
+            lag = latest.sequence - (report.sequence or 0)
         if latest is not None and report.step is not None:
-            self._steps.labels(job, name).set(latest.step - report.step)
-        else:
-            remove(self._steps, job, name)  # left by an earlier explorer of this name
-        self._refused.labels(job, name).set(report.refused is not None)
-        self._broken.labels(job, name).set(report.fault is not None)
+            steps = latest.step - report.step
         if report.reload is not None:
-            self._pause.labels(job, name).set(report.reload.pause)
-            self._load.labels(job, name).set(report.reload.load)
-        else:
-            remove(self._pause, job, name)
-            remove(self._load, job, name)
-        if report.reload is not None and report.reload.full_bytes is not None:
-            self._full.labels(job, name).set(report.reload.full_bytes)
-            self._delta.labels(job, name).set(report.reload.delta_bytes or 0)
-        else:
-            remove(self._full, job, name)
-            remove(self._delta, job, name)
+            pause, load, full = report.reload.pause, report.reload.load, report.reload.full_bytes
+        if report.reload is not None and full is not None:
+            delta = report.reload.delta_bytes or 0
+        refuses, broken = report.refused is not None, report.fault is not None
+        values = (up, lag, steps, pause, load, full, delta, refuses, broken)
+        for gauge, value in zip(self._gauges.values(), values, strict=True):
+            put(gauge, value, job, name)
         return name
+
+
+def put(gauge: Gauge, value: float | None, *labels: str) -> None:
+    """Set a gauge; None removes the value, for example that of an earlier explorer of this name."""
+    if value is None:
+        remove(gauge, *labels)
+    else:
+        gauge.labels(*labels).set(value)
 
 
 def remove(metric: Counter | Gauge | Histogram, *labels: str) -> None:
