@@ -11,7 +11,7 @@ from syncd.daemon.decide import LeaseSeen
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.names import TEMPORARY, parse_lease_marker
 from syncd.protocol.records import SessionId
-from syncd.protocol.reports import LOADS_KEPT, ExplorerReport, TrainerReport
+from syncd.protocol.reports import LOADS_KEPT, ExplorerReport
 from syncd.storage.append import last_lines
 from syncd.storage.job import Job
 from syncd.storage.judge import Liveness, Lookout
@@ -108,7 +108,7 @@ class GoingLive:
             if report is not None:
                 yield from self._loads(name, report, latest)
 
-    def takers(self, tick: float) -> set[str]:
+    def takers(self, tick: float, trainer: SessionId | None) -> set[str]:
         """The hosts with a live explorer whose report says that it can use a delta.
 
         All heartbeats are checked here, also the trainer's, so that the log names dead processes.
@@ -120,9 +120,8 @@ class GoingLive:
         """
         self._live = {name: it for name, it in self._live.items() if name in self._looks}
         wanted = {session for session, _ in self._live.values()}
-        trainer = self._job.read(TrainerReport, self._job.layout.trainer_report, OF_OTHERS)
-        if trainer is not None and trainer.session and trainer.status != "stopped":
-            wanted.add(trainer.session)
+        if trainer is not None:
+            wanted.add(trainer)
         self._lookout.tick = tick
         sessions = self._lookout.look(wanted)
         alive = {host for it, host in self._live.values() if sessions[it] is Liveness.ALIVE}
