@@ -20,6 +20,7 @@ from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import NAME_MAP, RECEIPTS, STATE_POINTER, receipt_name
 from syncd.protocol.records import Latest, Receipt, ReceiptFile, SaveOutcomes, encode, parse
+from syncd.protocol.requests import RollbackRequest
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
@@ -121,6 +122,11 @@ class SmallJob(Job):
         record = Receipt(save_id=save_id, step=step, rank=rank, world_size=world_size, files=files)
         self.put(folder / receipt_name(rank), encode(record))
 
+    def ask_rollback(self, sequence: int, by: str = "someone") -> None:
+        """Leave the request that a version is served again."""
+        request = RollbackRequest(id="ask", sequence=sequence, by=by, time=0.0)
+        self.put(self.layout.request("ask"), encode(request))
+
     def point(self, step: object, name: str = STATE_POINTER) -> None:
         """Replace a pointer."""
         self.put(self.layout.root / name, f"{step}\n".encode())
@@ -163,9 +169,9 @@ class SmallJob(Job):
         """Everything under a temporary name."""
         return sorted(path for path in self.layout.root.rglob(".tmp-*"))
 
-    def take_over(self) -> Epoch:
+    def take_over(self, storage: Storage | None = None) -> Epoch:
         """A new room, of a daemon on another host; the one before is superseded."""
-        return Epoch.take_over(Job(self.hosts.storage(), self.layout))
+        return Epoch.take_over(Job(storage or self.hosts.storage(), self.layout))
 
     @contextmanager
     def daemon(

@@ -25,7 +25,7 @@ from syncd.deltas.ends import NoDeltaError, content_of
 from syncd.protocol.errors import SupersededError, VerificationError
 from syncd.protocol.records import encode, parse
 from syncd.protocol.reports import DeltaProgress, ExplorerReport, Load, Reload
-from syncd.protocol.requests import RollbackRequest
+from syncd.storage.leases import Lease
 from tests.crash.invariants import check, leftovers, look, restart
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.lagging import Hosts
@@ -62,10 +62,11 @@ def progress_of(job: SmallJob) -> DeltaProgress:
     return parse(DeltaProgress, path.read_bytes(), path)
 
 
-def publish(job: SmallJob, loop: Loop, step: int) -> None:
-    job.save(step)
-    loop.run_once()
-    assert job.latest.step == step
+def publish(job: SmallJob, loop: Loop, *steps: int) -> None:
+    for step in steps:
+        job.save(step)
+        loop.run_once()
+        assert job.latest.step == step
 
 
 class Held:
@@ -104,9 +105,14 @@ class Held:
 
 
 @contextmanager
-def finished(held: Held) -> Iterator[Held]:
+def begun(job: SmallJob, config: DaemonConfig = ON) -> Iterator[tuple[Held, Loop]]:
+    """A daemon that has begun a delta to the second version, which ends after it at the latest."""
+    held = Held()
     try:
-        yield held
+        with job.daemon(config, deltas=held.work) as loop:
+            publish(job, loop, 1, 2)
+            assert held.begun.wait(_HANGS)
+            yield held, loop
     finally:
         held.finish()
 
@@ -126,11 +132,8 @@ def test_each_version_gets_a_delta_from_the_one_before_it(job: SmallJob) -> None
             assert (end.sequence, end.save_id) == (number, manifest.save_id)
             assert end.content == content_of(manifest)
     assert drafts(job) == []
-    assert (progress_of(job).state, progress_of(job).sequence, progress_of(job).base) == (
-        "made",
-        3,
-        2,
-    )
+    told = progress_of(job)
+    assert (told.state, told.sequence, told.base) == ("made", 3, 2)
 
 
 @pytest.mark.local_only("the lagging client is of one thread")
@@ -142,10 +145,9 @@ def test_a_real_child_makes_one_that_a_reader_believes(job: SmallJob) -> None:
         return threads[-1]
 
     with job.daemon(ON, deltas=DeltaWork(start=start)) as loop:
-        job.save(1, *map(float, range(1000)))
-        loop.run_once()
-        job.save(2, *map(float, range(999)), -1.0)
-        loop.run_once()
+        for step, last in ((1, 999.0), (2, -1.0)):
+            job.save(step, *map(float, range(999)), last)
+            loop.run_once()
         threads[0].join(_HANGS)
         loop.run_once()
     delta = read_delta(job.storage, job.layout.delta(2))
@@ -161,8 +163,7 @@ def test_the_work_begins_once_latest_names_the_version(job: SmallJob) -> None:
         return quick(*given, **more)
 
     with job.daemon(ON, deltas=work(make)) as loop:
-        for step in (1, 2, 3):
-            publish(job, loop, step)
+        publish(job, loop, 1, 2, 3)
     assert named == [2, 3]
 
 
@@ -178,8 +179,7 @@ def test_a_reader_that_sees_the_new_latest_finds_the_delta_announced(
 
     storage.rules.append(after_latest)
     with job.daemon(ON, deltas=work()) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
+        publish(job, loop, 1, 2)
     assert seen[0] == (2, "making", 1)
 
 
@@ -218,8 +218,7 @@ def test_storage_that_refuses_the_folder_of_deltas_delays_no_version(
     storage.rules.append(refuse(refused, errno.EACCES, where="/deltas"))
     storage.rules.append(refuse(refused, errno.EACCES, where="/d00000"))
     with job.daemon(ON, deltas=work()) as loop:
-        for step in (1, 2, 3):
-            publish(job, loop, step)
+        publish(job, loop, 1, 2, 3)
     storage.rules.clear()
     with job.daemon(ON, deltas=work()) as loop:
         publish(job, loop, 4)
@@ -245,10 +244,7 @@ def test_a_name_that_is_taken_stays_as_it_is(job: SmallJob) -> None:
 def test_a_delta_that_was_begun_is_finished_while_newer_versions_are_published(
     job: SmallJob,
 ) -> None:
-    with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
-        for step in (1, 2):
-            publish(job, loop, step)
-        assert held.begun.wait(_HANGS)
+    with begun(job) as (held, loop):
         for step in (3, 4, 5):
             publish(job, loop, step)
             assert job.latest.delta_from is None
@@ -263,12 +259,8 @@ def test_a_delta_that_was_begun_is_finished_while_newer_versions_are_published(
 
 @pytest.mark.local_only("the lagging client is of one thread")
 def test_a_rollback_lets_a_delta_that_was_begun_finish(job: SmallJob) -> None:
-    with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
-        assert held.begun.wait(_HANGS)
-        request = RollbackRequest(id="ask", sequence=1, by="someone", time=0.0)
-        job.put(job.layout.request("ask"), encode(request))
+    with begun(job) as (held, loop):
+        job.ask_rollback(1)
         job.hosts.settle()
         loop.run_once()
         assert job.latest.sequence == 3
@@ -295,10 +287,7 @@ def test_the_progress_says_how_long_the_last_three_deltas_took_at_most(job: Smal
 def test_base_and_target_are_not_pruned_while_the_work_goes_on_and_are_pruned_after_it(
     job: SmallJob,
 ) -> None:
-    config = DaemonConfig(deltas="on", keep=1)
-    with finished(Held()) as held, job.daemon(config, deltas=held.work) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
+    with begun(job, DaemonConfig(deltas="on", keep=1)) as (held, loop):
         publish(job, loop, 3)
         for _ in range(3):
             loop.run_once()
@@ -311,10 +300,7 @@ def test_base_and_target_are_not_pruned_while_the_work_goes_on_and_are_pruned_af
 
 @pytest.mark.local_only("the lagging client is of one thread")
 def test_a_sweep_leaves_the_draft_alone(job: SmallJob, storage: RuledStorage) -> None:
-    with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
-        assert held.begun.wait(_HANGS)
+    with begun(job) as (held, loop):
         storage.rules.append(refuse("rename", errno.EIO, where="/building/v000003"))
         loop._tidying.leftovers()
         loop.run_once()
@@ -327,8 +313,7 @@ def test_a_sweep_leaves_the_draft_alone(job: SmallJob, storage: RuledStorage) ->
 def test_the_end_of_a_daemon_ends_the_work(job: SmallJob) -> None:
     held = Held()
     with job.daemon(ON, deltas=held.work) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
+        publish(job, loop, 1, 2)
         assert held.begun.wait(_HANGS)
     held.join()
     assert deltas(job) == []
@@ -337,10 +322,7 @@ def test_the_end_of_a_daemon_ends_the_work(job: SmallJob) -> None:
 
 @pytest.mark.local_only("the lagging client is of one thread")
 def test_a_superseded_daemon_commits_no_delta(job: SmallJob) -> None:
-    with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
-        assert held.begun.wait(_HANGS)
+    with begun(job) as (held, _):
         successor = job.take_over()
         held.finish()
         assert deltas(job) == []
@@ -349,10 +331,7 @@ def test_a_superseded_daemon_commits_no_delta(job: SmallJob) -> None:
 
 @pytest.mark.local_only("the lagging client is of one thread")
 def test_the_next_daemon_takes_the_progress_of_the_last_one_down(job: SmallJob) -> None:
-    with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
-        assert held.begun.wait(_HANGS)
+    with begun(job):
         left = job.layout.delta_progress.read_bytes()
     job.layout.delta_progress.write_bytes(left)  # as after a kill
     assert progress_of(job).state == "making"
@@ -373,8 +352,7 @@ def test_signs_of_life_come_while_the_work_advances_and_only_then(job: SmallJob)
         return quick(*given, cancel=cancel, progress=progress)
 
     with job.daemon(ON, deltas=work(make), clock=clock) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
+        publish(job, loop, 1, 2)
     assert signs == [0, 1, 2, 3, 3]
 
 
@@ -384,6 +362,12 @@ def report(job: SmallJob, name: str, *, base: int | None, **more: Any) -> None:
         {"name": name, "session": f"{name}-session", "delta_base": base, **usual, **more}
     )
     job.put(job.layout.explorer(name), encode(told))
+
+
+def lease(job: SmallJob, sequence: int, name: str) -> Lease:
+    """A lease of a live explorer."""
+    job.layout.session(f"{name}-session").touch()
+    return job.lease(sequence, f"{name}-session", name)
 
 
 @pytest.mark.parametrize(
@@ -403,8 +387,7 @@ def test_auto_makes_deltas_while_live_explorers_of_two_hosts_could_use_one(
     with job.daemon(DaemonConfig(keep=99), deltas=work()) as loop:
         publish(job, loop, 1)
         for name, base in bases.items():
-            job.lease(1, f"{name}-session", name)
-            job.layout.session(f"{name}-session").touch()
+            lease(job, 1, name)
             report(job, name, base=base, stage=stages.get(name))
         job.hosts.settle()
         loop.run_once()
@@ -420,8 +403,7 @@ def test_an_explorer_that_is_gone_counts_no_more(job: SmallJob, gone: str) -> No
         publish(job, loop, 1)
         leases = {}
         for name in ("a", "b"):
-            leases[name] = job.lease(1, f"{name}-session", name)
-            job.layout.session(f"{name}-session").touch()
+            leases[name] = lease(job, 1, name)
             report(job, name, base=1)
         job.hosts.settle()
         loop.run_once()
@@ -459,8 +441,7 @@ def test_auto_without_the_extra_is_off_and_says_so_once(
 
 def test_off_makes_none_and_prunes_those_there_are(job: SmallJob) -> None:
     with job.daemon(ON, deltas=work()) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
+        publish(job, loop, 1, 2)
         loop.config = ON.model_copy(update={"deltas": "off"})
         publish(job, loop, 3)
     assert deltas(job) == []
@@ -470,8 +451,7 @@ def test_off_makes_none_and_prunes_those_there_are(job: SmallJob) -> None:
 def test_versions_without_digests_have_no_deltas(job: SmallJob) -> None:
     config = ON.model_copy(update={"digests": False})
     with job.daemon(config, deltas=work()) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
+        publish(job, loop, 1, 2)
         assert job.latest.delta_from is None
         loop.config = ON
         publish(job, loop, 3)
@@ -482,10 +462,8 @@ def test_versions_without_digests_have_no_deltas(job: SmallJob) -> None:
 
 def test_a_rollback_makes_none_and_the_version_after_it_does(job: SmallJob) -> None:
     with job.daemon(ON, deltas=work()) as loop:
-        for step in (1, 2):
-            publish(job, loop, step)
-        request = RollbackRequest(id="ask", sequence=1, by="someone", time=0.0)
-        job.put(job.layout.request("ask"), encode(request))
+        publish(job, loop, 1, 2)
+        job.ask_rollback(1)
         job.hosts.settle()
         loop.run_once()
         assert (job.latest.sequence, job.latest.delta_from) == (3, None)
@@ -500,8 +478,7 @@ def test_deltas_give_way_to_a_version_that_finds_no_room(
     job: SmallJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job.daemon(ON, deltas=work()) as loop:
-        for step in (1, 2):
-            publish(job, loop, step)
+        publish(job, loop, 1, 2)
         real = job.storage.free
 
         def free(path: Path) -> Any:
@@ -513,17 +490,21 @@ def test_deltas_give_way_to_a_version_that_finds_no_room(
     assert ("delta", "d000002") in job.audit
 
 
-def test_the_journal_and_the_counters_tell_of_each(job: SmallJob) -> None:
-    fails = [False, True]
+def fails_at(version: int) -> Callable[..., Any]:
+    """Makes the deltas to the versions before."""
+    others = iter(range(2, version))
 
     def make(*given: Any, **more: Any) -> Any:
-        if fails.pop(0):
+        if next(others, None) is None:
             raise NoDeltaError("95 % of the elements differ")
         return quick(*given, **more)
 
-    with job.daemon(ON, deltas=work(make)) as loop:
-        for step in (1, 2, 3):
-            publish(job, loop, step)
+    return make
+
+
+def test_the_journal_and_the_counters_tell_of_each(job: SmallJob) -> None:
+    with job.daemon(ON, deltas=work(fails_at(3))) as loop:
+        publish(job, loop, 1, 2, 3)
         assert loop._journal.counters.deltas_made == 1
     lines = map(json.loads, filter(None, job.layout.journal.read_bytes().splitlines()))
     told = [(one["event"], one["version"], one["of"]) for one in lines if "delta" in one["event"]]
@@ -574,16 +555,8 @@ def test_whichever_call_a_take_over_comes_before_there_is_a_whole_delta_or_none(
 
 
 def test_status_history_verify_and_the_dry_run_show_deltas(job: SmallJob) -> None:
-    fails = [False, False, True]
-
-    def make(*given: Any, **more: Any) -> Any:
-        if fails.pop(0):
-            raise NoDeltaError("95 % of the elements differ")
-        return quick(*given, **more)
-
-    with job.daemon(ON, deltas=work(make)) as loop:
-        for step in (1, 2, 3, 4):
-            publish(job, loop, step)
+    with job.daemon(ON, deltas=work(fails_at(4))) as loop:
+        publish(job, loop, 1, 2, 3, 4)
     root = str(job.layout.root)
     told = json.loads(said("status", root, "--json"))
     size = told["deltas"][0]["bytes"]
@@ -621,10 +594,8 @@ def said(*arguments: str) -> str:
 
 def test_an_explorer_that_read_a_delta_is_marked(job: SmallJob) -> None:
     with job.daemon(ON, deltas=work()) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
-        job.lease(2, "a-session", "a")
-        job.layout.session("a-session").touch()
+        publish(job, loop, 1, 2)
+        lease(job, 2, "a")
         reload = Reload(sequence=2, step=2, staged=True, full_bytes=0, delta_bytes=77)
         loads = (Load(sequence=2, time=0.0, delta_bytes=77),)
         report(job, "a", base=2, sequence=2, step=2, reload=reload, loads=loads)

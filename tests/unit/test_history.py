@@ -31,34 +31,27 @@ from syncd.protocol.layout import older_lines
 from syncd.protocol.policy import RunningStatus, Version
 from syncd.protocol.records import encode
 from syncd.protocol.reports import ExplorerReport, Load, Reload
-from syncd.protocol.requests import RollbackRequest
 from syncd.storage.append import LIMIT
 from syncd.storage.job import Job
 from tests.explorers import LONG, report
 from tests.jobs import SmallJob
-from tests.lagging import Hosts
-from tests.storages import Clock, FastStorage, refuse
+from tests.storages import Clock, RuledStorage, refuse
 
-STORAGE = FastStorage()
+KEEP = DaemonConfig(keep=9)
+KEEP_1 = DaemonConfig(keep=1)
 
 
 def serves(
     job: SmallJob,
     name: str,
     sequence: int | None,
-    received: str | None = None,
     paused: tuple[int, float] | None = None,
+    **more: Any,
 ) -> None:
-    report = ExplorerReport(
-        name=name,
-        session=f"s-{name}",
-        status="running",
-        sequence=sequence,
-        received=received,
-        reload=Reload(sequence=paused[0], step=1, pause=paused[1]) if paused else None,
-        time=1.0,
-    )
-    job.put(job.layout.explorer(name), encode(report))
+    reload = Reload(sequence=paused[0], step=1, pause=paused[1]) if paused else None
+    usual = {"status": "running", "sequence": sequence, "reload": reload, "time": 1.0}
+    told = ExplorerReport.model_validate({"name": name, "session": f"s-{name}", **usual, **more})
+    job.put(job.layout.explorer(name), encode(told))
 
 
 def loads(job: SmallJob, name: str, sequence: int) -> None:
@@ -69,12 +62,8 @@ def loads(job: SmallJob, name: str, sequence: int) -> None:
 
 def tells(job: SmallJob, name: str, loads: list[Load], time: float) -> None:
     """An explorer's report with its last loads; it needs no lease, and has a copy of its own."""
-    sequence = loads[-1].sequence if loads else None
-    report = ExplorerReport(
-        name=name, session=f"s-{name}", status="running", sequence=sequence, step=sequence,
-        loads=tuple(loads), time=time,
-    )  # fmt: skip
-    job.put(job.layout.explorer(name), encode(report))
+    sequence = loads[-1].sequence
+    serves(job, name, sequence, step=sequence, loads=tuple(loads), time=time)
 
 
 def synchronizer(job: SmallJob, name: str, **more: Any) -> ExplorerSynchronizer:
@@ -92,9 +81,7 @@ def publish(job: SmallJob, loop: Loop, *steps: int) -> None:
 
 
 def events(job: SmallJob) -> list[tuple[str, int | None, str | None]]:
-    return [
-        (one.event, one.version, one.explorer) for one in read_journal(Job(STORAGE, job.layout))
-    ]
+    return [(one.event, one.version, one.explorer) for one in read_journal(job)]
 
 
 def syncd(*arguments: object) -> Result:
@@ -113,7 +100,7 @@ class Fast(Meter):
 
 
 def test_a_version_is_followed_from_its_save_to_its_end(job: SmallJob, clock: Clock) -> None:
-    with job.daemon(DaemonConfig(keep=1), clock=clock) as loop:
+    with job.daemon(KEEP_1, clock=clock) as loop:
         publish(job, loop, 4)
         loads(job, "node-1", 1)
         clock.advance(2.0)
@@ -125,7 +112,7 @@ def test_a_version_is_followed_from_its_save_to_its_end(job: SmallJob, clock: Cl
         job.layout.lease_folder(1).joinpath("node-1.s-node-1").unlink()
         publish(job, loop, 5)
         loop.run_once()
-    first, second = history(Job(STORAGE, job.layout), 10)
+    first, second = history(job, 10)
     assert (first.version, first.step, first.kind, first.on_disk) == (1, 4, "full", False)
     assert first.bytes == second.bytes
     assert (first.merge_seconds, first.latency_seconds) == (0.0, 0.0)
@@ -133,7 +120,7 @@ def test_a_version_is_followed_from_its_save_to_its_end(job: SmallJob, clock: Cl
     assert first.pruned is not None
     assert first.pruned_why == "not among the newest 1, and not leased"
     assert (second.version, second.step, second.latest, second.live) == (2, 5, True, [])
-    assert history(Job(STORAGE, job.layout), 1) == [second]
+    assert history(job, 1) == [second]
 
 
 def test_a_version_on_disk_is_there_however_few_are_asked_for(job: SmallJob) -> None:
@@ -149,9 +136,8 @@ def test_a_version_on_disk_is_there_however_few_are_asked_for(job: SmallJob) -> 
 
 def test_a_daemon_that_takes_over_goes_on_and_repeats_nothing(job: SmallJob) -> None:
     for _ in range(2):
-        with job.daemon(DaemonConfig(keep=9)) as loop:
-            job.save(1)
-            loop.run_once()
+        with job.daemon(KEEP) as loop:
+            publish(job, loop, 1)
             if not job.layout.explorer("node-1").exists():
                 loads(job, "node-1", 1)
                 serves(job, "node-1", 1)
@@ -165,7 +151,7 @@ def test_a_daemon_that_takes_over_goes_on_and_repeats_nothing(job: SmallJob) -> 
 def test_an_explorer_with_a_copy_of_its_own_is_seen_though_its_lease_is_gone(
     job: SmallJob, clock: Clock
 ) -> None:
-    with job.daemon(DaemonConfig(keep=9), clock=clock) as loop:
+    with job.daemon(KEEP, clock=clock) as loop:
         publish(job, loop, 1)
         loads(job, "node-1", 1)
         loop.run_once()
@@ -175,13 +161,13 @@ def test_an_explorer_with_a_copy_of_its_own_is_seen_though_its_lease_is_gone(
         serves(job, "node-1", 1)
         loop.run_once()
         loop.run_once()
-    assert [event for event in events(job) if event[0] == "live"] == [("live", 1, "node-1")]
-    (only,) = history(Job(STORAGE, job.layout), 10)
+    assert lives(job) == [(1, "node-1")]
+    (only,) = history(job, 10)
     assert [(one.explorer, one.seconds) for one in only.live] == [("node-1", 2.0)]
 
 
 def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(job: SmallJob) -> None:
-    with job.daemon(DaemonConfig(keep=9)) as loop:
+    with job.daemon(KEEP) as loop:
         publish(job, loop, 1)
         for name in ("node-1", "node-2", "node-3"):
             loads(job, name, 1)
@@ -197,11 +183,10 @@ def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(job: SmallJob) 
 
 
 def test_weights_that_came_by_broadcast_are_no_version_that_is_served(
-    tmp_path: Path, hosts: Hosts
+    job: SmallJob,
 ) -> None:
-    storage = hosts.ruled()
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    with job.daemon(DaemonConfig(keep=9)) as loop:
+    storage = job.storage = RuledStorage()
+    with job.daemon(KEEP) as loop:
         publish(job, loop, 1)
         loads(job, "node-1", 1)
         serves(job, "node-1", 1, received="run-000005-000000")
@@ -209,8 +194,8 @@ def test_weights_that_came_by_broadcast_are_no_version_that_is_served(
         storage.calls.clear()
         loop.run_once()
         assert storage.count("open_read", job.layout.explorers) == 0
-    assert [event for event in events(job) if event[0] == "live"] == []
-    assert [one.live for one in history(Job(STORAGE, job.layout), 10)] == [[]]
+    assert lives(job) == []
+    assert [one.live for one in history(job, 10)] == [[]]
 
 
 class Killed(BaseException):
@@ -252,27 +237,24 @@ def test_every_load_is_on_record_once_at_one_version_a_round(
             loop.run_once()
     names = ("hook", "reader", "synchronizer")
     assert sorted(lives(job)) == [(version, name) for version in versions for name in names]
-    found = history(Job(STORAGE, job.layout), 100)
+    found = history(job, 100)
     assert [(one.version, len(one.live)) for one in found] == [(n, 3) for n in versions]
     pauses = [one.pause for version in found for one in version.live if one.explorer == "hook"]
     assert None not in pauses
 
 
 def test_of_many_explorers_every_load_is_on_record_though_few_are_looked_at(
-    tmp_path: Path, hosts: Hosts
+    job: SmallJob,
 ) -> None:
-    storage = hosts.ruled()
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    storage = job.storage = RuledStorage()
     names = [f"node-{number}" for number in range(130)]
     told: list[Load] = []
-    with job.daemon(DaemonConfig(keep=1)) as loop:
+    with job.daemon(KEEP_1) as loop:
         for version in range(1, 7):
-            job.save(version)
-            loop.run_once()
+            publish(job, loop, version)
             told.append(Load(sequence=version, time=float(version)))
             for name in names:
                 tells(job, name, told, time=float(version))
-            storage.calls.clear()
         for _ in range(4):
             storage.calls.clear()
             loop.run_once()
@@ -283,17 +265,16 @@ def test_of_many_explorers_every_load_is_on_record_though_few_are_looked_at(
 
 @pytest.mark.parametrize("written", [0.0, 0.5, 1.0])
 def test_a_daemon_that_is_killed_at_the_journal_loses_no_load_and_repeats_none(
-    tmp_path: Path, hosts: Hosts, written: float
+    job: SmallJob, written: float
 ) -> None:
     def kill(called: str, given: tuple[Any, ...]) -> None:
         if called == "write" and b'"live"' in bytes(given[1]):
             os.write(given[0], given[1][: int(written * len(given[1]))])
             raise Killed
 
-    storage = hosts.ruled()
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    storage = job.storage = RuledStorage()
     told = [Load(sequence=version, time=0.0) for version in range(1, 6)]
-    with job.daemon(DaemonConfig(keep=1)) as loop:
+    with job.daemon(KEEP_1) as loop:
         publish(job, loop, 1, 2)
         tells(job, "node-1", told[:1], time=0.0)
         loop.run_once()
@@ -306,21 +287,21 @@ def test_a_daemon_that_is_killed_at_the_journal_loses_no_load_and_repeats_none(
         storage.rules.clear()
         loop._journal._file._waiting.clear()  # it is dead: what it had in memory is gone
     for _ in range(2):
-        with job.daemon(DaemonConfig(keep=1)) as loop:
+        with job.daemon(KEEP_1) as loop:
             loop.run_once()
     assert sorted(lives(job)) == [(n, name) for n in range(1, 6) for name in ("node-1", "node-2")]
 
 
 def test_a_daemon_that_takes_over_repeats_nothing_that_the_journal_has_lost(job: SmallJob) -> None:
     told = [Load(sequence=version, time=0.0) for version in range(1, 5)]
-    with job.daemon(DaemonConfig(keep=1)) as loop:
+    with job.daemon(KEEP_1) as loop:
         publish(job, loop, 1, 2, 3)
         tells(job, "node-1", told[:3], time=0.0)
         loop.run_once()
     lines = job.layout.journal.read_bytes().splitlines(keepends=True)
     (at,) = (n for n, line in enumerate(lines) if b'"published","version":3' in line)
     job.put(job.layout.journal, b"".join(lines[at : at + 1]))  # the rest was bounded away
-    with job.daemon(DaemonConfig(keep=1)) as loop:
+    with job.daemon(KEEP_1) as loop:
         publish(job, loop, 4)
         tells(job, "node-1", told, time=0.0)
         loop.run_once()
@@ -328,7 +309,7 @@ def test_a_daemon_that_takes_over_repeats_nothing_that_the_journal_has_lost(job:
 
 
 def test_loads_that_are_found_together_have_their_own_times(job: SmallJob, clock: Clock) -> None:
-    with job.daemon(DaemonConfig(keep=9), clock=clock) as loop:
+    with job.daemon(KEEP, clock=clock) as loop:
         for step in (1, 2, 3):
             publish(job, loop, step)
             clock.advance(10.0)
@@ -336,7 +317,7 @@ def test_loads_that_are_found_together_have_their_own_times(job: SmallJob, clock
         told = [Load(sequence=n, time=77.0 + 10 * n, pause=n / 4) for n in (1, 2, 3)]
         tells(job, "node-1", told, time=77.0 + 30 + 4)
         loop.run_once()
-    found = [one.live[0] for one in history(Job(STORAGE, job.layout), 10)]
+    found = [one.live[0] for one in history(job, 10)]
     assert [(one.seconds, one.pause) for one in found] == [(6.0, 0.25), (6.0, 0.5), (6.0, 0.75)]
     times = [one.time for one in found]
     assert None not in times
@@ -344,21 +325,21 @@ def test_loads_that_are_found_together_have_their_own_times(job: SmallJob, clock
 
 
 def test_a_load_is_at_no_time_before_its_version(job: SmallJob, clock: Clock) -> None:
-    with job.daemon(DaemonConfig(keep=9), clock=clock) as loop:
+    with job.daemon(KEEP, clock=clock) as loop:
         publish(job, loop, 1)
         clock.advance(2.0)
         tells(job, "node-1", [Load(sequence=1, time=-1.7e308)], time=1.7e308)
         tells(job, "node-2", [Load(sequence=1, time=0.0)], time=1e300)
         tells(job, "node-3", [Load(sequence=1, time=9.0)], time=1.0)
         loop.run_once()
-    (only,) = history(Job(STORAGE, job.layout), 10)
+    (only,) = history(job, 10)
     assert {one.explorer: one.seconds for one in only.live} == {
         "node-1": 2.0, "node-2": 0.0, "node-3": 2.0,
     }  # fmt: skip
 
 
 def test_what_an_explorer_cannot_have_loaded_is_not_on_record(job: SmallJob) -> None:
-    with job.daemon(DaemonConfig(keep=9)) as loop:
+    with job.daemon(KEEP) as loop:
         publish(job, loop, 1)
         tells(job, "node-1", [Load(sequence=n, time=0.0) for n in (1, 2, 2**62)], time=0.0)
         loop.run_once()
@@ -368,7 +349,7 @@ def test_what_an_explorer_cannot_have_loaded_is_not_on_record(job: SmallJob) -> 
 
 
 def test_an_explorer_that_was_started_anew_tells_the_loads_of_the_one_before(job: SmallJob) -> None:
-    with job.daemon(DaemonConfig(keep=9)) as loop:
+    with job.daemon(KEEP) as loop:
         publish(job, loop, 1)
         with synchronizer(job, "node-1") as explorer:
             explorer.set_explorer_version(Version(1, 1))
@@ -408,7 +389,7 @@ def test_a_report_of_a_release_that_names_no_loads_counts_once_its_lease_is_seen
     job: SmallJob,
 ) -> None:
     fast = Fast()
-    with job.daemon(DaemonConfig(keep=9), meter=fast) as loop:
+    with job.daemon(KEEP, meter=fast) as loop:
         # In a round that has looked for leases already.
         fast.takes += [lambda: loads(job, "node-1", 1), lambda: serves(job, "node-1", 1)]
         publish(job, loop, 1)
@@ -420,11 +401,10 @@ def test_a_report_of_a_release_that_names_no_loads_counts_once_its_lease_is_seen
 
 
 def test_who_loads_nothing_costs_no_look_and_many_are_looked_at_in_turn(
-    tmp_path: Path, hosts: Hosts
+    job: SmallJob,
 ) -> None:
-    storage = hosts.ruled()
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    with job.daemon(DaemonConfig(keep=9)) as loop:
+    storage = job.storage = RuledStorage()
+    with job.daemon(KEEP) as loop:
         publish(job, loop, 1)
         names = [f"node-{number}" for number in range(70)]
         for name in names:
@@ -442,7 +422,7 @@ def test_who_loads_nothing_costs_no_look_and_many_are_looked_at_in_turn(
         loop.run_once()
         assert storage.count("open_read", job.layout.explorers) == 0
         assert storage.count("open_append", job.layout.root) == 0
-    assert sorted(name or "" for event, _, name in events(job) if event == "live") == sorted(names)
+    assert sorted(lives(job)) == sorted((1, name) for name in names)
 
 
 def test_the_log_and_the_status_give_a_small_version_the_same_size(
@@ -464,8 +444,7 @@ def test_what_else_becomes_of_saves_is_an_event_in_the_status(job: SmallJob) -> 
         receipt = job.layout.actor(3) / ".receipts" / "rank_0.json"
         receipt.write_text(receipt.read_text().replace('"size":', '"size":1'))
         loop.run_once()
-        request = RollbackRequest(id="ask", sequence=1, by="me\n@x", time=0.0)
-        job.put(job.layout.request("ask"), encode(request))
+        job.ask_rollback(1, by="me\n@x")
         loop.run_once()
     seen = json.loads(syncd("status", job.layout.root, "--json").output)
     assert seen["free"]["bytes"] > 0
@@ -475,28 +454,27 @@ def test_what_else_becomes_of_saves_is_an_event_in_the_status(job: SmallJob) -> 
     assert "v1 is served again, as v3: asked for by me\\n@x" in shown
     assert "published step 2 as v2: " in shown
     assert "refused step 3:" in shown
-    again = history(Job(STORAGE, job.layout), 10)[-1]
+    again = history(job, 10)[-1]
     assert (again.version, again.of, again.step, again.by) == (3, 1, 1, "me\\n@x")
     assert "= v1" in syncd("history", job.layout.root).output
 
 
 def test_the_file_is_bounded_and_its_oldest_lines_go_first(job: SmallJob) -> None:
-    file = JournalFile(Job(STORAGE, job.layout), limit=1000)
+    file = JournalFile(job, limit=1000)
     for number in range(1, 101):
         file.note("published", version=number)
         file.write()
-    lines = [line.version for line in read_journal(Job(STORAGE, job.layout))]
+    lines = [line.version for line in read_journal(job)]
     assert lines == list(range(lines[0] or 0, 101))
     assert 10 < len(lines) < 50
     for path in (job.layout.journal, older_lines(job.layout.journal)):
         assert path.stat().st_size < 1200
-    assert len(read_journal(Job(STORAGE, job.layout), 500)) < len(lines)
+    assert len(read_journal(job, 500)) < len(lines)
 
 
 def test_a_long_audit_log_is_begun_anew_and_what_it_told_is_still_known(job: SmallJob) -> None:
-    with job.daemon(DaemonConfig(keep=1)) as loop:
-        publish(job, loop, 1)
-        publish(job, loop, 2)
+    with job.daemon(KEEP_1) as loop:
+        publish(job, loop, 1, 2)
         loop.run_once()
         os.truncate(job.layout.audit, LIMIT)
         publish(job, loop, 3)
@@ -504,7 +482,7 @@ def test_a_long_audit_log_is_begun_anew_and_what_it_told_is_still_known(job: Sma
     assert b'"v000001"' in older_lines(job.layout.audit).read_bytes()
     assert b'"v000002"' in job.layout.audit.read_bytes()
     assert job.layout.audit.stat().st_size < 10_000
-    versions = history(Job(STORAGE, job.layout), 10)
+    versions = history(job, 10)
     assert [(one.version, one.pruned is None) for one in versions] == [
         (1, False),
         (2, False),
@@ -513,7 +491,7 @@ def test_a_long_audit_log_is_begun_anew_and_what_it_told_is_still_known(job: Sma
 
 
 def test_torn_and_foreign_lines_are_passed_over(job: SmallJob) -> None:
-    file = JournalFile(Job(STORAGE, job.layout))
+    file = JournalFile(job)
     file.note("published", version=1)
     file.write()
     with job.layout.journal.open("ab") as out:
@@ -522,16 +500,15 @@ def test_torn_and_foreign_lines_are_passed_over(job: SmallJob) -> None:
         out.write(json.dumps(newer).encode() + b'\n{"protocol":1,"time":0,"ev')
     file.note("published", version=2)
     file.write()
-    assert [line.version for line in read_journal(Job(STORAGE, job.layout))] == [1, 2]
+    assert [line.version for line in read_journal(job)] == [1, 2]
 
 
 @pytest.mark.parametrize("method", ["open_append", "status"])
 def test_a_journal_that_storage_refuses_keeps_nobody_from_anything(
-    tmp_path: Path, hosts: Hosts, method: str
+    job: SmallJob, method: str
 ) -> None:
-    storage = hosts.ruled(refuse(method, errno.EIO, where="journal.jsonl"))
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    with job.daemon(DaemonConfig(keep=9)) as loop:
+    storage = job.storage = RuledStorage(refuse(method, errno.EIO, where="journal.jsonl"))
+    with job.daemon(KEEP) as loop:
         publish(job, loop, 1)
         assert job.latest.step == 1
         storage.rules.clear()
@@ -540,23 +517,23 @@ def test_a_journal_that_storage_refuses_keeps_nobody_from_anything(
 
 
 def test_versions_without_a_journal_say_what_their_manifests_do(job: SmallJob) -> None:
-    with job.daemon(DaemonConfig(keep=9)) as loop:
+    with job.daemon(KEEP) as loop:
         publish(job, loop, 7)
     job.layout.journal.unlink()
     serves(job, "node-1", 1)
-    (only,) = history(Job(STORAGE, job.layout), 10)
+    (only,) = history(job, 10)
     assert (only.version, only.step, only.kind, only.latest) == (1, 7, "full", True)
     assert only.merge_seconds is not None
     assert [(one.explorer, one.seconds) for one in only.live] == [("node-1", None)]
     (job.layout.version(1) / "manifest.json").write_bytes(b"x")
-    assert history(Job(STORAGE, job.layout), 10)[0].step is None
+    assert history(job, 10)[0].step is None
     assert syncd("history", job.layout.root).exit_code == 0
 
 
 def test_a_history_fits_80_columns_and_needs_no_colour(
     job: SmallJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = JournalFile(Job(STORAGE, job.layout), wall=lambda: 1.8e9)
+    file = JournalFile(job, wall=lambda: 1.8e9)
     file.note("published", version=123456, step=1234567, kind="adapter", bytes=10**13,
               seconds=5900.0, latency=86000.0)  # fmt: skip
     for number in range(9):
@@ -574,11 +551,11 @@ def test_a_history_fits_80_columns_and_needs_no_colour(
 def test_what_is_no_job_or_has_no_version_says_so(job: SmallJob, tmp_path: Path) -> None:
     assert syncd("history", job.layout.root).output == "nothing is published yet\n"
     with pytest.raises(JobUnavailableError, match="not a job that syncd has served"):
-        history(Job.at(tmp_path, STORAGE), 1)
+        history(Job.at(tmp_path), 1)
 
 
 def test_a_merge_says_how_far_it_is_and_not_more_often_than_it_costs(
-    tmp_path: Path, clock: Clock, hosts: Hosts
+    job: SmallJob, clock: Clock
 ) -> None:
     told: list[dict[str, Any]] = []
 
@@ -588,8 +565,7 @@ def test_a_merge_says_how_far_it_is_and_not_more_often_than_it_costs(
         elif called == "rename" and given[1].name == "daemon.json":
             told.append(json.loads(given[0].read_bytes()))
 
-    storage = hosts.ruled(slowly)
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    job.storage = RuledStorage(slowly)
     job.save(4, *map(float, range(2_000_000)))
     with job.daemon(clock=clock) as loop:
         loop.run_once()
@@ -612,13 +588,13 @@ def test_a_line_holds_what_belongs_to_its_event_alone() -> None:
 def test_times_that_nobody_can_mean_leave_valid_json(job: SmallJob) -> None:
     with job.daemon() as loop:
         publish(job, loop, 1)
-    early = JournalFile(Job(STORAGE, job.layout), wall=lambda: -1.7e308)
+    early = JournalFile(job, wall=lambda: -1.7e308)
     early.note("published", version=2, step=2, bytes=1, seconds=1.0, latency=1.7e308)
     early.write()
-    late = JournalFile(Job(STORAGE, job.layout), wall=lambda: 1.7e308)
+    late = JournalFile(job, wall=lambda: 1.7e308)
     late.note("live", version=2, explorer="node-1")
     late.write()
-    printed = CliRunner().invoke(cli, ["history", str(job.layout.root), "--json"]).output
+    printed = syncd("history", job.layout.root, "--json").output
     assert "Infinity" not in printed
     version = json.loads(printed)["versions"][1]
     assert (version["saved"], version["live"][0]["seconds"]) == (None, None)
