@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,17 @@ from trainer_hooks.writing.writer import RankContents, RankWriter
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 #: One tensor a file.
 FILES = ["--max-shard-size", "100"]
+STORAGE = FastStorage()
+#: What is in a folder that was converted to one file.
+CONVERTED = ["config.json", "manifest.json", "model.safetensors"]
 
 
-def full(job: SmallJob, step: int, value: float, run: str = "run", *, config: bool = True) -> None:
+def full(
+    job: SmallJob, step: int = 2, value: float = 2.0, run: str = "run", *, config: bool = True
+) -> None:
     """A full checkpoint of one rank of our hook, of three tensors."""
     model = {name: torch.full((16,), value) for name in ("a", "b", "c")}
-    writer = RankWriter(Job(FastStorage(), job.layout), 0, 1, save_timeout=60.0)
+    writer = RankWriter(job, 0, 1, save_timeout=60.0)
     contents = RankContents(
         model=model,
         optimizer={"state": torch.zeros(2)},
@@ -75,8 +79,16 @@ def outcome(result: Result) -> Any:
     return json.loads(result.stdout)["outcome"]
 
 
-def weights(job: SmallJob, step: int) -> dict[str, Any]:
-    folder = job.layout.actor(step) / "huggingface"
+def model_of(job: Job, step: int = 2) -> Path:
+    return job.layout.actor(step) / "huggingface"
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def weights(job: SmallJob, step: int = 2) -> dict[str, Any]:
+    folder = model_of(job, step)
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.exists():
@@ -93,13 +105,12 @@ def test_a_full_checkpoint_alone_becomes_a_model_once_and_the_daemon_sees_nothin
     job: SmallJob,
 ) -> None:
     job.save(1)
-    full(job, 2, 2.0)
+    full(job)
     actor = foreign(job, 3)
-    identity = look_at_save(FastStorage(), actor, 3).identity
+    identity = look_at_save(STORAGE, actor, 3).identity
     job.point(3)
-    config = DaemonConfig(tick=0.001, keep=9)
     clock = Clock()
-    with job.daemon(config, clock=clock) as loop:
+    with job.daemon(DaemonConfig(tick=0.001, keep=9), clock=clock) as loop:
         for _ in range(2):
             loop.run_once()
             clock.advance(1.0)
@@ -109,14 +120,14 @@ def test_a_full_checkpoint_alone_becomes_a_model_once_and_the_daemon_sees_nothin
             result = convert(job, step=step)
             assert result.exit_code == 0, result.output
             assert result.stdout.startswith(f"step {step}: converted, ")
-        assert {name: float(tensor[0]) for name, tensor in weights(job, 2).items()} == {
+        assert {name: float(tensor[0]) for name, tensor in weights(job).items()} == {
             "a": 2.0, "b": 2.0, "c": 2.0,
         }  # fmt: skip
-        version = read_manifest(FastStorage(), job.layout.version(1))
+        version = read_manifest(STORAGE, job.layout.version(1))
         assert weights(job, 3).keys() == {tensor.name for tensor in version.tensors}
         for step in (2, 3):
-            folder = job.layout.actor(step) / "huggingface"
-            verify_version(FastStorage(), folder, read_manifest(FastStorage(), folder))
+            folder = model_of(job, step)
+            verify_version(STORAGE, folder, read_manifest(STORAGE, folder))
 
         after = everything(job)
         assert {name: after[name] for name in before} == before
@@ -126,7 +137,7 @@ def test_a_full_checkpoint_alone_becomes_a_model_once_and_the_daemon_sees_nothin
         assert everything(job) == after
 
         # It is the same save as before, for the daemon and for a merge.
-        assert look_at_save(FastStorage(), actor, 3).identity == identity
+        assert look_at_save(STORAGE, actor, 3).identity == identity
         for _ in range(3):
             clock.advance(100.0)
             loop.run_once()
@@ -134,28 +145,27 @@ def test_a_full_checkpoint_alone_becomes_a_model_once_and_the_daemon_sees_nothin
         job.point(2)
         loop.run_once()
         assert "model.safetensors" in {p.name for p in job.layout.version(2).iterdir()}
-        assert read_manifest(FastStorage(), job.layout.version(2)).step == 2
+        assert read_manifest(STORAGE, job.layout.version(2)).step == 2
 
 
 def test_a_step_that_is_saved_again_is_converted_again(job: SmallJob) -> None:
-    full(job, 2, 2.0)
+    full(job)
     assert convert(job, *FILES).exit_code == 0
-    assert len(list((job.layout.actor(2) / "huggingface").glob("*.safetensors"))) == 3
-    folder = job.layout.actor(2) / "huggingface"
+    assert len(list((model_of(job)).glob("*.safetensors"))) == 3
+    folder = model_of(job)
     for value, run in ((5.0, "again"), (6.0, "once more")):
         full(job, 2, value, run=run)
         # Nobody takes the weights of the save before for those of this one.
-        assert [path.name for path in folder.iterdir()] == ["config.json"]
+        assert names_in(folder) == ["config.json"]
         assert outcome(convert(job, "--json")) == "converted"
-        assert float(weights(job, 2)["a"][0]) == value
-        names = sorted(path.name for path in folder.iterdir())
-        assert names == ["config.json", "manifest.json", "model.safetensors"]
+        assert float(weights(job)["a"][0]) == value
+        assert names_in(folder) == CONVERTED
         (folder / "manifest.json").unlink()  # as those that the trainer writes itself
 
 
 def test_whole_weights_of_the_trainer_itself_stay(job: SmallJob) -> None:
-    full(job, 2, 2.0)
-    folder = job.layout.actor(2) / "huggingface"
+    full(job)
+    folder = model_of(job)
     (folder / "model.safetensors").write_bytes(b"the trainer's")
     assert outcome(convert(job, "--json")) == "done before"
     assert (folder / "model.safetensors").read_bytes() == b"the trainer's"
@@ -166,8 +176,7 @@ def test_whole_weights_of_the_trainer_itself_stay(job: SmallJob) -> None:
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"of an old save")
     assert outcome(convert(job, "--json")) == "converted"
     # vLLM, where no index is, loads every file of such a name.
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == ["config.json", "manifest.json", "model.safetensors"]
+    assert names_in(folder) == CONVERTED
 
 
 def test_what_is_no_whole_full_checkpoint_is_refused(job: SmallJob, tmp_path: Path) -> None:
@@ -235,9 +244,9 @@ COPIED = {
 def test_a_config_that_the_trainer_did_not_leave_is_taken_from_the_base_model(
     job: SmallJob, tmp_path: Path, *, receipts: bool
 ) -> None:
-    folder = job.layout.actor(2) / "huggingface"
+    folder = model_of(job)
     if receipts:
-        full(job, 2, 2.0, config=False)
+        full(job, config=False)
         folder.mkdir(exist_ok=True)
     else:
         foreign(job, 2)
@@ -250,8 +259,8 @@ def test_a_config_that_the_trainer_did_not_leave_is_taken_from_the_base_model(
     assert "with --base-model-dir" in convert(job).stdout, "nor is it forgotten the next time"
     result = convert(job, *given)
     assert "with chat_template.jinja, generation_config.json, merges.txt" in result.stdout
-    assert weights(job, 2)
-    names = {path.name for path in folder.iterdir()}
+    assert weights(job)
+    names = set(names_in(folder))
     assert names == COPIED | {"manifest.json", "model.safetensors"}
     assert (folder / "tokenizer.json").read_text() == "the trainer's"
     assert (folder / "config.json").read_text() == "the base's config.json"
@@ -263,13 +272,12 @@ def test_a_config_that_the_trainer_did_not_leave_is_taken_from_the_base_model(
 def test_a_base_model_is_no_base_without_a_config_and_changes_nothing_of_whole_folders(
     job: SmallJob, tmp_path: Path
 ) -> None:
-    full(job, 2, 2.0)
+    full(job)
     (tmp_path / "empty").mkdir()
     refused = convert(job, "--base-model-dir", str(tmp_path / "empty"))
     assert (refused.exit_code, "has no config.json" in refused.stderr) == (2, True)
     assert convert(job, "--base-model-dir", str(base_model(tmp_path / "base"))).exit_code == 0
-    names = {path.name for path in (job.layout.actor(2) / "huggingface").iterdir()}
-    assert names == {"config.json", "manifest.json", "model.safetensors"}
+    assert names_in(model_of(job)) == CONVERTED
 
 
 def test_cut_off_while_the_base_models_files_are_copied_the_next_call_ends_it(
@@ -287,7 +295,7 @@ def test_cut_off_while_the_base_models_files_are_copied_the_next_call_ends_it(
             break
         there = {path.name for path in actor.rglob("*") if not path.name.startswith(".tmp-")}
         assert "config.json" not in there or there == COPIED | {"huggingface"}
-        take_model_files(FastStorage(), actor, base)
+        take_model_files(STORAGE, actor, base)
         folder = actor / "huggingface"
         for name in COPIED:
             assert (folder / name).read_text() == f"the base's {name}"
@@ -300,17 +308,17 @@ def test_without_room_nothing_is_begun(job: SmallJob) -> None:
         def free(self, path: Path) -> Free:  # noqa: ARG002 # the seam's
             return Free(1000, 1000)
 
-    full(job, 2, 2.0)
+    full(job)
     before = everything(job)
-    storage = Full()
     with pytest.raises(NoRoomError, match="make room there"):
-        run(Job(storage, job.layout), 2)
+        run(Job(Full(), job.layout))
     assert everything(job) == before
 
 
-def run(job: Job, step: int, *, max_file_size: int = 100, **more: Any) -> None:
-    save = look_at_step(job, step)
-    if not has_weights(job.storage, job.layout.actor(step) / "huggingface", save):
+def run(job: Job, *, max_file_size: int = 100, **more: Any) -> None:
+    """Convert step 2."""
+    save = look_at_step(job, 2)
+    if not has_weights(job.storage, model_of(job), save):
         convert_step(job, save, MergeOptions(max_file_size), **more)
 
 
@@ -337,12 +345,12 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
     tmp_path: Path, before: str, size: int
 ) -> None:
     template = SmallJob(tmp_path / "template")
-    full(template, 2, 2.0)
+    full(template)
     if before != "nothing":
         old = 100 if before == "several files" else 10_000
-        run(Job(FastStorage(), template.layout), 2, max_file_size=old)
+        run(template, max_file_size=old)
         kept_weights = tmp_path / "huggingface"
-        converted = template.layout.actor(2) / "huggingface"
+        converted = model_of(template)
         shutil.copytree(converted, kept_weights)
         full(template, 2, 5.0, run="again")
         # As if it had been converted while it was saved again.
@@ -353,23 +361,23 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
         shutil.copytree(template.layout.root, job.layout.root, dirs_exist_ok=True)
         kept = everything(job)
         try:
-            run(Job(kill_at(number), job.layout), 2, max_file_size=size)
+            run(Job(kill_at(number), job.layout), max_file_size=size)
         except Killed:
             pass
         else:
             break
-        folder = job.layout.actor(2) / "huggingface"
-        names = {path.name for path in folder.iterdir()}
+        folder = model_of(job)
+        names = set(names_in(folder))
         if names & {"model.safetensors", "model.safetensors.index.json"}:
-            found = {float(tensor[0]) for tensor in weights(job, 2).values()}
+            found = {float(tensor[0]) for tensor in weights(job).values()}
             assert found in ({2.0}, {value})
-        save = look_at_step(Job(FastStorage(), job.layout), 2)
-        done = has_weights(FastStorage(), folder, save)
-        run(Job(FastStorage(), job.layout), 2, max_file_size=size, sleep=lambda _: None)
-        assert {float(tensor[0]) for tensor in weights(job, 2).values()} == {value}
-        manifest = read_manifest(FastStorage(), folder)
-        verify_version(FastStorage(), folder, manifest)
-        assert {path.name for path in folder.iterdir()} == {
+        save = look_at_step(job, 2)
+        done = has_weights(STORAGE, folder, save)
+        run(job, max_file_size=size, sleep=lambda _: None)
+        assert {float(tensor[0]) for tensor in weights(job).values()} == {value}
+        manifest = read_manifest(STORAGE, folder)
+        verify_version(STORAGE, folder, manifest)
+        assert set(names_in(folder)) == {
             *(file.name for file in manifest.files), "manifest.json",
         }  # fmt: skip
         # What is left where all was done is small, and the daemon's to collect.
@@ -386,7 +394,7 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
 def test_what_a_killed_one_left_goes_and_one_at_work_is_left_alone(
     job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    full(job, 2, 2.0)
+    full(job)
     room = job.layout.actor(2) / ".tmp-huggingface-0123"
     (room / "templates").mkdir(parents=True)
     (room / "model.safetensors").write_bytes(b"half")
@@ -397,8 +405,8 @@ def test_what_a_killed_one_left_goes_and_one_at_work_is_left_alone(
 
     caplog.set_level("INFO", "syncd")
     with pytest.raises(JobUnavailableError, match="another process"):
-        run(Job(FastStorage(), job.layout), 2, sleep=goes_on)
-    run(Job(FastStorage(), job.layout), 2, sleep=lambda _: None)
+        run(job, sleep=goes_on)
+    run(job, sleep=lambda _: None)
     assert not job.leftovers()
     # A daemon removes it too.
     (room / "templates").mkdir(parents=True)
@@ -413,7 +421,7 @@ def test_what_a_killed_one_left_goes_and_one_at_work_is_left_alone(
 def test_one_at_work_on_another_host_is_seen_where_files_are_remembered_for_long(
     job: SmallJob, clock: Clock
 ) -> None:
-    full(job, 2, 2.0)
+    full(job)
     room = job.layout.actor(2) / ".tmp-huggingface-0123"
     room.mkdir()
     (room / ".tmp-began").touch()
@@ -424,15 +432,15 @@ def test_one_at_work_on_another_host_is_seen_where_files_are_remembered_for_long
         os.utime(room / ".tmp-began", (1.0, 1.0))
 
     with pytest.raises(JobUnavailableError, match="another process"):
-        run(Job(here, job.layout), 2, sleep=goes_on)
+        run(Job(here, job.layout), sleep=goes_on)
     assert room.exists()
 
 
 def test_a_daemon_that_looks_before_anything_is_written_takes_no_room_away(
     job: SmallJob, clock: Clock
 ) -> None:
-    full(job, 2, 2.0)
-    collector = Collector(Job(FastStorage(), job.layout), 900.0, clock=clock)
+    full(job)
+    collector = Collector(job, 900.0, clock=clock)
     looked: list[str] = []
 
     def rule(called: str, _: tuple[Any, ...]) -> None:
@@ -443,14 +451,14 @@ def test_a_daemon_that_looks_before_anything_is_written_takes_no_room_away(
             clock.advance(300.0)
             collector.run_once(())
 
-    run(Job(RuledStorage(rule), job.layout), 2, clock=clock)
+    run(Job(RuledStorage(rule), job.layout), clock=clock)
     assert looked == ["sync_folder", "create", "open_read"]
-    assert weights(job, 2)
+    assert weights(job)
     assert not job.leftovers()
 
 
 def test_of_two_that_begin_at_once_one_at_least_is_refused(job: SmallJob) -> None:
-    full(job, 2, 2.0)
+    full(job)
     before = everything(job)
     other = job.layout.actor(2) / ".tmp-huggingface-0123"
 
@@ -460,14 +468,14 @@ def test_of_two_that_begin_at_once_one_at_least_is_refused(job: SmallJob) -> Non
             other.mkdir()
 
     with pytest.raises(JobUnavailableError, match="another process"):
-        run(Job(RuledStorage(rule), job.layout), 2)
+        run(Job(RuledStorage(rule), job.layout))
     other.rmdir()
     assert everything(job) == before
     assert not job.leftovers()
 
 
 def test_a_merge_that_takes_long_gives_signs_that_it_goes_on(job: SmallJob) -> None:
-    full(job, 2, 2.0)
+    full(job)
     clock = Clock()
     calls: list[str] = []
 
@@ -476,32 +484,31 @@ def test_a_merge_that_takes_long_gives_signs_that_it_goes_on(job: SmallJob) -> N
         if called == "utime":
             calls.append(Path(given[0]).name)
 
-    run(Job(RuledStorage(rule), job.layout), 2, clock=clock)
+    run(Job(RuledStorage(rule), job.layout), clock=clock)
     assert any(name.startswith(".tmp-huggingface-") for name in calls)
     assert "model-00001-of-00003.safetensors" in calls
 
 
 def test_a_step_that_goes_meanwhile_is_an_error_of_its_own(job: SmallJob) -> None:
-    full(job, 2, 2.0)
+    full(job)
 
     def rule(called: str, given: tuple[Any, ...]) -> None:
         if called == "create" and "manifest" in str(given[0]):
             shutil.rmtree(job.layout.step(2))
 
     with pytest.raises(SaveNotReadyError, match="disappeared while"):
-        run(Job(RuledStorage(rule), job.layout), 2)
+        run(Job(RuledStorage(rule), job.layout))
 
 
 def test_what_storage_refuses_leaves_nothing_half_made(job: SmallJob) -> None:
-    full(job, 2, 2.0)
+    full(job)
     before = everything(job)
-    refuses: Callable[[str, tuple[Any, ...]], None]
 
     def refuses(called: str, given: tuple[Any, ...]) -> None:
         if called == "fsync" and job.layout.actor(2).exists():
             raise OSError(errno.EIO, "an error", str(given[0]))
 
     with pytest.raises(OSError, match="an error"):
-        run(Job(RuledStorage(refuses), job.layout), 2)
+        run(Job(RuledStorage(refuses), job.layout))
     assert everything(job) == before
     assert not job.leftovers()

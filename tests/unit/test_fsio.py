@@ -47,13 +47,6 @@ def test_a_refused_step_leaves_the_old_file_and_no_garbage(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_failing_close_is_not_followed_by_a_rename(tmp_path: Path) -> None:
-    storage = RuledStorage(refuse("close", errno.EDQUOT))
-    with pytest.raises(OSError, match=os.strerror(errno.EDQUOT)):
-        storage.replace(tmp_path / "file", b"new")
-    assert storage.count("rename", tmp_path) == 0
-
-
 def test_a_file_is_durable_before_its_rename_and_its_name_after(tmp_path: Path) -> None:
     storage = RuledStorage()
     storage.replace(tmp_path / "file", b"new")
@@ -116,17 +109,11 @@ def test_a_tree_is_removed_without_following_a_link(tmp_path: Path) -> None:
     (tree / "to-file").symlink_to(outside / "file")
     (tree / "dangling").symlink_to("nowhere")
     STORAGE.remove_tree(tree)
+    STORAGE.remove_tree(tree)  # which is not there any more
     assert not tree.exists()
     assert sorted(os.listdir(outside)) == ["deep", "file"]
-
-
-def test_removing_a_link_to_a_folder_removes_the_link_alone(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "file").touch()
-    STORAGE.remove_tree(tmp_path / "nothing there")
-    STORAGE.remove_tree(tmp_path / "folder" / "file")
-    assert (tmp_path / "folder").exists()
-    assert not (tmp_path / "folder" / "file").exists()
+    STORAGE.remove_tree(outside / "file")
+    assert os.listdir(outside) == ["deep"]
 
 
 def test_a_file_that_comes_while_its_tree_is_removed_is_left_for_the_next_sweep(
@@ -148,23 +135,14 @@ def test_a_link_is_never_read(tmp_path: Path) -> None:
         STORAGE.read(tmp_path / "link")
 
 
-def test_a_pipe_is_refused_at_once_instead_of_waiting_for_its_writer(tmp_path: Path) -> None:
+def test_a_pipe_a_folder_and_a_device_are_refused_at_once_and_leave_no_descriptor_open(
+    tmp_path: Path,
+) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="not a regular file"):
-        STORAGE.read(tmp_path / "pipe")
-
-
-def test_a_folder_and_a_device_are_no_files(tmp_path: Path) -> None:
-    for path in (tmp_path, Path("/dev/zero")):
+    before = len(os.listdir("/proc/self/fd"))
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
         with pytest.raises(OSError, match="not a regular file"):
             STORAGE.read(path)
-
-
-def test_refused_files_leave_no_descriptor_open(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        with pytest.raises(OSError, match="not a regular file"):
-            STORAGE.open_read(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -242,6 +220,7 @@ def test_a_link_that_storage_cannot_make_is_no_error_and_one_that_failed_is(
 
 # -- copying ---------------------------------------------------------------------------------------
 
+WAYS = ["copy_file_range", "sendfile", "pwrite"]
 REFUSED = ["EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM", "ETXTBSY"]
 CONTENT = bytes(range(256)) * 64
 
@@ -286,40 +265,30 @@ def copied(storage: Storage, tmp_path: Path, *, at: int, to: int, count: int) ->
     return (tmp_path / "target").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("refused", "ways"),
-    [
-        ((), ["copy_file_range"]),
-        (("copy_file_range",), ["copy_file_range", "sendfile"]),
-        (("copy_file_range", "sendfile"), ["copy_file_range", "sendfile", "pwrite"]),
-    ],
-)
+@pytest.mark.parametrize("refused", range(3))
 @pytest.mark.parametrize("name", REFUSED)
 def test_each_refused_way_falls_back_to_the_next_with_the_same_bytes(
-    tmp_path: Path, refused: tuple[str, ...], ways: list[str], name: str
+    tmp_path: Path, refused: int, name: str
 ) -> None:
-    storage = Copying({way: getattr(errno, name) for way in refused})
+    storage = Copying(dict.fromkeys(WAYS[:refused], getattr(errno, name)))
     found = copied(storage, tmp_path, at=100, to=7, count=5000)
     assert found == b"\0" * 7 + CONTENT[100:5100]
-    assert storage.tried == ways
+    assert storage.tried == WAYS[: refused + 1]
 
 
 @pytest.mark.parametrize("name", ["ENOSPC", "EIO", "EDQUOT", "EBADF", "ESTALE"])
-@pytest.mark.parametrize("way", ["copy_file_range", "sendfile", "pwrite"])
-def test_any_other_error_of_a_copy_is_raised(tmp_path: Path, name: str, way: str) -> None:
-    ways = ["copy_file_range", "sendfile", "pwrite"]
-    refused = dict.fromkeys(ways[: ways.index(way)], errno.EXDEV)
-    storage = Copying({**refused, way: getattr(errno, name)})
+@pytest.mark.parametrize("refused", range(3))
+def test_any_other_error_of_a_copy_is_raised(tmp_path: Path, name: str, refused: int) -> None:
+    codes = dict.fromkeys(WAYS[:refused], errno.EXDEV)
+    storage = Copying({**codes, WAYS[refused]: getattr(errno, name)})
     with pytest.raises(OSError, match=os.strerror(getattr(errno, name))):
         copied(storage, tmp_path, at=0, to=0, count=10)
 
 
-@pytest.mark.parametrize("refused", [(), ("copy_file_range",), ("copy_file_range", "sendfile")])
-def test_a_copy_at_the_end_of_the_source_is_0_bytes(
-    tmp_path: Path, refused: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("refused", range(3))
+def test_a_copy_at_the_end_of_the_source_is_0_bytes(tmp_path: Path, refused: int) -> None:
     (tmp_path / "source").write_bytes(b"123")
-    storage = Copying(dict.fromkeys(refused, errno.EXDEV))
+    storage = Copying(dict.fromkeys(WAYS[:refused], errno.EXDEV))
     with (tmp_path / "source").open("rb") as source, (tmp_path / "target").open("wb") as target:
         assert storage.copy_range(source.fileno(), target.fileno(), 9, 3, 0) == 0
 
@@ -337,17 +306,17 @@ def linked_job(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda s, p: s.mkdir(p / "new"), id="mkdir"),
-        pytest.param(lambda s, p: s.rmdir(p / "in"), id="rmdir"),
-        pytest.param(lambda s, p: s.unlink(p / "file"), id="unlink"),
-        pytest.param(lambda s, p: s.create(p / "new"), id="create"),
-        pytest.param(lambda s, p: s.open_append(p / "file"), id="append"),
-        pytest.param(lambda s, p: s.rename(p / "file", p.parent / "taken"), id="rename out"),
-        pytest.param(lambda s, p: s.rename(p.parent / "mine", p / "file"), id="rename in"),
-        pytest.param(lambda s, p: s.link(p / "file", p.parent / "taken"), id="link out"),
-        pytest.param(lambda s, p: s.open_read(p / "file"), id="read"),
-        pytest.param(lambda s, p: s.names(p), id="list"),
-        pytest.param(lambda s, p: s.sync_folder(p), id="sync"),
+        lambda s, p: s.mkdir(p / "new"),
+        lambda s, p: s.rmdir(p / "in"),
+        lambda s, p: s.unlink(p / "file"),
+        lambda s, p: s.create(p / "new"),
+        lambda s, p: s.open_append(p / "file"),
+        lambda s, p: s.rename(p / "file", p.parent / "taken"),
+        lambda s, p: s.rename(p.parent / "mine", p / "file"),
+        lambda s, p: s.link(p / "file", p.parent / "taken"),
+        lambda s, p: s.open_read(p / "file"),
+        lambda s, p: s.names(p),
+        lambda s, p: s.sync_folder(p),
     ],
 )
 def test_below_the_root_no_call_goes_through_a_link(
@@ -389,16 +358,15 @@ def test_the_root_itself_may_be_reached_by_a_link_or_a_relative_path(
 
 def test_an_error_names_the_whole_path(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    (tmp_path / "a").mkdir()
+    folder, path = tmp_path / "a", tmp_path / "a" / "b"
+    folder.mkdir()
     with pytest.raises(FileNotFoundError) as caught:
-        storage.open_read(tmp_path / "a" / "b")
-    assert caught.value.filename == str(tmp_path / "a" / "b")
+        storage.open_read(path)
+    assert caught.value.filename == str(path)
     with pytest.raises(FileNotFoundError) as caught:
-        storage.rename(tmp_path / "a" / "b", tmp_path / "b")
-    assert (caught.value.filename, caught.value.filename2) == (
-        str(tmp_path / "a" / "b"),
-        str(tmp_path / "b"),
-    )
+        storage.rename(path, tmp_path / "b")
+    assert caught.value.filename == str(path)
+    assert caught.value.filename2 == str(tmp_path / "b")
 
 
 def test_a_draft_that_was_collected_is_written_again(tmp_path: Path) -> None:

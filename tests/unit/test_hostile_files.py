@@ -202,11 +202,12 @@ class Shared:
     def path(self, place: str) -> Path:
         return self.root / place
 
-    def put(self, thing: Hostile, place: str) -> None:
+    def put(self, thing: Hostile | str, place: str) -> None:
         path = self.path(place)
         remove(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        thing(path, self.outside)
+        put = CONTENTS[thing] if isinstance(thing, str) else thing
+        put(path, self.outside)
 
     @contextmanager
     def daemon(self) -> Iterator[Loop]:
@@ -226,8 +227,20 @@ class Shared:
             self.clock.advance(2.0)
         return refused
 
+    def reader(self) -> Reader:
+        return Reader(self.root, "explorer", poll=0.01, storage=Anchored(self.root))
+
+    def who_begin(self) -> tuple[Callable[[], object], ...]:
+        """A trainer, a daemon and an explorer."""
+        storage = Anchored(self.root)
+        return (
+            Job(storage, self.layout).open,
+            lambda: Service(self.root, DaemonConfig(), storage=storage),
+            self.reader,
+        )
+
     def reads(self, step: int) -> None:
-        with Reader(self.root, "explorer", poll=0.01, storage=Anchored(self.root)) as reader:
+        with self.reader() as reader:
             version = reader.next_version(0, 0)
             assert version.step == step
             version.verify()
@@ -268,6 +281,9 @@ class Shared:
                 assert json.loads(result.output)["job"] == str(self.root)
 
 
+REPORT = ExplorerReport(name="e", session="s", status="running", sequence=1, step=1, time=0.0)
+
+
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What :class:`Shared` is a copy of."""
@@ -287,8 +303,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job.point(1, CHECKPOINT_POINTER)
     announced = TrainerReport(run_id="run", world_size=1, status="running", step=99, time=0.0)
     job.put(layout.trainer_report, encode(announced))
-    report = ExplorerReport(name="e", session="s", status="running", sequence=1, step=1, time=0.0)
-    job.put(layout.explorer("e"), encode(report))
+    job.put(layout.explorer("e"), encode(REPORT))
     layout.session("held").touch()
     job.lease(1, "held")
     return template
@@ -373,7 +388,30 @@ THE_THIRD_STAYS = {"records", "steps", "inside a step", "inside actor", "version
                    "locks", "deep in a room", "asked"}  # fmt: skip
 
 
-def the_rest_is_served(shared: Shared, thing: Hostile, group: str) -> None:
+#: What is a record nevertheless: then it matters whose. What is none fails in the parser, one for
+#: all kinds of record, and is tried with each kind in "records".
+BELIEVED = ("big numbers", "keys twice", "lone surrogate")
+STAND_INS = [
+    *product(THINGS, FILES, usual=lambda thing, group: thing in WAYS or group == "records"),
+    *product(
+        NO_FOLDERS,
+        sorted(PLACES.keys() - set(FILES)),
+        # A link to itself is a link: refused by its type, before anybody sees where it leads.
+        usual=lambda thing, group: thing is not link_to_itself or group == "steps",
+    ),
+    *product(
+        CONTENTS,
+        ("LATEST", "records", "manifest of LATEST", "asked"),
+        usual=lambda said, group: said in BELIEVED or group == "records",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("thing", "group"), STAND_INS, ids=named)
+def test_whatever_stands_in_for_a_name_or_a_record_the_rest_is_served(
+    shared: Shared, thing: Hostile | str, group: str
+) -> None:
     """A daemon takes over with it there, meets it again while it works, and the next one too."""
     places = PLACES[group]
 
@@ -408,53 +446,6 @@ def the_rest_is_served(shared: Shared, thing: Hostile, group: str) -> None:
     if group not in NO_STEP_GOES:
         gone += [shared.layout.step(step) for step in steps]
     assert [path.name for path in gone if os.path.lexists(path)] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("thing", "group"),
-    product(THINGS, FILES, usual=lambda thing, group: thing in WAYS or group == "records"),
-    ids=named,
-)
-def test_whatever_stands_in_for_a_file_the_rest_is_served(
-    shared: Shared, group: str, thing: Hostile
-) -> None:
-    the_rest_is_served(shared, thing, group)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("thing", "group"),
-    product(
-        NO_FOLDERS,
-        sorted(PLACES.keys() - set(FILES)),
-        # A link to itself is a link: refused by its type, before anybody sees where it leads.
-        usual=lambda thing, group: thing is not link_to_itself or group == "steps",
-    ),
-    ids=named,
-)
-def test_whatever_stands_in_for_a_folder_the_rest_is_served(
-    shared: Shared, group: str, thing: Hostile
-) -> None:
-    the_rest_is_served(shared, thing, group)
-
-
-#: What is a record nevertheless: then it matters whose. What is none fails in the parser, one for
-#: all kinds of record, and is tried with each kind in "records".
-BELIEVED = ("big numbers", "keys twice", "lone surrogate")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("said", "group"),
-    product(
-        CONTENTS,
-        ("LATEST", "records", "manifest of LATEST", "asked"),
-        usual=lambda said, group: said in BELIEVED or group == "records",
-    ),
-)
-def test_whatever_a_record_says_the_rest_is_served(shared: Shared, group: str, said: str) -> None:
-    the_rest_is_served(shared, CONTENTS[said], group)
 
 
 @pytest.mark.parametrize("receipts", [True, False], ids=["ours", "foreign"])
@@ -497,10 +488,9 @@ def test_a_foreign_save_is_served_once_nothing_stands_in_for_that_folder(
             clock.advance(5)
         assert job.versions == []
         place.unlink()
-        clock.advance(100)  # a quarantined save is looked at now and then
         for _ in range(4):
+            clock.advance(100)  # a quarantined save is looked at now and then
             loop.run_once()
-            clock.advance(5)
     assert job.latest.step == 1
 
 
@@ -530,12 +520,8 @@ def test_names_that_are_none_of_ours_are_let_be_in_every_folder(
         for name in NAMES:
             thing(shared.path(place) / os.fsdecode(name), shared.outside)
     shared.commands_work()
-    with shared.daemon() as loop:
-        shared.job.save(5)
-        refused = shared.rounds(loop)
-    assert (shared.job.latest.sequence, shared.job.latest.step) == (5, 5), refused
-    shared.reads(5)
-    shared.kept_what_it_must()
+    serves(shared)
+    assert shared.job.latest.sequence == 5
     shared.commands_work()
     assert not shared.layout.version(2).exists()
     assert not shared.layout.step(4).exists()
@@ -545,23 +531,21 @@ def test_names_that_are_none_of_ours_are_let_be_in_every_folder(
 # -- what was made to mislead ----------------------------------------------------------------------
 
 
-def serves(shared: Shared, step: int = 5) -> None:
+def serves(shared: Shared) -> None:
     with shared.daemon() as loop:
-        shared.job.save(step)
+        shared.job.save(5)
         refused = shared.rounds(loop)
-    assert shared.job.latest.step == step, refused
-    shared.reads(step)
+    assert shared.job.latest.step == 5, refused
+    shared.reads(5)
     shared.kept_what_it_must()
 
 
 @pytest.mark.parametrize("told", [2**63 - 1, 10**18 - 1, 10**17])
 def test_a_number_that_nobody_came_to_uses_up_no_numbers(shared: Shared, told: int) -> None:
-    report = ExplorerReport(
-        name="x", session="s", status="running", sequence=told, step=1, time=0.0
-    )
-    shared.job.put(shared.layout.explorer("x"), encode(report))
+    report = encode(REPORT.model_copy(update={"sequence": told}))
+    shared.job.put(shared.layout.explorer("e"), report)
     name = f"v{min(told, 10**18 - 1)}"
-    shared.layout.daemon_report.write_bytes(encode(report))
+    shared.layout.daemon_report.write_bytes(report)
     for place in (shared.layout.leases, shared.layout.published):
         (place / name).mkdir()
         (place / name / "x.y").touch()
@@ -666,11 +650,8 @@ def test_what_this_user_may_not_read_keeps_nobody_from_the_rest(shared: Shared, 
             pass
         shared.job.storage = Anchored(shared.root)
     else:
-        shared.job.storage = Anchored(
-            shared.root,
-            refuse("open_read", errno.EACCES, where=where),
-            refuse("names", errno.EACCES, where=where),
-        )
+        rules = (refuse(call, errno.EACCES, where=where) for call in ("open_read", "names"))
+        shared.job.storage = Anchored(shared.root, *rules)
     serves(shared)
     assert not shared.layout.version(2).exists()
     assert shared.layout.step(3).exists() is (where in {".syncd/trainer.json", "global_step_3"})
@@ -691,12 +672,7 @@ def test_a_folder_of_ours_that_is_none_is_named_and_nothing_is_written_through_i
     aside = shared.root / "aside"
     os.rename(whole, aside)
     thing(whole, shared.outside)
-    for begin in (
-        lambda: Job(Anchored(shared.root), shared.layout).open(),
-        lambda: Service(shared.root, DaemonConfig(), storage=Anchored(shared.root)),
-        service._stand_by_and_serve,
-        lambda: Reader(shared.root, "explorer", storage=Anchored(shared.root)),
-    ):
+    for begin in (*shared.who_begin(), service._stand_by_and_serve):
         with pytest.raises((JobUnavailableError, OSError), match=whole.name):
             begin()
     assert shared.seen_outside() == shared.before
@@ -712,11 +688,7 @@ def test_a_format_that_is_none_is_an_error_of_ours_that_names_it(
 ) -> None:
     said = shared.layout.format.read_bytes()
     shared.put(thing, ".syncd/format.json")
-    for begin in (
-        lambda: Job(Anchored(shared.root), shared.layout).open(),  # as trainers do
-        lambda: Service(shared.root, DaemonConfig(), storage=Anchored(shared.root)),
-        lambda: Reader(shared.root, "explorer", storage=Anchored(shared.root)),
-    ):
+    for begin in shared.who_begin():
         with pytest.raises((JobUnavailableError, RecordError), match=r"format\.json"):
             begin()
     shared.commands_work()
@@ -730,9 +702,8 @@ def test_a_format_that_is_none_is_an_error_of_ours_that_names_it(
 
 @pytest.mark.parametrize("thing", [*THINGS, *CONTENTS], ids=named)
 def test_an_explorer_waits_for_a_latest_that_is_none(shared: Shared, thing: Hostile | str) -> None:
-    put = CONTENTS[thing] if isinstance(thing, str) else thing
-    with Reader(shared.root, "explorer", poll=0.01, storage=Anchored(shared.root)) as reader:
-        shared.put(put, ".syncd/LATEST")
+    with shared.reader() as reader:
+        shared.put(thing, ".syncd/LATEST")
         with pytest.raises((WaitTimeoutError, RecordError)):
             reader.next_version(4, 0)
 
@@ -741,9 +712,8 @@ def test_an_explorer_waits_for_a_latest_that_is_none(shared: Shared, thing: Host
 def test_an_explorer_refuses_a_version_whose_manifest_is_none(
     shared: Shared, thing: Hostile | str
 ) -> None:
-    put = CONTENTS[thing] if isinstance(thing, str) else thing
-    with Reader(shared.root, "explorer", poll=0.01, storage=Anchored(shared.root)) as reader:
-        shared.put(put, "published/v000004/manifest.json")
+    with shared.reader() as reader:
+        shared.put(thing, "published/v000004/manifest.json")
         with pytest.raises((VerificationError, RecordError, WaitTimeoutError)):
             reader.next_version(0, 0)
         assert os.listdir(shared.layout.lease_folder(4)) == []
@@ -754,7 +724,7 @@ def test_an_explorer_refuses_a_version_whose_manifest_is_none(
 def test_an_explorer_waits_for_a_version_whose_folder_is_none(
     shared: Shared, place: str, thing: Hostile
 ) -> None:
-    with Reader(shared.root, "explorer", poll=0.01, storage=Anchored(shared.root)) as reader:
+    with shared.reader() as reader:
         shared.put(thing, place)
         with pytest.raises((VerificationError, WaitTimeoutError)):
             reader.next_version(0, 0)
