@@ -146,14 +146,19 @@ def settle(loop: Loop, clock: Clock, rounds: int = 3) -> None:
         clock.advance(5)
 
 
-def serve(job: SmallJob, clock: Clock, config: DaemonConfig | None = None) -> Manifest | None:
-    """Let a daemon do what there is to do: the manifest of the version that LATEST names."""
+def look(job: SmallJob, config: DaemonConfig | None = None) -> None:
+    """Let a daemon do what there is to do."""
+    clock = Clock()
     with job.daemon(config, clock=clock) as loop:
         settle(loop, clock)
-    if not job.layout.latest.exists():
-        return None
-    manifest = read_manifest(job.storage, job.layout.version(job.latest.sequence))
-    verify_version(job.storage, job.layout.version(job.latest.sequence), manifest)
+
+
+def serve(job: SmallJob, config: DaemonConfig | None = None) -> Manifest:
+    """The same: the manifest of the version that LATEST names then."""
+    look(job, config)
+    folder = job.layout.version(job.latest.sequence)
+    manifest = read_manifest(job.storage, folder)
+    verify_version(job.storage, folder, manifest)
     assert job.latest.kind == manifest.kind
     return manifest
 
@@ -164,11 +169,10 @@ def names_in(manifest: Manifest) -> set[str]:
 
 @pytest.mark.parametrize("home", ["lora_adapter", "huggingface"])
 def test_the_shards_of_a_peft_model_become_one_file_that_peft_reads(
-    job: SmallJob, clock: Clock, home: str
+    job: SmallJob, home: str
 ) -> None:
     put(job, {SHARD: shard_of(*PEFT), f"{home}/adapter_config.json": CONFIG, **BASE})
-    manifest = serve(job, clock, DaemonConfig(max_shard_size=1))
-    assert manifest is not None
+    manifest = serve(job, DaemonConfig(max_shard_size=1))
     assert manifest.kind == "adapter"
     # Without the base's weights the folder is no model, and must not look like one.
     assert names_in(manifest) == {
@@ -181,23 +185,23 @@ def test_the_shards_of_a_peft_model_become_one_file_that_peft_reads(
     assert found == {name: bytes_of(record) for name, record in SAVED.items()}
 
 
-def test_a_reader_sees_what_kind_a_version_is(job: SmallJob, clock: Clock) -> None:
+def test_a_reader_sees_what_kind_a_version_is(job: SmallJob) -> None:
     put(job, {SHARD: shard_of(*PEFT), TOLD: CONFIG})
-    serve(job, clock)
+    serve(job)
     with Reader(job.layout.root, "explorer") as reader:
         version = reader.next_version(0, 0)
         assert version.kind == "adapter"
         version.release()
         job.save(5)
-        serve(job, clock)
+        serve(job)
         version = reader.next_version(1, 0)
         assert version.kind == "full"
         version.release()
 
 
-def test_a_module_is_never_loaded_with_an_adapter(job: SmallJob, clock: Clock) -> None:
+def test_a_module_is_never_loaded_with_an_adapter(job: SmallJob) -> None:
     put(job, {SHARD: shard_of(*PEFT), TOLD: CONFIG})
-    serve(job, clock)
+    serve(job)
     with Reader(job.layout.root, "explorer") as reader:
         version = reader.next_version(0, 0)
         with pytest.raises(EngineMismatchError, match=r"version 1 \(step 4\) is a LoRA adapter"):
@@ -205,29 +209,26 @@ def test_a_module_is_never_loaded_with_an_adapter(job: SmallJob, clock: Clock) -
         version.release()
 
 
-def test_the_trained_biases_are_those_that_the_config_says(job: SmallJob, clock: Clock) -> None:
+def test_the_trained_biases_are_those_that_the_config_says(job: SmallJob) -> None:
     config = CONFIG.replace(b"none", b"lora_only")
     put(job, {SHARD: shard_of(*PEFT), TOLD: config})
-    manifest = serve(job, clock)
-    assert manifest is not None
+    manifest = serve(job)
     assert {entry.name for entry in manifest.tensors} == {*SAVED, f"{Q}.base_layer.bias"}
 
 
-def test_what_is_not_published_is_not_read(job: SmallJob, clock: Clock) -> None:
+def test_what_is_not_published_is_not_read(job: SmallJob) -> None:
     content = shard_of(*PEFT)
     put(job, {SHARD: content.replace(bytes_of(0), bytes(24)), TOLD: CONFIG})
-    manifest = serve(job, clock)
-    assert manifest is not None
+    manifest = serve(job)
     assert manifest.checked == "crc32"
     put(job, {SHARD: content.replace(bytes_of(2), bytes(24)), TOLD: CONFIG}, 5)
-    serve(job, clock)
+    look(job)
     assert job.outcomes[5] == "quarantined"
 
 
-def test_shards_beside_an_adapter_are_not_merged(job: SmallJob, clock: Clock) -> None:
+def test_shards_beside_an_adapter_are_not_merged(job: SmallJob) -> None:
     put(job, {SHARD: b"of no use", LORA: file_of("x.lora_A.weight"), TOLD: CONFIG, **BASE})
-    manifest = serve(job, clock)
-    assert manifest is not None
+    manifest = serve(job)
     assert manifest.kind == "adapter"
     assert [entry.name for entry in manifest.tensors] == ["x.lora_A.weight"]
     assert names_in(manifest) == {
@@ -237,14 +238,13 @@ def test_shards_beside_an_adapter_are_not_merged(job: SmallJob, clock: Clock) ->
 
 @pytest.mark.parametrize("has_receipt", [True, False])
 def test_an_adapter_is_linked_when_it_has_our_receipt_else_copied(
-    job: SmallJob, clock: Clock, *, has_receipt: bool
+    job: SmallJob, *, has_receipt: bool
 ) -> None:
     content = file_of("x.lora_A.weight")
     actor = put(job, {LORA: content, TOLD: CONFIG})
     if has_receipt:
         job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA), vouched(TOLD, CONFIG))
-    manifest = serve(job, clock)
-    assert manifest is not None
+    manifest = serve(job)
     assert manifest.checked == ("receipt" if has_receipt else "stillness")
     published = job.layout.version(1) / "adapter_model.safetensors"
     assert published.samefile(actor / LORA) is has_receipt
@@ -272,7 +272,7 @@ def test_an_adapters_config_that_is_not_the_vouched_one_is_looked_at_again(
     assert job.latest.kind == "adapter"
 
 
-def test_pefts_own_files_come_before_the_base_models(job: SmallJob, clock: Clock) -> None:
+def test_pefts_own_files_come_before_the_base_models(job: SmallJob) -> None:
     put(
         job,
         {
@@ -286,8 +286,7 @@ def test_pefts_own_files_come_before_the_base_models(job: SmallJob, clock: Clock
             **BASE,
         },
     )
-    manifest = serve(job, clock)
-    assert manifest is not None
+    manifest = serve(job)
     assert names_in(manifest) == {
         "adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "more/vocab.txt"
     }  # fmt: skip
@@ -384,11 +383,10 @@ def test_a_config_that_comes_late_makes_a_new_save_of_it(job: SmallJob, clock: C
 
 @pytest.mark.parametrize("name", ["model.lora_A", "model.mixer.lora_A.key.weight"])
 def test_a_full_model_with_names_like_those_of_lora_stays_a_full_model(
-    job: SmallJob, clock: Clock, name: str
+    job: SmallJob, name: str
 ) -> None:
     put(job, {SHARD: shard_of("model.embed.weight", name), **BASE})
-    manifest = serve(job, clock)
-    assert manifest is not None
+    manifest = serve(job)
     assert manifest.kind == "full"
     assert names_in(manifest) == {"model.safetensors", "config.json", "tokenizer.json"}
 
@@ -414,21 +412,20 @@ def large(*names: str) -> bytes:
     return shard(state, **{"data/0": bytes(LARGE), "data/1": bytes_of(1)})
 
 
-def test_room_is_asked_for_what_is_written_and_not_for_the_base_model(
-    job: SmallJob, clock: Clock
-) -> None:
+def test_room_is_asked_for_what_is_written_and_not_for_the_base_model(job: SmallJob) -> None:
     job.storage = Small(LARGE // 2)
     put(job, {SHARD: large(*PEFT), TOLD: CONFIG})
-    assert serve(job, clock) is not None
+    look(job)
+    assert job.latest.step == 4
     put(job, {SHARD: large("model.weight", *PEFT[:2])}, 5)
-    serve(job, clock)
+    look(job)
     assert job.latest.step == 4
     put(job, {SHARD: large("model.weight"), LORA: file_of("x.lora_A.weight"), TOLD: CONFIG}, 6)
-    serve(job, clock)
+    look(job)
     assert job.latest.step == 6
     job.storage = Small(0)
     put(job, {SHARD: large(*PEFT), TOLD: CONFIG}, 7)
-    serve(job, clock)
+    look(job)
     assert job.latest.step == 6
 
 
@@ -462,9 +459,7 @@ def test_a_save_that_does_not_fit_is_parsed_once_and_not_at_every_attempt(
 
 
 @pytest.mark.parametrize("has_receipt", [True, False])
-def test_an_adapter_takes_room_only_where_it_is_copied(
-    job: SmallJob, clock: Clock, *, has_receipt: bool
-) -> None:
+def test_an_adapter_takes_room_only_where_it_is_copied(job: SmallJob, *, has_receipt: bool) -> None:
     job.storage = Small(LARGE // 2)
     content = header_bytes([HeaderEntry("x.lora_A.weight", "U8", (LARGE,), 0, LARGE)]) + bytes(
         LARGE
@@ -472,38 +467,34 @@ def test_an_adapter_takes_room_only_where_it_is_copied(
     put(job, {LORA: content, TOLD: CONFIG})
     if has_receipt:
         job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA))
-    assert (serve(job, clock) is not None) is has_receipt
+    look(job)
+    assert job.layout.latest.exists() is has_receipt
 
 
-def test_a_file_of_another_method_than_lora_is_an_adapter_as_peft_saved_it(
-    job: SmallJob, clock: Clock
-) -> None:
+def test_a_file_of_another_method_than_lora_is_an_adapter_as_peft_saved_it(job: SmallJob) -> None:
     put(job, {LORA: file_of("base_model.model.q.ia3_l"), TOLD: b'{"peft_type": "IA3"}'})
-    manifest = serve(job, clock)
-    assert manifest is not None
+    manifest = serve(job)
     assert manifest.kind == "adapter"
 
 
-def test_an_adapter_that_latest_does_not_name_yet_is_adopted_as_one(
-    job: SmallJob, clock: Clock
-) -> None:
+def test_an_adapter_that_latest_does_not_name_yet_is_adopted_as_one(job: SmallJob) -> None:
     put(job, {SHARD: shard_of(*PEFT), TOLD: CONFIG})
     job.storage = RuledStorage(refuse("rename", errno.EIO, where="LATEST"))
-    assert serve(job, clock) is None
+    look(job)
+    assert not job.layout.latest.exists()
     assert job.versions != []
     job.storage = FastStorage()
-    with job.daemon(clock=clock):
+    with job.daemon():
         pass
     assert (job.latest.step, job.latest.kind) == (4, "adapter")
 
 
-def test_a_version_of_before_there_were_kinds_is_a_full_model(job: SmallJob, clock: Clock) -> None:
+def test_a_version_of_before_there_were_kinds_is_a_full_model(job: SmallJob) -> None:
     job.save(4)
-    serve(job, clock)
+    serve(job)
     for path in (job.layout.latest, job.layout.version(1) / "manifest.json"):
         record = json.loads(path.read_bytes())
         del record["kind"]
         path.write_text(json.dumps(record))
-    manifest = serve(job, clock)
-    assert manifest is not None
+    manifest = serve(job)
     assert (job.versions, manifest.kind) == (["v000001"], "full")

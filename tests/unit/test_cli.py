@@ -28,6 +28,7 @@ from syncd.protocol.names import MANIFEST
 from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.sessions import DaemonLock
+from tests.explorers import publish
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.multiprocess.processes import wait_until
 from tests.storages import FastStorage
@@ -36,8 +37,21 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 COMMANDS = cli.list_commands(click.Context(cli))
 
 
-def syncd(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+def syncd(command: str, *arguments: object) -> Result:
+    """A command; a job stands for its path."""
+    given = (one.layout.root if isinstance(one, Job) else one for one in arguments)
+    return CliRunner().invoke(cli, [command, *map(str, given)])
+
+
+def failed(kind: type[errors.SyncdError], command: str, *arguments: object) -> Result:
+    result = syncd(command, *arguments)
+    assert isinstance(result.exception, kind)
+    return result
+
+
+def told(command: str, *arguments: object) -> dict[str, Any]:
+    printed: dict[str, Any] = json.loads(syncd(command, *arguments, "--json").stdout)
+    return printed
 
 
 @pytest.fixture
@@ -117,18 +131,18 @@ def test_a_merge_shows_a_bar_on_a_terminal_and_nothing_elsewhere(
         env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
     ) as process:
         os.close(theirs)
-        told = b""
+        shown = b""
         with os.fdopen(ours, "rb", 0) as reading:
             try:
                 while part := reading.read(4096):
-                    told += part
+                    shown += part
             except OSError:
                 pass  # how a terminal says that nobody holds its other end
         printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert printed.startswith(b"merged ")
-    assert (b"29.7/29.7 kB" in told) == terminal
-    assert told == b"" or terminal
+    assert (b"29.7/29.7 kB" in shown) == terminal
+    assert shown == b"" or terminal
 
 
 def test_several_files_have_an_index(tmp_path: Path) -> None:
@@ -143,8 +157,7 @@ def test_a_folder_that_holds_something_is_never_merged_into(tmp_path: Path) -> N
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine").touch()
-    result = syncd("merge", merged(tmp_path), out)
-    assert isinstance(result.exception, errors.InvalidSettingsError)
+    failed(errors.InvalidSettingsError, "merge", merged(tmp_path), out)
     assert list(out.iterdir()) == [out / "mine"]
 
 
@@ -161,8 +174,7 @@ def test_a_merge_that_fails_leaves_nothing(
         shard.unlink()
     else:
         shard.write_bytes(shard.read_bytes()[:-10])
-    result = syncd("merge", actor, out)
-    assert isinstance(result.exception, error)
+    failed(error, "merge", actor, out)
     assert not out.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_7"]
 
@@ -172,8 +184,7 @@ def test_a_folder_without_a_save_says_what_was_looked_for(tmp_path: Path) -> Non
     empty = tmp_path / "empty"
     empty.mkdir()
     for folder in (empty, tmp_path, actor.parent):
-        result = syncd("merge", folder, out)
-        assert isinstance(result.exception, errors.SaveNotReadyError)
+        result = failed(errors.SaveNotReadyError, "merge", folder, out)
         said = str(result.exception)
         assert said.startswith(f"{folder} ")
         assert "looked for model_world_size_N_rank_R.pt, model.safetensors, " in said
@@ -185,15 +196,14 @@ def test_a_folder_without_a_save_says_what_was_looked_for(tmp_path: Path) -> Non
 
 
 def test_all_versions_of_a_job_are_verified(served: SmallJob) -> None:
-    result = syncd("verify", served.layout.root)
+    result = syncd("verify", served)
     assert result.exit_code == 0
     assert [line.split(":")[0] for line in result.output.splitlines()] == served.versions
 
 
 def test_a_damaged_version_is_named_and_the_others_are_still_read(served: SmallJob) -> None:
     served.put(served.layout.version(2) / "config.json", b"other")
-    result = syncd("verify", served.layout.root)
-    assert isinstance(result.exception, errors.VerificationError)
+    result = failed(errors.VerificationError, "verify", served)
     assert str(result.exception).endswith("v000002")
     assert "config.json: its size is not what the manifest says" in result.output
     assert result.output.count("whole") == 2
@@ -203,8 +213,7 @@ def test_weights_that_nobody_listed_are_named_in_a_version_and_let_be_in_a_merge
     served: SmallJob, tmp_path: Path
 ) -> None:
     (served.layout.version(2) / "z.safetensors").write_bytes(b"weights")
-    result = syncd("verify", served.layout.root)
-    assert isinstance(result.exception, errors.VerificationError)
+    result = failed(errors.VerificationError, "verify", served)
     assert "z.safetensors is not in the version's manifest" in result.output
     assert result.output.count("whole") == 2
     out = tmp_path / "out"
@@ -216,21 +225,19 @@ def test_weights_that_nobody_listed_are_named_in_a_version_and_let_be_in_a_merge
 def test_a_file_name_in_a_manifest_is_shown_as_text_on_its_own_line(served: SmallJob) -> None:
     path = served.layout.version(2) / MANIFEST
     path.write_bytes(path.read_bytes().replace(b"config.json", "\u202egnp\u2028v9: whole".encode()))
-    result = syncd("verify", served.layout.root)
-    assert isinstance(result.exception, errors.VerificationError)
+    result = failed(errors.VerificationError, "verify", served)
     assert r"\u202egnp\u2028v9: whole is missing or not a file" in result.output
     assert [line.split(":")[0] for line in result.output.splitlines()] == served.versions
 
 
 def test_a_folder_that_is_no_job_says_so(tmp_path: Path) -> None:
-    result = syncd("verify", tmp_path)
-    assert isinstance(result.exception, errors.InvalidSettingsError)
+    result = failed(errors.InvalidSettingsError, "verify", tmp_path)
     assert "is neither a version nor a job with published versions" in str(result.exception)
 
 
 def test_a_job_without_a_version_is_not_verified_and_the_remedy_is_named(job: SmallJob) -> None:
-    told = str(syncd("verify", job.layout.root).exception)
-    assert f"'syncd status {job.layout.root}' shows what the daemon waits for" in told
+    said = str(syncd("verify", job).exception)
+    assert f"'syncd status {job.layout.root}' shows what the daemon waits for" in said
 
 
 def test_a_count_that_is_no_number_is_refused_with_an_example(tmp_path: Path) -> None:
@@ -244,47 +251,34 @@ def test_a_count_that_is_no_number_is_refused_with_an_example(tmp_path: Path) ->
 
 
 def test_what_was_done_is_one_json_object(served: SmallJob, tmp_path: Path) -> None:
-    def told(*arguments: object) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(syncd(*arguments, "--json").stdout)
-        return found
-
-    root = served.layout.root
     merged_into = told("merge", merged(tmp_path), tmp_path / "out", "--no-fsync")
-    assert (merged_into["step"], merged_into["kind"], merged_into["checked"]) == (
-        7,
-        "full",
-        "crc32",
-    )
+    assert [merged_into[key] for key in ("step", "kind", "checked")] == [7, "full", "crc32"]
     assert "model.safetensors" in merged_into["files"]
     served.put(served.layout.version(2) / "config.json", b"other")
-    assert {one["folder"]: one["outcome"] for one in told("verify", root)["folders"]} == {
+    assert {one["folder"]: one["outcome"] for one in told("verify", served)["folders"]} == {
         "v000001": "whole", "v000002": "damaged", "v000003": "whole",
     }  # fmt: skip
-    assert syncd("verify", root, "--json").exception is not None
-    would = told("prune", root, "--dry-run", "--keep", 2)
+    assert syncd("verify", served, "--json").exception is not None
+    would = told("prune", served, "--dry-run", "--keep", 2)
     assert (would["dry_run"], would["deleted"][0]["name"]) == (True, "v000001")
-    assert told("prune", root, "--keep", 2)["deleted"] == would["deleted"]
-    asked = told("rollback", root, "v2")
+    assert told("prune", served, "--keep", 2)["deleted"] == would["deleted"]
+    asked = told("rollback", served, "v2")
     assert (asked["of"], asked["version"]) == (2, None)
     assert "no daemon runs" in asked["waits_for"]
 
 
 def test_what_was_steered_and_checked_is_one_json_object(served: SmallJob, tmp_path: Path) -> None:
-    def told(*arguments: object) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(syncd(*arguments, "--json").stdout)
-        return found
-
     root = served.layout.root
     pinned = {"job": str(root), "folder": "v000002", "pinned": True}
-    assert told("pin", root, "v2") == pinned
+    assert told("pin", served, "v2") == pinned
     unpinned = {**pinned, "pinned": False, "was_pinned": True}
-    assert told("unpin", root, "v2") == unpinned
-    assert told("unpin", root, "v2") == {**unpinned, "was_pinned": False}
-    paused = told("pause", root)
+    assert told("unpin", served, "v2") == unpinned
+    assert told("unpin", served, "v2") == {**unpinned, "was_pinned": False}
+    paused = told("pause", served)
     assert (paused["job"], paused["paused"]) == (str(root), True)
     assert "no daemon runs" in paused["waits_for"]
     resumed = {"job": str(root), "paused": False, "was_paused": True, "daemon_works": False}
-    assert told("resume", root) == resumed
+    assert told("resume", served) == resumed
 
     file = tmp_path / "job.toml"
     file.write_text(f'job = "{root}"\ntick = "2s"\n')
@@ -304,7 +298,7 @@ def test_what_was_steered_and_checked_is_one_json_object(served: SmallJob, tmp_p
 
 def test_status_as_json_is_one_object(served: SmallJob) -> None:
     served.lease(2, "session", "node-1")
-    seen = json.loads(syncd("status", served.layout.root, "--json").output)
+    seen = told("status", served)
     assert seen["latest"]["sequence"] == 3
     assert seen["daemon"]["state"] == "stopped"
     assert seen["versions"][1] == {"sequence": 2, "leases": ["node-1"], "pinned": False}
@@ -316,7 +310,7 @@ def test_status_for_people_says_what_is_published_and_leased(served: SmallJob) -
     report = {"name": "node-1", "session": "s", "status": "running", "sequence": 2, "time": 1.0}
     served.layout.explorer("node-1").write_text(json.dumps(report))
     served.layout.session("s").touch()
-    result = syncd("status", served.layout.root)
+    result = syncd("status", served)
     assert result.exit_code == 0
     assert "latest   version 3, step 3" in result.output
     assert "on disk  1, 2 (node-1), 3" in result.output
@@ -327,15 +321,14 @@ def test_status_for_people_says_what_is_published_and_leased(served: SmallJob) -
 def test_status_shows_what_it_can_of_a_damaged_job(served: SmallJob) -> None:
     for path in (served.layout.latest, served.layout.daemon_report):
         path.write_bytes(b"\x00")
-    result = syncd("status", served.layout.root)
+    result = syncd("status", served)
     assert result.exit_code == 0
     assert "nothing is published yet" in result.output
 
 
 @pytest.mark.parametrize("name", ["status", "prune"])
 def test_a_folder_that_syncd_never_served_says_so(tmp_path: Path, name: str) -> None:
-    result = syncd(name, tmp_path)
-    assert isinstance(result.exception, errors.JobUnavailableError)
+    result = failed(errors.JobUnavailableError, name, tmp_path)
     assert "is not a job that syncd has served" in str(result.exception)
     assert list(tmp_path.iterdir()) == []
 
@@ -349,7 +342,7 @@ def everything(job: SmallJob) -> set[Path]:
 
 def test_a_dry_run_says_what_would_go_and_changes_nothing(served: SmallJob) -> None:
     before = everything(served)
-    result = syncd("prune", served.layout.root, "--dry-run", "--keep", "1")
+    result = syncd("prune", served, "--dry-run", "--keep", "1")
     assert result.exit_code == 0
     assert everything(served) == before
     assert result.output.splitlines() == [
@@ -361,12 +354,12 @@ def test_a_dry_run_says_what_would_go_and_changes_nothing(served: SmallJob) -> N
 
 
 def test_pruning_deletes_what_the_dry_run_said(served: SmallJob) -> None:
-    said = syncd("prune", served.layout.root, "--dry-run", "--keep", "2").output
-    done = syncd("prune", served.layout.root, "--keep", "2").output
+    said = syncd("prune", served, "--dry-run", "--keep", "2").output
+    done = syncd("prune", served, "--keep", "2").output
     assert done == said.replace("would delete", "deleted")
     assert served.versions == ["v000002", "v000003"]
     assert len(served.audit) == 3
-    assert syncd("prune", served.layout.root).output == "nothing to delete\n"
+    assert syncd("prune", served).output == "nothing to delete\n"
 
 
 class Held:
@@ -408,10 +401,7 @@ def test_pruning_takes_over_from_a_daemon_of_another_host_that_is_silent(tmp_pat
     (tmp_path / "job").mkdir()
     Job.at(tmp_path / "job", FastStorage()).open(lease_time=0.2)
     job = SmallJob(tmp_path / "job")
-    with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
-        for step in (1, 2):
-            job.save(step)
-            loop.run_once()
+    publish(job, 1, 2)
     held = Held(job, 0.2)
     marker = job.layout.daemon_lock.read_bytes()
     held.lock.release()
@@ -514,8 +504,8 @@ def test_a_path_that_is_not_there_is_no_such_folder(tmp_path: Path, arguments: l
     missing = tmp_path / "missing"
     command, *rest = arguments
     last = command == "run" and rest  # the path is an option's value then
-    result = syncd(command, *([*rest, missing] if last else [missing, *rest]))
-    assert isinstance(result.exception, errors.JobUnavailableError)
+    given = [*rest, missing] if last else [missing, *rest]
+    result = failed(errors.JobUnavailableError, command, *given)
     assert str(result.exception).startswith(f"no such folder: {missing}")
     assert not missing.exists()
 
@@ -531,43 +521,42 @@ def test_a_path_that_is_not_there_is_no_such_folder(tmp_path: Path, arguments: l
 def test_a_bare_number_is_a_step_and_a_version_is_named_by_its_v(
     served: SmallJob, given: str, folder: str
 ) -> None:
-    assert syncd("pin", served.layout.root, given).output == f"{folder} is pinned\n"
-    told = json.loads(syncd("status", served.layout.root, "--json").output)
-    pinned = [v["sequence"] for v in told["versions"] if v["pinned"]]
-    assert (pinned, told["pinned_steps"]) == (([2], []) if given[0] == "v" else ([], [2]))
-    assert syncd("unpin", served.layout.root, given).output == f"{folder} is no longer pinned\n"
-    assert syncd("unpin", served.layout.root, given).output == f"{folder} was not pinned\n"
+    assert syncd("pin", served, given).output == f"{folder} is pinned\n"
+    seen = told("status", served)
+    pinned = [v["sequence"] for v in seen["versions"] if v["pinned"]]
+    assert (pinned, seen["pinned_steps"]) == (([2], []) if given[0] == "v" else ([], [2]))
+    assert syncd("unpin", served, given).output == f"{folder} is no longer pinned\n"
+    assert syncd("unpin", served, given).output == f"{folder} was not pinned\n"
 
 
 @pytest.mark.parametrize("given", ["v", "v0", "-1", "two", "v2.0", "global_step_", "v-2", ""])
 def test_what_is_no_name_of_a_version_or_step_is_an_error_of_use(
     served: SmallJob, given: str
 ) -> None:
-    assert syncd("pin", served.layout.root, "--", given).exit_code == 2
-    assert syncd("rollback", served.layout.root, "--", given).exit_code == 2
+    assert syncd("pin", served, "--", given).exit_code == 2
+    assert syncd("rollback", served, "--", given).exit_code == 2
 
 
 def test_a_rollback_to_a_step_says_which_name_was_meant(served: SmallJob) -> None:
-    result = syncd("rollback", served.layout.root, "2")
+    result = syncd("rollback", served, "2")
     assert result.exit_code == 2
     assert "did you mean v2?" in result.output
 
 
 def test_what_is_not_there_is_an_error_of_its_own(served: SmallJob, tmp_path: Path) -> None:
-    for arguments in (("pin", "v9"), ("rollback", "v9")):
-        failed = syncd(arguments[0], served.layout.root, arguments[1]).exception
-        assert isinstance(failed, errors.VersionGoneError)
-    assert isinstance(syncd("pin", tmp_path, "1").exception, errors.JobUnavailableError)
-    assert isinstance(syncd("pause", tmp_path).exception, errors.JobUnavailableError)
+    for command in ("pin", "rollback"):
+        failed(errors.VersionGoneError, command, served, "v9")
+    failed(errors.JobUnavailableError, "pin", tmp_path, "1")
+    failed(errors.JobUnavailableError, "pause", tmp_path)
 
 
 def test_a_paused_job_says_so_and_is_not_pruned_by_hand(served: SmallJob) -> None:
-    assert "no daemon runs on this job now" in syncd("pause", served.layout.root).output
-    assert "paused   by" in syncd("status", served.layout.root).output
-    refused = syncd("prune", served.layout.root, "--keep", 1)
+    assert "no daemon runs on this job now" in syncd("pause", served).output
+    assert "paused   by" in syncd("status", served).output
+    refused = syncd("prune", served, "--keep", 1)
     assert "is paused" in str(refused.exception)
-    assert syncd("prune", served.layout.root, "--dry-run").output == "nothing to delete\n"
-    assert "takes effect when a daemon runs" in syncd("resume", served.layout.root).output
-    assert syncd("resume", served.layout.root).output == "was not paused\n"
-    assert syncd("prune", served.layout.root, "--keep", 1).exit_code == 0
+    assert syncd("prune", served, "--dry-run").output == "nothing to delete\n"
+    assert "takes effect when a daemon runs" in syncd("resume", served).output
+    assert syncd("resume", served).output == "was not paused\n"
+    assert syncd("prune", served, "--keep", 1).exit_code == 0
     assert served.versions == ["v000003"]
