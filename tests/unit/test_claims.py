@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from syncd.protocol.errors import NameTakenError
 from syncd.protocol.participants import Claim
 from syncd.protocol.records import encode
 from syncd.storage.claims import HeldName, read_claim
+from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session, _process, boot_id, has_ended, this_process
 from tests.jobs import LEASE_TIME, SmallJob
@@ -38,21 +40,24 @@ class Heartbeat(Session):
 
 def take(
     job: SmallJob,
-    session: Session,
+    session: Session | str,
     clock: Clock,
     *,
-    beating: Heartbeat | None = None,
+    storage: Storage | None = None,
+    role: str = "explorer",
     name: str = "x",
+    beating: Sequence[Heartbeat] = (),
 ) -> HeldName:
+    """Take a name, for a session or a new one of this name."""
+
     def pause(seconds: float) -> None:
         clock.advance(seconds)
-        if beating is not None:
-            beating.beat()
+        for heartbeat in beating:
+            heartbeat.beat()
 
-    storage = job.hosts.storage()
-    return HeldName.take(
-        Job(storage, job.layout), "explorer", name, session, clock=clock, pause=pause
-    )
+    taker = Heartbeat(job, session) if isinstance(session, str) else session
+    there = Job(storage or job.hosts.storage(), job.layout)
+    return HeldName.take(there, role, name, taker, clock=clock, pause=pause)
 
 
 def holder(job: SmallJob, name: str = "x") -> str | None:
@@ -64,28 +69,21 @@ def test_a_live_participants_name_is_refused_within_a_lease(job: SmallJob, clock
     take(job, first, clock)
     begun = clock.now
     with pytest.raises(NameTakenError, match=r"explorer 'x' works in .* \(session first\)"):
-        take(job, Heartbeat(job, "second"), clock, beating=first)
+        take(job, "second", clock, beating=[first])
     assert clock.now - begun <= LEASE_TIME
     assert holder(job) == "first"
-    take(job, Heartbeat(job, "third"), clock, name="y")
+    take(job, "third", clock, name="y")
 
 
 def test_a_second_trainer_is_told_who_works_there(job: SmallJob, clock: Clock) -> None:
     first = Heartbeat(job, "node-7-4711-0a1b2c3d")
 
-    def take_as(name: str, session: Heartbeat) -> HeldName:
-        def pause(seconds: float) -> None:
-            clock.advance(seconds)
-            first.beat()
-
-        storage = job.hosts.storage()
-        return HeldName.take(
-            Job(storage, job.layout), "trainer", name, session, clock=clock, pause=pause
-        )
+    def take_as(name: str, session: Heartbeat | str) -> None:
+        take(job, session, clock, role="trainer", name=name, beating=[first])
 
     take_as("grpo\n", first)
     with pytest.raises(NameTakenError) as told:
-        take_as("intruder", Heartbeat(job, "newcomer"))
+        take_as("intruder", "newcomer")
     who = rf"trainer 'grpo\n' works in {job.layout.root} already (process 4711 on host node-7, "
     assert str(told.value).startswith(who)
     assert "another job directory" in str(told.value)
@@ -95,15 +93,15 @@ def test_a_second_trainer_is_told_who_works_there(job: SmallJob, clock: Clock) -
     job.put(job.layout.claim("trainer", ""), json.dumps({"session": first.id}).encode())
     job.hosts.settle()
     with pytest.raises(NameTakenError, match=r"^a trainer works in "):
-        take_as("intruder", Heartbeat(job, "newcomer-2"))
+        take_as("intruder", "newcomer-2")
 
 
 def test_a_dead_participants_name_is_taken_after_a_lease_and_not_before(
     job: SmallJob, clock: Clock
 ) -> None:
-    take(job, Heartbeat(job, "first"), clock)
+    take(job, "first", clock)
     begun = clock.now
-    take(job, Heartbeat(job, "second"), clock)
+    take(job, "second", clock)
     assert LEASE_TIME <= clock.now - begun <= 2 * LEASE_TIME
     assert holder(job) == "second"
     assert not [path for path in job.layout.claims.iterdir() if "broken" in path.name]
@@ -140,9 +138,9 @@ def test_a_process_that_may_run_has_not_ended(process: str) -> None:
 def test_a_wait_for_a_name_is_logged_once(
     job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    take(job, Heartbeat(job, "node-7-4711-0a1b2c3d"), clock)
+    take(job, "node-7-4711-0a1b2c3d", clock)
     assert caplog.text == ""
-    take(job, Heartbeat(job, "second"), clock)
+    take(job, "second", clock)
     found = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert found == [
         f"explorer 'x' works in {job.layout.root} already (process 4711 on host node-7, session "
@@ -156,41 +154,41 @@ def test_a_name_whose_session_is_gone_is_taken_soon(job: SmallJob, clock: Clock)
     first.path.unlink()
     job.hosts.settle()
     begun = clock.now
-    take(job, Heartbeat(job, "second"), clock)
+    take(job, "second", clock)
     assert clock.now - begun < LEASE_TIME
     assert holder(job) == "second"
 
 
 def test_a_name_that_was_given_up_is_free_at_once(job: SmallJob, clock: Clock) -> None:
-    take(job, Heartbeat(job, "first"), clock).release()
+    take(job, "first", clock).release()
     begun = clock.now
-    take(job, Heartbeat(job, "second"), clock)
+    take(job, "second", clock)
     assert clock.now == begun
 
 
 def test_a_marker_that_says_nothing_is_broken_after_a_lease(job: SmallJob, clock: Clock) -> None:
     job.layout.claims.mkdir()
     job.layout.claim("explorer", "x").write_bytes(b"{")
-    take(job, Heartbeat(job, "second"), clock)
+    take(job, "second", clock)
     assert holder(job) == "second"
 
 
 def test_what_can_be_no_marker_is_refused_and_named(job: SmallJob, clock: Clock) -> None:
     job.layout.claim("explorer", "x").mkdir(parents=True)
     with pytest.raises(NameTakenError, match=r"remove .*claims/explorer\.x"):
-        take(job, Heartbeat(job, "second"), clock)
+        take(job, "second", clock)
 
 
 def test_a_job_has_one_trainer_whatever_its_name_is(job: SmallJob, clock: Clock) -> None:
     assert job.layout.claim("trainer", "a") == job.layout.claim("trainer", "b")
     assert job.layout.claim("explorer", "trainer") != job.layout.claim("trainer", "trainer")
-    take(job, Heartbeat(job, "explorer"), clock, name="trainer")
+    take(job, "explorer", clock, name="trainer")
 
 
 def test_who_lost_the_name_is_told(job: SmallJob, clock: Clock) -> None:
-    first = take(job, Heartbeat(job, "first"), clock)
+    first = take(job, "first", clock)
     first.check()
-    take(job, Heartbeat(job, "second"), clock)
+    take(job, "second", clock)
     job.hosts.settle()
     with pytest.raises(NameTakenError, match="session second now holds"):
         first.check()
@@ -199,7 +197,7 @@ def test_who_lost_the_name_is_told(job: SmallJob, clock: Clock) -> None:
 
 
 def test_a_name_that_nobody_took_meanwhile_is_taken_again(job: SmallJob, clock: Clock) -> None:
-    first = take(job, Heartbeat(job, "first"), clock)
+    first = take(job, "first", clock)
     job.layout.claim("explorer", "x").unlink()
     job.hosts.settle()
     first.check()
@@ -209,7 +207,7 @@ def test_a_name_that_nobody_took_meanwhile_is_taken_again(job: SmallJob, clock: 
 def test_a_claim_that_another_broke_and_took_at_the_last_moment_is_not_broken(
     job: SmallJob, clock: Clock, tmp_path: Path
 ) -> None:
-    take(job, Heartbeat(job, "first"), clock)
+    take(job, "first", clock)
     path = job.layout.claim("explorer", "x")
     third = Heartbeat(job, "third")
 
@@ -218,16 +216,8 @@ def test_a_claim_that_another_broke_and_took_at_the_last_moment_is_not_broken(
         take(job, third, Clock())
 
     storage = RuledStorage(once("rename", take_it, where="claims/explorer.x"))
-
-    def pause(seconds: float) -> None:
-        clock.advance(seconds)
-        third.beat()
-
     with pytest.raises(NameTakenError, match="session third"):
-        HeldName.take(
-            Job(storage, job.layout), "explorer", "x", Heartbeat(job, "second"), clock=clock,
-            pause=pause,
-        )  # fmt: skip
+        take(job, "second", clock, storage=storage, beating=[third])
     assert holder(job) == "third"
 
 
@@ -237,10 +227,7 @@ def test_a_claim_whose_answer_was_lost_is_ours(job: SmallJob, clock: Clock) -> N
             super().link(source, target)
             raise FileExistsError(str(target))
 
-    held = HeldName.take(
-        Job(LinkAnswerLost(), job.layout), "explorer", "x", Heartbeat(job, "first"), clock=clock
-    )
-    held.check()
+    take(job, "first", clock, storage=LinkAnswerLost()).check()
 
 
 @pytest.mark.local_only("threads would share the clock of the lagging hosts")
@@ -250,26 +237,10 @@ def test_of_many_that_want_a_name_one_has_it(job: SmallJob) -> None:
     start = threading.Barrier(len(sessions))
 
     def want(session: Heartbeat) -> None:
-        mine = Clock()
-
-        def pause(seconds: float) -> None:
-            mine.advance(seconds)
-            for other in sessions:
-                other.beat()
-
         start.wait(60)
-        try:
-            HeldName.take(
-                Job(job.hosts.storage(), job.layout),
-                "explorer",
-                "x",
-                session,
-                clock=mine,
-                pause=pause,
-            )
-        except NameTakenError:
-            return
-        got.append(session.id)
+        with suppress(NameTakenError):
+            take(job, session, Clock(), beating=sessions)
+            got.append(session.id)
 
     threads = [threading.Thread(target=want, args=[session]) for session in sessions]
     for thread in threads:
@@ -287,8 +258,8 @@ def test_the_claim_of_a_newer_protocol_is_refused_while_it_lives_and_taken_when_
     told = {"protocol": 2, "session": "newer", "shape": [1]}
     job.put(job.layout.claim("explorer", "x"), json.dumps(told).encode())
     with pytest.raises(NameTakenError, match=r"session newer"):
-        take(job, Heartbeat(job, "second"), clock, beating=newer)
-    take(job, Heartbeat(job, "third"), clock)
+        take(job, "second", clock, beating=[newer])
+    take(job, "third", clock)
     assert holder(job) == "third"
 
 
@@ -310,10 +281,10 @@ def test_whatever_call_fails_a_name_can_be_taken_afterwards_by_one_alone(
 
         storage.rules.append(fail)
         with suppress(OSError):
-            HeldName.take(Job(storage, job.layout), "explorer", "x", first, clock=clock)
+            take(job, first, clock, storage=storage)
         held = take(job, first, clock)
         with pytest.raises(NameTakenError):
-            take(job, second, clock, beating=first)
+            take(job, second, clock, beating=[first])
         held.check()
         held.release()
         assert holder(job) is None

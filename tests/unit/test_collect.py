@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,24 +16,29 @@ from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.participants import Claim
 from syncd.protocol.records import encode, parse
 from syncd.protocol.reports import ExplorerReport
-from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
 from syncd.storage.probe_room import ProbeRoom
 from syncd.storage.reserve import Reserve
 from tests.jobs import SmallJob
-from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
+from tests.storages import Clock, RuledStorage, once, refuse
 
 GRACE = 60.0
 
 
-def collector(job: SmallJob, clock: Clock) -> Collector:
-    return Collector(Job(FastStorage(), job.layout), GRACE, clock=clock)
+def collector(job: Job, clock: Clock) -> Collector:
+    return Collector(job, GRACE, clock=clock)
 
 
-def rounds(found: Collector, clock: Clock, count: int = 8, step: float = GRACE / 4) -> None:
+def rounds(
+    found: Collector,
+    clock: Clock,
+    count: int = 8,
+    step: float = GRACE / 4,
+    held: Sequence[str] = (),
+) -> None:
     for _ in range(count):
         clock.advance(step)
-        found.run_once(())
+        found.run_once(held)
 
 
 def leftovers(job: SmallJob) -> list[Path]:
@@ -78,7 +83,7 @@ def test_what_changes_and_what_has_a_committed_name_stays(job: SmallJob, clock: 
 
 def test_what_a_killed_doctor_left_goes_once_it_lies_still(job: SmallJob, clock: Clock) -> None:
     found = collector(job, clock)
-    room, left = (ProbeRoom.make(Job(FastStorage(), job.layout), name) for name in ("room", "left"))
+    room, left = (ProbeRoom.make(job, name) for name in ("room", "left"))
     for one in (room, left):
         (one.path / "exclusive" / "mkdir-1").mkdir(parents=True)
         (one.path / "exclusive" / "file").touch()
@@ -133,8 +138,7 @@ def test_what_a_participant_left_goes_once_its_heartbeat_is_gone_and_it_lies_sti
             job.layout.session("gone-too").write_text("the storage was away")
         if number > 3:
             job.layout.session("gone-too").write_text(str(number))
-        clock.advance(GRACE / 4)
-        found.run_once(())
+        rounds(found, clock, 1)
         assert dead.exists() == (number < 4)
     assert not dead.exists()
     assert alive.exists()
@@ -143,25 +147,23 @@ def test_what_a_participant_left_goes_once_its_heartbeat_is_gone_and_it_lies_sti
 
 
 def test_a_report_that_is_written_again_at_the_last_moment_stays(
-    tmp_path: Path, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     storage = RuledStorage()
-    job = SmallJob(tmp_path / "job")
     path = report(job, "explorer", "dead")
     storage.rules.append(
         once("rename", lambda *_: report(job, "explorer", "new"), where="explorer.json.broken")
     )
-    rounds(Collector(Job(storage, job.layout), GRACE, clock=clock), clock)
+    rounds(collector(Job(storage, job.layout), clock), clock)
     assert parse(ExplorerReport, path.read_bytes(), path).session == "new"
 
 
-def test_one_call_does_a_bounded_part_of_the_looks(tmp_path: Path, clock: Clock) -> None:
+def test_one_call_does_a_bounded_part_of_the_looks(job: SmallJob, clock: Clock) -> None:
     storage = RuledStorage()
-    job = SmallJob(tmp_path / "job")
     for number in range(500):
         job.layout.session(f"a-{number}").write_text("beats")
         report(job, f"explorer-{number}", f"a-{number}")
-    found = Collector(Job(storage, job.layout), GRACE, clock=clock)
+    found = collector(Job(storage, job.layout), clock)
     clock.advance(GRACE / 4)
     looks = []
     for _ in range(40):
@@ -175,9 +177,7 @@ def test_one_call_does_a_bounded_part_of_the_looks(tmp_path: Path, clock: Clock)
 def test_a_heartbeat_that_holds_a_lease_is_the_pruners(job: SmallJob, clock: Clock) -> None:
     job.layout.session("holder").write_text("still")
     found = collector(job, clock)
-    for _ in range(12):
-        clock.advance(GRACE / 4)
-        found.run_once(["holder"])
+    rounds(found, clock, 12, held=["holder"])
     assert job.layout.session("holder").exists()
     rounds(found, clock)
     assert not job.layout.session("holder").exists()
@@ -196,17 +196,14 @@ def test_thousands_that_live_do_not_keep_leftovers_from_going(job: SmallJob, clo
     for number in range(1100):
         job.layout.session(f"a-{number}").touch()
     found = collector(job, clock)
-    for _ in range(8):
-        clock.advance(GRACE / 4)
-        found.run_once([f"a-{number}" for number in range(1100)])
+    rounds(found, clock, held=[f"a-{number}" for number in range(1100)])
     assert [path for path in made if path.exists()] == []
 
 
 def test_the_reserve_is_given_up_on_a_full_disk_and_kept_again_when_there_is_room(
-    tmp_path: Path, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
-    storage = RuledStorage()
-    job = SmallJob(tmp_path / "job", storage)
+    storage = job.storage = RuledStorage()
     job.save(1)
     with job.daemon(DaemonConfig(), clock=clock) as loop:
         kept = os.listdir(job.layout.reserve)
@@ -231,11 +228,8 @@ def test_a_reserve_that_does_not_fit_takes_no_room(job: SmallJob, code: int) -> 
     assert os.listdir(job.layout.reserve) == []
 
 
-def test_one_file_that_cannot_be_deleted_stops_no_later_daemon(
-    tmp_path: Path, clock: Clock
-) -> None:
-    storage = RuledStorage()
-    job = SmallJob(tmp_path / "job", storage)
+def test_one_file_that_cannot_be_deleted_stops_no_later_daemon(job: SmallJob, clock: Clock) -> None:
+    storage = job.storage = RuledStorage()
     storage.rules.append(refuse("unlink", errno.EACCES, where="doomed/global_step_1"))
     for step in (1, 2, 3):
         job.save(step)
@@ -254,14 +248,13 @@ def test_one_file_that_cannot_be_deleted_stops_no_later_daemon(
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_a_take_over_that_cannot_end_ends_and_leaves_no_rooms(tmp_path: Path, code: int) -> None:
-    storage = RuledStorage()
-    job = SmallJob(tmp_path / "job", storage)
+def test_a_take_over_that_cannot_end_ends_and_leaves_no_rooms(job: SmallJob, code: int) -> None:
+    storage = job.storage = RuledStorage()
     (job.layout.epochs / "3-00000000" / "building" / "v000009").mkdir(parents=True)
     storage.rules.append(refuse("rename", code, where="3-00000000/building/v000009"))
     for _ in range(4):
         with pytest.raises((OSError, JobUnavailableError)):
-            Epoch.take_over(Job(storage, job.layout))
+            job.take_over(storage)
     assert [path.name for path in job.layout.epochs.iterdir()] == ["3-00000000"]
     storage.rules.clear()
-    assert Epoch.take_over(Job(storage, job.layout)).number == 4
+    assert job.take_over(storage).number == 4

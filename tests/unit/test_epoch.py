@@ -69,49 +69,37 @@ def test_a_number_is_never_used_again_after_a_daemon_left(job: SmallJob) -> None
     assert numbers == [1, 2, 3]
 
 
-def test_a_superseded_daemon_publishes_no_version(job: SmallJob) -> None:
+def test_a_superseded_daemon_changes_nothing(job: SmallJob) -> None:
     old = job.take_over()
     built(old, 1)
-    job.take_over()
-    with pytest.raises(SupersededError, match="epoch 1 is gone"):
-        old.publish_version(1)
-    assert job.versions == []
-
-
-def test_a_superseded_daemon_replaces_no_file(job: SmallJob) -> None:
-    old = job.take_over()
     old.replace_file(job.layout.latest, b"old")
-    job.take_over().replace_file(job.layout.latest, b"new")
-    with pytest.raises(SupersededError):
-        old.replace_file(job.layout.latest, b"old again")
-    assert job.layout.latest.read_bytes() == b"new"
-
-
-def test_a_superseded_daemon_takes_nothing_away(job: SmallJob) -> None:
-    old = job.take_over()
+    old.open_leasing(1)
+    assert os.listdir(job.layout.lease_folder(1)) == []
     step = job.layout.step(3)
     step.mkdir()
-    job.take_over()
-    with pytest.raises(SupersededError):
-        old.set_aside(step)
-    with pytest.raises(SupersededError):
-        old.condemn(step)
-    assert step.exists()
-
-
-def test_a_superseded_daemon_starts_no_version(job: SmallJob) -> None:
-    old = job.take_over()
-    job.take_over()
-    with pytest.raises(SupersededError):
-        old.start_version(1)
+    job.take_over().replace_file(job.layout.latest, b"new")
+    for change in (
+        lambda: old.publish_version(1),
+        lambda: old.replace_file(job.layout.latest, b"old again"),
+        lambda: old.set_aside(step),
+        lambda: old.condemn(step),
+        lambda: old.start_version(1),
+        lambda: old.open_leasing(2),
+    ):
+        with pytest.raises(SupersededError, match="epoch 1 is gone"):
+            change()
     assert not old.is_live()
+    assert job.versions == []
+    assert job.layout.latest.read_bytes() == b"new"
+    assert step.exists()
+    assert not job.layout.lease_folder(2).exists()
 
 
 def test_a_rename_in_flight_while_another_takes_over_is_refused(
     job: SmallJob, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
-    old = Epoch.take_over(Job(storage, job.layout))
+    old = job.take_over(storage)
     storage.rules.append(once("rename", lambda *_: job.take_over(), where="LATEST"))
     with pytest.raises(SupersededError):
         old.replace_file(job.layout.latest, b"old")
@@ -124,26 +112,22 @@ def test_what_a_superseded_daemon_makes_while_its_room_is_emptied_is_emptied_too
     old = job.take_over()
     late = room_of(old) / ".tmp-LATEST-late"
     storage = hosts.ruled(once("rmdir", lambda _: late.touch(), where="epoch/1"))
-    epoch = Epoch.take_over(Job(storage, job.layout))
+    epoch = job.take_over(storage)
     assert rooms(job) == ["2"]
     assert any("LATEST-late" in path.name for path in epoch.condemned())
 
 
-def test_a_committed_version_is_whole_and_has_left_the_room(job: SmallJob) -> None:
+def test_a_committed_version_is_whole_has_left_the_room_and_is_committed_once(
+    job: SmallJob,
+) -> None:
     epoch = job.take_over()
     built(epoch, 4)
     assert epoch.publish_version(4) == job.layout.version(4)
     assert (job.layout.version(4) / "file").read_bytes() == b"built"
     assert os.listdir(epoch.building) == []
-
-
-def test_a_sequence_is_taken_once(job: SmallJob) -> None:
-    epoch = job.take_over()
-    built(epoch, 1)
-    epoch.publish_version(1)
-    built(epoch, 1)
-    with pytest.raises(SupersededError, match="v000001 exists"):
-        epoch.publish_version(1)
+    built(epoch, 4)
+    with pytest.raises(SupersededError, match="v000004 exists"):
+        epoch.publish_version(4)
 
 
 def test_a_version_that_was_never_built_is_an_error_and_not_a_take_over(job: SmallJob) -> None:
@@ -176,14 +160,14 @@ def test_a_rename_that_was_done_counts_though_its_answer_was_lost(
 
 def test_a_take_over_goes_through_though_answers_are_lost(job: SmallJob, hosts: Hosts) -> None:
     built(job.take_over(), 1)
-    epoch = Epoch.take_over(Job(hosts.answer_lost(), job.layout))
+    epoch = job.take_over(hosts.answer_lost())
     assert rooms(job) == ["2"]
     assert sum(path.name.startswith("v000001") for path in epoch.condemned()) == 1
 
 
 def test_an_error_of_a_live_room_is_raised_as_it_is(job: SmallJob, hosts: Hosts) -> None:
     storage = hosts.ruled(refuse("rename", errno.EIO))
-    epoch = Epoch.take_over(Job(storage, job.layout))
+    epoch = job.take_over(storage)
     built(epoch, 1)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         epoch.publish_version(1)
@@ -211,39 +195,27 @@ def test_no_two_rooms_ever_have_the_same_name(job: SmallJob) -> None:
     assert {name.partition("-")[0] for name in names} == {"1"}
 
 
-def test_of_two_at_once_the_one_that_finds_a_higher_room_gives_up(
-    job: SmallJob, hosts: Hosts
+@pytest.mark.parametrize("removed", [False, True])
+def test_of_two_at_once_the_one_that_finds_a_higher_room_or_none_of_its_own_gives_up(
+    job: SmallJob, hosts: Hosts, removed: bool
 ) -> None:
     def two_others(_: Path) -> None:
         job.take_over()
         job.take_over()
 
     storage = hosts.ruled(once("mkdir", two_others, where="epoch/1-"))
+    if removed:  # by the higher daemon first
+        storage.rules.append(once("rmdir", lambda room: room.rmdir(), where="epoch/1-"))
     with pytest.raises(SupersededError, match="another daemon took over epoch"):
-        Epoch.take_over(Job(storage, job.layout))
+        job.take_over(storage)
     assert rooms(job) == ["2"]
-
-
-def test_a_room_that_the_higher_daemon_removed_first_is_given_up_all_the_same(
-    job: SmallJob, hosts: Hosts
-) -> None:
-    def two_others(_: Path) -> None:
-        job.take_over()
-        job.take_over()
-
-    storage = hosts.ruled(
-        once("mkdir", two_others, where="epoch/1-"),
-        once("rmdir", lambda room: room.rmdir(), where="epoch/1-"),
-    )
-    with pytest.raises(SupersededError, match="another daemon took over epoch"):
-        Epoch.take_over(Job(storage, job.layout))
 
 
 def test_of_two_with_one_number_at_most_one_commits(job: SmallJob, hosts: Hosts) -> None:
     others: list[Epoch] = []
     storage = hosts.ruled(once("mkdir", lambda _: others.append(job.take_over()), where="/1-"))
     try:
-        mine = Epoch.take_over(Job(storage, job.layout))
+        mine = job.take_over(storage)
     except SupersededError:
         others[0].replace_file(job.layout.latest, b"other")
         return
@@ -255,20 +227,17 @@ def test_of_two_with_one_number_at_most_one_commits(job: SmallJob, hosts: Hosts)
 def test_storage_that_goes_away_in_a_take_over_is_an_error_of_the_system(
     job: SmallJob, hosts: Hosts
 ) -> None:
-    def unmount(*_: Path) -> None:
-        job.layout.state.rename(job.layout.root / "unmounted")
-        job.hosts.settle()
-
     looks: list[Path] = []
 
     def second_look(method: str, given: tuple[Path, ...]) -> None:
         if method == "names":
             looks.append(given[0])
             if len(looks) == 2:
-                unmount()
+                job.layout.state.rename(job.layout.root / "unmounted")
+                job.hosts.settle()
 
     with pytest.raises(FileNotFoundError):
-        Epoch.take_over(Job(hosts.ruled(second_look), job.layout))
+        job.take_over(hosts.ruled(second_look))
 
 
 def test_other_names_beside_the_rooms_are_let_be(job: SmallJob) -> None:
@@ -288,16 +257,6 @@ def test_a_name_can_be_set_aside_again(job: SmallJob) -> None:
     assert len(epoch.undecided()) == 2
 
 
-def test_leasing_is_opened_by_a_rename_that_a_superseded_daemon_cannot_do(job: SmallJob) -> None:
-    old = job.take_over()
-    old.open_leasing(1)
-    assert os.listdir(job.layout.lease_folder(1)) == []
-    job.take_over()
-    with pytest.raises(SupersededError):
-        old.open_leasing(2)
-    assert not job.layout.lease_folder(2).exists()
-
-
 def test_leasing_that_is_open_already_keeps_its_leases(job: SmallJob) -> None:
     epoch = job.take_over()
     epoch.open_leasing(1)
@@ -312,7 +271,7 @@ def test_leasing_can_be_opened_after_an_attempt_that_storage_refused(
     job: SmallJob, hosts: Hosts
 ) -> None:
     storage = hosts.ruled(refuse("rename", errno.EIO, where="leases-"))
-    epoch = Epoch.take_over(Job(storage, job.layout))
+    epoch = job.take_over(storage)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         epoch.open_leasing(1)
     storage.rules.clear()
