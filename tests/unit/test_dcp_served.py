@@ -20,11 +20,9 @@ from syncd.operate.offline import prune_now
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import parse
 from syncd.protocol.reports import DaemonReport
-from syncd.storage.job import Job
 from tests.dcp import Checkpoint, floats
 from tests.jobs import SmallJob
-from tests.lagging import Hosts
-from tests.storages import Clock, FastStorage
+from tests.storages import Clock, RuledStorage
 from trainer_hooks.dcp import announce_dcp
 
 
@@ -37,6 +35,11 @@ def of(value: float) -> Checkpoint:
             file=f"__{rank}_0.distcp",
         )  # fmt: skip
     return found
+
+
+def save(job: SmallJob, step: int, value: float | None = None) -> None:
+    of(step if value is None else value).write(job.layout.actor(step))
+    job.point(step)
 
 
 def save_over(job: SmallJob, step: int, checkpoint: Checkpoint, *names: str) -> None:
@@ -68,8 +71,7 @@ def detail(job: SmallJob) -> str:
 def test_a_save_over_a_published_one_is_not_served_while_some_ranks_have_not_written(
     job: SmallJob, clock: Clock
 ) -> None:
-    of(1).write(job.layout.actor(4))
-    job.point(4)
+    save(job, 4, 1)
     with job.daemon(clock=clock) as loop:
         rounds(loop, clock)
         assert served(job) == [1, 1]
@@ -116,23 +118,20 @@ def alone(job: SmallJob) -> None:
 
 
 def with_an_optimizer(job: SmallJob) -> None:
-    checkpoint = of(2)
-    checkpoint.add(("optim", "m"), floats(1), (1,))
-    checkpoint.write(job.layout.actor(2))
+    write_optimizer(job.layout.actor(2), of(2))
 
 
 def with_an_optimizer_in_a_folder(job: SmallJob) -> None:
     alone(job)
-    with_an_optimizer_elsewhere(job, job.layout.actor(2) / "optimizer_0")
+    write_optimizer(job.layout.actor(2) / "optimizer_0", Checkpoint())
 
 
 def with_an_optimizer_beside(job: SmallJob) -> None:
     alone(job)
-    with_an_optimizer_elsewhere(job, job.layout.step(2) / "optimizer")
+    write_optimizer(job.layout.step(2) / "optimizer", Checkpoint())
 
 
-def with_an_optimizer_elsewhere(_: SmallJob, folder: Path) -> None:
-    checkpoint = Checkpoint()
+def write_optimizer(folder: Path, checkpoint: Checkpoint) -> None:
     checkpoint.add(("optim", "m"), floats(1), (1,))
     checkpoint.write(folder)
 
@@ -151,31 +150,25 @@ HELD = [with_an_optimizer, with_an_optimizer_in_a_folder, with_an_optimizer_besi
 def test_a_step_goes_only_where_it_holds_a_model_alone_whether_published_or_passed_over(
     job: SmallJob, clock: Clock, write: Callable[[SmallJob], None], *, passed: bool
 ) -> None:
-    of(1).write(job.layout.actor(1))
-    job.point(1)
+    save(job, 1)
     with job.daemon(clock=clock) as loop:
         rounds(loop, clock)
         write(job)
         if not passed:
             job.point(2)
             rounds(loop, clock)
-        of(3).write(job.layout.actor(3))
-        job.point(3)
+        save(job, 3)
         rounds(loop, clock, 6)
         assert served(job) == [3, 3]
         assert not job.layout.step(1).exists()
         assert job.layout.step(2).exists() is (write is not alone)
 
 
-def test_what_storage_does_not_tell_of_a_save_is_asked_again(tmp_path: Path, clock: Clock) -> None:
-    hosts = Hosts()
-    job = SmallJob(tmp_path / "job", hosts=hosts)
-    of(1).write(job.layout.actor(1))
-    job.point(1)
+def test_what_storage_does_not_tell_of_a_save_is_asked_again(job: SmallJob, clock: Clock) -> None:
+    save(job, 1)
     with job.daemon(DaemonConfig(prune_steps=False), clock=clock) as loop:
         rounds(loop, clock)
-        of(3).write(job.layout.actor(3))
-        job.point(3)
+        save(job, 3)
         rounds(loop, clock)
 
     opened: list[Path] = []
@@ -188,7 +181,7 @@ def test_what_storage_does_not_tell_of_a_save_is_asked_again(tmp_path: Path, clo
             refused.append(opened[-1])
             raise OSError(errno.EIO, "Input/output error")
 
-    job.storage = hosts.ruled(refuse_once)
+    job.storage = RuledStorage(refuse_once)
     with job.daemon(clock=clock) as loop:
         rounds(loop, clock)
         assert job.layout.step(1).exists()
@@ -201,10 +194,9 @@ def test_pruning_without_a_daemon_looks_too(job: SmallJob, clock: Clock) -> None
     config = DaemonConfig(prune_steps=False)
     with job.daemon(config, clock=clock) as loop:
         for step in (1, 2):
-            of(step).write(job.layout.actor(step))
-            job.point(step)
+            save(job, step)
             rounds(loop, clock)
-    prune_now(Job(FastStorage(), job.layout), DaemonConfig())
+    prune_now(job, DaemonConfig())
     assert not job.layout.step(1).exists()
     assert job.layout.step(2).exists()
 
@@ -227,13 +219,13 @@ def test_a_save_beside_weights_of_another_kind_is_not_announced(
 def test_of_shards_and_a_checkpoint_in_one_folder_neither_is_served(
     job: SmallJob, clock: Clock
 ) -> None:
-    of(1).write(job.layout.actor(4))
-    (job.layout.actor(4) / "model_world_size_1_rank_0.pt").touch()
-    job.point(4)
+    save(job, 4, 1)
+    shard = job.layout.actor(4) / "model_world_size_1_rank_0.pt"
+    shard.touch()
     with job.daemon(clock=clock) as loop:
         rounds(loop, clock)
         assert "syncd cannot know which of them belong to an older save" in detail(job)
-        (job.layout.actor(4) / "model_world_size_1_rank_0.pt").unlink()
+        shard.unlink()
         rounds(loop, clock)
         assert served(job) == [1, 1]
 

@@ -16,7 +16,7 @@ from syncd.deltas.delta_reader import DeltaReader
 from syncd.deltas.encoding import Decoder, as_elements
 from syncd.deltas.ends import NoDeltaError, in_order
 from syncd.deltas.whole_version import WholeVersion
-from syncd.protocol.records import Delta
+from syncd.protocol.records import Delta, VersionFile
 from tests.deltas import (
     STORAGE,
     changed,
@@ -57,9 +57,13 @@ def given(tmp_path: Path) -> Given:
     return Given(base, target, link, entries, (link.folder / BLOCKS).read_bytes())
 
 
-def rewritten(given: Given, index: bytes, blocks: bytes, **update: Any) -> Link:
+def rewritten(
+    given: Given, index: bytes | None = None, blocks: bytes | None = None, **update: Any
+) -> Link:
     """The delta with other parts, whose sizes and digests its record has."""
     folder = given.link.folder
+    index = packed(given.entries) if index is None else index
+    blocks = given.blocks if blocks is None else blocks
     files = [write_listed(folder, name, data) for name, data in ((BLOCKS, blocks), (INDEX, index))]
     fields = given.link.delta.model_dump() | {"files": [file.model_dump() for file in files]}
     return Link(folder, Delta.model_validate(fields | update))
@@ -109,7 +113,7 @@ def test_an_entry_that_breaks_a_rule_is_refused(
 ) -> None:
     assert given.entries[at][field] != value
     given.entries[at][field] = value
-    link = rewritten(given, packed(given.entries), given.blocks)
+    link = rewritten(given)
     with pytest.raises(NoDeltaError, match=why):
         opened(given, link)
 
@@ -128,72 +132,71 @@ def no_tensor_twice(given: Given) -> Link:
 
 
 def more_entries(given: Given) -> Link:
-    return rewritten(given, packed([*given.entries, given.entries[0]]), given.blocks)
+    return rewritten(given, packed([*given.entries, given.entries[0]]))
 
 
 def half_an_entry(given: Given) -> Link:
-    return rewritten(given, packed(given.entries)[:-5], given.blocks)
+    return rewritten(given, packed(given.entries)[:-5])
 
 
 def other_index(given: Given) -> Link:
-    index = packed(given.entries)
-    link = rewritten(given, index, given.blocks)
+    link = rewritten(given)
     (link.folder / INDEX).write_bytes(packed(given.entries[::-1]))
     return link
 
 
 def longer_index(given: Given) -> Link:
-    link = rewritten(given, packed(given.entries[:-1]), given.blocks)
+    link = rewritten(given, packed(given.entries[:-1]))
     (link.folder / INDEX).write_bytes(packed(given.entries))
     return link
 
 
 def other_count(given: Given) -> Link:
-    changed = given.link.delta.changed + 1
-    return rewritten(given, packed(given.entries), given.blocks, changed=changed)
+    return rewritten(given, changed=given.link.delta.changed + 1)
 
 
 def other_elements(given: Given) -> Link:
-    elements = given.link.delta.elements + 1
-    return rewritten(given, packed(given.entries), given.blocks, elements=elements)
+    return rewritten(given, elements=given.link.delta.elements + 1)
 
 
 def short_blocks(given: Given) -> Link:
-    link = rewritten(given, packed(given.entries), given.blocks)
+    link = rewritten(given)
     (link.folder / BLOCKS).write_bytes(given.blocks[:-1])
     return link
 
 
 def long_blocks(given: Given) -> Link:
-    link = rewritten(given, packed(given.entries), given.blocks)
+    link = rewritten(given)
     (link.folder / BLOCKS).write_bytes(given.blocks + b"\0")
     return link
 
 
 def no_blocks(given: Given) -> Link:
-    link = rewritten(given, packed(given.entries), given.blocks)
+    link = rewritten(given)
     (link.folder / BLOCKS).unlink()
     return link
 
 
+def listed(given: Given, *files: VersionFile) -> Link:
+    return Link(given.link.folder, given.link.delta.model_copy(update={"files": files}))
+
+
 def third_file(given: Given) -> Link:
-    files = [*given.link.delta.files, given.link.delta.files[0].model_copy(update={"name": "x"})]
-    return Link(given.link.folder, given.link.delta.model_copy(update={"files": tuple(files)}))
+    files = given.link.delta.files
+    return listed(given, *files, files[0].model_copy(update={"name": "x"}))
 
 
 def index_alone(given: Given) -> Link:
-    files = tuple(file for file in given.link.delta.files if file.name == INDEX)
-    return Link(given.link.folder, given.link.delta.model_copy(update={"files": files}))
+    return listed(given, *(file for file in given.link.delta.files if file.name == INDEX))
 
 
 def named_twice(given: Given) -> Link:
-    files = (*given.link.delta.files, given.link.delta.files[0])
-    return Link(given.link.folder, given.link.delta.model_copy(update={"files": files}))
+    return listed(given, *given.link.delta.files, given.link.delta.files[0])
 
 
 def no_digest(given: Given) -> Link:
-    files = tuple(file.model_copy(update={"digest": None}) for file in given.link.delta.files)
-    return Link(given.link.folder, given.link.delta.model_copy(update={"files": files}))
+    files = given.link.delta.files
+    return listed(given, *(file.model_copy(update={"digest": None}) for file in files))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +229,7 @@ def test_a_delta_that_breaks_a_rule_is_refused(
 def test_a_block_with_another_digest_is_neither_applied_nor_looked_into(given: Given) -> None:
     """Even if it is a block by all other rules."""
     given.entries[1][DIGEST] ^= 1
-    link = rewritten(given, packed(given.entries), given.blocks)
+    link = rewritten(given)
     memory = bytearray(200 * 4)
     with opened(given, link) as reader:
         with pytest.raises(NoDeltaError, match="block 0 of b: its digest is not"):
@@ -240,7 +243,7 @@ def test_a_block_that_is_none_is_named(given: Given) -> None:
     blocks = b"\x07" + given.blocks[1:]
     digest = xxhash.xxh3_64_intdigest(blocks[: given.entries[0][LENGTH]])
     given.entries[0][DIGEST] = digest
-    link = rewritten(given, packed(given.entries), blocks)
+    link = rewritten(given, blocks=blocks)
     with opened(given, link) as reader:
         elements = as_elements(memoryview(bytearray(6000)), 2)
         with pytest.raises(NoDeltaError, match="block 0 of a: it is an unknown kind of block"):
@@ -251,7 +254,7 @@ def test_a_block_that_is_none_is_named(given: Given) -> None:
 def test_a_file_of_a_delta_that_is_not_what_its_record_says_is_found(
     given: Given, name: str
 ) -> None:
-    link = rewritten(given, packed(given.entries), given.blocks)
+    link = rewritten(given)
     verify_delta(STORAGE, link.folder, link.delta)
     path = link.folder / name
     content = path.read_bytes()

@@ -109,33 +109,36 @@ def test_every_event_is_of_a_level_that_is_documented() -> None:
 # -- a line ----------------------------------------------------------------------------------------
 
 
+LOG = logging.getLogger("syncd.test")
+Records = list[logging.LogRecord]
+
+
 @pytest.fixture
-def logger() -> Iterator[tuple[logging.Logger, list[logging.LogRecord]]]:
-    found = logging.getLogger("syncd.test")
-    records: list[logging.LogRecord] = []
+def records() -> Iterator[Records]:
+    """What LOG is told."""
+    records: Records = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record)
 
     handler = Keep()
-    found.addHandler(handler)
-    found.setLevel("DEBUG")
-    yield found, records
-    found.removeHandler(handler)
+    LOG.addHandler(handler)
+    LOG.setLevel("DEBUG")
+    yield records
+    LOG.removeHandler(handler)
 
 
 def test_a_json_line_is_one_object_whatever_is_said(
-    logger: tuple[logging.Logger, list[logging.LogRecord]],
+    records: Records,
 ) -> None:
-    log, records = logger
     extra = Event.LEFT_ALONE(path=Path("/a\nb"), reason=OSError("no\udcff"))
-    log.error("a %s", "line\nand\u2028more 😀 \udcff", extra=extra)
-    log.info("nameless")
+    LOG.error("a %s", "line\nand\u2028more 😀 \udcff", extra=extra)
+    LOG.info("nameless")
     try:
         int("oh")
     except ValueError:
-        log.exception("a fault", extra=Event.FAULT(job=Path("/jobs/a")))
+        LOG.exception("a fault", extra=Event.FAULT(job=Path("/jobs/a")))
     lines = [JsonLines().format(record) for record in records]
     assert all(line.isascii() and "\n" not in line for line in lines)
     first, second, third = map(json.loads, lines)
@@ -161,10 +164,9 @@ FORGED = "\n2026-01-31 12:00:00,123 INFO published step 9 as version 9"
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=ascii)
 def test_a_line_for_people_is_one_line_that_no_terminal_obeys(
-    logger: tuple[logging.Logger, list[logging.LogRecord]], hostile: str
+    records: Records, hostile: str
 ) -> None:
-    log, records = logger
-    log.warning("%s stays: %s", Path(f"/a{hostile}b"), OSError(f"no {hostile} here"))
+    LOG.warning("%s stays: %s", Path(f"/a{hostile}b"), OSError(f"no {hostile} here"))
     line = HumanLines().format(records[0])
     assert line.endswith(f"WARNING /a{HOSTILE[hostile]}b stays: no {HOSTILE[hostile]} here")
 
@@ -180,18 +182,14 @@ def test_a_line_for_people_is_one_line_that_no_terminal_obeys(
         r"C:\n",
     ],
 )
-def test_a_line_for_people_has_any_readable_text_as_it_is(
-    logger: tuple[logging.Logger, list[logging.LogRecord]], readable: str
-) -> None:
-    log, records = logger
-    log.info("published %s", readable)
+def test_a_line_for_people_has_any_readable_text_as_it_is(records: Records, readable: str) -> None:
+    LOG.info("published %s", readable)
     assert HumanLines().format(records[0]).endswith(f"INFO published {readable}")
 
 
 def test_a_traceback_cannot_be_taken_for_lines_of_the_log(
-    logger: tuple[logging.Logger, list[logging.LogRecord]],
+    records: Records,
 ) -> None:
-    log, records = logger
 
     def fail() -> None:
         raise ValueError(f"odd{FORGED}\x1b[2J\u202e")
@@ -199,7 +197,7 @@ def test_a_traceback_cannot_be_taken_for_lines_of_the_log(
     try:
         fail()
     except ValueError:
-        log.exception("a fault", extra=Event.FAULT(job=Path(f"/jobs/a{FORGED}")))
+        LOG.exception("a fault", extra=Event.FAULT(job=Path(f"/jobs/a{FORGED}")))
     first, *trace = HumanLines().format(records[0]).split("\n")
     assert first.endswith(" ERROR a fault")
     assert trace[0] == "  Traceback (most recent call last):"
@@ -208,10 +206,9 @@ def test_a_traceback_cannot_be_taken_for_lines_of_the_log(
 
 
 def test_the_one_control_character_that_json_leaves_is_escaped_too(
-    logger: tuple[logging.Logger, list[logging.LogRecord]],
+    records: Records,
 ) -> None:
-    log, records = logger
-    log.info("a\x7fb")
+    LOG.info("a\x7fb")
     line = JsonLines().format(records[0])
     assert line.isprintable()
     assert json.loads(line)["message"] == "a\x7fb"
@@ -266,28 +263,22 @@ def test_very_many_things_take_no_more_room_than_a_thousand(clock: Clock) -> Non
     assert len(repeats._said) == 1000
 
 
-def test_a_flood_of_the_same_line_is_held_back_and_counted(
-    clock: Clock, logger: tuple[logging.Logger, list[logging.LogRecord]]
-) -> None:
-    log, records = logger
+def test_a_flood_of_the_same_line_is_held_back_and_counted(clock: Clock, records: Records) -> None:
     flood = Flood(Repeats(burst=10, clock=clock))
-    log.addFilter(flood)
+    LOG.addFilter(flood)
     try:
         for _ in range(25):
-            log.warning("the disk is full")
-        log.warning("the disk is %s", "fuller")
+            LOG.warning("the disk is full")
+        LOG.warning("the disk is %s", "fuller")
         assert len(records) == 11
         clock.advance(60)
-        log.warning("the disk is full")
+        LOG.warning("the disk is full")
     finally:
-        log.removeFilter(flood)
+        LOG.removeFilter(flood)
     assert json.loads(JsonLines().format(records[-1]))["held_back"] == 15
-    assert (
-        HumanLines()
-        .format(records[-1])
-        .endswith("the disk is full (15 earlier repeats were not logged)")
-    )
-    assert HumanLines().format(records[0]).endswith("WARNING the disk is full")
+    first, last = (HumanLines().format(records[at]) for at in (0, -1))
+    assert first.endswith("WARNING the disk is full")
+    assert last.endswith("the disk is full (15 earlier repeats were not logged)")
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,6 @@ from syncd.protocol.errors import SupersededError
 from syncd.protocol.records import parse
 from syncd.protocol.reports import DaemonReport
 from tests.jobs import LEASE_TIME, SmallJob
-from tests.lagging import Hosts
 from tests.storages import Clock, refuse
 
 pytestmark = pytest.mark.lagging
@@ -38,10 +36,9 @@ def test_the_report_says_what_is_waited_for(job: SmallJob) -> None:
 
 
 def test_an_idle_round_writes_nothing_until_a_third_of_a_lease_is_over(
-    tmp_path: Path, clock: Clock, hosts: Hosts
+    job: SmallJob, clock: Clock
 ) -> None:
-    storage = hosts.ruled()
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    storage = job.storage = job.hosts.ruled()
     job.save(4)
     with job.daemon(clock=clock) as loop:
         loop.run_once()
@@ -55,10 +52,9 @@ def test_an_idle_round_writes_nothing_until_a_third_of_a_lease_is_over(
 
 
 def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
-    tmp_path: Path, clock: Clock, hosts: Hosts
+    job: SmallJob, clock: Clock
 ) -> None:
-    storage = hosts.ruled(refuse("create", errno.ENOSPC, where="building/v"))
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    storage = job.storage = job.hosts.ruled(refuse("create", errno.ENOSPC, where="building/v"))
     job.save(4)
     tried = []
     with job.daemon(clock=clock) as loop:
@@ -78,10 +74,9 @@ def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
 
 
 def test_a_full_disk_is_a_warning_that_is_repeated_ever_more_seldom(
-    tmp_path: Path, clock: Clock, hosts: Hosts, caplog: pytest.LogCaptureFixture
+    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage = hosts.ruled(refuse("create", errno.ENOSPC, where="building/v"))
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    storage = job.storage = job.hosts.ruled(refuse("create", errno.ENOSPC, where="building/v"))
     job.save(4)
     warned = []
     with job.daemon(clock=clock) as loop:
@@ -135,11 +130,8 @@ class Days(Clock):
 @pytest.mark.parametrize(
     "rounds", [3, pytest.param(1100, marks=(pytest.mark.slow, pytest.mark.deep))]
 )
-def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(
-    tmp_path: Path, hosts: Hosts, rounds: int
-) -> None:
-    storage = hosts.ruled(refuse("mkdir", errno.ENOSPC, where="building/v"))
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(job: SmallJob, rounds: int) -> None:
+    storage = job.storage = job.hosts.ruled(refuse("mkdir", errno.ENOSPC, where="building/v"))
     job.save(4)
     with job.daemon(clock=Days()) as loop:
         for _ in range(rounds):
