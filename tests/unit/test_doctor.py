@@ -26,11 +26,11 @@ from syncd.doctor.probes import PROBES, BrokenError, Pair, lease_verdict
 from syncd.doctor.sides import TALK, Channel, Here, ProbeCall, Request, There
 from syncd.doctor.visits import Facts, facts_of, join, serve
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.layout import JobLayout
 from syncd.storage.calls import Free
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.probe_room import ProbeRoom
+from tests.explorers import publish
 from tests.jobs import SmallJob
 from tests.lagging import LaggingStorage
 from tests.storages import FastStorage
@@ -179,19 +179,15 @@ class NoCto(FastStorage):
             os.close(fd)
 
 
-class NoRefresh:
-    """Makes clients that forget nothing."""
+class NoRefresh(LaggingStorage):
+    """Forgets nothing."""
 
     def __init__(self, mount: Path) -> None:
-        self._mount = mount
+        super().__init__(mount, time.monotonic)
 
-    def __call__(self) -> Storage:
-        class Client(LaggingStorage):
-            def utime(self, path: Path) -> None:
-                if TALK in path.parts:
-                    super().utime(path)
-
-        return Client(self._mount, time.monotonic)
+    def utime(self, path: Path) -> None:
+        if TALK in path.parts:
+            super().utime(path)
 
 
 class Refusing(FastStorage):
@@ -247,38 +243,38 @@ class Merging(FastStorage):
         super().rename(source, target)
 
 
-BROKEN: list[tuple[str, Callable[[Path], Callable[[], Storage]]]] = [
-    ("rename", lambda _: Merging),
-    ("rmdir", lambda _: GreedyRmdir),
-    ("rmdir", lambda _: Resurrecting),
-    ("links", lambda _: lambda: Refusing(errno.EPERM, "link")),
-    ("sync", lambda _: lambda: Refusing(errno.EINVAL, "sync_folder")),
-    ("sync", lambda _: lambda: Refusing(errno.EIO, "fsync")),
-    ("shared", lambda _: lambda: Refusing(errno.EACCES, "unlink")),
-    ("exclusive", lambda _: SharedMkdir),
-    ("exclusive", lambda _: SharedCreate),
-    ("exclusive", lambda _: SharedLink),
-    ("exclusive", lambda _: NoMkdir),
-    ("replace", lambda _: TwoStepRename),
-    ("replace", lambda _: CopiedRename),
-    ("leases", lambda _: GreedyRmdir),
-    ("refresh", lambda _: GreedyRmdir),
+BROKEN: list[tuple[str, Callable[[], Storage] | type[NoRefresh]]] = [
+    ("rename", Merging),
+    ("rmdir", GreedyRmdir),
+    ("rmdir", Resurrecting),
+    ("links", lambda: Refusing(errno.EPERM, "link")),
+    ("sync", lambda: Refusing(errno.EINVAL, "sync_folder")),
+    ("sync", lambda: Refusing(errno.EIO, "fsync")),
+    ("shared", lambda: Refusing(errno.EACCES, "unlink")),
+    ("exclusive", SharedMkdir),
+    ("exclusive", SharedCreate),
+    ("exclusive", SharedLink),
+    ("exclusive", NoMkdir),
+    ("replace", TwoStepRename),
+    ("replace", CopiedRename),
+    ("leases", GreedyRmdir),
+    ("refresh", GreedyRmdir),
     ("refresh", NoRefresh),
-    ("fence", lambda _: Resurrecting),
-    ("open", lambda _: NoCto),
-    ("lease_time", lambda _: NoCto),
-    ("lease_time", lambda _: Restless),
-    ("lease_time", lambda _: Timeless),
+    ("fence", Resurrecting),
+    ("open", NoCto),
+    ("lease_time", NoCto),
+    ("lease_time", Restless),
+    ("lease_time", Timeless),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "broken"), BROKEN)
 def test_each_broken_promise_between_two_clients_is_found_and_named(
-    tmp_path: Path, name: str, broken: Callable[[Path], Callable[[], Storage]]
+    tmp_path: Path, name: str, broken: Callable[[], Storage] | type[NoRefresh]
 ) -> None:
-    make = broken(tmp_path)
-    with company(make(), make(), tmp_path) as pair:
+    ours, theirs = (NoRefresh(tmp_path) if broken is NoRefresh else broken() for _ in range(2))
+    with company(ours, theirs, tmp_path) as pair:
         finding = measured(pair, tmp_path, name)
     assert (finding.name, finding.verdict) == (name, FAIL), finding
     assert finding.words
@@ -295,10 +291,8 @@ def test_a_local_disk_keeps_every_promise_between_two_clients(tmp_path: Path) ->
 
 
 def test_a_client_that_only_lags_keeps_every_promise(tmp_path: Path) -> None:
-    def lagging() -> Storage:
-        return LaggingStorage(tmp_path, time.monotonic)
-
-    with company(lagging(), lagging(), tmp_path) as pair:
+    ours, theirs = (LaggingStorage(tmp_path, time.monotonic) for _ in range(2))
+    with company(ours, theirs, tmp_path) as pair:
         for name in ("rename", "rmdir", "shared", "exclusive", "refresh", "fence", "leases"):
             finding = measured(pair, tmp_path, name)
             assert finding.verdict is OK, finding
@@ -375,14 +369,12 @@ def test_room_is_for_two_more_versions(
 ) -> None:
     monkeypatch.setattr(FastStorage, "free", lambda *_: free)
     monkeypatch.setattr(job_findings, "_newest", lambda _: newest)
-    assert job_findings.room(Job(FastStorage(), job.layout)).verdict is verdict
+    assert job_findings.room(job).verdict is verdict
 
 
 def test_the_newest_version_is_the_measure_of_room(job: SmallJob) -> None:
-    job.save(1)
-    with job.daemon() as daemon:
-        daemon.run_once()
-    assert "the newest version has" in job_findings.room(Job(FastStorage(), job.layout)).words
+    publish(job, 1)
+    assert "the newest version has" in job_findings.room(job).words
 
 
 def test_who_makes_files_for_another_user_or_cannot_prune_is_warned(
@@ -392,7 +384,7 @@ def test_who_makes_files_for_another_user_or_cannot_prune_is_warned(
     assert squashed.verdict is WARN
     assert "belongs to 65534" in squashed.words
     monkeypatch.setattr(job_findings, "unprunable", lambda _: "steps stay")
-    kept = job_findings.rights(Job(FastStorage(), job.layout), job.layout.state)
+    kept = job_findings.rights(job, job.layout.state)
     assert (kept.verdict, kept.words) == (WARN, "steps stay")
 
 
@@ -413,7 +405,7 @@ def examined(job: SmallJob, storage: Storage, limits: Deadlines) -> list[Finding
 
         def visit() -> None:
             with suppress(JobUnavailableError):  # the run was cut short
-                join(Job(FastStorage(), job.layout), limits, room.path.name, ended.is_set)
+                join(job, limits, room.path.name, ended.is_set)
 
         thread = threading.Thread(target=visit)
         thread.start()
@@ -500,11 +492,10 @@ def test_storage_that_hangs_on_the_other_host_is_a_finding_there(job: SmallJob) 
 
 
 def test_a_job_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    layout = JobLayout(tmp_path / "nothing")
-    job = Job(Storage(), layout)
+    job = Job.at(tmp_path / "nothing")
     with pytest.raises(JobUnavailableError, match="no such folder"):
         Examination(job, Deadlines(), lambda _: None, lambda _: None).run(None)
-    assert not layout.root.exists()
+    assert not job.layout.root.exists()
 
 
 def test_who_measures_with_another_that_is_gone_says_so(tmp_path: Path) -> None:

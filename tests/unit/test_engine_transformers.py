@@ -81,6 +81,18 @@ def config_of(model: Any) -> dict[str, Any]:
             for key, value in config.items() if not callable(value)}  # fmt: skip
 
 
+def places(model: Any) -> dict[str, tuple[int, int]]:
+    """Where its parameters are."""
+    return {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+
+
+def adapter_version(folder: Path, model: Any, sequence: int = 1, **changed: Any) -> LeasedVersion:
+    config = config_of(model) | changed
+    return version_of(
+        folder, adapter(model), kind="adapter", sequence=sequence, adapter_config=config
+    )
+
+
 def test_a_model_generates_as_the_trainers_and_samples_as_it_says(tmp_path: Path) -> None:
     truth, model = trained(tiny_qwen(), 1), tiny_qwen()
     rotary = model.model.rotary_emb.inv_freq.clone()
@@ -143,7 +155,7 @@ def test_experts_are_filled_in_place_by_the_hubs_names(tmp_path: Path) -> None:
         **sizes, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, head_dim=4
     )
     truth, model = Qwen3MoeForCausalLM(config).eval(), Qwen3MoeForCausalLM(config).eval()
-    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    before = places(model)
     job = SmallJob(tmp_path / "job")
     with job.daemon(DaemonConfig(names="hub")) as loop:
         save_step(
@@ -164,20 +176,20 @@ def test_experts_are_filled_in_place_by_the_hubs_names(tmp_path: Path) -> None:
         from_folder = Qwen3MoeForCausalLM.from_pretrained(version.folder).eval()
     assert torch.equal(logits(model), logits(truth))
     assert torch.equal(logits(from_folder), logits(truth))
-    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+    assert places(model) == before
 
 
 def test_an_adapter_is_swapped_in_place_and_the_base_model_stays(tmp_path: Path) -> None:
     truth, model = trained(lora_qwen(), 1), lora_qwen()
-    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    before = places(model)
     engine = TransformersModel(model)
     assert engine.kinds == {"adapter"}
-    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=config_of(truth))
+    version = adapter_version(tmp_path, truth)
     engine.check(version)
     engine.load(version)
     assert torch.equal(logits(model), logits(truth))
     assert not torch.equal(logits(model), logits(lora_qwen()))
-    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+    assert places(model) == before
 
 
 @pytest.mark.parametrize(
@@ -201,7 +213,7 @@ def test_one_of_several_adapters_is_replaced(tmp_path: Path) -> None:
     truth, model = trained(lora_qwen(bias="none"), 1), lora_qwen(bias="none")
     model.add_adapter("other", model.peft_config["default"])
     default = bits_of(get_peft_model_state_dict(model, adapter_name="default"))
-    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=config_of(truth))
+    version = adapter_version(tmp_path, truth)
     TransformersModel(model, adapter="other").load(version)
     assert bits_of(get_peft_model_state_dict(model, adapter_name="other")) == bits_of(
         adapter(truth)
@@ -220,7 +232,7 @@ def test_an_adapter_on_a_model_without_the_peft_wrapper(tmp_path: Path) -> None:
     plain.load_adapter(str(tmp_path / "first"))
     assert not isinstance(plain, PeftModel)
     trained(truth, 4)
-    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=config_of(truth))
+    version = adapter_version(tmp_path, truth)
     TransformersModel(plain).load(version)
     assert torch.equal(logits(plain), logits(truth))
 
@@ -228,15 +240,12 @@ def test_an_adapter_on_a_model_without_the_peft_wrapper(tmp_path: Path) -> None:
 def test_an_adapter_that_would_compute_something_else_is_refused(tmp_path: Path) -> None:
     truth, model = lora_qwen(), lora_qwen()
     engine = TransformersModel(model)
-    scaled = config_of(truth) | {"lora_alpha": 12}
-    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=scaled)
+    version = adapter_version(tmp_path, truth, lora_alpha=12)
     with pytest.raises(
         EngineMismatchError, match=r"lora_alpha is 12 .* but 6 in the model's adapter"
     ):
         engine.check(version)
-    version = version_of(
-        tmp_path, adapter(truth), kind="adapter", sequence=2, adapter_config=config_of(truth)
-    )
+    version = adapter_version(tmp_path, truth, 2)
     engine.check(version)
     model.merge_adapter()
     with pytest.raises(EngineMismatchError, match="unmerge_adapter"):
@@ -251,7 +260,7 @@ def test_an_adapter_that_would_compute_something_else_is_refused(tmp_path: Path)
 
 def test_what_dora_has_kept_of_the_old_adapter_is_forgotten(tmp_path: Path) -> None:
     truth, model = trained(lora_qwen(), 1), lora_qwen()
-    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=config_of(truth))
+    version = adapter_version(tmp_path, truth)
     with DoraCaching():
         logits(model)
         TransformersModel(model).load(version)
@@ -298,8 +307,7 @@ def test_an_adapter_for_another_base_model_is_refused_where_both_are_known(
 
 def test_an_adapter_of_other_tokens_is_refused(tmp_path: Path) -> None:
     truth = lora_qwen(trainable_token_indices=[1, 2])
-    config = json.loads(json.dumps(config_of(truth)))
-    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=config)
+    version = adapter_version(tmp_path, truth)
     TransformersModel(lora_qwen(trainable_token_indices=[1, 2])).check(version)
     with pytest.raises(EngineMismatchError, match="trainable_token_indices"):
         TransformersModel(lora_qwen(trainable_token_indices=[3, 4])).check(version)

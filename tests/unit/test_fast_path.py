@@ -21,8 +21,7 @@ from syncd.coordination.member import Seams
 from syncd.protocol.errors import BroadcastError, EngineBrokenError, WaitTimeoutError
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
-from syncd.protocol.records import SaveId, encode
-from syncd.protocol.requests import RollbackRequest
+from syncd.protocol.records import SaveId
 from tests.explorers import LONG, leased, publish, report
 from tests.jobs import SmallJob
 from tests.weight_groups import transfer
@@ -187,6 +186,12 @@ def receives(hook: ExplorerHook, step: int, counter: int, run: str = "run") -> N
     hook._pipeline.receive(Transfer(SaveId(run, step, counter), lambda: None))
 
 
+def publish_save(job: SmallJob, step: int, counter: int) -> None:
+    job.save(step, counter=counter)
+    with job.daemon() as loop:
+        loop.run_once()
+
+
 def has_nothing_newer(hook: ExplorerHook) -> bool:
     try:
         hook.pull(0)
@@ -207,17 +212,13 @@ def test_a_version_of_weights_that_were_broadcast_is_held_and_not_loaded(
     assert hook.version == Version(1, 7)
     assert hook.wait_until_served(0, newer_than=Version(1, 1)) == Version(1, 7)
     for step, counter in ((6, 3), (7, 4)):  # one that comes late, and its own
-        job.save(step, counter=counter)
-        with job.daemon() as loop:
-            loop.run_once()
+        publish_save(job, step, counter)
         assert hook.may_produce()  # it has those weights, or newer ones
         assert has_nothing_newer(hook)
     said = report(job)
     assert (said.sequence, said.step, said.received) == (3, 7, "run-7-4")
     assert (engine.asked("load"), leased(job)) == ([1], [3])
-    job.save(8, counter=5)
-    with job.daemon() as loop:
-        loop.run_once()
+    publish_save(job, 8, 5)
     assert not hook.may_produce()
     assert hook.pull(0) == Version(4, 8)
     assert (engine.asked("load"), report(job).received) == ([1, 4], None)
@@ -229,20 +230,14 @@ def test_versions_of_an_earlier_trainer_are_not_newer_than_a_broadcast(
     publish(job, 1)
     hook.pull(0)
     receives(hook, step=2, counter=1)
-    with job.daemon() as loop:
-        job.save(9)  # of this run, at a counter below
-        loop.run_once()
+    publish_save(job, 9, 0)  # of this run, at a counter below
     assert has_nothing_newer(hook)
     receives(hook, step=3, counter=0, run="another")
-    with job.daemon() as loop:
-        job.save(4, counter=8)
-        loop.run_once()
+    publish_save(job, 4, 8)
     assert hook.pull(0) == Version(3, 4)  # "another" does not work any more
     receives(hook, step=12, counter=20)
     trainer.set_trainer_status(RunningStatus.STOPPED)
-    with job.daemon() as loop:
-        job.save(11, counter=2)
-        loop.run_once()
+    publish_save(job, 11, 2)
     assert has_nothing_newer(hook)
     assert engine.asked("load") == [1, 3]
 
@@ -253,9 +248,7 @@ def test_a_step_that_is_to_be_evaluated_is_loaded_also_after_a_later_broadcast(
     publish(job, 1)
     hook.pull(0)
     receives(hook, step=9, counter=8)
-    job.save(5, counter=3)
-    with job.daemon() as loop:
-        loop.run_once()
+    publish_save(job, 5, 3)
     assert has_nothing_newer(hook)  # it has later weights of the run
     trainer.set_trainer_status(RunningStatus.STOPPED)
     assert hook.pull_step(5, 0) == Version(2, 5)
@@ -269,8 +262,7 @@ def test_a_version_that_was_rolled_back_to_is_loaded_also_after_a_broadcast(
     publish(job, 1, 2)
     hook.pull(0)
     receives(hook, step=3, counter=2)
-    asked = RollbackRequest(id="ask", sequence=1, by="me", time=0.0)
-    job.put(job.layout.request("ask"), encode(asked))
+    job.ask_rollback(1)
     with job.daemon() as loop:
         loop.run_once()
     assert hook.pull(0) == Version(3, 1)
