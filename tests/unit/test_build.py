@@ -323,7 +323,6 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
         },
         r"2 adapters \(a, b\)",
     ),
-    "half an adapter": ({SHARD: shard_of(*PEFT[:3]), TOLD: CONFIG}, "has no counterpart"),
     "an adapter by other names": (
         {LORA: file_of(*PEFT[2:4]), TOLD: CONFIG},
         "with the tensor names of a PEFT model",

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -139,20 +138,6 @@ def test_each_version_that_is_served_is_a_line_of_json(job: SmallJob, tmp_path: 
             assert process.returncode == 0
         finally:
             process.kill()
-
-
-def test_a_job_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    result = follow(tmp_path / "none", "--name", "a", "--command", "true")
-    assert "no such folder" in str(result.exception)
-
-
-def test_the_command_says_what_it_does() -> None:
-    assert command.help
-    assert command.epilog is not None
-    assert command.epilog.startswith("Example: syncd follow")
-    for option in command.params:
-        assert not isinstance(option, click.Option) or option.help
-    assert follow("--help").exit_code == 0
 
 
 def syncd_with(entry_point: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
