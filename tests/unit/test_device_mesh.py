@@ -34,10 +34,15 @@ def of_2_10(shape: object, stride: object, ranks: tuple[int, ...], at: object) -
     return inert(_layout=layout, _flatten_rank_map=ranks, _coordinate_on_dim=at)
 
 
+def known(found: Inert) -> Mesh:
+    mesh = read_mesh(found)
+    assert mesh is not None
+    return mesh
+
+
 def test_the_same_mesh_is_read_from_every_release_s_form() -> None:
     ranks = tuple(range(6))
-    mesh = read_mesh(of_2_13(ranks, axis((2,), (3,)), axis((3,), (1,)), at=(1, 2)))
-    assert mesh is not None
+    mesh = known(of_2_13(ranks, axis((2,), (3,)), axis((3,), (1,)), at=(1, 2)))
     assert mesh[:3] == ((2, 3), (1, 2), (True, True))
     assert read_mesh(of_2_10((2, 3), (3, 1), ranks, (1, 2))) == mesh
     assert read_mesh(of_2_5((2, 3), list(ranks), [1, 2])) == mesh
@@ -47,17 +52,17 @@ def test_a_flattened_dimension_has_as_many_ranks_as_those_it_is_made_of() -> Non
     ranks = tuple(range(8))
     flat = read_mesh(of_2_13(ranks, axis((2, 2), (4, 1)), at=(3,)))
     assert flat == Mesh((4,), (3,), (True,), None)
-    both = read_mesh(of_2_10(((2, 2), 2), ((4, 1), 2), ranks, (3, 0)))
-    assert both is not None
-    assert both[:3] == ((4, 2), (3, 0), (True, True))
+    assert known(of_2_10(((2, 2), 2), ((4, 1), 2), ranks, (3, 0)))[:3] == (
+        (4, 2),
+        (3, 0),
+        (True, True),
+    )
 
 
 def identity(ranks: tuple[int, ...], own: int, *axes: Inert, at: object) -> int | None:
     made = of_2_13(ranks, *axes, at=at)
     made.state["_rank"] = own
-    mesh = read_mesh(made)
-    assert mesh is not None
-    return mesh.identity
+    return known(made).identity
 
 
 def test_two_ranks_agree_on_a_mesh_s_identity_if_both_are_on_it() -> None:
@@ -77,9 +82,7 @@ def test_two_ranks_agree_on_a_mesh_s_identity_if_both_are_on_it() -> None:
         inner = (own // 4, own % 2) == (other // 4, other % 2)
         assert same == [outer, inner, outer, True]
     assert all(found[0] == found[2] is not None for found in by_own.values())
-    flat = read_mesh(of_2_5((2, 2), [0, 1, 4, 5], [0, 0]))
-    assert flat is not None
-    assert flat.identity == by_own[0][0]
+    assert known(of_2_5((2, 2), [0, 1, 4, 5], [0, 0])).identity == by_own[0][0]
 
 
 def test_a_dimension_of_one_rank_leaves_a_mesh_its_identity() -> None:
@@ -95,9 +98,7 @@ def test_a_dimension_of_one_rank_leaves_a_mesh_its_identity() -> None:
 def test_a_flattened_dimension_can_be_out_of_order_though_the_ranks_are_not() -> None:
     ranks = tuple(range(4))
     for layout, ascends in ((axis((2, 2), (2, 1)), True), (axis((2, 2), (1, 2)), False)):
-        found = read_mesh(of_2_13(ranks, layout))
-        assert found is not None
-        assert found.ascends == (ascends,)
+        assert known(of_2_13(ranks, layout)).ascends == (ascends,)
 
 
 @pytest.mark.parametrize(("ranks", "ascends"), [([1, 3], True), ([3, 1], False)])
@@ -105,8 +106,7 @@ def test_ranks_that_are_the_mesh_s_own_are_not_looked_up_by_the_strides_of_anoth
     ranks: list[int], ascends: bool
 ) -> None:
     layout = inert(shape=(2,), stride=(2,))
-    found = read_mesh(inert(_layout=layout, _flatten_mesh_list=ranks, _coordinate_on_dim=(0,)))
-    assert found is not None
+    found = known(inert(_layout=layout, _flatten_mesh_list=ranks, _coordinate_on_dim=(0,)))
     assert found.ascends == (ascends,)
     assert found.identity is not None
 
@@ -129,21 +129,19 @@ def test_ranks_ascend_along_a_dimension_if_every_line_of_it_does(ranks: tuple[in
     rows, columns = [ranks[:2], ranks[2:]], [ranks[::2], ranks[1::2]]
     ascends = tuple(all(a < b for a, b in lines) for lines in (columns, rows))
     for found in (
-        read_mesh(of_2_13(ranks, axis((2,), (2,)), axis((2,), (1,)), at=(0, 0))),
-        read_mesh(of_2_5((2, 2), list(ranks), [0, 0])),
-        read_mesh(of_2_10((2, 2), (2, 1), ranks, (0, 0))),
+        of_2_13(ranks, axis((2,), (2,)), axis((2,), (1,)), at=(0, 0)),
+        of_2_5((2, 2), list(ranks), [0, 0]),
+        of_2_10((2, 2), (2, 1), ranks, (0, 0)),
     ):
-        assert found is not None
-        assert found.ascends == ascends
+        assert known(found).ascends == ascends
     # A submesh of the first dimension, on which this rank's line is not known, and all of it.
     for layout, lines in (
         (axis((2,), (2,)), columns),
         (axis((2, 2), (2, 1)), [ranks]),
         (axis((4,), (1,)), [ranks]),
     ):
-        found = read_mesh(of_2_13(ranks, layout))
-        assert found is not None
-        assert found.ascends == (all(list(line) == sorted(line) for line in lines),)
+        ascending = all(list(line) == sorted(line) for line in lines)
+        assert known(of_2_13(ranks, layout)).ascends == (ascending,)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +166,4 @@ def test_what_is_no_mesh_that_is_known_is_not_read(mesh: Inert) -> None:
 @pytest.mark.parametrize("ranks", [(), ("a", "b"), (5,)])
 def test_ranks_that_cannot_be_read_are_taken_to_ascend(ranks: Any) -> None:
     assert read_mesh(of_2_13(ranks, axis((2,), (1,)))) == Mesh((2,), (0,), (True,), None)
-    unknown = read_mesh(of_2_13((1, 0), axis((2,), None)))
-    assert unknown is not None
-    assert unknown.ascends == (True,)
+    assert known(of_2_13((1, 0), axis((2,), None))).ascends == (True,)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.staging import NotStagedError, Staging
 from syncd.protocol.errors import CancelledError, InvalidSettingsError
 from tests.explorers import held, publish
@@ -30,6 +31,12 @@ sys.stdin.read()
 @pytest.fixture
 def stage(tmp_path: Path) -> Path:
     return tmp_path / "stage"
+
+
+def take(job: SmallJob, staging: Staging) -> LeasedVersion:
+    """A copy of the newest version."""
+    with held(job) as version:
+        return staging.stage(version)
 
 
 def copies(stage: Path) -> list[str]:
@@ -112,12 +119,9 @@ def test_those_who_come_at_once_wait_for_the_one_who_copies(job: SmallJob, stage
 def test_an_old_copy_goes_when_nobody_on_this_host_holds_it(job: SmallJob, stage: Path) -> None:
     staging = Staging(stage)
     publish(job, 1)
-    with held(job) as version:
-        first = staging.stage(version)
-        other = Staging(stage).stage(version)
+    first, other = take(job, staging), take(job, Staging(stage))
     publish(job, 2)
-    with held(job) as version:
-        second = staging.stage(version)
+    second = take(job, staging)
     first.release()
     staging.tidy()
     assert copies(stage) == ["v000001", "v000002"]
@@ -132,8 +136,7 @@ def test_an_old_copy_goes_when_nobody_on_this_host_holds_it(job: SmallJob, stage
 def test_a_copy_that_a_process_holds_stays_until_it_dies(job: SmallJob, stage: Path) -> None:
     staging = Staging(stage)
     publish(job, 1)
-    with held(job) as version:
-        copy = staging.stage(version)
+    copy = take(job, staging)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(copy.folder)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -156,8 +159,7 @@ def test_the_copy_that_was_served_last_stays_where_that_is_asked_for(
 ) -> None:
     staging = Staging(stage, keep_last=True)
     publish(job, 1)
-    with held(job) as version:
-        copy = staging.stage(version)
+    copy = take(job, staging)
     staging.serves(copy.folder)
     copy.release()
     staging.tidy()
@@ -165,8 +167,7 @@ def test_the_copy_that_was_served_last_stays_where_that_is_asked_for(
     later = Staging(stage, keep_last=True)
     later.serves(copy.folder)
     publish(job, 2)
-    with held(job) as version:
-        newer = later.stage(version)
+    newer = take(job, later)
     assert copies(stage) == ["v000001", "v000002"]
     later.serves(newer.folder)
     later.tidy()
@@ -214,8 +215,8 @@ def test_a_damaged_version_is_never_staged(
     path = job.layout.version(1) / name
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with held(job) as version, pytest.raises(NotStagedError, match="is not what the manifest"):
-        Staging(stage, storage=FastStorage() if links else no_links()).stage(version)
+    with pytest.raises(NotStagedError, match="is not what the manifest"):
+        take(job, Staging(stage, storage=FastStorage() if links else no_links()))
     assert copies(stage) == []
 
 
@@ -227,8 +228,7 @@ def test_jobs_of_one_host_do_not_take_each_others_versions(tmp_path: Path, stage
         job.save(1, 1.0 if name == "one" else 2.0)
         with job.daemon() as loop:
             loop.run_once()
-        with held(job) as version:
-            found.append(staging.stage(version))
+        found.append(take(job, staging))
     assert copies(stage) == ["v000001", "v000001"]
     weights = [(copy.folder / "model.safetensors").read_bytes() for copy in found]
     assert weights[0] != weights[1]
@@ -238,8 +238,7 @@ def test_jobs_of_one_host_do_not_take_each_others_versions(tmp_path: Path, stage
     job.save(1, 3.0, counter=1)
     with job.daemon() as loop:
         loop.run_once()
-    with held(job) as version:
-        found.append(staging.stage(version))
+    found.append(take(job, staging))
     assert (found[2].folder / "model.safetensors").read_bytes() not in weights
     found[2].verify()
 
@@ -252,8 +251,7 @@ def test_copies_of_an_earlier_start_of_the_host_go_and_are_never_used(
     (earlier / "v000001-key").mkdir(parents=True)
     another = stage / "syncd-99999-0123456789abcdef"
     another.mkdir()
-    with held(job) as version:
-        Staging(stage).stage(version).verify()
+    take(job, Staging(stage)).verify()
     assert not earlier.exists()
     assert another.exists()
 
@@ -268,8 +266,7 @@ def test_copies_that_another_host_holds_stay_where_the_folder_is_shared_by_mista
     staging = Staging(stage)
     fd = os.open(elsewhere / "manifest.json", os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_SH)
-    with held(job) as version:
-        staging.stage(version).release()
+    take(job, staging).release()
     assert elsewhere.exists()
     os.close(fd)
     staging.tidy()
@@ -282,8 +279,7 @@ def test_what_a_copier_left_that_was_killed_goes(job: SmallJob, stage: Path) -> 
     (room,) = stage.iterdir()
     (room / ".tmp-v000001-key-half").mkdir()
     (room / ".tmp-v000001-key-half" / "model.safetensors").write_bytes(b"half")
-    with held(job) as version:
-        staging.stage(version).release()
+    take(job, staging).release()
     staging.tidy()
     assert [path.name for path in room.iterdir()] == [".copier"]
 

@@ -46,13 +46,14 @@ def job(tmp_path: Path, hosts: LaggingHosts) -> SmallJob:
 def take_over(job: SmallJob, storage: Storage) -> Epoch:
     """Take over, once more where an old listing of the rooms made the first try one too low."""
     try:
-        return Epoch.take_over(Job(storage, job.layout))
+        return job.take_over(storage)
     except SupersededError:
-        return Epoch.take_over(Job(storage, job.layout))
+        return job.take_over(storage)
 
 
-def serve(job: SmallJob, storage: Storage, config: DaemonConfig = KEEP_1) -> Loop:
+def serve(job: SmallJob, storage: Storage | None = None, config: DaemonConfig = KEEP_1) -> Loop:
     """A daemon that takes over, whatever the lock says: the lock only elects."""
+    storage = storage or job.hosts.storage()
     clock = cast("LaggingHosts", job.hosts).clock
     loop = Loop(
         Job(storage, job.layout),
@@ -311,12 +312,11 @@ def test_a_version_whose_lease_folder_was_looked_for_too_early_is_not_taken_for_
 ) -> None:
     early = hosts.storage()
     look_at_all(job, early)
-    config = DaemonConfig(keep=9)
-    publish_unseen(job, serve(job, hosts.storage(), config), 1)
+    publish_unseen(job, serve(job, config=DaemonConfig(keep=9)), 1)
     lease = job.lease(1, "session") if leased else None
     job.layout.session("session").touch()
     early.clear_listings()
-    pruner = Pruner(Job(early, job.layout), Epoch.take_over(Job(early, job.layout)), "session")
+    pruner = Pruner(Job(early, job.layout), job.take_over(early), "session")
     assert not early.exists(job.layout.lease_folder(1))
     assert not pruner.retire_version(RetireVersion(1, "retired before, it seems"))
     assert Lease.take(Job(FastStorage(), job.layout), 1, "another", "session").sequence == 1
@@ -325,10 +325,9 @@ def test_a_version_whose_lease_folder_was_looked_for_too_early_is_not_taken_for_
 
 
 def test_an_explorer_that_believes_an_old_latest_gets_it_whole_or_the_newest(
-    job: SmallJob, hosts: LaggingHosts
+    job: SmallJob,
 ) -> None:
-    config = DaemonConfig(keep=1)
-    daemon = serve(job, hosts.storage(), config)
+    daemon = serve(job)
     publish(job, daemon, 1)
     with Reader(job.layout.root, "explorer", poll=0.001, storage=job.explorers) as reader:
         assert reader.wait(0, 0).sequence == 1
@@ -346,7 +345,7 @@ def test_an_explorer_that_looked_for_a_version_too_early_waits_and_leaves_no_lea
     job: SmallJob, hosts: LaggingHosts
 ) -> None:
     look_at_all(job, job.explorers)
-    daemon = serve(job, hosts.storage())
+    daemon = serve(job)
     publish_unseen(job, daemon, 1)
     with Reader(job.layout.root, "explorer", poll=0.001, storage=job.explorers) as reader:
         with pytest.raises(VersionGoneError):
@@ -368,7 +367,7 @@ def publish_unseen(job: SmallJob, daemon: Loop, *steps: int) -> None:
 def test_a_step_that_is_saved_again_is_published_though_the_old_receipt_was_seen_once_more(
     job: SmallJob, hosts: LaggingHosts
 ) -> None:
-    daemon = serve(job, hosts.storage())
+    daemon = serve(job)
     job.save(4)
     for _ in range(3):
         daemon.run_once()
@@ -383,7 +382,7 @@ def test_a_step_that_is_saved_again_is_published_though_the_old_receipt_was_seen
 def test_a_save_whose_receipts_folder_came_late_is_published_as_what_it_is(
     job: SmallJob, hosts: LaggingHosts
 ) -> None:
-    daemon = serve(job, hosts.storage())
+    daemon = serve(job)
     job.save(4, receipts=False)
     daemon.run_once()
     job.save(4)
@@ -395,9 +394,9 @@ def test_a_save_whose_receipts_folder_came_late_is_published_as_what_it_is(
     assert save_of_latest(job) == "run-4-0"
 
 
-def about_to_prune_step_3(job: SmallJob, hosts: LaggingHosts) -> tuple[Loop, Trainer]:
+def about_to_prune_step_3(job: SmallJob) -> tuple[Loop, Trainer]:
     """A daemon that remembers step 3 as it was, and will delete it in its next round."""
-    daemon = serve(job, hosts.storage(), DaemonConfig(keep=1, prune_steps=False))
+    daemon = serve(job, config=DaemonConfig(keep=1, prune_steps=False))
     trainer = Trainer(job, FastStorage())
     for step in (3, 4):
         for _ in trainer.save(step):
@@ -414,7 +413,7 @@ def about_to_prune_step_3(job: SmallJob, hosts: LaggingHosts) -> tuple[Loop, Tra
 def test_a_step_that_its_trainer_saves_again_is_not_pruned_by_one_who_does_not_see_it(
     job: SmallJob, hosts: LaggingHosts, done: int, full: bool
 ) -> None:
-    daemon, trainer = about_to_prune_step_3(job, hosts)
+    daemon, trainer = about_to_prune_step_3(job)
     saving = trainer.save(3, full=full)
     for _ in range(done):
         next(saving, None)
@@ -432,7 +431,7 @@ def test_a_step_that_its_trainer_saves_again_is_not_pruned_by_one_who_does_not_s
 
 
 def test_a_step_that_nobody_needs_is_pruned_in_the_end(job: SmallJob, hosts: LaggingHosts) -> None:
-    daemon, _ = about_to_prune_step_3(job, hosts)
+    daemon, _ = about_to_prune_step_3(job)
     for _ in range(3):
         daemon.run_once()
         hosts.settle()
@@ -440,9 +439,9 @@ def test_a_step_that_nobody_needs_is_pruned_in_the_end(job: SmallJob, hosts: Lag
 
 
 def test_what_came_into_a_step_unseen_is_given_back_where_its_name_is_in_use_again(
-    job: SmallJob, hosts: LaggingHosts
+    job: SmallJob,
 ) -> None:
-    daemon, _ = about_to_prune_step_3(job, hosts)
+    daemon, _ = about_to_prune_step_3(job)
     storage = daemon._job.storage
     (job.layout.step(3) / ".saving").touch()
     (job.layout.actor(3) / OPTIMIZER).write_bytes(b"optimizer")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,29 +8,38 @@ import pytest
 from syncd.protocol import layout, names
 from syncd.protocol.errors import InvalidSettingsError
 
+OTHERS: dict[Callable[[str], object], list[str]] = {
+    names.parse_step_folder: [
+        "global_step_", "global_step_-1", "global_step_01", "global_step_1 ", "global_step_1\n",
+        "global_step_\uff11", "Global_step_1", "global_step_1.tmp", "global_step_" + "9" * 19,
+    ],
+    names.parse_version_folder: [
+        "v1", "v0000001", "v-00001", "000001", "v000001.tmp", "v00001x",
+    ],
+    names.parse_shard_name: [
+        "model_world_size_0_rank_0.pt", "model_world_size_2_rank_01.pt",
+        "optim_world_size_2_rank_1.pt", "model_world_size_2_rank_1.pt.tmp", ".model_world_size_2",
+    ],
+    names.parse_lease_marker: ["", "a", ".s", "a.", "a.b.c", "a/b.c", ".nfs0001"],
+    names.parse_delta_folder: ["d1", "v000001", "d0000001", "d00001x", "d-00001", "D000001"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parse", "name"), [(parse, name) for parse, others in OTHERS.items() for name in others]
+)
+def test_each_kind_of_name_has_one_form(parse: Callable[[str], object], name: str) -> None:
+    assert parse(name) is None
+
 
 @pytest.mark.parametrize("step", [0, 7, 123456789012345678])
 def test_a_step_folder_names_its_step(step: int) -> None:
     assert names.parse_step_folder(names.step_folder(step)) == step
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["global_step_", "global_step_-1", "global_step_01", "global_step_1 ", "global_step_1\n",
-     "global_step_\uff11", "Global_step_1", "global_step_1.tmp", "global_step_" + "9" * 19],
-)  # fmt: skip
-def test_another_name_is_no_step_folder(name: str) -> None:
-    assert names.parse_step_folder(name) is None
-
-
 @pytest.mark.parametrize("sequence", [1, 999999, 1000000])
 def test_a_version_folder_names_its_sequence(sequence: int) -> None:
     assert names.parse_version_folder(names.version_folder(sequence)) == sequence
-
-
-@pytest.mark.parametrize("name", ["v1", "v0000001", "v-00001", "000001", "v000001.tmp", "v00001x"])
-def test_a_version_has_exactly_one_name(name: str) -> None:
-    assert names.parse_version_folder(name) is None
 
 
 def test_version_folders_sort_as_their_sequences_do() -> None:
@@ -39,15 +49,6 @@ def test_version_folders_sort_as_their_sequences_do() -> None:
 
 def test_a_shard_names_its_world_size_and_rank() -> None:
     assert names.parse_shard_name(names.shard_name(64, 63)) == (64, 63)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["model_world_size_0_rank_0.pt", "model_world_size_2_rank_01.pt",
-     "optim_world_size_2_rank_1.pt", "model_world_size_2_rank_1.pt.tmp", ".model_world_size_2"],
-)  # fmt: skip
-def test_another_name_is_no_shard(name: str) -> None:
-    assert names.parse_shard_name(name) is None
 
 
 def test_optimizer_and_extra_state_make_a_step_resumable_and_weights_do_not() -> None:
@@ -76,11 +77,6 @@ def test_a_plain_name_is_kept_as_it_is(name: str) -> None:
 def test_a_name_that_could_not_stand_in_a_path_is_refused_and_named(name: str) -> None:
     with pytest.raises(InvalidSettingsError, match="the explorer's name"):
         names.checked_name(name, "the explorer's name")
-
-
-@pytest.mark.parametrize("marker", ["", "a", ".s", "a.", "a.b.c", "a/b.c", ".nfs0001"])
-def test_another_file_name_is_no_lease(marker: str) -> None:
-    assert names.parse_lease_marker(marker) is None
 
 
 def test_all_of_ours_is_below_dot_syncd_published_or_deltas() -> None:
