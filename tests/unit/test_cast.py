@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,17 +63,19 @@ def reader(content: bytes) -> Callable[[memoryview], None]:
     return read
 
 
+def cast_by(caster: Caster, tensor: torch.Tensor, given: str, wanted: str) -> bytes:
+    read = reader(raw(tensor))
+    return b"".join(map(bytes, caster.cast(read, len(tensor), given, wanted, cancel=nothing)))
+
+
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("given", FLOATING)
 def test_bits_come_out_as_torch_casts_them(caster: Caster, given: str, cast: Cast) -> None:
     tensor = bits(TORCH[given], 70_000)
     if TORCH[given].itemsize == 2:
         tensor = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(TORCH[given])
-    expected = tensor.to(CASTS[cast])
-    wanted = cast_dtype(given, cast)
-    tiles = caster.cast(reader(raw(tensor)), len(tensor), given, wanted, cancel=nothing)
-    found = b"".join(map(bytes, tiles))
-    assert found == raw(expected)
+    found = cast_by(caster, tensor, given, cast_dtype(given, cast))
+    assert found == raw(tensor.to(CASTS[cast]))
 
 
 @pytest.mark.parametrize("count", [0, 1, TILE // 4 - 1, TILE // 4, TILE // 4 + 1, TILE + 3])
@@ -81,8 +84,7 @@ def test_any_number_of_elements_is_cast_in_order(
     caster: Caster, count: int, given: str, wanted: str
 ) -> None:
     tensor = torch.arange(count, dtype=torch.float32).to(TORCH[given])
-    tiles = caster.cast(reader(raw(tensor)), count, given, wanted, cancel=nothing)
-    assert b"".join(map(bytes, tiles)) == raw(tensor.to(TORCH[wanted]))
+    assert cast_by(caster, tensor, given, wanted) == raw(tensor.to(TORCH[wanted]))
 
 
 def test_integers_bools_and_fp8_are_never_cast() -> None:
@@ -204,26 +206,26 @@ def test_a_child_that_is_killed_says_nothing_about_the_save() -> None:
             list(tiles)
 
 
-def test_a_child_that_cannot_import_torch_is_no_fault_of_the_save(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 3\n")
+def script(folder: Path, command: str) -> str:
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{command}\n")
     python.chmod(0o755)
+    return str(python)
+
+
+def test_a_child_that_cannot_import_torch_is_no_fault_of_the_save(tmp_path: Path) -> None:
     with (
-        Caster("a save", python=str(python)) as made,
+        Caster("a save", python=script(tmp_path, "exit 3")) as made,
         pytest.raises(OSError, match=r"ended with .*: check that 'python -c .import torch.' works"),
     ):
         list(made.cast(reader(bytes(4)), 1, "F32", "BF16", cancel=nothing))
 
 
 def test_waiting_for_the_child_can_be_cancelled(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 1000\n")
-    python.chmod(0o755)
-
     def cancel() -> None:
         raise CancelledError("stop")
 
-    with Caster("a save", python=str(python)) as made:
+    with Caster("a save", python=script(tmp_path, "exec sleep 1000")) as made:
         pid = made._child.pid
         with pytest.raises(CancelledError):
             list(made.cast(reader(bytes(4)), 1, "F32", "BF16", cancel=cancel))
@@ -238,10 +240,7 @@ def test_threads_that_share_a_child_each_get_their_own_tensor(caster: Caster) ->
         torch.randn(count, generator=torch.Generator().manual_seed(count)) for count in counts
     ]
 
-    def cast(tensor: torch.Tensor) -> bytes:
-        read = reader(raw(tensor))
-        return b"".join(map(bytes, caster.cast(read, len(tensor), "F32", "BF16", cancel=nothing)))
-
     with ThreadPoolExecutor(len(tensors)) as threads:
+        cast = partial(cast_by, caster, given="F32", wanted="BF16")
         found = list(threads.map(cast, tensors, timeout=120))
     assert found == [raw(tensor.bfloat16()) for tensor in tensors]

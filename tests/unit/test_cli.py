@@ -39,8 +39,8 @@ COMMANDS = cli.list_commands(click.Context(cli))
 
 def syncd(command: str, *arguments: object) -> Result:
     """A command; a job stands for its path."""
-    given = (one.layout.root if isinstance(one, Job) else one for one in arguments)
-    return CliRunner().invoke(cli, [command, *map(str, given)])
+    words = (given.layout.root if isinstance(given, Job) else given for given in arguments)
+    return CliRunner().invoke(cli, [command, *map(str, words)])
 
 
 def failed(kind: type[errors.SyncdError], command: str, *arguments: object) -> Result:
@@ -49,9 +49,9 @@ def failed(kind: type[errors.SyncdError], command: str, *arguments: object) -> R
     return result
 
 
-def told(command: str, *arguments: object) -> dict[str, Any]:
-    printed: dict[str, Any] = json.loads(syncd(command, *arguments, "--json").stdout)
-    return printed
+def printed(command: str, *arguments: object) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(syncd(command, *arguments, "--json").stdout)
+    return result
 
 
 @pytest.fixture
@@ -251,18 +251,18 @@ def test_a_count_that_is_no_number_is_refused_with_an_example(tmp_path: Path) ->
 
 
 def test_what_was_done_is_one_json_object(served: SmallJob, tmp_path: Path) -> None:
-    merged_into = told("merge", merged(tmp_path), tmp_path / "out", "--no-fsync")
+    merged_into = printed("merge", merged(tmp_path), tmp_path / "out", "--no-fsync")
     assert [merged_into[key] for key in ("step", "kind", "checked")] == [7, "full", "crc32"]
     assert "model.safetensors" in merged_into["files"]
     served.put(served.layout.version(2) / "config.json", b"other")
-    assert {one["folder"]: one["outcome"] for one in told("verify", served)["folders"]} == {
+    assert {one["folder"]: one["outcome"] for one in printed("verify", served)["folders"]} == {
         "v000001": "whole", "v000002": "damaged", "v000003": "whole",
     }  # fmt: skip
     assert syncd("verify", served, "--json").exception is not None
-    would = told("prune", served, "--dry-run", "--keep", 2)
+    would = printed("prune", served, "--dry-run", "--keep", 2)
     assert (would["dry_run"], would["deleted"][0]["name"]) == (True, "v000001")
-    assert told("prune", served, "--keep", 2)["deleted"] == would["deleted"]
-    asked = told("rollback", served, "v2")
+    assert printed("prune", served, "--keep", 2)["deleted"] == would["deleted"]
+    asked = printed("rollback", served, "v2")
     assert (asked["of"], asked["version"]) == (2, None)
     assert "no daemon runs" in asked["waits_for"]
 
@@ -270,20 +270,20 @@ def test_what_was_done_is_one_json_object(served: SmallJob, tmp_path: Path) -> N
 def test_what_was_steered_and_checked_is_one_json_object(served: SmallJob, tmp_path: Path) -> None:
     root = served.layout.root
     pinned = {"job": str(root), "folder": "v000002", "pinned": True}
-    assert told("pin", served, "v2") == pinned
+    assert printed("pin", served, "v2") == pinned
     unpinned = {**pinned, "pinned": False, "was_pinned": True}
-    assert told("unpin", served, "v2") == unpinned
-    assert told("unpin", served, "v2") == {**unpinned, "was_pinned": False}
-    paused = told("pause", served)
+    assert printed("unpin", served, "v2") == unpinned
+    assert printed("unpin", served, "v2") == {**unpinned, "was_pinned": False}
+    paused = printed("pause", served)
     assert (paused["job"], paused["paused"]) == (str(root), True)
     assert "no daemon runs" in paused["waits_for"]
     resumed = {"job": str(root), "paused": False, "was_paused": True, "daemon_works": False}
-    assert told("resume", served) == resumed
+    assert printed("resume", served) == resumed
 
     file = tmp_path / "job.toml"
     file.write_text(f'job = "{root}"\ntick = "2s"\n')
-    assert told("config", "check", file) == {"file": str(file), "usable": True, "wrong": []}
-    template, drop_in = told("unit", "print", "job", "--config", file)["files"]
+    assert printed("config", "check", file) == {"file": str(file), "usable": True, "wrong": []}
+    template, drop_in = printed("unit", "print", "job", "--config", file)["files"]
     assert template == "/etc/systemd/system/syncd@.service"
     assert drop_in == "/etc/systemd/system/syncd@job.service.d/job.conf"
     file.write_text("keep = 0\nkepe = 1\n")
@@ -298,7 +298,7 @@ def test_what_was_steered_and_checked_is_one_json_object(served: SmallJob, tmp_p
 
 def test_status_as_json_is_one_object(served: SmallJob) -> None:
     served.lease(2, "session", "node-1")
-    seen = told("status", served)
+    seen = printed("status", served)
     assert seen["latest"]["sequence"] == 3
     assert seen["daemon"]["state"] == "stopped"
     assert seen["versions"][1] == {"sequence": 2, "leases": ["node-1"], "pinned": False}
@@ -522,7 +522,7 @@ def test_a_bare_number_is_a_step_and_a_version_is_named_by_its_v(
     served: SmallJob, given: str, folder: str
 ) -> None:
     assert syncd("pin", served, given).output == f"{folder} is pinned\n"
-    seen = told("status", served)
+    seen = printed("status", served)
     pinned = [v["sequence"] for v in seen["versions"] if v["pinned"]]
     assert (pinned, seen["pinned_steps"]) == (([2], []) if given[0] == "v" else ([], [2]))
     assert syncd("unpin", served, given).output == f"{folder} is no longer pinned\n"

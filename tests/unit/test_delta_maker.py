@@ -132,8 +132,8 @@ def test_each_version_gets_a_delta_from_the_one_before_it(job: SmallJob) -> None
             assert (end.sequence, end.save_id) == (number, manifest.save_id)
             assert end.content == content_of(manifest)
     assert drafts(job) == []
-    told = progress_of(job)
-    assert (told.state, told.sequence, told.base) == ("made", 3, 2)
+    progress = progress_of(job)
+    assert (progress.state, progress.sequence, progress.base) == ("made", 3, 2)
 
 
 @pytest.mark.local_only("the lagging client is of one thread")

@@ -50,8 +50,8 @@ def serves(
 ) -> None:
     reload = Reload(sequence=paused[0], step=1, pause=paused[1]) if paused else None
     usual = {"status": "running", "sequence": sequence, "reload": reload, "time": 1.0}
-    told = ExplorerReport.model_validate({"name": name, "session": f"s-{name}", **usual, **more})
-    job.put(job.layout.explorer(name), encode(told))
+    record = ExplorerReport.model_validate({"name": name, "session": f"s-{name}", **usual, **more})
+    job.put(job.layout.explorer(name), encode(record))
 
 
 def loads(job: SmallJob, name: str, sequence: int) -> None:

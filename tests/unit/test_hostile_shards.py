@@ -88,12 +88,21 @@ DIRECTORY_AT = PLAIN.index(b"PK\1\2")
 DIRECTORY_SIZE = len(PLAIN) - 22 - DIRECTORY_AT
 
 
+def zip64(count: int = 1, length: int = DIRECTORY_SIZE, at: int = len(PLAIN) - 22) -> bytes:
+    return zip_of([PKL], behind=end64(count, length, DIRECTORY_AT, at))
+
+
 def test_a_plain_zip_by_hand_is_read(tmp_path: Path) -> None:
     (tmp_path / "shard.pt").write_bytes(PLAIN)
     assert read(tmp_path / "shard.pt") == {}
-    whole = zip_of([PKL], behind=end64(1, DIRECTORY_SIZE, DIRECTORY_AT, len(PLAIN) - 22))
+    whole = zip64()
     (tmp_path / "shard.pt").write_bytes(whole)
     assert read(tmp_path / "shard.pt") == {}
+
+
+def record_zip(**changed: Any) -> bytes:
+    """A zip of one record."""
+    return zip_of([Entry(b"a/data.pkl", b"}.", **changed)])
 
 
 LIES = {
@@ -107,30 +116,23 @@ LIES = {
         zip_of([PKL, Entry(b"a/x", offset=2**32 - 2)]),
         "outside the file",
     ),
-    "larger than the file": (zip_of([Entry(b"a/data.pkl", b"}.", size=99)]), "overlaps"),
+    "larger than the file": (record_zip(size=99), "overlaps"),
     "larger by one": (zip_of([Entry(b"a/x", b"}.", size=3), PKL]), "overlaps"),
-    "compressed": (zip_of([Entry(b"a/data.pkl", b"}.", method=8)]), "compressed"),
-    "encrypted": (zip_of([Entry(b"a/data.pkl", b"}.", flags=1)]), "encrypted"),
+    "compressed": (record_zip(method=8), "compressed"),
+    "encrypted": (record_zip(flags=1), "encrypted"),
     "twice": (zip_of([PKL, PKL]), "occurs twice"),
     "in a second folder": (zip_of([PKL, Entry(b"b/data.pkl", b"}.")]), "in another folder"),
     "without a folder": (zip_of([Entry(b"data.pkl", b"}.")]), "in another folder"),
     "not in UTF-8": (zip_of([PKL, Entry(b"a/\xff")]), "is not UTF-8"),
-    "locally another": (
-        zip_of([Entry(b"a/data.pkl", b"}.", local_name=b"a/data.pk1")]),
-        "header of another record",
-    ),
-    "locally shorter": (
-        zip_of([Entry(b"a/data.pkl", b"}.", local_size=1)]),
-        "header of another record",
-    ),
-    "locally compressed": (
-        zip_of([Entry(b"a/data.pkl", b"}.", local_method=8)]),
-        "header of another record",
-    ),
-    "locally encrypted": (
-        zip_of([Entry(b"a/data.pkl", b"}.", local_flags=1)]),
-        "header of another record",
-    ),
+    **{
+        f"locally {kind}": (record_zip(**changed), "header of another record")
+        for kind, changed in {
+            "another": {"local_name": b"a/data.pk1"},
+            "shorter": {"local_size": 1},
+            "compressed": {"local_method": 8},
+            "encrypted": {"local_flags": 1},
+        }.items()
+    },
     "fewer than said": (zip_of([PKL], count=2), "fewer records than the directory declares"),
     "more than said": (zip_of([PKL, PKL], count=1), "more records than the directory declares"),
     "a name beyond the end": (
@@ -138,19 +140,19 @@ LIES = {
         "ends inside a record|header of another",
     ),
     "zip64, another count": (
-        zip_of([PKL], behind=end64(2, DIRECTORY_SIZE, DIRECTORY_AT, len(PLAIN) - 22)),
+        zip64(count=2),
         "two zip directories that disagree",
     ),
     "zip64, elsewhere": (
-        zip_of([PKL], behind=end64(1, DIRECTORY_SIZE, DIRECTORY_AT, 2**64 - 1)),
+        zip64(at=2**64 - 1),
         "points nowhere",
     ),
     "zip64, a length past 64 bits": (
-        zip_of([PKL], behind=end64(1, 2**64 - 1, DIRECTORY_AT, len(PLAIN) - 22)),
+        zip64(length=2**64 - 1),
         "disagree",
     ),
     "zip64, no value": (
-        zip_of([Entry(b"a/data.pkl", b"}.", offset=2**32 - 1)]),
+        record_zip(offset=2**32 - 1),
         "without its zip64 field",
     ),
     "zip64, fewer values than needed": (
@@ -192,7 +194,7 @@ def test_a_hundred_thousand_records_in_one_place_are_refused(tmp_path: Path) -> 
 
 def test_a_pickle_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
     size = 256 * 1024 * 1024 + 1
-    content = zip_of([Entry(b"a/data.pkl", b"}.", size=size, local_size=size)])
+    content = record_zip(size=size, local_size=size)
     at = content.index(b"PK\1\2")
     directory = content[at:-22]
     with (tmp_path / "shard.pt").open("wb") as file:
@@ -510,25 +512,18 @@ def _said(folder: Path, state: object) -> str:
     return str(caught.value)
 
 
-STRANGE = dict(
-    enumerate(
-        [
-            HUGE,
-            DEEP,
-            Built(Named("torch.distributed.tensor.placement_types", "Shard"), (HUGE,)),
-            Built(
-                Named("torch.distributed.tensor.placement_types", "Partial"), (HUGE, "x\n" * 9999)
-            ),
-            Built(
-                Named("torch.distributed.tensor.placement_types", "Partial"), (), {HUGE: "\ud800"}
-            ),
-            Built(Named("torch.distributed.tensor.placement_types", "Partial"), MANY),
-        ]
-    )
-)
+PARTIAL = Named("torch.distributed.tensor.placement_types", "Partial")
+STRANGE: list[object] = [
+    HUGE,
+    DEEP,
+    Built(Named("torch.distributed.tensor.placement_types", "Shard"), (HUGE,)),
+    Built(PARTIAL, (HUGE, "x\n" * 9999)),
+    Built(PARTIAL, (), {HUGE: "\ud800"}),
+    Built(PARTIAL, MANY),
+]
 
 
-@pytest.mark.parametrize("number", STRANGE)
+@pytest.mark.parametrize("number", range(len(STRANGE)))
 def test_a_placement_of_any_kind_is_told_in_few_words(
     tmp_path: Path, child: IsolatedParser, number: int
 ) -> None:
