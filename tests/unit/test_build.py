@@ -129,6 +129,9 @@ def file_of(*names: str) -> bytes:
     return header_bytes(entries) + bytes(4 * len(names))
 
 
+PEFT_SAVE = {SHARD: shard_of(*PEFT), TOLD: CONFIG}
+
+
 def put(job: SmallJob, files: dict[str, bytes], step: int = 4) -> Path:
     """A foreign save of these files, and the pointer."""
     actor = job.layout.actor(step)
@@ -186,7 +189,7 @@ def test_the_shards_of_a_peft_model_become_one_file_that_peft_reads(
 
 
 def test_a_reader_sees_what_kind_a_version_is(job: SmallJob) -> None:
-    put(job, {SHARD: shard_of(*PEFT), TOLD: CONFIG})
+    put(job, PEFT_SAVE)
     serve(job)
     with Reader(job.layout.root, "explorer") as reader:
         version = reader.next_version(0, 0)
@@ -200,7 +203,7 @@ def test_a_reader_sees_what_kind_a_version_is(job: SmallJob) -> None:
 
 
 def test_a_module_is_never_loaded_with_an_adapter(job: SmallJob) -> None:
-    put(job, {SHARD: shard_of(*PEFT), TOLD: CONFIG})
+    put(job, PEFT_SAVE)
     serve(job)
     with Reader(job.layout.root, "explorer") as reader:
         version = reader.next_version(0, 0)
@@ -477,7 +480,7 @@ def test_a_file_of_another_method_than_lora_is_an_adapter_as_peft_saved_it(job: 
 
 
 def test_an_adapter_that_latest_does_not_name_yet_is_adopted_as_one(job: SmallJob) -> None:
-    put(job, {SHARD: shard_of(*PEFT), TOLD: CONFIG})
+    put(job, PEFT_SAVE)
     job.storage = RuledStorage(refuse("rename", errno.EIO, where="LATEST"))
     look(job)
     assert not job.layout.latest.exists()

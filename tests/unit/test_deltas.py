@@ -44,7 +44,9 @@ SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 
 
-Made = tuple[list[WholeVersion], list[Link]]
+Versions = list[WholeVersion]
+Chain = list[Link]
+Made = tuple[Versions, Chain]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.fixture
-def versions(tmp_path: Path, made: Made) -> list[WholeVersion]:
+def versions(tmp_path: Path, made: Made) -> Versions:
     """A copy of the versions, to be damaged."""
     return [
         WholeVersion(Path(shutil.copytree(v.folder, tmp_path / v.folder.name)), v.manifest)
@@ -76,7 +78,7 @@ def versions(tmp_path: Path, made: Made) -> list[WholeVersion]:
 
 
 @pytest.fixture
-def chain(tmp_path: Path, made: Made) -> list[Link]:
+def chain(tmp_path: Path, made: Made) -> Chain:
     """A copy of the deltas between them."""
     return [
         Link(Path(shutil.copytree(link.folder, tmp_path / link.folder.name)), link.delta)
@@ -92,7 +94,7 @@ def child(made: Made) -> Iterator[DeltaChild]:
 
 
 def applied(
-    tmp_path: Path, base: WholeVersion, chain: list[Link], target: WholeVersion, threads: int = 2
+    tmp_path: Path, base: WholeVersion, chain: Chain, target: WholeVersion, threads: int = 2
 ) -> Path:
     draft = tmp_path / "draft"
     shutil.rmtree(draft, ignore_errors=True)
@@ -102,7 +104,7 @@ def applied(
 
 
 def test_a_chain_makes_the_published_files_and_changes_nothing_else(
-    tmp_path: Path, versions: list[WholeVersion], chain: list[Link]
+    tmp_path: Path, versions: Versions, chain: Chain
 ) -> None:
     before = [contents(version.folder) for version in versions]
     stats = [os.stat(path) for path in versions[0].folder.iterdir()]
@@ -123,7 +125,7 @@ def test_a_chain_makes_the_published_files_and_changes_nothing_else(
 
 
 def test_a_version_with_the_bytes_of_its_base_has_an_empty_delta(
-    tmp_path: Path, versions: list[WholeVersion]
+    tmp_path: Path, versions: Versions
 ) -> None:
     tensors = random_tensors(1, **SHAPES)
     again = write_version(tmp_path, 12, tensors, small={"config.json": b"another"})
@@ -133,9 +135,7 @@ def test_a_version_with_the_bytes_of_its_base_has_an_empty_delta(
     assert same_files(applied(tmp_path, versions[0], [], again), again)
 
 
-def test_the_record_counts_and_binds_what_the_delta_has(
-    versions: list[WholeVersion], chain: list[Link]
-) -> None:
+def test_the_record_counts_and_binds_what_the_delta_has(versions: Versions, chain: Chain) -> None:
     for link, base, target in zip(chain, versions, versions[1:], strict=False):
         assert read_delta(STORAGE, link.folder) == link.delta
         verify_delta(STORAGE, link.folder, link.delta)
@@ -151,7 +151,7 @@ def test_the_record_counts_and_binds_what_the_delta_has(
 
 
 def test_a_chain_from_another_base_or_to_another_version_is_refused(
-    tmp_path: Path, versions: list[WholeVersion], chain: list[Link]
+    tmp_path: Path, versions: Versions, chain: Chain
 ) -> None:
     for base, links, target, why in (
         (versions[1], chain, versions[2], "does not start from the previous"),
@@ -165,7 +165,7 @@ def test_a_chain_from_another_base_or_to_another_version_is_refused(
 
 @pytest.mark.parametrize("wrong", ["changed", "unchanged", "truncated"])
 def test_a_base_with_other_bytes_is_refused(
-    tmp_path: Path, versions: list[WholeVersion], chain: list[Link], wrong: str
+    tmp_path: Path, versions: Versions, chain: Chain, wrong: str
 ) -> None:
     path = versions[0].folder / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -206,7 +206,7 @@ def test_too_many_changes_are_seen_before_a_twentieth_is_compared(tmp_path: Path
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_version_that_is_not_what_its_manifest_says_gets_no_delta(
-    tmp_path: Path, versions: list[WholeVersion], which: int
+    tmp_path: Path, versions: Versions, which: int
 ) -> None:
     path = versions[2 * which].folder / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -224,7 +224,7 @@ def test_a_child_that_is_killed_ends_the_delta(tmp_path: Path, child: DeltaChild
 
 
 def test_the_child_imports_what_its_parent_can(
-    tmp_path: Path, versions: list[WholeVersion], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, versions: Versions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From PYTHONPATH too, and not from the working folder."""
     for name in ("path", "work"):
@@ -288,7 +288,7 @@ def test_versions_that_are_unlike_have_no_delta(tmp_path: Path) -> None:
         assert re.search(why, why_no_delta(unlike, base) or "")
 
 
-def test_the_shortest_chain_of_those_that_there_are_is_found(chain: list[Link]) -> None:
+def test_the_shortest_chain_of_those_that_there_are_is_found(chain: Chain) -> None:
     first, second = (link.delta for link in chain)
     both = second.model_copy(update={"base": first.base, "files": ()})
     begin, middle, end = first.base.content, first.target.content, second.target.content
@@ -301,7 +301,7 @@ def test_the_shortest_chain_of_those_that_there_are_is_found(chain: list[Link]) 
     assert find_chain([], begin, begin) == []
 
 
-def test_no_chain_is_longer_than_a_reader_can_open(chain: list[Link]) -> None:
+def test_no_chain_is_longer_than_a_reader_can_open(chain: Chain) -> None:
     """However few bytes it has: forged deltas of no bytes would take all descriptors."""
     whole = chain[0].delta
     ends = [whole.base.content, *(f"{n:032x}" for n in range(LONGEST_CHAIN)), whole.target.content]

@@ -19,6 +19,10 @@ def axis(shape: object, stride: object) -> Inert:
     return inert(shape=shape, stride=stride)
 
 
+#: Dimensions of two ranks: neighbours, and every second one.
+NEXT, SECOND = axis((2,), (1,)), axis((2,), (2,))
+
+
 def of_2_13(ranks: tuple[int, ...], *axes: Inert, at: object = (0,)) -> Inert:
     layout = inert(axes=axes)
     return inert(_layout=layout, _flatten_rank_map=ranks, _coordinate_on_dim=at)
@@ -69,8 +73,8 @@ def test_two_ranks_agree_on_a_mesh_s_identity_if_both_are_on_it() -> None:
     ranks = tuple(range(8))  # a mesh of 2 x 2 x 2
     by_own = {
         own: (
-            identity(ranks, own, axis((2,), (4,)), axis((2,), (1,)), at=(own // 4, own % 2)),
-            identity(ranks, own, axis((2,), (2,)), at=(own // 2 % 2,)),
+            identity(ranks, own, axis((2,), (4,)), NEXT, at=(own // 4, own % 2)),
+            identity(ranks, own, SECOND, at=(own // 2 % 2,)),
             identity(ranks, own, axis((2, 2), (4, 1)), at=(own // 4 * 2 + own % 2,)),
             identity(ranks, own, axis((8,), (1,)), at=(own,)),
         )
@@ -88,9 +92,7 @@ def test_two_ranks_agree_on_a_mesh_s_identity_if_both_are_on_it() -> None:
 def test_a_dimension_of_one_rank_leaves_a_mesh_its_identity() -> None:
     # torch 2.13 writes such a dimension of a 1 x 2 x 2 mesh with neither size nor stride.
     ranks = tuple(range(4))
-    found = {
-        own: identity(ranks, own, axis((), ()), axis((2,), (2,)), at=(0, own // 2)) for own in ranks
-    }
+    found = {own: identity(ranks, own, axis((), ()), SECOND, at=(0, own // 2)) for own in ranks}
     assert found[0] == found[2] != found[1] == found[3]
     assert None not in found.values()
 
@@ -112,16 +114,16 @@ def test_ranks_that_are_the_mesh_s_own_are_not_looked_up_by_the_strides_of_anoth
 
 
 def test_a_mesh_whose_ranks_are_not_known_has_no_identity() -> None:
-    assert identity((), 0, axis((2,), (1,)), at=(0,)) is None
-    assert identity((0, 1, 2, 3), 9, axis((2,), (2,)), at=(0,)) is None
-    assert identity((0, 1, 2, 3), 0, axis((2,), (2,)), at=(1,)) is None
-    assert identity((0, 1, 2, 3), 3, axis((2,), (2,)), at=(0,)) is None
+    assert identity((), 0, NEXT, at=(0,)) is None
+    assert identity((0, 1, 2, 3), 9, SECOND, at=(0,)) is None
+    assert identity((0, 1, 2, 3), 0, SECOND, at=(1,)) is None
+    assert identity((0, 1, 2, 3), 3, SECOND, at=(0,)) is None
     assert identity((0, 1, 2, 3), 0, axis((2,), None), at=(0,)) is None
-    assert identity((0, 1), 0, axis((2,), (1,)), at=None) is None
+    assert identity((0, 1), 0, NEXT, at=None) is None
 
 
 def test_a_rank_that_is_not_on_the_mesh_has_no_place() -> None:
-    assert read_mesh(of_2_13((0, 1), axis((2,), (1,)), at=None)) == Mesh((2,), None, (True,), None)
+    assert read_mesh(of_2_13((0, 1), NEXT, at=None)) == Mesh((2,), None, (True,), None)
 
 
 @pytest.mark.parametrize("ranks", list(itertools.permutations(range(4))))
@@ -129,14 +131,14 @@ def test_ranks_ascend_along_a_dimension_if_every_line_of_it_does(ranks: tuple[in
     rows, columns = [ranks[:2], ranks[2:]], [ranks[::2], ranks[1::2]]
     ascends = tuple(all(a < b for a, b in lines) for lines in (columns, rows))
     for found in (
-        of_2_13(ranks, axis((2,), (2,)), axis((2,), (1,)), at=(0, 0)),
+        of_2_13(ranks, SECOND, NEXT, at=(0, 0)),
         of_2_5((2, 2), list(ranks), [0, 0]),
         of_2_10((2, 2), (2, 1), ranks, (0, 0)),
     ):
         assert known(found).ascends == ascends
     # A submesh of the first dimension, on which this rank's line is not known, and all of it.
     for layout, lines in (
-        (axis((2,), (2,)), columns),
+        (SECOND, columns),
         (axis((2, 2), (2, 1)), [ranks]),
         (axis((4,), (1,)), [ranks]),
     ):
@@ -152,10 +154,10 @@ def test_ranks_ascend_along_a_dimension_if_every_line_of_it_does(ranks: tuple[in
         inert(_layout=inert(shape_of_2027=(4,)), _coordinate_on_dim=(0,)),
         of_2_13((0, 1), axis((0,), (1,))),
         of_2_13((0, 1), axis("2", "1")),
-        of_2_13((0, 1), axis((2,), (1,)), at=(2,)),
-        of_2_13((0, 1), axis((2,), (1,)), at=(0, 0)),
-        of_2_13((0, 1), axis((2,), (1,)), at="0"),
-        inert(_layout=inert(axes=(axis((2,), (1,)),))),
+        of_2_13((0, 1), NEXT, at=(2,)),
+        of_2_13((0, 1), NEXT, at=(0, 0)),
+        of_2_13((0, 1), NEXT, at="0"),
+        inert(_layout=inert(axes=(NEXT,))),
         of_2_5((2, 0), [], [0, 0]),
     ],
 )
@@ -165,5 +167,5 @@ def test_what_is_no_mesh_that_is_known_is_not_read(mesh: Inert) -> None:
 
 @pytest.mark.parametrize("ranks", [(), ("a", "b"), (5,)])
 def test_ranks_that_cannot_be_read_are_taken_to_ascend(ranks: Any) -> None:
-    assert read_mesh(of_2_13(ranks, axis((2,), (1,)))) == Mesh((2,), (0,), (True,), None)
+    assert read_mesh(of_2_13(ranks, NEXT)) == Mesh((2,), (0,), (True,), None)
     assert known(of_2_13((1, 0), axis((2,), None))).ascends == (True,)
