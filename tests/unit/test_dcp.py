@@ -358,8 +358,8 @@ def _place(**changed: object) -> Callable[[Checkpoint], None]:
     return lambda checkpoint: checkpoint.places[0][2].update(changed)
 
 
-def _store(name: str, **changed: object) -> Callable[[Checkpoint], None]:
-    return lambda checkpoint: checkpoint.stored[name].state.update(changed)
+def _store(**changed: object) -> Callable[[Checkpoint], None]:
+    return lambda checkpoint: checkpoint.stored["model.weight"].state.update(changed)
 
 
 def _chunk(**changed: object) -> Callable[[Checkpoint], None]:
@@ -408,17 +408,17 @@ WRONG: dict[str, tuple[Callable[[Checkpoint], None], str]] = {
         "lists an item of 'model.weight' twice",
     ),
     "compressed": (_place(transform_descriptors=["zstd"]), "was transformed while it was written"),
-    "another dtype": (_store("model.weight", properties=properties("int32")), r"is F32 \(2, 2\)"),
-    "no dtype": (_store("model.weight", properties=None), "cannot be read"),
+    "another dtype": (_store(properties=properties("int32")), r"is F32 \(2, 2\)"),
+    "no dtype": (_store(properties=None), "cannot be read"),
     "a dtype that is none": (
-        _store("model.weight", properties=properties("complex64")),
+        _store(properties=properties("complex64")),
         "has dtype complex64, which syncd does not merge",
     ),
-    "no shape": (_store("model.weight", size=None), "has no shape"),
-    "another shape": (_store("model.weight", size=size((4, 3))), "in no file|must be"),
-    "smaller": (_store("model.weight", size=size((3, 2))), "has size 3"),
-    "huge": (_store("model.weight", size=size((2**62, 2**62))), "in no file"),
-    "fewer dimensions": (_store("model.weight", size=size((8,))), "a chunk with wrong dimensions"),
+    "no shape": (_store(size=None), "has no shape"),
+    "another shape": (_store(size=size((4, 3))), "in no file|must be"),
+    "smaller": (_store(size=size((3, 2))), "has size 3"),
+    "huge": (_store(size=size((2**62, 2**62))), "in no file"),
+    "fewer dimensions": (_store(size=size((8,))), "a chunk with wrong dimensions"),
     "another chunk": (_chunk(sizes=size((1, 4))), r"is F32 \(2, 2\), but .metadata says"),
     "a chunk elsewhere": (_chunk(offsets=size((1, 0))), r"at \(1, 0\) is in no file"),
     "a chunk of no kind": (_chunk(offsets=None), "a chunk with wrong dimensions"),

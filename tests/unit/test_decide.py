@@ -51,13 +51,14 @@ PLAIN = StepSeen(
 
 def job(**seen: Any) -> Observation:
     """A job whose newest save, step 9, is published as version 3."""
+    versions = seen.get("versions", (2, 3))
     usual: dict[str, Any] = {
         "pointer": AT_9,
         "save": SAVE,
         "published_save": "run-9-0",
         "latest": 3,
-        "versions": (2, 3),
-        "lease_folders": (2, 3),
+        "versions": versions,
+        "lease_folders": versions,
     }
     return Observation(**{**usual, **seen})
 
@@ -117,7 +118,7 @@ def test_a_save_that_is_not_whole_says_what_is_missing() -> None:
 
 
 def test_versions_outside_the_retention_rules_are_retired_oldest_first() -> None:
-    found = actions(job(latest=5, versions=(5, 1, 4, 2), lease_folders=(1, 2, 4, 5)))
+    found = actions(job(latest=5, versions=(5, 1, 4, 2)))
     assert [a.sequence for a in found if isinstance(a, RetireVersion)] == [1, 2]
 
 
@@ -125,7 +126,6 @@ def test_a_leased_version_stays_and_counts_for_nothing_else() -> None:
     seen = job(
         latest=5,
         versions=(1, 2, 4, 5),
-        lease_folders=(1, 2, 4, 5),
         leases=(LeaseSeen(1, "a.s", None), LeaseSeen(1, "b.s", 2.0)),
     )
     assert [a.sequence for a in actions(seen) if isinstance(a, RetireVersion)] == [2]
@@ -246,14 +246,14 @@ def replace_id(request: RollbackRequest, name: str) -> RollbackRequest:
 @pytest.mark.parametrize("sequence", [1, 3, 4])
 def test_only_a_version_below_latest_that_can_be_leased_is_served_again(sequence: int) -> None:
     asked = ASKED.model_copy(update={"sequence": sequence})
-    [action] = actions(job(rollbacks=(asked,), versions=(1, 2, 3, 4)))[:1]
+    [action] = actions(job(rollbacks=(asked,), versions=(1, 2, 3, 4), lease_folders=(2, 3)))[:1]
     assert isinstance(action, AnswerRequest)
     assert action.made is None
     assert action.why
 
 
 def test_a_version_that_is_asked_for_is_not_retired() -> None:
-    seen = job(latest=5, versions=(1, 2, 4, 5), lease_folders=(1, 2, 4, 5), rollbacks=(ASKED,))
+    seen = job(latest=5, versions=(1, 2, 4, 5), rollbacks=(ASKED,))
     assert [a.sequence for a in actions(seen) if isinstance(a, RetireVersion)] == [1]
 
 
@@ -261,7 +261,6 @@ def test_in_a_pause_records_are_kept_and_requests_carried_out_and_nothing_else_i
     seen = job(
         published_save=None,
         versions=(1, 2, 3),
-        lease_folders=(1, 2, 3),
         leases=(LeaseSeen(2, "a.s", 1000.0),),
         steps=(PLAIN,),
         unrecorded=(replace(SAVE, step=7),),
@@ -277,7 +276,6 @@ def test_new_weights_come_before_every_deletion() -> None:
     seen = job(
         published_save=None,
         versions=(1, 2, 3),
-        lease_folders=(1, 2, 3),
         steps=(PLAIN,),
         unrecorded=(replace(SAVE, step=7), Unfinished(8, "not whole")),
         vanished=(4,),
