@@ -129,6 +129,8 @@ def file_of(*names: str) -> bytes:
     return header_bytes(entries) + bytes(4 * len(names))
 
 
+#: Of a version that is an adapter, with a tokenizer.
+ADAPTER_FILES = {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"}
 PEFT_SAVE = {SHARD: shard_of(*PEFT), TOLD: CONFIG}
 
 
@@ -178,9 +180,7 @@ def test_the_shards_of_a_peft_model_become_one_file_that_peft_reads(
     manifest = serve(job, DaemonConfig(max_shard_size=1))
     assert manifest.kind == "adapter"
     # Without the base's weights the folder is no model, and must not look like one.
-    assert names_in(manifest) == {
-        "adapter_model.safetensors", "adapter_config.json", "tokenizer.json"
-    }  # fmt: skip
+    assert names_in(manifest) == ADAPTER_FILES
     folder = job.layout.version(1)
     with SafetensorsFile.open(job.storage, folder / "adapter_model.safetensors") as file:
         content = (folder / "adapter_model.safetensors").read_bytes()
@@ -234,9 +234,7 @@ def test_shards_beside_an_adapter_are_not_merged(job: SmallJob) -> None:
     manifest = serve(job)
     assert manifest.kind == "adapter"
     assert [entry.name for entry in manifest.tensors] == ["x.lora_A.weight"]
-    assert names_in(manifest) == {
-        "adapter_model.safetensors", "adapter_config.json", "tokenizer.json"
-    }  # fmt: skip
+    assert names_in(manifest) == ADAPTER_FILES
 
 
 @pytest.mark.parametrize("has_receipt", [True, False])
@@ -290,9 +288,7 @@ def test_pefts_own_files_come_before_the_base_models(job: SmallJob) -> None:
         },
     )
     manifest = serve(job)
-    assert names_in(manifest) == {
-        "adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "more/vocab.txt"
-    }  # fmt: skip
+    assert names_in(manifest) == ADAPTER_FILES | {"more/vocab.txt"}
     folder = job.layout.version(1)
     assert (folder / "adapter_config.json").read_bytes() == CONFIG
     assert (folder / "tokenizer.json").read_bytes() == b"with more tokens"

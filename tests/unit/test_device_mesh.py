@@ -21,6 +21,9 @@ def axis(shape: object, stride: object) -> Inert:
 
 #: Dimensions of two ranks: neighbours, and every second one.
 NEXT, SECOND = axis((2,), (1,)), axis((2,), (2,))
+#: One of four ranks, made of the outermost and the innermost of three dimensions of two.
+FLAT = axis((2, 2), (4, 1))
+PAIR, FOUR = (0, 1), (0, 1, 2, 3)
 
 
 def of_2_13(ranks: tuple[int, ...], *axes: Inert, at: object = (0,)) -> Inert:
@@ -54,7 +57,7 @@ def test_the_same_mesh_is_read_from_every_release_s_form() -> None:
 
 def test_a_flattened_dimension_has_as_many_ranks_as_those_it_is_made_of() -> None:
     ranks = tuple(range(8))
-    flat = read_mesh(of_2_13(ranks, axis((2, 2), (4, 1)), at=(3,)))
+    flat = read_mesh(of_2_13(ranks, FLAT, at=(3,)))
     assert flat == Mesh((4,), (3,), (True,), None)
     assert known(of_2_10(((2, 2), 2), ((4, 1), 2), ranks, (3, 0)))[:3] == (
         (4, 2),
@@ -75,7 +78,7 @@ def test_two_ranks_agree_on_a_mesh_s_identity_if_both_are_on_it() -> None:
         own: (
             identity(ranks, own, axis((2,), (4,)), NEXT, at=(own // 4, own % 2)),
             identity(ranks, own, SECOND, at=(own // 2 % 2,)),
-            identity(ranks, own, axis((2, 2), (4, 1)), at=(own // 4 * 2 + own % 2,)),
+            identity(ranks, own, FLAT, at=(own // 4 * 2 + own % 2,)),
             identity(ranks, own, axis((8,), (1,)), at=(own,)),
         )
         for own in ranks
@@ -91,16 +94,14 @@ def test_two_ranks_agree_on_a_mesh_s_identity_if_both_are_on_it() -> None:
 
 def test_a_dimension_of_one_rank_leaves_a_mesh_its_identity() -> None:
     # torch 2.13 writes such a dimension of a 1 x 2 x 2 mesh with neither size nor stride.
-    ranks = tuple(range(4))
-    found = {own: identity(ranks, own, axis((), ()), SECOND, at=(0, own // 2)) for own in ranks}
+    found = {own: identity(FOUR, own, axis((), ()), SECOND, at=(0, own // 2)) for own in FOUR}
     assert found[0] == found[2] != found[1] == found[3]
     assert None not in found.values()
 
 
 def test_a_flattened_dimension_can_be_out_of_order_though_the_ranks_are_not() -> None:
-    ranks = tuple(range(4))
     for layout, ascends in ((axis((2, 2), (2, 1)), True), (axis((2, 2), (1, 2)), False)):
-        assert known(of_2_13(ranks, layout)).ascends == (ascends,)
+        assert known(of_2_13(FOUR, layout)).ascends == (ascends,)
 
 
 @pytest.mark.parametrize(("ranks", "ascends"), [([1, 3], True), ([3, 1], False)])
@@ -115,15 +116,15 @@ def test_ranks_that_are_the_mesh_s_own_are_not_looked_up_by_the_strides_of_anoth
 
 def test_a_mesh_whose_ranks_are_not_known_has_no_identity() -> None:
     assert identity((), 0, NEXT, at=(0,)) is None
-    assert identity((0, 1, 2, 3), 9, SECOND, at=(0,)) is None
-    assert identity((0, 1, 2, 3), 0, SECOND, at=(1,)) is None
-    assert identity((0, 1, 2, 3), 3, SECOND, at=(0,)) is None
-    assert identity((0, 1, 2, 3), 0, axis((2,), None), at=(0,)) is None
-    assert identity((0, 1), 0, NEXT, at=None) is None
+    assert identity(FOUR, 9, SECOND, at=(0,)) is None
+    assert identity(FOUR, 0, SECOND, at=(1,)) is None
+    assert identity(FOUR, 3, SECOND, at=(0,)) is None
+    assert identity(FOUR, 0, axis((2,), None), at=(0,)) is None
+    assert identity(PAIR, 0, NEXT, at=None) is None
 
 
 def test_a_rank_that_is_not_on_the_mesh_has_no_place() -> None:
-    assert read_mesh(of_2_13((0, 1), NEXT, at=None)) == Mesh((2,), None, (True,), None)
+    assert read_mesh(of_2_13(PAIR, NEXT, at=None)) == Mesh((2,), None, (True,), None)
 
 
 @pytest.mark.parametrize("ranks", list(itertools.permutations(range(4))))
@@ -152,11 +153,11 @@ def test_ranks_ascend_along_a_dimension_if_every_line_of_it_does(ranks: tuple[in
         inert(),
         inert(_layout=inert(), _coordinate_on_dim=(0,)),
         inert(_layout=inert(shape_of_2027=(4,)), _coordinate_on_dim=(0,)),
-        of_2_13((0, 1), axis((0,), (1,))),
-        of_2_13((0, 1), axis("2", "1")),
-        of_2_13((0, 1), NEXT, at=(2,)),
-        of_2_13((0, 1), NEXT, at=(0, 0)),
-        of_2_13((0, 1), NEXT, at="0"),
+        of_2_13(PAIR, axis((0,), (1,))),
+        of_2_13(PAIR, axis("2", "1")),
+        of_2_13(PAIR, NEXT, at=(2,)),
+        of_2_13(PAIR, NEXT, at=(0, 0)),
+        of_2_13(PAIR, NEXT, at="0"),
         inert(_layout=inert(axes=(NEXT,))),
         of_2_5((2, 0), [], [0, 0]),
     ],
