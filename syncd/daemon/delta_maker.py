@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 Mode = Literal["auto", "on", "off"]
 #: For fewer hosts, a delta saves no more reads than the daemon needs to make it.
 _FEWEST: Final = 2
+#: Seconds without progress after which the work ends; readers no longer wait for it either.
+_SILENCE: Final = 10 * DELTA_SIGN
 #: Seconds to wait at the end for a thread whose storage does not answer.
 _PATIENCE: Final = 5.0
 #: The name of the new, empty folder ``deltas/`` in the daemon's room.
@@ -232,7 +234,9 @@ class DeltaMaker:
             self._epoch.in_background -= names
 
     def finished(self) -> list[DeltaOutcome]:
-        """The outcomes since the previous call."""
+        """The outcomes since the previous call; also ends work that shows no progress."""
+        if self._making is not None and self._clock() - self._making.told_at > _SILENCE:
+            self._making.ended.set()
         self._collect()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
@@ -290,7 +294,7 @@ class DeltaMaker:
 
             def cancel() -> None:
                 if making.ended.is_set():
-                    raise NoDeltaError("the daemon is stopping")
+                    raise NoDeltaError("the daemon stops, or the work made no progress")
 
             def progress(done: int, total: int) -> None:
                 if self._clock() - making.told_at >= DELTA_SIGN:

@@ -131,7 +131,7 @@ def test_a_version_on_disk_is_there_however_few_are_asked_for(job: SmallJob) -> 
             if step == 2:
                 job.lease(2, "session")
         loop.run_once()
-    assert [one.version for one in history(Job(STORAGE, job.layout), 2)] == [2, 4, 5]
+    assert [one.version for one in history(job, 2)] == [2, 4, 5]
 
 
 def test_a_daemon_that_takes_over_goes_on_and_repeats_nothing(job: SmallJob) -> None:
