@@ -13,12 +13,9 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.participants import Offer
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
-from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
 from tests.multiprocess.broadcasting import Cast, TrainerRanks, cast, ready
 from tests.multiprocess.peers import Peer
 from tests.multiprocess.processes import (
-    LEASE_TIME,
     Daemon,
     explorer_report,
     latest,
@@ -211,24 +208,6 @@ def test_a_gathering_that_fails_on_one_rank_ends_the_training(stage: Cast) -> No
     assert not other.has_answered(within=0)
     first.kill()
     assert "out of step" in other.refusal()
-
-
-def test_two_jobs_of_a_host_do_not_meet(tmp_path: Path, stage: Cast) -> None:
-    jobs = [tmp_path / name for name in ("one", "other")]
-    for job in jobs:
-        job.mkdir()
-        Job.at(job, Storage()).open(lease_time=LEASE_TIME)
-    with Daemon(jobs[0]), Daemon(jobs[1]):
-        trainers = [stage.trainer(job) for job in jobs]
-        explorers = [stage.explorer(job, "explorer") for job in jobs]
-        for step in (1, 2, 3):
-            for trainer in trainers:
-                trainer[0].tell("step", step)
-            for job, trainer, explorer in zip(jobs, trainers, explorers, strict=True):
-                truth = trainer[0].answer()
-                reaches(truth, step, explorer)
-                ready(job, "explorer")
-        assert truth["sync/broadcasts"] == 2
 
 
 def test_explorers_that_call_after_their_steps_are_waited_for(job: Path, stage: Cast) -> None:

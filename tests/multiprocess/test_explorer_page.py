@@ -27,10 +27,6 @@ class Model(nn.Module):
         self.weight = nn.Parameter(torch.zeros(3))
 
 
-def test_the_page_has_its_blocks() -> None:
-    assert len(BLOCKS) == 6
-
-
 @pytest.mark.parametrize("block", range(len(BLOCKS)))
 def test_a_block_of_the_page_loads_the_newest_weights(
     job: Path, tmp_path: Path, block: int

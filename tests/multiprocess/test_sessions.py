@@ -29,20 +29,6 @@ def test_a_session_whose_heartbeat_was_taken_away_beats_again_under_its_name(job
     assert not path.exists()
 
 
-def test_a_session_beats_on_when_its_folder_was_away(job: Path) -> None:
-    layout = JobLayout(job)
-    away = job.with_name("unmounted")
-    with Session(layout, 0.6) as session:
-        path = layout.session(session.id)
-        job.rename(away)
-        moved = away / path.relative_to(job)
-        before = moved.stat().st_mtime_ns
-        wait_until(lambda: moved.stat().st_mtime_ns != before, "it beats where it is")
-        away.rename(job)
-        before = path.stat().st_mtime_ns
-        wait_until(lambda: path.stat().st_mtime_ns != before, "it beats again")
-
-
 def test_a_session_whose_folder_became_a_link_makes_nothing_where_that_leads(
     job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

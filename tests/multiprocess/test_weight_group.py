@@ -40,19 +40,15 @@ def start(fork: Members) -> Iterator[Members]:
     fork.end()
 
 
-def form(*processes: Process, deadline: float = DEADLINE, generation: int = 1) -> None:
+def form(*processes: Process, generation: int = 1) -> None:
     """Let them form a group: the first is the trainer."""
-    begin_to_form(*processes, deadline=deadline, generation=generation)
-    for one in processes:
-        answer = one.hear()
-        assert answer.error is None, answer.error
-
-
-def begin_to_form(*processes: Process, deadline: float, generation: int) -> None:
     names = [f"e{number}" for number in range(1, len(processes))]
     met = rendezvous(processes[0]("listen"), *names, generation=generation)
     for rank, one in enumerate(processes):
-        one.tell("join", met, rank, deadline)
+        one.tell("join", met, rank)
+    for one in processes:
+        answer = one.hear()
+        assert answer.error is None, answer.error
 
 
 def transfer(value: int, *processes: Process) -> None:
