@@ -131,6 +131,15 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder on another filesystem than the job's."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        if os.stat(folder).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("there is no second filesystem")
+        yield Path(folder)
+
+
+@pytest.fixture
 def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Hosts:
     return LaggingHosts(tmp_path) if getattr(request, "param", "local") == "lagging" else Hosts()
 

@@ -26,7 +26,9 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import Latest, parse
 from syncd.storage.job import Job
+from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
+from syncd.storage.sessions import DaemonLock
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, FastStorage
 from trainer_hooks.resuming.resumable import find_checkpoint
@@ -154,6 +156,19 @@ def restart(job: SmallJob, clock: Clock, rounds: int = 16) -> None:
         for _ in range(rounds):
             loop.run_once()
             pass_time(job, clock)
+
+
+def stand_by(job: SmallJob, clock: Clock) -> None:
+    """What a daemon does that finds the lock of one that is gone: it gets it by its silence."""
+    storage = FastStorage()
+    judge = Judge(storage, LEASE_TIME, clock=clock)
+    lock = DaemonLock(Job(storage, job.layout), LEASE_TIME, judge)
+    for _ in range(6):
+        if lock.try_acquire():
+            lock.release()
+            return
+        clock.advance(LEASE_TIME / 4)
+    raise AssertionError(f"the lock stays: {job.layout.daemon_lock.read_bytes()!r}")
 
 
 def pass_time(job: SmallJob, clock: Clock) -> None:

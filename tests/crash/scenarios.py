@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -79,13 +79,11 @@ class Scenario:
 
 def published(job: SmallJob, *steps: int) -> None:
     """Save and publish; nothing is pruned."""
-    fast, job.storage = job.storage, FastStorage()
     config = CONFIG.model_copy(update={"keep": 100, "prune_steps": False})
     for step in steps:
         job.save(step)
         with job.daemon(config) as loop:
             loop.run_once()
-    job.storage = fast
 
 
 def ranks_save(
@@ -110,10 +108,10 @@ def ranks_save(
             trained_name=master_name if cast else shard_name,
             sync_dtype="bf16" if cast else None,
             full_model=_gathered_adapter(job, step) if adapter and rank == 0 else None,
-            adapter_files=(_write_adapter_config,) if adapter and rank == 0 else (),
+            adapter_files=(_adapter_config,) if adapter and rank == 0 else (),
             optimizer={"state": torch.zeros(2)} if full else None,
             extra={"rng": torch.zeros(2)} if full else None,
-            model_files=(_write_config,),
+            model_files=(lambda folder: (folder / "config.json").write_text("{}"),),
             fsdp_version=2,
             is_full=full,
             completes=completes,
@@ -136,12 +134,8 @@ def _gathered_adapter(job: SmallJob, step: int) -> Spool:
     return spool
 
 
-def _write_adapter_config(folder: Path) -> None:
+def _adapter_config(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-
-
-def _write_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{}")
 
 
 @cache
@@ -161,24 +155,12 @@ def shards(job: SmallJob, step: int) -> None:
     job.point(step)
 
 
-def rounds(count: int) -> Callable[[SmallJob, Clock], None]:
-    """A daemon that takes over, works for a while and ends."""
+def rounds(count: int, *, deltas: bool = False) -> Callable[[SmallJob, Clock], None]:
+    """A daemon that takes over, works for a while and ends; it may make deltas, and keep one."""
+    config = CONFIG.model_copy(update={"deltas": "on", "keep_deltas": 1}) if deltas else CONFIG
 
     def act(job: SmallJob, clock: Clock) -> None:
-        with job.daemon(CONFIG, clock=clock) as loop:
-            for _ in range(count):
-                loop.run_once()
-                pass_time(job, clock)
-
-    return act
-
-
-def rounds_with_deltas(count: int) -> Callable[[SmallJob, Clock], None]:
-    """The same, and the daemon makes deltas, and keeps one."""
-
-    def act(job: SmallJob, clock: Clock) -> None:
-        config = CONFIG.model_copy(update={"deltas": "on", "keep_deltas": 1})
-        with job.daemon(config, clock=clock, deltas=work()) as loop:
+        with job.daemon(config, clock=clock, deltas=work() if deltas else None) as loop:
             for _ in range(count):
                 loop.run_once()
                 pass_time(job, clock)
@@ -191,58 +173,18 @@ def _first_save(job: SmallJob) -> None:
 
 
 def _full_before(job: SmallJob) -> None:
+    _synced(job, run="before", full=True)
+
+
+def _saves(run: str = "run", **how: bool) -> Callable[[SmallJob, Clock], None]:
+    return lambda job, _: ranks_save(job, run, 2, **how)
+
+
+def _synced(job: SmallJob, *, run: str = "run", **how: bool) -> None:
     published(job, 1)
-    fast, job.storage = job.storage, FastStorage()
-    ranks_save(job, "before", 2, full=True)
-    job.storage = fast
-    with SmallJob(job.layout.root).daemon(CONFIG) as loop:
+    ranks_save(job, run, 2, **how)
+    with job.daemon(CONFIG) as loop:
         loop.run_once()
-
-
-def _save(job: SmallJob, _: Clock) -> None:
-    ranks_save(job, "run", 2)
-
-
-def _save_full(job: SmallJob, _: Clock) -> None:
-    ranks_save(job, "run", 2, full=True)
-
-
-def _save_adapter(job: SmallJob, _: Clock) -> None:
-    ranks_save(job, "run", 2, full=True, adapter=True)
-
-
-def _adapter_again(job: SmallJob, _: Clock) -> None:
-    ranks_save(job, "again", 2, full=True, adapter=True)
-
-
-def _save_cast(job: SmallJob, _: Clock) -> None:
-    ranks_save(job, "run", 2, full=True, cast=True)
-
-
-def _trainer_again(*, full: bool, cast: bool = False) -> Callable[[SmallJob, Clock], None]:
-    def again(job: SmallJob, _: Clock) -> None:
-        ranks_save(job, "again", 2, full=full, cast=cast)
-
-    return again
-
-
-def _synced(*, cast: bool) -> Callable[[SmallJob], None]:
-    def prepare(job: SmallJob) -> None:
-        published(job, 1)
-        fast, job.storage = job.storage, FastStorage()
-        ranks_save(job, "run", 2, cast=cast)
-        job.storage = fast
-        with SmallJob(job.layout.root).daemon(CONFIG) as loop:
-            loop.run_once()
-
-    return prepare
-
-
-def _complete(*, cast: bool) -> Callable[[SmallJob, Clock], None]:
-    def act(job: SmallJob, _: Clock) -> None:
-        ranks_save(job, "run", 2, full=True, completes=True, cast=cast)
-
-    return act
 
 
 def _to_publish(job: SmallJob) -> None:
@@ -252,13 +194,11 @@ def _to_publish(job: SmallJob) -> None:
 
 def _with_deltas(job: SmallJob) -> None:
     """Two deltas are there, of which one goes once there is a third."""
-    fast, job.storage = job.storage, FastStorage()
     config = CONFIG.model_copy(update={"deltas": "on", "keep": 100, "prune_steps": False})
     with job.daemon(config, deltas=work()) as loop:
         for step in (1, 2, 3):
             job.save(step)
             loop.run_once()
-    job.storage = fast
     job.save(4)
 
 
@@ -267,7 +207,7 @@ def _to_merge(job: SmallJob) -> None:
     shards(job, 2)
 
 
-def _to_prune(job: SmallJob) -> None:
+def to_prune(job: SmallJob) -> None:
     published(job, 1, 2, 3)
     full = job.layout.actor(2)
     (full / "optim_world_size_1_rank_0.pt").write_bytes(b"optimizer")
@@ -281,11 +221,9 @@ def _to_prune(job: SmallJob) -> None:
 def _to_roll_back(job: SmallJob) -> None:
     """The same step saved twice: what is served again is still what the pointer names."""
     published(job, 1)
-    fast, job.storage = job.storage, FastStorage()
     job.save(1, 7.0, counter=1)
     with job.daemon(CONFIG.model_copy(update={"keep": 100})) as loop:
         loop.run_once()
-    job.storage = fast
     job.layout.requests.mkdir(exist_ok=True)
     request = RollbackRequest(id="ask", sequence=1, by="someone", time=0.0)
     job.put(job.layout.request("ask"), encode(request))
@@ -320,7 +258,7 @@ def _evaluate(job: SmallJob, clock: Clock) -> None:
         held.release()
 
 
-def _dirty(job: SmallJob) -> None:
+def dirty(job: SmallJob) -> None:
     """What three daemons left that were killed at unlucky moments."""
     published(job, 1, 2)
     rooms = job.layout.epochs
@@ -353,7 +291,7 @@ def _merge_by_hand(job: SmallJob, _: Clock) -> None:
     storage.remove_tree(room)
 
 
-def _explore(job: SmallJob, _: Clock) -> None:
+def explore(job: SmallJob, _: Clock) -> None:
     with Reader(job.layout.root, "explorer", poll=0.01, storage=job.storage) as reader:
         first = reader.next_version(0, 0.3)
         first.verify()
@@ -370,30 +308,32 @@ def _emptied(job: SmallJob) -> None:
     job.layout.published.rmdir()
 
 
+_SECOND = frozenset({2})
 SCENARIOS = (
-    Scenario("save", _first_save, _save, _trainer_again(full=False), frozenset({2})),
-    Scenario("save that is never begun again", _first_save, _save, rewritten=frozenset({2})),
-    Scenario("full save", _first_save, _save_full, _trainer_again(full=True), frozenset({2})),
-    Scenario("full save again", _full_before, _save_full, _trainer_again(full=True),
-             frozenset({2})),
-    Scenario("full save of a synced step", _synced(cast=False), _complete(cast=False),
-             _trainer_again(full=True), frozenset({2})),
-    Scenario("full save in another dtype than the last one", _full_before, _save_cast,
-             _trainer_again(full=True, cast=True), frozenset({2})),
-    Scenario("full save of a step that was synced in another dtype", _synced(cast=True),
-             _complete(cast=True), _trainer_again(full=True, cast=True), frozenset({2})),
-    Scenario("full save of an adapter", _first_save, _save_adapter, _adapter_again,
-             frozenset({2})),
+    Scenario("save", _first_save, _saves(), _saves("again"), _SECOND),
+    Scenario("save that is never begun again", _first_save, _saves(), rewritten=_SECOND),
+    Scenario("full save", _first_save, _saves(full=True), _saves("again", full=True), _SECOND),
+    Scenario("full save again", _full_before, _saves(full=True), _saves("again", full=True),
+             _SECOND),
+    Scenario("full save of a synced step", _synced, _saves(full=True, completes=True),
+             _saves("again", full=True), _SECOND),
+    Scenario("full save in another dtype than the last one", _full_before,
+             _saves(full=True, cast=True), _saves("again", full=True, cast=True), _SECOND),
+    Scenario("full save of a step that was synced in another dtype", partial(_synced, cast=True),
+             _saves(full=True, completes=True, cast=True), _saves("again", full=True, cast=True),
+             _SECOND),
+    Scenario("full save of an adapter", _first_save, _saves(full=True, adapter=True),
+             _saves("again", full=True, adapter=True), _SECOND),
     Scenario("publish", _to_publish, rounds(1)),
-    Scenario("first delta", _to_publish, rounds_with_deltas(2)),
-    Scenario("delta", _with_deltas, rounds_with_deltas(2)),
+    Scenario("first delta", _to_publish, rounds(2, deltas=True)),
+    Scenario("delta", _with_deltas, rounds(2, deltas=True)),
     Scenario("merge and publish", _to_merge, rounds(2)),
-    Scenario("prune", _to_prune, rounds(14)),
+    Scenario("prune", to_prune, rounds(14)),
     Scenario("roll back", _to_roll_back, rounds(2)),
     Scenario("bench", _to_bench, rounds(5)),
-    Scenario("take-over", _dirty, rounds(1)),
+    Scenario("take-over", dirty, rounds(1)),
     Scenario("merge alone", _to_merge, _merge_by_hand),
-    Scenario("explorer", _first_save, _explore),
+    Scenario("explorer", _first_save, explore),
     Scenario("explorer that evaluates steps", _to_bench, _evaluate),
     Scenario("open", _emptied, _open, _open),
 )  # fmt: skip

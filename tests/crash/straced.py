@@ -7,13 +7,14 @@ import re
 import shutil
 import signal
 import subprocess
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
+
+from tests.crash.children import child, was_killed
 
 #: What changes storage, whoever calls it. Between two of these nothing on disk does.
 CALLS: Final = (
@@ -67,19 +68,13 @@ def run(act: Callable[[], object], at: Call | None, log: Path | None = None) -> 
         Whether it was killed; False where it came to its end before that.
     """
     waits, goes = os.pipe()
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            signal.alarm(_HANGS)
-            os.close(goes)
-            os.read(waits, 1)
-            act()
-            status = 0
-        except BaseException:  # noqa: BLE001 - a child must never go on as a second pytest
-            traceback.print_exc()
-        finally:
-            os._exit(status)
+
+    def act_then() -> None:
+        os.close(goes)
+        os.read(waits, 1)
+        act()
+
+    pid = child(act_then)
     os.close(waits)
     try:
         tracer = _attached(pid, at, log)
@@ -90,13 +85,9 @@ def run(act: Callable[[], object], at: Call | None, log: Path | None = None) -> 
     finally:
         os.close(goes)  # the child's read ends: it begins
     with tracer:
-        _, status = os.waitpid(pid, 0)
+        killed = was_killed(pid, at)
         tracer.wait(_HANGS)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL, f"it hung, to be killed at {at}"
-        return True
-    assert os.WEXITSTATUS(status) == 0, f"the work itself failed before {at}"
-    return False
+    return killed
 
 
 def _attached(pid: int, at: Call | None, log: Path | None) -> subprocess.Popen[str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.crash.children import child, was_killed
 from tests.crash.invariants import look
 from tests.crash.scenarios import SCENARIOS, Scenario
 from tests.jobs import SmallJob
@@ -19,8 +18,6 @@ from tests.storages import CHANGES, Clock, FastStorage, RuledStorage
 
 #: How far apart the moments are; 1 for every one.
 STRIDE = int(os.environ.get("SYNCD_KILL_STRIDE", "31"))
-#: A guard against a child that hangs, in seconds.
-_HANGS = 60
 
 
 class DeadlyStorage(RuledStorage):
@@ -59,28 +56,7 @@ def killed(job: SmallJob, scenario: Scenario, moment: int) -> bool:
         job.storage = DeadlyStorage(moment)
         scenario.act(job, Clock())
 
-    return in_a_child(act, f"moment {moment}")
-
-
-def in_a_child(act: Callable[[], None], when: str) -> bool:
-    """Let a child do something until it is killed; False where it came to its end before that."""
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            signal.alarm(_HANGS)
-            act()
-            status = 0
-        except BaseException:  # noqa: BLE001 - a child must never go on as a second pytest
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL, f"it hung at {when}"
-        return True
-    assert os.WEXITSTATUS(status) == 0, f"the work itself failed before {when}"
-    return False
+    return was_killed(child(act), f"moment {moment}")
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

@@ -27,10 +27,16 @@ from syncd.protocol.names import (
     version_folder,
 )
 from syncd.protocol.records import Latest, parse
-from syncd.storage.job import Job
-from syncd.storage.judge import Judge
-from syncd.storage.sessions import DaemonLock
-from tests.crash.invariants import Files, Seen, check, check_converged, look, restart, serve
+from tests.crash.invariants import (
+    Files,
+    Seen,
+    check,
+    check_converged,
+    look,
+    restart,
+    serve,
+    stand_by,
+)
 from tests.crash.power import (
     Disk,
     Forgotten,
@@ -42,9 +48,9 @@ from tests.crash.power import (
     losses,
     none_forgotten,
 )
-from tests.crash.scenarios import SCENARIOS, Scenario, published, rounds
-from tests.jobs import LEASE_TIME, SmallJob
-from tests.storages import Clock, FastStorage
+from tests.crash.scenarios import SCENARIOS, Scenario, dirty, published, rounds
+from tests.jobs import SmallJob
+from tests.storages import Clock
 
 _DEEP = "SYNCD_DEEP" in os.environ
 #: Between the two extremes of each moment, so many by chance.
@@ -351,22 +357,9 @@ def spaced(found: int, wanted: int) -> list[int]:
     return sorted({round(number * (found - 1) / (wanted - 1)) for number in range(wanted)})
 
 
-def stand_by(job: SmallJob, clock: Clock) -> None:
-    """What a daemon does that finds the lock of one that is gone."""
-    lock = DaemonLock(
-        Job(FastStorage(), job.layout), LEASE_TIME, Judge(FastStorage(), LEASE_TIME, clock=clock)
-    )
-    for _ in range(8):
-        if lock.try_acquire():
-            lock.release()
-            return
-        clock.advance(LEASE_TIME / 3)
-    raise AssertionError("the lock of a daemon that is gone is not broken")
-
-
 def _put_back(job: SmallJob) -> None:
     """Two trainers' files of one step: one set aside by a daemon that died, one in use."""
-    _DIRTY.prepare(job)
+    dirty(job)
     actor = job.layout.actor(1)
     (actor / "huggingface").mkdir(parents=True)
     (actor / "huggingface" / "tokenizer.json").write_bytes(b"newer")
@@ -387,7 +380,6 @@ def _announce_and_prune(job: SmallJob, clock: Clock) -> None:
     rounds(8)(job, clock)
 
 
-_DIRTY = next(scenario for scenario in SCENARIOS if scenario.name == "take-over")
 ALL = (
     *SCENARIOS,
     Scenario("put back", _put_back, rounds(1)),
@@ -538,10 +530,6 @@ def found(storage: RecordingStorage) -> dict[str, bytes]:
     """The files after the worst power loss."""
     tree = storage.disk.after_loss((), dropped)
     return {path: content for path, (_, content) in tree.items() if content is not None}
-
-
-def test_what_was_there_before_is_durable(storage: RecordingStorage) -> None:
-    assert found(storage) == {"here/old": b"old"}
 
 
 def test_a_file_is_as_of_its_last_fsync(storage: RecordingStorage, in_memory: Path) -> None:

@@ -11,10 +11,8 @@ import os
 import random
 import shutil
 import signal
-import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,8 @@ from explorer_hooks.reader import LeasedVersion, Reader
 from explorer_hooks.staging import Staging
 from syncd.deltas.whole_version import WholeVersion
 from syncd.storage.fsio import Storage
-from tests.crash.test_kill import STRIDE, DeadlyStorage, in_a_child
+from tests.crash.children import child, was_killed
+from tests.crash.test_kill import STRIDE, DeadlyStorage
 from tests.deltas import STORAGE, changed, contents, encode_delta, random_tensors, write_version
 from tests.explorers import LONG, publish
 from tests.jobs import SmallJob
@@ -58,8 +57,8 @@ def test_whatever_change_is_the_last_one_no_half_copy_is_used(
         while going_on:
             moment += STRIDE
             deadly = kind(moment)
-            act = lambda deadly=deadly: old_and_new(stage, deadly, versions)  # noqa: E731 # of this turn
-            going_on = in_a_child(act, f"moment {moment}")
+            pid = child(partial(old_and_new, stage, deadly, versions))
+            going_on = was_killed(pid, f"moment {moment}")
             check(stage, versions, moment)
             shutil.rmtree(stage)
     assert moment > 10
@@ -163,15 +162,6 @@ def state(folder: Path) -> list[tuple[str, int, int, bytes]]:
     ]
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder on another filesystem than the job's."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        if os.stat(folder).st_dev == os.stat(tmp_path).st_dev:
-            pytest.skip("there is no second filesystem")
-        yield Path(folder)
-
-
 @pytest.mark.parametrize("is_held", [True, False])
 def test_whatever_change_is_the_last_one_a_delta_makes_the_version_in_the_end(
     job: SmallJob, memory: Path, is_held: bool
@@ -181,7 +171,7 @@ def test_whatever_change_is_the_last_one_a_delta_makes_the_version_in_the_end(
     while going_on:
         moment += STRIDE
         deadly = DeadlyStorage(moment)
-        going_on = in_a_child(lambda d=deadly: host.stage(d), f"moment {moment}")  # type: ignore[misc] # a default binds it
+        going_on = was_killed(child(partial(host.stage, deadly)), f"moment {moment}")
         host.check(f"moment {moment}")
         host.begin()
     assert moment > 10
@@ -198,25 +188,9 @@ def test_killed_at_random_moments_a_delta_makes_the_version_in_the_end(
     ended = 0
     for turn in range(30):
         host.begin()
-        ended += killed_after(random.uniform(0, took), host.stage)
+        pid = child(host.stage)
+        time.sleep(random.uniform(0, took))  # a moment of no kind in particular
+        os.kill(pid, signal.SIGKILL)
+        ended += not was_killed(pid, f"turn {turn}")
         host.check(f"turn {turn}")
     assert ended < 30
-
-
-def killed_after(seconds: float, act: Callable[[], object]) -> bool:
-    """Let a child do something, and kill it after a while; True where it came to its end before."""
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            act()
-            status = 0
-        except BaseException:  # noqa: BLE001 - a child must never go on as a second pytest
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    time.sleep(seconds)  # a moment of no kind in particular
-    os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    assert status in {0, signal.SIGKILL}
-    return status == 0

@@ -19,11 +19,10 @@ from syncd.operate.offline import prune_now
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
-from syncd.storage.judge import Judge
-from syncd.storage.sessions import DaemonLock, Session
+from syncd.storage.sessions import Session
 from tests.crash import straced
-from tests.crash.invariants import CONFIG, LIVING, check, check_converged, look, restart
-from tests.crash.scenarios import SCENARIOS, published, shards
+from tests.crash.invariants import CONFIG, LIVING, check, check_converged, look, restart, stand_by
+from tests.crash.scenarios import dirty, explore, published, shards, to_prune
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.multiprocess.processes import Daemon, wait_for_step, wait_until
 from tests.multiprocess.saves import Constant, save
@@ -74,7 +73,7 @@ def _daemon(job: Path) -> None:
 
 def _much_to_do(job: SmallJob) -> None:
     """What a killed daemon left, a save to be merged, versions and steps to be pruned."""
-    {scenario.name: scenario for scenario in SCENARIOS}["take-over"].prepare(job)
+    dirty(job)
     job.lease(2, LIVING)
     job.layout.session(LIVING).write_text("of another host")
     job.save(6)
@@ -82,20 +81,6 @@ def _much_to_do(job: SmallJob) -> None:
 
 def _one_step(job: Path) -> None:
     save(job, Constant(megabytes=0.01), 2, 2.0)
-
-
-def _explore(job: Path) -> None:
-    {scenario.name: scenario for scenario in SCENARIOS}["explorer"].act(
-        SmallJob(job, Storage(job)), Clock()
-    )
-
-
-def _prune(job: Path) -> None:
-    prune_now(Job.at(job), CONFIG)
-
-
-def _to_prune(job: SmallJob) -> None:
-    {scenario.name: scenario for scenario in SCENARIOS}["prune"].prepare(job)
 
 
 def _session(job: Path) -> None:
@@ -110,24 +95,14 @@ def _session(job: Path) -> None:
 PROCESSES = (
     Process("run", _much_to_do, _daemon),
     Process("trainer", lambda job: published(job, 1), _one_step, _one_step, frozenset({2})),
-    Process("explorer", lambda job: published(job, 1), _explore),
-    Process("prune", _to_prune, _prune),
+    Process(
+        "explorer",
+        lambda job: published(job, 1),
+        lambda job: explore(SmallJob(job, Storage(job)), Clock()),
+    ),
+    Process("prune", to_prune, lambda job: prune_now(Job.at(job), CONFIG)),
     Process("session", lambda job: published(job, 1), _session),
 )
-
-
-def taken_over(job: SmallJob, clock: Clock) -> None:
-    """Whatever a killed process left of its lock, the next one gets it: by its silence alone."""
-    storage = FastStorage()
-    judge = Judge(storage, LEASE_TIME, clock=clock)
-    with Session(job.layout, LEASE_TIME):
-        lock = DaemonLock(Job(storage, job.layout), LEASE_TIME, judge)
-        for _ in range(6):
-            if lock.try_acquire():
-                lock.release()
-                return
-            clock.advance(LEASE_TIME / 4)
-    raise AssertionError(f"the lock stays: {job.layout.daemon_lock.read_bytes()!r}")
 
 
 @straceable
@@ -154,7 +129,8 @@ def test_whatever_system_call_is_the_last_one_a_restart_converges(
             check(job, before)
             process.again(root)
             clock = Clock()
-            taken_over(job, clock)
+            with Session(job.layout, LEASE_TIME):
+                stand_by(job, clock)
             restart(job, clock)
             check_converged(job, before)
             asides = [str(path) for path in root.rglob("*") if ".break." in path.name]

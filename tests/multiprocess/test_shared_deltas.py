@@ -6,10 +6,8 @@ Without ``SYNCD_TEST_MOUNTS`` the two are paths of the local disk. The stage is 
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -69,20 +67,12 @@ class Pause:
             assert self.goes_on.wait(DEADLINE)
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        if os.stat(folder).st_dev == os.stat(tmp_path).st_dev:
-            pytest.skip("there is no second filesystem")
-        yield Path(folder)
-
-
 def test_a_copy_is_whole_though_its_delta_and_base_are_pruned_while_it_is_made(
-    shared: SharedJob, stage: Path
+    shared: SharedJob, memory: Path
 ) -> None:
     """The delta is gone before it is opened, before its first block is read, or after some."""
     seen, trainer = shared.seen, TrainerByHand(shared.b.job, era=_ERA)
-    staging = Staging(stage, clock=lambda: _SLOWER * time.monotonic())
+    staging = Staging(memory, clock=lambda: _SLOWER * time.monotonic())
     storage = RuledStorage()
     options = ("--keep", "1", "--deltas", "on", "--keep-deltas", "1")
 
@@ -151,5 +141,5 @@ def test_a_copy_is_whole_though_its_delta_and_base_are_pruned_while_it_is_made(
         assert daemon.terminate() == 0
         assert "Traceback" not in "".join(daemon.log)
     staging.tidy()
-    (room,) = stage.iterdir()
+    (room,) = memory.iterdir()
     assert set(os.listdir(room)) == {".copier", ".speed"}

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
 
 from syncd.protocol.names import DELTA
 from tests.deltas import contents
@@ -73,24 +69,21 @@ class Follower:
 
 
 @contextmanager
-def followers(job: Path, tmp_path: Path) -> Iterator[list[Follower]]:
-    """Two of them, on another filesystem than the job's."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        if os.stat(memory).st_dev == os.stat(tmp_path).st_dev:
-            pytest.skip("there is no second filesystem")
-        started: list[Follower] = []
-        try:
-            for name in NAMES:
-                stage = Path(memory, name)
-                stage.mkdir()
-                started.append(Follower(job, name, stage, tmp_path / name))
-            yield started
-        finally:
-            for follower in started:
-                follower.end()
+def followers(job: Path, memory: Path, links: Path) -> Iterator[list[Follower]]:
+    started: list[Follower] = []
+    try:
+        for name in NAMES:
+            (memory / name).mkdir()
+            started.append(Follower(job, name, memory / name, links / name))
+        yield started
+    finally:
+        for follower in started:
+            follower.end()
 
 
-def test_two_hosts_read_a_version_whole_once_and_then_what_changed(tmp_path: Path) -> None:
+def test_two_hosts_read_a_version_whole_once_and_then_what_changed(
+    tmp_path: Path, memory: Path
+) -> None:
     """Both are on this host, for which ``auto`` makes none.
 
     The followers are stopped while the deltas are made: a model this small is copied sooner.
@@ -100,7 +93,7 @@ def test_two_hosts_read_a_version_whole_once_and_then_what_changed(tmp_path: Pat
     values = [float(number) for number in range(ELEMENTS)]
     with (
         Daemon(root, "--deltas", "on", lease_time=LEASE_TIME) as daemon,
-        followers(root, tmp_path) as both,
+        followers(root, memory, tmp_path) as both,
     ):
         trainer.save(1, *values)
         for name, follower in zip(NAMES, both, strict=True):
