@@ -8,11 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
 from explorer_hooks.reader import Reader
+from syncd.daemon.host.services import RootServices, Services
+from syncd.daemon.service import Service
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Latest, parse
 from syncd.protocol.reports import DaemonReport, ExplorerReport
@@ -100,6 +103,12 @@ def verified(job: Path, sequence: int) -> None:
         version.release()
 
 
+def has_begun(job: Path, step: int) -> bool:
+    """Whether a merge goes on, or the one of this step was faster than us."""
+    found = latest(job)
+    return JobLayout(job).publish_lock.exists() or (found is not None and found.step == step)
+
+
 def epoch_content(job: Path) -> dict[str, list[str]]:
     """Everything in the epochs' rooms: room → names inside, the standing folders aside.
 
@@ -115,6 +124,33 @@ def epoch_content(job: Path) -> dict[str, list[str]]:
         ]
         for room in os.listdir(rooms)
     }
+
+
+def converges(job: Path, step: int, sequence: int, *, explorers_job: Path | None = None) -> None:
+    """The step is served, as this version, and nothing half made is left."""
+    assert wait_for_step(job, step).sequence == sequence
+    verified(explorers_job or job, sequence)
+    wait_until(
+        lambda: (
+            not JobLayout(job).publish_lock.exists()
+            and len(epoch_content(job)) == 1
+            and not any(epoch_content(job).values())
+        ),
+        f"nothing is left in any epoch: {epoch_content(job)}",
+    )
+
+
+@contextmanager
+def serving(service: Service | Services | RootServices) -> Iterator[None]:
+    """A daemon in this process; its thread ends with the block."""
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        service.stop()
+        thread.join(DEADLINE)
+    assert not thread.is_alive()
 
 
 #: A ``program`` for :class:`Daemon` that removes leftovers, and gives up a remote path, soon.

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +25,6 @@ from tests.multiprocess.peers import CONTEXT
 from tests.multiprocess.processes import (
     DEADLINE,
     ENVIRONMENT,
-    IMPATIENT,
     Daemon,
     explorer_report,
     latest,
@@ -114,10 +113,23 @@ class Process:
                     self._heard.notify_all()
 
 
+Start = Callable[..., Process]
+
+
 @pytest.fixture
-def started() -> Iterator[ExitStack]:
+def start(job: Path) -> Iterator[Start]:
+    """Starts a participant in the job; all of them end with the test."""
     with ExitStack() as stack:
-        yield stack
+        yield lambda role, name, **options: stack.enter_context(Process(role, job, name, **options))
+
+
+@pytest.fixture
+def _daemon(job: Path) -> Iterator[None]:
+    with Daemon(job):
+        yield
+
+
+served = pytest.mark.usefixtures("_daemon")
 
 
 def report(job: Path, name: str) -> ExplorerReport | None:
@@ -132,36 +144,24 @@ def requires(job: Path, name: str) -> bool:
 # -- 2: those who end, stop or die -----------------------------------------------------------------
 
 
-def test_an_explorer_that_finishes_early_does_not_block_the_trainer(
-    job: Path, started: ExitStack
-) -> None:
+@served
+def test_an_explorer_that_finishes_early_does_not_block_the_trainer(start: Start) -> None:
     settings = {"style": "explorer_driven", "max_explorer_lag": 0, "sync_timeout": 3600}
-    started.enter_context(Daemon(job))
-    early = started.enter_context(
-        Process("explorer", job, "early", settings=settings, steps=2, seconds=0.1)
-    )
-    other = started.enter_context(
-        Process("explorer", job, "other", settings=settings, last_step=8, seconds=0.1)
-    )
+    early = start("explorer", "early", settings=settings, steps=2, seconds=0.1)
+    other = start("explorer", "other", settings=settings, last_step=8, seconds=0.1)
     early.wait_for("ready")
     other.wait_for("ready")
-    trainer = started.enter_context(
-        Process("trainer", job, "trainer", settings=settings, steps=8, seconds=0.2)
-    )
+    trainer = start("trainer", "trainer", settings=settings, steps=8, seconds=0.2)
     trainer.wait_for("finished")
     for process in (early, trainer, other):
         process.end()
     assert other.all("pulled", "step")[-1] == 8
 
 
-def test_a_trainer_that_stops_wakes_waiting_explorers_at_once(
-    job: Path, started: ExitStack
-) -> None:
+def test_a_trainer_that_stops_wakes_waiting_explorers_at_once(job: Path, start: Start) -> None:
     with TrainerSynchronizer(job) as trainer:
         trainer.set_trainer_status(RUNNING)
-        explorers = [
-            started.enter_context(Process("explorer", job, name, steps=1)) for name in ("a", "b")
-        ]
+        explorers = [start("explorer", name, steps=1) for name in ("a", "b")]
         for one in explorers:
             wait_until(lambda one=one: requires(job, one.name), f"{one.name} waits")
         assert trainer.get_explorer_status_counts()[REQUIRE_SYNC] == 2
@@ -175,12 +175,12 @@ def test_a_trainer_that_stops_wakes_waiting_explorers_at_once(
 
 
 def test_an_explorer_that_is_killed_while_it_waits_is_not_counted_a_lease_later(
-    job: Path, started: ExitStack
+    job: Path, start: Start
 ) -> None:
     settings = SyncSettings(style="explorer_driven", max_explorer_lag=0)  # type: ignore[arg-type] # as from a file
     with TrainerSynchronizer(job, settings=settings) as trainer:
         trainer.set_trainer_status(RUNNING)
-        explorer = started.enter_context(Process("explorer", job, "doomed", steps=1))
+        explorer = start("explorer", "doomed", steps=1)
         wait_until(trainer.explorer_requires_sync, "it asks")
         explorer.kill()
         wait_until(
@@ -193,12 +193,10 @@ def test_an_explorer_that_is_killed_while_it_waits_is_not_counted_a_lease_later(
         assert trainer.all_modules_gone()
 
 
-def test_a_trainer_that_is_killed_wakes_explorers_a_lease_later(
-    job: Path, started: ExitStack
-) -> None:
-    trainer = started.enter_context(Process("trainer", job, "trainer", steps=9, seconds=60))
+def test_a_trainer_that_is_killed_wakes_explorers_a_lease_later(job: Path, start: Start) -> None:
+    trainer = start("trainer", "trainer", steps=9, seconds=60)
     trainer.wait_for("ready")
-    explorer = started.enter_context(Process("explorer", job, "e", steps=1))
+    explorer = start("explorer", "e", steps=1)
     wait_until(lambda: requires(job, "e"), "it waits")
     trainer.kill()
     explorer.wait_for("nothing")
@@ -241,20 +239,16 @@ def test_a_fork_neither_speaks_for_its_parent_nor_ends_it(job: Path) -> None:
 # -- 6: clocks -------------------------------------------------------------------------------------
 
 
-def test_clocks_that_are_a_day_apart_change_nothing(job: Path, started: ExitStack) -> None:
+@served
+def test_clocks_that_are_a_day_apart_change_nothing(start: Start) -> None:
     settings = {"style": "explorer_driven", "sync_timeout": 3600}
-    started.enter_context(Daemon(job))
     options: dict[str, Any] = {"settings": settings, "last_step": 4, "seconds": 0.1}
     explorers = [
-        started.enter_context(
-            Process("explorer", job, f"e{number}", clock_offset=offset, **options)
-        )
+        start("explorer", f"e{number}", clock_offset=offset, **options)
         for number, offset in enumerate((-DAY, DAY))
     ]
-    trainer = started.enter_context(
-        Process("trainer", job, "trainer", settings=settings, steps=4, seconds=0.3,
-                clock_offset=7 * DAY)
-    )  # fmt: skip
+    trainer = start("trainer", "trainer", settings=settings, steps=4, seconds=0.3,
+                clock_offset=7 * DAY)  # fmt: skip
     for process in (trainer, *explorers):
         process.end()
     for one in explorers:
@@ -262,11 +256,11 @@ def test_clocks_that_are_a_day_apart_change_nothing(job: Path, started: ExitStac
         assert max(one.waits()) < SOON
 
 
-def test_a_day_apart_the_dead_are_dead_and_the_living_live(job: Path, started: ExitStack) -> None:
+def test_a_day_apart_the_dead_are_dead_and_the_living_live(job: Path, start: Start) -> None:
     with TrainerSynchronizer(job) as trainer:
         trainer.set_trainer_status(RUNNING)
         doomed, lives = (
-            started.enter_context(Process("explorer", job, name, steps=1, clock_offset=offset))
+            start("explorer", name, steps=1, clock_offset=offset)
             for name, offset in (("doomed", DAY), ("lives", -DAY))
         )
         for name in ("doomed", "lives"):
@@ -289,12 +283,12 @@ def dead_is_passed_over(trainer: TrainerSynchronizer) -> bool:
 
 
 def test_a_record_of_a_newer_protocol_is_refused_and_an_older_one_is_read(
-    job: Path, started: ExitStack
+    job: Path, start: Start
 ) -> None:
     path = JobLayout(job).explorer("other")
     with TrainerSynchronizer(job) as trainer:
         trainer.set_trainer_status(RUNNING)
-        ours = started.enter_context(Process("explorer", job, "ours", steps=1))
+        ours = start("explorer", "ours", steps=1)
         wait_until(trainer.explorer_requires_sync, "it asks")
         told = json.loads(JobLayout(job).explorer("ours").read_bytes())
         older = {key: told[key] for key in ("name", "session", "status", "time")}
@@ -309,11 +303,11 @@ def test_a_record_of_a_newer_protocol_is_refused_and_an_older_one_is_read(
 
 
 def test_a_dead_explorers_name_is_free_a_lease_later_and_a_live_ones_is_refused(
-    job: Path, started: ExitStack
+    job: Path, start: Start
 ) -> None:
     with TrainerSynchronizer(job) as trainer:
         trainer.set_trainer_status(RUNNING)
-        first = started.enter_context(Process("explorer", job, "e", steps=1))
+        first = start("explorer", "e", steps=1)
         wait_until(lambda: requires(job, "e"), "it waits")
         with pytest.raises(NameTakenError, match="explorer 'e' works"):
             ExplorerSynchronizer(job, "e")
@@ -322,42 +316,13 @@ def test_a_dead_explorers_name_is_free_a_lease_later_and_a_live_ones_is_refused(
         ):
             TrainerSynchronizer(job, "another")
         first.kill()
-        second = started.enter_context(Process("explorer", job, "e", steps=1))
+        second = start("explorer", "e", steps=1)
         second.wait_for("ready")
         wait_until(trainer.explorer_requires_sync, "it counts")
         assert trainer.get_explorer_status_counts()[REQUIRE_SYNC] == 1
         trainer.set_trainer_status(STOPPED)
         second.end()
     assert os.listdir(JobLayout(job).claims) == []
-
-
-def test_report_heartbeat_and_claim_of_a_killed_explorer_are_collected_and_a_live_ones_stay(
-    job: Path, started: ExitStack
-) -> None:
-    layout = JobLayout(job)
-    started.enter_context(Daemon(job, program=IMPATIENT))
-
-    def left(name: str, session: str) -> list[Path]:
-        files = (layout.explorer(name), layout.claim("explorer", name), layout.session(session))
-        return [path for path in files if path.exists()]
-
-    with TrainerSynchronizer(job) as trainer:
-        trainer.set_trainer_status(RUNNING)
-        killed, lives = (
-            started.enter_context(Process("explorer", job, name, steps=1))
-            for name in ("killed", "lives")
-        )
-        sessions = {}
-        for name in ("killed", "lives"):
-            wait_until(lambda name=name: requires(job, name), f"{name} waits")
-            told = report(job, name)
-            assert told is not None
-            sessions[name] = told.session
-        killed.kill()
-        wait_until(lambda: not left("killed", sessions["killed"]), "nothing is left")
-        assert len(left("lives", sessions["lives"])) == 3
-        trainer.set_trainer_status(STOPPED)
-        lives.end()
 
 
 # -- 1: every style and method ---------------------------------------------------------------------
@@ -372,7 +337,7 @@ def test_report_heartbeat_and_claim_of_a_killed_explorer_are_collected_and_a_liv
     ),
 )
 def test_two_explorers_of_different_speed_end_with_the_newest_version(
-    job: Path, tmp_path: Path, started: ExitStack, method: str, style: str
+    job: Path, tmp_path: Path, start: Start, method: str, style: str
 ) -> None:
     options: dict[str, Any] = {
         "settings": {
@@ -386,28 +351,24 @@ def test_two_explorers_of_different_speed_end_with_the_newest_version(
     if method == "memory":
         weights = options["memory"] = tmp_path / "memory"
         serving = ["--memory-dir", str(weights)]
-    started.enter_context(Daemon(job, *serving))
-    wait_until(JobLayout(weights).daemon_lock.exists, "it is served")
-    explorers = [
-        started.enter_context(
-            Process("explorer", job, name, last_step=8, seconds=seconds, **options)
-        )
-        for name, seconds in (("fast", 0.1), ("slow", 0.5))
-    ]
-    for one in explorers:
-        one.wait_for("ready")
-    trainer = started.enter_context(
-        Process("trainer", job, "trainer", steps=8, seconds=0.3, **options)
-    )
-    trainer.end()
-    saved = trainer.all("saved", "step")
-    for one in explorers:
-        one.end()
-        sequences = one.all("pulled", "sequence")
-        assert sequences == sorted(set(sequences))
-        assert one.all("pulled", "step")[-1] == 8
-        # The longest that a wait need be is two steps and a merge.
-        assert max(one.waits(), default=0.0) < SOON
+    with Daemon(job, *serving):
+        wait_until(JobLayout(weights).daemon_lock.exists, "it is served")
+        explorers = [
+            start("explorer", name, last_step=8, seconds=seconds, **options)
+            for name, seconds in (("fast", 0.1), ("slow", 0.5))
+        ]
+        for one in explorers:
+            one.wait_for("ready")
+        trainer = start("trainer", "trainer", steps=8, seconds=0.3, **options)
+        trainer.end()
+        saved = trainer.all("saved", "step")
+        for one in explorers:
+            one.end()
+            sequences = one.all("pulled", "sequence")
+            assert sequences == sorted(set(sequences))
+            assert one.all("pulled", "step")[-1] == 8
+            # The longest that a wait need be is two steps and a merge.
+            assert max(one.waits(), default=0.0) < SOON
     found = latest(weights)
     assert found is not None
     assert found.step == 8
@@ -423,41 +384,33 @@ def test_two_explorers_of_different_speed_end_with_the_newest_version(
 # -- 3, 4, 5 ---------------------------------------------------------------------------------------
 
 
-def test_an_explorer_that_comes_late_converges_without_the_trainer(
-    job: Path, started: ExitStack
-) -> None:
+@served
+def test_an_explorer_that_comes_late_converges_without_the_trainer(job: Path, start: Start) -> None:
     settings = {"sync_interval": 8, "sync_timeout": 3600}
-    started.enter_context(Daemon(job))
     options: dict[str, Any] = {"settings": settings, "steps": 8, "seconds": 0.05}
-    first = started.enter_context(Process("explorer", job, "first", **options))
+    first = start("explorer", "first", **options)
     first.wait_for("ready")
-    trainer = started.enter_context(Process("trainer", job, "trainer", **options))
+    trainer = start("trainer", "trainer", **options)
     trainer.end()
     wait_for_step(job, 8)
     # The trainer is gone; and one that is busy with a step of its own helps nobody either.
-    busy = started.enter_context(
-        Process("trainer", job, "busy", settings=settings, first_step=9, steps=1, seconds=3600)
-    )
+    busy = start("trainer", "busy", settings=settings, first_step=9, steps=1, seconds=3600)
     busy.wait_for("ready")
-    late = started.enter_context(Process("explorer", job, "late", **options))
+    late = start("explorer", "late", **options)
     late.end()
     assert late.all("pulled", "step") == [8]
     first.end()
 
 
+@served
 def test_explorers_move_on_to_the_newer_sequence_when_the_trainer_resumes_lower(
-    job: Path, started: ExitStack
+    start: Start,
 ) -> None:
-    started.enter_context(Daemon(job))
-    explorer = started.enter_context(
-        Process("explorer", job, "e", last_step=1000, seconds=0.05, settings={"sync_timeout": 3600})
-    )
-    first = started.enter_context(
-        Process("trainer", job, "t", first_step=101, steps=9, seconds=0.3)
-    )
+    explorer = start("explorer", "e", last_step=1000, seconds=0.05, settings={"sync_timeout": 3600})
+    first = start("trainer", "t", first_step=101, steps=9, seconds=0.3)
     explorer.wait_for("pulled")
     first.kill()
-    again = started.enter_context(Process("trainer", job, "t", first_step=1, steps=4, seconds=0.5))
+    again = start("trainer", "t", first_step=1, steps=4, seconds=0.5)
     again.end()
     explorer.wait_for("pulled", step=4)  # the last one is passed over by nobody
     explorer.kill()
@@ -471,13 +424,13 @@ def test_explorers_move_on_to_the_newer_sequence_when_the_trainer_resumes_lower(
     assert steps[-1] == 4
 
 
-def test_the_step_ahead_pipeline(job: Path, started: ExitStack) -> None:
+@served
+def test_the_step_ahead_pipeline(start: Start) -> None:
     settings = {"sync_offset": 1, "sync_interval": 2, "sync_timeout": 3600}
-    started.enter_context(Daemon(job))
     options: dict[str, Any] = {"settings": settings, "pipeline": True, "seconds": 0.05}
-    trainer = started.enter_context(Process("trainer", job, "trainer", steps=4, **options))
+    trainer = start("trainer", "trainer", steps=4, **options)
     trainer.wait_for("ready")
-    explorer = started.enter_context(Process("explorer", job, "e", steps=5, **options))
+    explorer = start("explorer", "e", steps=5, **options)
     trainer.end()
     explorer.end()
     assert trainer.all("saved", "step") == [2, 4]

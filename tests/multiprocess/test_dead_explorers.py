@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.multiprocess.processes import (
     ENVIRONMENT,
     IMPATIENT,
     Daemon,
+    serving,
     wait_for_step,
     wait_until,
 )
@@ -30,18 +31,16 @@ from tests.storages import FastStorage, RuledStorage
 
 EXPLORER = """
 import sys, time
-from explorer_hooks.reader import Reader
-from syncd.protocol.policy import RunningStatus
-reader = Reader(sys.argv[1], sys.argv[2], poll=0.2)
-version = reader.next_version(0, 60)
-reader.report(RunningStatus.RUNNING, sequence=version.sequence, step=version.step)
-print("holds", version.sequence, flush=True)
+from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.hook import ExplorerHook
+hook = ExplorerHook(sys.argv[1], sys.argv[2], FakeEngine(), poll=0.2)
+print("holds", hook.pull(60).sequence, flush=True)
 time.sleep(600)
 """
 
 
 @pytest.mark.mounts
-def test_lease_heartbeat_and_report_of_a_killed_explorer_go_and_those_of_a_live_one_stay(
+def test_all_that_a_killed_explorer_has_goes_and_what_a_live_one_has_stays(
     shared: SharedJob,
 ) -> None:
     layout = shared.seen
@@ -64,6 +63,8 @@ def test_lease_heartbeat_and_report_of_a_killed_explorer_go_and_those_of_a_live_
             explorers[0].kill()
             explorers[0].wait(DEADLINE)
             wait_until(lambda: not layout.explorer("killed").exists(), "its report goes")
+            left = [layout.claim("explorer", "alive").name]
+            wait_until(lambda: os.listdir(layout.claims) == left, "so does its claim")
             markers = [path.name for path in layout.lease_folder(1).iterdir()]
             assert [name.partition(".")[0] for name in markers] == ["alive"]
             # The daemon's and the explorer's.
@@ -93,9 +94,7 @@ def test_the_lease_of_a_dead_explorer_goes_though_one_merge_follows_the_other(
     job = SmallJob(layout.root, RuledStorage(merges_take_long))
     config = DaemonConfig(tick=0.1, keep=1, dead_reader_grace=0)
     service = Service(layout.root, config, storage=job.storage)
-    serving = threading.Thread(target=service.run)
-    serving.start()
-    try:
+    with serving(service):
         job.save(1)
         wait_for_step(layout.root, 1)
         layout.session("dead").write_text("beat once")
@@ -106,6 +105,3 @@ def test_the_lease_of_a_dead_explorer_goes_though_one_merge_follows_the_other(
             if not layout.version(1).exists():
                 break
         assert not layout.version(1).exists()
-    finally:
-        service.stop()
-        serving.join(DEADLINE)

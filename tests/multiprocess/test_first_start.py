@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +15,7 @@ from explorer_hooks.reader import Reader
 from syncd.protocol.errors import JobUnavailableError, NoRoomError, SyncdError
 from syncd.storage.job import Job
 from tests.multiprocess.mounts import read_only, tmpfs
-from tests.multiprocess.processes import DEADLINE
+from tests.multiprocess.processes import syncd
 from trainer_hooks import TrainerHook
 
 FIRST = {
@@ -83,13 +81,7 @@ def test_a_command_ends_with_the_errors_code_and_one_line(
     stack: ExitStack, tmp_path: Path, command: str, is_new: bool, why: type[SyncdError]
 ) -> None:
     job = unwritable(stack, tmp_path, why, is_new=is_new)
-    done = subprocess.run(
-        [sys.executable, "-m", "syncd", command, job],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE,
-    )
+    done = syncd(command, job)
     assert done.returncode == why.exit_code
     assert done.stderr.startswith(f"syncd: {job}")
     assert REMEDY[why] in done.stderr

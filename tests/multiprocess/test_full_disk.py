@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.multiprocess.processes import (
     LEASE_TIME,
     Daemon,
     epoch_content,
+    has_begun,
     latest,
     report,
     syncd,
@@ -214,7 +216,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_merge_keeps_the_version_before(
             while JobLayout(job).publish_lock.exists() is False:  # else it was faster than us
                 step += 1
                 save(job, model, step, step)
-                wait_until(lambda step=step: begun(job, step), "a merge has begun")
+                wait_until(partial(has_begun, job, step), "a merge has begun")
                 daemon.pause()
             before = latest(job)
             assert before is not None
@@ -230,11 +232,6 @@ def test_a_disk_that_is_full_in_the_middle_of_a_merge_keeps_the_version_before(
             verified(job, before.sequence + 1)
             nothing_half_made(job)
             assert daemon.terminate() == 0
-
-
-def begun(job: Path, step: int) -> bool:
-    found = latest(job)
-    return JobLayout(job).publish_lock.exists() or (found is not None and found.step == step)
 
 
 def at_each_write_of_weights(moment: int, action: Callable[[], None]) -> RuledStorage:

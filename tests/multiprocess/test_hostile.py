@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +13,8 @@ from syncd.protocol.layout import JobLayout
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import (
     DEADLINE,
-    ENVIRONMENT,
     Daemon,
+    syncd,
     wait_for_step,
     wait_until,
 )
@@ -135,10 +133,7 @@ def test_a_format_that_is_a_pipe_is_one_clear_line(served: SmallJob) -> None:
     served.layout.format.unlink()
     os.mkfifo(served.layout.format)
     for command in ("run", "status", "prune"):
-        done = subprocess.run(
-            [sys.executable, "-m", "syncd", command, str(served.layout.root)],
-            capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=DEADLINE,
-        )  # fmt: skip
+        done = syncd(command, served.layout.root)
         if command != "status":
             assert done.returncode == 11
             assert "format.json" in done.stderr

@@ -30,6 +30,7 @@ from tests.multiprocess.processes import (
     DEADLINE,
     Daemon,
     report,
+    serving,
     verified,
     wait_for_step,
     wait_until,
@@ -255,15 +256,9 @@ def test_no_more_jobs_merge_at_a_time_than_may_and_all_get_their_turn(
     for job in jobs:
         job.save(1)
     services = RootServices(root, RunConfig(concurrent_merges=3, tick=0.1))
-    serving = threading.Thread(target=services.run)
-    serving.start()
-    try:
+    with serving(services):
         for job in jobs:
             wait_for_step(job.layout.root, 1)
-    finally:
-        services.stop()
-        serving.join(DEADLINE)
-    assert not serving.is_alive()
     assert most == [3]
 
 
@@ -272,10 +267,7 @@ def test_a_job_for_which_there_is_no_thread_now_ends_no_other_and_is_served_late
 ) -> None:
     first = SmallJob(root / "first")
     first.save(1)
-    services = RootServices(root, RunConfig(tick=0.1))
-    serving = threading.Thread(target=services.run)
-    serving.start()
-    try:
+    with serving(RootServices(root, RunConfig(tick=0.1))):
         wait_for_step(first.layout.root, 1)
         before = threading.stack_size(2**50)  # more than any machine has room for
         try:
@@ -289,10 +281,6 @@ def test_a_job_for_which_there_is_no_thread_now_ends_no_other_and_is_served_late
         for job in (first, second):
             job.save(2)
             wait_for_step(job.layout.root, 2)
-    finally:
-        services.stop()
-        serving.join(DEADLINE)
-    assert not serving.is_alive()
 
 
 def test_the_next_job_of_a_name_is_served_by_its_own_lease_time(tmp_path: Path) -> None:
@@ -306,20 +294,13 @@ def test_the_next_job_of_a_name_is_served_by_its_own_lease_time(tmp_path: Path) 
 
     layout.root.mkdir()
     Job(Storage(), layout).open(lease_time=2)
-    service = Service(layout.root, DaemonConfig(lease_time=2, tick=0.1))
-    serving = threading.Thread(target=service.run)
-    serving.start()
-    try:
+    with serving(Service(layout.root, DaemonConfig(lease_time=2, tick=0.1))):
         wait_until(lambda: "duration=2.0" in held(), "it is served")
         layout.root.rename(away := tmp_path / "away")
         shutil.rmtree(away, ignore_errors=True)
         layout.root.mkdir()
         Job(Storage(), layout).open(lease_time=40)
         wait_until(lambda: "duration=40.0" in held(), "so is the next one")
-    finally:
-        service.stop()
-        serving.join(DEADLINE)
-    assert not serving.is_alive()
 
 
 def without_hooks(root: Path, step: int) -> None:
@@ -337,19 +318,13 @@ def ticking(root: Path, storage: Storage | None = None) -> Iterator[Callable[[],
     ticks: list[None] = []
     config = DaemonConfig(lease_time=2, tick=0.1, exit_when_idle=True)
     service = Service(root, config, storage=storage, each_tick=lambda: ticks.append(None))
-    serving = threading.Thread(target=service.run)
 
     def looks_again() -> None:
         before = len(ticks)
         wait_until(lambda: len(ticks) > before + 3, "it looks again and again")
 
-    serving.start()
-    try:
+    with serving(service):
         yield looks_again
-    finally:
-        service.stop()
-        serving.join(DEADLINE)
-        assert not serving.is_alive()
 
 
 def test_a_job_that_its_trainer_deletes_and_makes_anew_at_once_is_served_again(

@@ -24,6 +24,7 @@ from tests.multiprocess.processes import (
     LEASE_TIME,
     Daemon,
     said_by_syncd,
+    serving,
     verified,
     wait_for_step,
     wait_until,
@@ -135,18 +136,12 @@ def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
         return before.model_copy(update={"keep": 1})
 
     services = Services(job, before, read_again=read_again, meter_of=meter_of)
-    serving = threading.Thread(target=services.run)
-    serving.start()
     gathered = SmallJob(memory)
-    try:
+    with serving(services):
         for step in (1, 2, 3):
             gathered.save(step)
             wait_for_step(memory, step)
         wait_until(lambda: len(gathered.versions) == 1, "the new keep holds there too")
-    finally:
-        services.stop()
-        serving.join(DEADLINE)
-    assert not serving.is_alive()
 
 
 def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
@@ -160,15 +155,9 @@ def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
         raise Fault
 
     monkeypatch.setattr(failing, "run", fail)
-    serving = threading.Thread(target=services.run)
-    serving.start()
-    try:
+    with serving(services):
         save(job, Constant(), 1, 1)
         wait_for_step(job, 1)
-    finally:
-        services.stop()
-        serving.join(DEADLINE)
-    assert not serving.is_alive()
 
 
 @pytest.mark.parametrize("memory", [".", "inside", ".."])

@@ -27,10 +27,9 @@ from tests.multiprocess.processes import (
     DEADLINE,
     LEASE_TIME,
     Daemon,
-    epoch_content,
+    converges,
     latest,
     report,
-    verified,
     wait_for_step,
     wait_until,
 )
@@ -145,9 +144,9 @@ def in_a_merge(shared: SharedJob) -> Scenario:
         yield
         daemon.resume()
         yield
-        converges(shared, 1, 1)
+        converges(seen.root, 1, 1, explorers_job=shared.b.job)
         trainer.save(2)
-        converges(shared, 2, 2)
+        converges(seen.root, 2, 2, explorers_job=shared.b.job)
 
 
 def superseded(shared: SharedJob) -> Scenario:
@@ -170,7 +169,7 @@ def superseded(shared: SharedJob) -> Scenario:
             assert found is not None
             assert found.pid == second.pid
             trainer.save(3)
-            converges(shared, 3, newer.sequence + 1)
+            converges(seen.root, 3, newer.sequence + 1, explorers_job=shared.b.job)
 
 
 def stopped_in_a_merge(daemon: Daemon, seen: JobLayout, trainer: TrainerByHand) -> None:
@@ -178,18 +177,3 @@ def stopped_in_a_merge(daemon: Daemon, seen: JobLayout, trainer: TrainerByHand) 
     trainer.save(1)
     wait_until(seen.publish_lock.exists, "a merge has begun")
     daemon.pause()
-
-
-def converges(shared: SharedJob, step: int, sequence: int) -> None:
-    """The step is served, as this version, and nothing half made is left."""
-    seen = shared.seen
-    assert wait_for_step(seen.root, step).sequence == sequence
-    verified(shared.b.job, sequence)
-    wait_until(
-        lambda: (
-            not seen.publish_lock.exists()
-            and len(epoch_content(seen.root)) == 1
-            and not any(epoch_content(seen.root).values())
-        ),
-        f"nothing is left in any epoch: {epoch_content(seen.root)}",
-    )

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import threading
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import Session
+from tests.crash.children import child, was_killed
 from tests.crash.invariants import files, look
 from tests.crash.scenarios import SCENARIOS, Scenario
 from tests.hooks import written
@@ -36,7 +36,8 @@ from tests.multiprocess.mounts import Detachable
 from tests.multiprocess.processes import (
     DEADLINE,
     Daemon,
-    epoch_content,
+    converges,
+    has_begun,
     latest,
     report,
     wait_for_step,
@@ -70,9 +71,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Detachable
 class Beats:
     """A heartbeat of our own: while it is counted, as many lease times pass for everyone else."""
 
-    def __init__(self, place: Detachable) -> None:
+    def __init__(self, place: Detachable, seen: Path) -> None:
         self._session = Session(JobLayout(place.job), LEASE_TIME)
-        self._path = JobLayout(place.behind).session(self._session.id)
+        self._path = JobLayout(seen).session(self._session.id)
 
     def wait(self, count: int) -> None:
         for _ in range(count):
@@ -89,7 +90,7 @@ def away(place: Detachable, *daemons: Daemon, beats: int = 4) -> Iterator[None]:
 
     Daemons that were paused are resumed, and must say that they wait.
     """
-    heart = Beats(place)
+    heart = Beats(place, place.behind)
     said = [len(daemon.log) for daemon in daemons]
     place.leave()
     try:
@@ -105,24 +106,6 @@ def away(place: Detachable, *daemons: Daemon, beats: int = 4) -> Iterator[None]:
     finally:
         place.come_back()
         heart.close()
-
-
-def converges(job: Path, step: int, sequence: int) -> None:
-    """The step is served, as this version, and nothing half made is left."""
-    layout = JobLayout(job)
-    assert wait_for_step(job, step).sequence == sequence
-    with Reader(job, "checker") as reader:
-        version = reader.next_version(sequence - 1, DEADLINE)
-        version.verify()
-        version.release()
-    wait_until(
-        lambda: (
-            not layout.publish_lock.exists()
-            and len(epoch_content(job)) == 1
-            and not any(epoch_content(job).values())
-        ),
-        f"nothing is left in any epoch: {epoch_content(job)}",
-    )
 
 
 @all_ways
@@ -174,20 +157,14 @@ def test_a_job_that_goes_away_in_the_middle_of_a_merge_is_merged_when_it_is_back
             daemon.resume()
             step += 1
             save(job, model, step, step)
-            wait_until(
-                lambda step=step: layout.publish_lock.exists() or step_of(job) == step,
-                "a merge has begun",
-            )
+            wait_until(partial(has_begun, job, step), "a merge has begun")
             daemon.pause()
         with away(place, daemon):
-            assert step_of(place.behind) == step - 1
+            before = latest(place.behind)
+            assert before is not None
+            assert before.step == step - 1
         converges(job, step, step)
         assert daemon.terminate() == 0
-
-
-def step_of(job: Path) -> int | None:
-    found = latest(job)
-    return found.step if found is not None else None
 
 
 def test_what_is_due_for_pruning_is_whole_while_the_job_is_away_and_goes_once_afterwards(
@@ -285,14 +262,8 @@ def test_a_version_stays_held_over_a_time_that_the_job_was_away(place: Detachabl
             save(job, model, 2, 2)
             converges(job, 2, 2)
             held.verify()
-            beat = Session(layout, LEASE_TIME)  # nor does it go within the next lease times
-            try:
-                path = layout.session(beat.id)
-                for _ in range(6):
-                    at = path.stat().st_mtime_ns
-                    wait_until(lambda at=at: path.stat().st_mtime_ns != at, "a heartbeat")
-            finally:
-                beat.close()
+            with closing(Beats(place, job)) as heart:  # nor does it go within the next lease times
+                heart.wait(6)
             held.verify()
             held.release()
         wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
@@ -345,7 +316,7 @@ def test_a_heartbeat_that_is_lost_while_its_job_is_away_is_not_begun_in_an_empty
     lease_time = 0.6
     layout, behind = JobLayout(place.job), JobLayout(place.behind)
     with Session(layout, lease_time) as session:
-        other = Beats(place)
+        other = Beats(place, place.behind)
         place.leave()
         try:
             # As after a forced unmount: not even the open file answers.
@@ -364,8 +335,6 @@ def test_a_heartbeat_that_is_lost_while_its_job_is_away_is_not_begun_in_an_empty
 
 #: What a process that is running does: to open a job is to begin, and makes what is missing.
 RUNNING = [scenario for scenario in SCENARIOS if scenario.name not in {"open", "merge alone"}]
-#: A guard against a child that hangs, in seconds.
-_HANGS = 60
 
 
 def goes_away(job: SmallJob, scenario: Scenario, moment: int, behind: Path) -> int:
@@ -383,22 +352,13 @@ def goes_away(job: SmallJob, scenario: Scenario, moment: int, behind: Path) -> i
                 root.rename(behind)
                 root.mkdir()
 
-    pid = os.fork()
-    if not pid:
-        try:
-            signal.alarm(_HANGS)
-            job.storage = RuledStorage(rule)
-            try:
-                scenario.act(job, Clock())
-            except (OSError, SyncdError):
-                pass  # it says that it could not; what is left on disk is looked at
-            made.write_text(str(calls[0]))
-        except BaseException:  # noqa: BLE001 - a child must never go on as a second pytest
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-    assert made.exists(), f"an error that is none of storage, after moment {moment}"
+    def act() -> None:
+        job.storage = RuledStorage(rule)
+        with suppress(OSError, SyncdError):  # what is left on disk is looked at
+            scenario.act(job, Clock())
+        made.write_text(str(calls[0]))
+
+    assert not was_killed(child(act), f"moment {moment}")
     return int(made.read_text())
 
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,14 @@ from syncd.daemon.hang import AnsweredStorage, HangGuard
 from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import Service
 from tests.jobs import SmallJob
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_for_step, wait_until
+from tests.multiprocess.processes import (
+    DEADLINE,
+    ENVIRONMENT,
+    Daemon,
+    serving,
+    wait_for_step,
+    wait_until,
+)
 from tests.multiprocess.saves import Constant, save
 from tests.storages import Clock
 
@@ -213,16 +219,11 @@ def test_ready_comes_with_the_first_look_and_before_what_is_merged_then(
         notice=ours(manager).job("job"),
         storage=Looking(job.layout.root, lambda: None),
     )
-    thread = threading.Thread(target=service.run)
-    thread.start()
-    try:
+    with serving(service):
         wait_for_step(job.layout.root, 1)
         said = wait_until(
             lambda: [line for line in manager.heard() if "version 1" in line], "STATUS says so"
         )
-    finally:
-        service.stop()
-        thread.join()
     assert "READY=1" in told
     assert said[0].startswith("STATUS=version 1 of step 1; ")
 
