@@ -45,7 +45,7 @@ class ServiceManager:
         self._lock = threading.Lock()
         self._starting = True
         self._stopping = False
-        self._owes_ready = False
+        self._owes_ready = self._owes_stopping = False
         self._lines: dict[str, str] = {}
         self._waiting: set[str] = set()
         self._said = ""
@@ -72,7 +72,9 @@ class ServiceManager:
 
     def alive(self) -> None:
         """Report progress, so that systemd does not end the process."""
-        if self._owes_ready:
+        if self._owes_stopping:
+            self.stopping()
+        elif self._owes_ready:
             self._say_ready()
         extends = self._starting or self._stopping
         self._send("WATCHDOG=1", *([f"EXTEND_TIMEOUT_USEC={_EXTENSION * 10**6}"] * extends))
@@ -88,12 +90,13 @@ class ServiceManager:
             self._say_ready()
 
     def stopping(self) -> None:
-        """Report that the process has begun to end; a signal handler may call this.
+        """Report that the process has begun to end; if this fails, :meth:`alive` sends it again.
 
-        This method takes no lock and logs nothing, because the interrupted thread may hold a lock.
+        A signal handler may call this method: it takes no lock and logs nothing, because the
+        interrupted thread may hold a lock.
         """
         self._stopping = True
-        self._try_to_send("STOPPING=1")
+        self._owes_stopping = self._try_to_send("STOPPING=1") is not None
 
     def _job_is_ready(self, name: str) -> None:
         with self._lock:

@@ -142,7 +142,7 @@ marker = Path({marker!r})
 real = AnsweredStorage.open_read
 
 def open_read(self, path):
-    if "sick" in str(path) and marker.exists():
+    if "sick" in Path(path).parts and marker.exists():
         print("HANGS", file=sys.stderr, flush=True)
         while marker.exists():
             time.sleep(0.05)

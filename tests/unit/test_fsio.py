@@ -210,8 +210,8 @@ def test_a_link_that_storage_cannot_make_is_no_error_and_one_that_failed_is(
     tmp_path: Path, code: str
 ) -> None:
     (tmp_path / "a").write_bytes(b"1")
-    storage = RuledStorage(refuse("link", getattr(errno, code), where="b"))
-    assert not storage.link_if_possible(tmp_path / "a", tmp_path / "b")
+    storage = RuledStorage(refuse("link", getattr(errno, code), where="refused"))
+    assert not storage.link_if_possible(tmp_path / "a", tmp_path / "refused")
     assert storage.link_if_possible(tmp_path / "a", tmp_path / "c")
     assert (tmp_path / "c").samefile(tmp_path / "a")
     with pytest.raises(FileExistsError):

@@ -270,7 +270,7 @@ def test_of_a_step_that_came_back_every_file_that_it_lacks_is_put_back(
 
     def after(method: str, given: tuple[Any, ...]) -> None:
         # The trainer writes again, under the same name, before the folder is put back.
-        if method == "names" and "trash" in str(given[0]):
+        if method == "names" and "trash" in given[0].parts:
             storage.rules.remove(after)
             ruled.layout.actor(1).mkdir(parents=True)
             (ruled.layout.actor(1) / "model.safetensors").write_bytes(b"newer")
@@ -394,7 +394,7 @@ def test_a_step_that_may_not_be_deleted_is_said_once_though_each_attempt_has_a_n
     caplog.clear()
 
     def refused(called: str, given: tuple[Any, ...]) -> None:
-        if called == "rename" and "trash" in str(given[1]):
+        if called == "rename" and "trash" in given[1].parts:
             said = os.strerror(errno.EACCES)
             raise OSError(errno.EACCES, said, str(given[0]), None, str(given[1]))  # as rename(2)
 
