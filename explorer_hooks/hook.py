@@ -315,8 +315,8 @@ class ExplorerHook:
 
         The hook waits until newer weights are available, the trainer reports that there are none,
         or the trainer stops. If the trainer stops while a daemon runs, the hook waits until the
-        last save is published or refused. An explorer without weights first waits for a version or
-        a trainer.
+        last save is published or refused. An explorer without weights waits for its first version,
+        unless the trainer stops without one.
 
         If a version is refused or cannot be read, the hook logs and reports the error, and the
         engine keeps its weights. If the engine has lost its weights, the hook first loads them

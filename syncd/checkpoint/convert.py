@@ -99,17 +99,18 @@ def lacks_config(storage: Storage, actor: Path) -> bool:
     return not storage.exists(actor / HUGGINGFACE / MODEL_CONFIG)
 
 
-def take_model_files(storage: Storage, actor: Path, base: Path) -> list[str]:
+@contextmanager
+def take_model_files(storage: Storage, actor: Path, base: Path) -> Iterator[list[str]]:
     """Copy the base model's config, tokenizer and code into a step's ``huggingface/``.
 
     Only files directly in ``base`` are copied, and no weights. Links are followed, and existing
     files are kept. ``config.json`` is written last, so that the next call finishes an interrupted
-    copy. Returns the copied files' names.
+    copy. Yields the copied files' names. If the block fails, these files are removed again.
 
     Raises:
         SaveNotReadyError: the step was deleted meanwhile.
     """
-    folder, source = actor / HUGGINGFACE, Storage()
+    folder = actor / HUGGINGFACE
     names = [
         path.name
         for path in base.iterdir()
@@ -118,27 +119,36 @@ def take_model_files(storage: Storage, actor: Path, base: Path) -> list[str]:
         and not is_weights_name(path.name)
         and path.name not in {MANIFEST, MODEL_CONFIG}
     ]
-    taken = []
-    with _gone_means_changed(storage, actor):
-        storage.make_folder(folder, below=actor)
-        for name in (*sorted(names), MODEL_CONFIG):
-            if storage.exists(folder / name):
-                continue
-            content = source.read((base / name).resolve(), FILE_LIMIT)
-            draft = folder / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
-            try:
-                storage.write_new(draft, content)
-                if name == MODEL_CONFIG:
-                    storage.sync_folder(folder)
-                if not storage.link_if_possible(draft, folder / name):
-                    storage.rename(draft, folder / name)
-                taken.append(name)
-            except FileExistsError:
-                pass  # the trainer has just written its own file
-            finally:
-                storage.unlink_if_there(draft)
-        storage.sync_folder(folder)
-    return taken
+    taken: list[str] = []
+    try:
+        with _gone_means_changed(storage, actor):
+            _take(storage, folder, base, [*sorted(names), MODEL_CONFIG], taken)
+        yield taken
+    except BaseException:
+        for name in reversed(taken):
+            storage.unlink_if_there(folder / name)
+        raise
+
+
+def _take(storage: Storage, folder: Path, base: Path, names: list[str], taken: list[str]) -> None:
+    storage.make_folder(folder, below=folder.parent)
+    for name in names:
+        if storage.exists(folder / name):
+            continue
+        content = Storage().read((base / name).resolve(), FILE_LIMIT)
+        draft = folder / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
+        try:
+            storage.write_new(draft, content)
+            if name == MODEL_CONFIG:
+                storage.sync_folder(folder)
+            if not storage.link_if_possible(draft, folder / name):
+                storage.rename(draft, folder / name)
+            taken.append(name)
+        except FileExistsError:
+            pass  # the trainer has just written its own file
+        finally:
+            storage.unlink_if_there(draft)
+    storage.sync_folder(folder)
 
 
 def has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:

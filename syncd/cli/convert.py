@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -75,10 +76,11 @@ def command(
     actor = job.layout.actor(step)
     result: dict[str, object] = {"step": step, "outcome": "done before"}
     said = ""
-    with cleaned_up():
+    with cleaned_up(), ExitStack() as stack:
         save = look_at_step(job, step)
         if base is not None and lacks_config(job.storage, actor):
-            result["taken"] = taken = take_model_files(job.storage, actor, base)
+            taken = stack.enter_context(take_model_files(job.storage, actor, base))
+            result["taken"] = taken
             said = f", with {', '.join(taken)} of {base}"
             save = look_at_step(job, step)  # it may count as another save now
         if not has_weights(job.storage, actor / HUGGINGFACE, save):

@@ -225,9 +225,9 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         Returns:
             The newest version, which is never older than ``current``. The result is ``current`` if
-            the trainer has stopped, died or said that nothing newer will come. Before the method
-            returns ``current``, it waits until the trainer's last save was published, skipped or
-            quarantined, or until no daemon was alive for a lease time.
+            the trainer has stopped or died, or has said that nothing newer than a version will
+            come. Before the method returns ``current``, it waits until the trainer's last save was
+            published, skipped or quarantined, or until no daemon was alive for a lease time.
 
         Raises:
             WaitTimeoutError: no newer version was published within ``timeout``.

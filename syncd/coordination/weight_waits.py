@@ -97,7 +97,7 @@ class WeightWaits:
         missed, watches_daemon = True, False
         try:
             ending = (
-                Ending(self._versions, self._roster, request, clock=self._clock)
+                Ending(self._versions, self._roster, request, current, clock=self._clock)
                 if ends_with_trainer
                 else None
             )
@@ -302,7 +302,7 @@ class Ending:
     The wait is over when both of these conditions hold:
 
     - The trainer has stopped or died, or has said since the wait began that nothing newer will
-      come.
+      come. An explorer without a version still waits for its first one.
     - The trainer's last save was published, skipped or quarantined. Explorers see the trainer's end
       before the daemon has merged that save.
 
@@ -311,8 +311,15 @@ class Ending:
     """
 
     def __init__(
-        self, versions: Versions, roster: Roster, request: SyncRequest, *, clock: Clock
+        self,
+        versions: Versions,
+        roster: Roster,
+        request: SyncRequest,
+        current: Version | None,
+        *,
+        clock: Clock,
     ) -> None:
+        self._current = current
         self._versions = versions
         self._roster = roster
         self._request = request
@@ -323,7 +330,9 @@ class Ending:
 
     def is_over(self, *, has_stopped: bool) -> bool:
         """True if the wait is over; ``has_stopped`` means that no trainer is running."""
-        if not has_stopped and self._request.said() in {None, self._said}:
+        if not has_stopped and (
+            self._current is None or self._request.said() in {None, self._said}
+        ):
             return False
         if has_stopped and not self._roster.has_had_trainer():
             return True

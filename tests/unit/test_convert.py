@@ -26,6 +26,7 @@ from syncd.protocol.errors import (
     JobUnavailableError,
     NoRoomError,
     SaveNotReadyError,
+    ShardFormatError,
 )
 from syncd.protocol.records import SaveId
 from syncd.storage.calls import Free
@@ -280,6 +281,21 @@ def test_a_base_model_is_no_base_without_a_config_and_changes_nothing_of_whole_f
     assert names_in(model_of(job)) == CONVERTED
 
 
+def test_a_conversion_that_fails_leaves_nothing_of_the_base_model(
+    job: SmallJob, tmp_path: Path
+) -> None:
+    foreign(job, 2)
+    folder = job.layout.actor(2) / "huggingface"
+    (folder / "config.json").unlink()
+    (folder / "tokenizer.json").write_text("the trainer's")
+    shard = next(job.layout.actor(2).glob("model_*.pt"))
+    shard.write_bytes(b"no shard")
+    before = everything(job)
+    result = convert(job, "--base-model-dir", str(base_model(tmp_path / "base")))
+    assert isinstance(result.exception, ShardFormatError)
+    assert everything(job) == before
+
+
 def test_cut_off_while_the_base_models_files_are_copied_the_next_call_ends_it(
     tmp_path: Path,
 ) -> None:
@@ -288,14 +304,16 @@ def test_cut_off_while_the_base_models_files_are_copied_the_next_call_ends_it(
     actor.mkdir(parents=True)
     for number in range(100):
         try:
-            take_model_files(kill_at(number), actor, base)
+            with take_model_files(kill_at(number), actor, base):
+                pass
         except Killed:
             pass
         else:
             break
         there = {path.name for path in actor.rglob("*") if not path.name.startswith(".tmp-")}
         assert "config.json" not in there or there == COPIED | {"huggingface"}
-        take_model_files(STORAGE, actor, base)
+        with take_model_files(STORAGE, actor, base):
+            pass
         folder = actor / "huggingface"
         for name in COPIED:
             assert (folder / name).read_text() == f"the base's {name}"

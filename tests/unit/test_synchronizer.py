@@ -407,8 +407,8 @@ def test_a_request_that_storage_refuses_once_is_made_again_by_the_wait(
         storage.rules.clear()
         waiting = members.aside(ask)
     wait_until(trainer.explorer_requires_sync, "it is asked")
-    trainer.notify_no_new_model_state_dict()
-    assert waiting.result(LONG) is None
+    version = members.publish(1)
+    assert waiting.result(LONG) == version
     assert members.report().status == "running"
 
 

@@ -218,6 +218,20 @@ def test_who_holds_nothing_waits_for_a_trainer_or_a_version_and_says_so_once(
     assert caplog.text.count(told) == 1
 
 
+@pytest.mark.parametrize("wait", WAITS)
+def test_who_holds_nothing_waits_on_after_a_trainer_that_has_nothing_yet(
+    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, aside: Any, wait: str
+) -> None:
+    waiting = aside(WAITS[wait], explorer, None, timeout=LONG)
+    for requests in (1, 2):
+        wait_until(lambda: report(job).requests == requests, "it asks")  # noqa: B023
+        trainer.notify_no_new_model_state_dict()
+    wait_until(trainer.explorer_requires_sync, "it asks again")
+    assert not waiting.done()
+    publish(job, 1)
+    assert waiting.result(LONG) == HELD
+
+
 def test_who_holds_nothing_is_told_at_the_deadline_that_no_trainer_came(
     job: SmallJob, explorer: Any
 ) -> None:
