@@ -302,7 +302,7 @@ class Loop:
             self._publisher.naming.look()
             for load in self._going_live.look(seen.leases, latest.sequence if latest else 0):
                 self._journal.live(load)
-            self._deltas.takers = self._going_live.takers(self.config.tick, self._scanner.trainer)
+            self._deltas.takers = self._going_live.takers(self.config.tick)
         except OSError as error:
             self._job.check_is_there()
             self._meter.failed(error)  # the next round looks again

@@ -28,7 +28,7 @@ from syncd.protocol.names import (
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import SaveOutcome, SessionId, parse
+from syncd.protocol.records import SaveOutcome, parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import Signature
@@ -60,7 +60,6 @@ class Scanner:
 
     Attributes:
         dead_benches: the names in ``bench/`` that are no live session.
-        trainer: the session of the trainer that was working at the last look at its report.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class Scanner:
         self._dead_since: dict[str, float] = {}
         self._benches: list[str] = []
         self.dead_benches: list[str] = []
-        self.trainer: SessionId | None = None
         self._delta_bytes: dict[int, int] = {}  # a delta never changes
         self._steps = Steps(job, clock=clock)
         self._let_be = LetBe(clock=clock)
@@ -331,12 +329,9 @@ class Scanner:
 
     def _announced(self) -> int | None:
         path = self._job.layout.trainer_report
-        self.trainer = None
         try:
-            report = parse(TrainerReport, self._job.storage.read(path), path)
+            return parse(TrainerReport, self._job.storage.read(path), path).step or 0
         except RecordError:
             return 0  # the report is unreadable: prune nothing
         except OSError as error:
             return None if is_gone(error) else 0
-        self.trainer = report.session if report.status != "stopped" else None
-        return report.step or 0

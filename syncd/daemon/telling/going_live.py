@@ -11,7 +11,7 @@ from syncd.daemon.decide import LeaseSeen
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.names import TEMPORARY, parse_lease_marker
 from syncd.protocol.records import SessionId
-from syncd.protocol.reports import LOADS_KEPT, ExplorerReport
+from syncd.protocol.reports import LOADS_KEPT, ExplorerReport, TrainerReport
 from syncd.storage.append import last_lines
 from syncd.storage.job import Job
 from syncd.storage.judge import Liveness, Lookout
@@ -70,6 +70,7 @@ class GoingLive:
         #: Explorers of old releases count as hosts.
         self._live: dict[str, tuple[SessionId, str]] = {}
         self._round = 0
+        self._trainer: SessionId | None = None
 
     def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[SeenLive]:
         """Read reports and yield new loads; each yielded load counts as journaled afterwards.
@@ -108,7 +109,7 @@ class GoingLive:
             if report is not None:
                 yield from self._loads(name, report, latest)
 
-    def takers(self, tick: float, trainer: SessionId | None) -> set[str]:
+    def takers(self, tick: float) -> set[str]:
         """The hosts with a live explorer whose report says that it can use a delta.
 
         All heartbeats are checked here, also the trainer's, so that the log names dead processes.
@@ -120,8 +121,12 @@ class GoingLive:
         """
         self._live = {name: it for name, it in self._live.items() if name in self._looks}
         wanted = {session for session, _ in self._live.values()}
-        if trainer is not None:
-            wanted.add(trainer)
+        if self._round % _ROUNDS == 1:
+            report = self._job.read(TrainerReport, self._job.layout.trainer_report, OF_OTHERS)
+            working = report if report is not None and report.status != "stopped" else None
+            self._trainer = working.session if working is not None else None
+        if self._trainer is not None:
+            wanted.add(self._trainer)
         self._lookout.tick = tick
         sessions = self._lookout.look(wanted)
         alive = {host for it, host in self._live.values() if sessions[it] is Liveness.ALIVE}
