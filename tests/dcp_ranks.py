@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
 from tests import fsdp_ranks
+from tests.process_groups import joined
 
 #: World sizes by kind.
 KINDS: Final = {
@@ -60,50 +61,48 @@ NAMES: Final = [
 def rank(rank: int, world_size: int, root: Path) -> None:
     """Be one of the ranks."""
     warnings.filterwarnings("ignore")
-    store = dist.FileStore(str(root / f"store-{world_size}"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    for kind in [kind for kind, sizes in KINDS.items() if world_size in sizes]:
-        torch.manual_seed(1)
-        state, truth = getattr(fsdp_ranks, kind)(world_size)
-        # DCP does not hear of an order of cuts that placements alone do not say.
-        state = {name: value for name, value in state.items() if "by s" not in name}
-        truth = {
-            name: value.detach()
-            for name, value in truth.items()
-            if name in state or "by s" not in name
-        }
-        for way, options in WAYS.items() if kind == "fsdp2" else [("", WAYS[""])]:
-            folder = root / f"{kind}-{world_size}{way}"
-            # As an optimizer's state has it: other tensors by names that end alike.
-            moments = {
-                name: {"exp_avg": value, "step": torch.tensor(3.0)}
-                for name, value in state.items()
-                if isinstance(value, torch.Tensor)
+    with joined(rank, world_size, root / f"store-{world_size}"):
+        for kind in [kind for kind, sizes in KINDS.items() if world_size in sizes]:
+            torch.manual_seed(1)
+            state, truth = getattr(fsdp_ranks, kind)(world_size)
+            # DCP does not hear of an order of cuts that placements alone do not say.
+            state = {name: value for name, value in state.items() if "by s" not in name}
+            truth = {
+                name: value.detach()
+                for name, value in truth.items()
+                if name in state or "by s" not in name
             }
-            everything = {
-                "model": state,
-                "optim": {"state": moments, "lr": 0.1},
-                "step": torch.tensor(7),
-            }
-            dcp.save(
-                everything, storage_writer=dcp.FileSystemWriter(folder, sync_files=False, **options)
+            for way, options in WAYS.items() if kind == "fsdp2" else [("", WAYS[""])]:
+                folder = root / f"{kind}-{world_size}{way}"
+                # As an optimizer's state has it: other tensors by names that end alike.
+                moments = {
+                    name: {"exp_avg": value, "step": torch.tensor(3.0)}
+                    for name, value in state.items()
+                    if isinstance(value, torch.Tensor)
+                }
+                everything = {
+                    "model": state,
+                    "optim": {"state": moments, "lr": 0.1},
+                    "step": torch.tensor(7),
+                }
+                dcp.save(
+                    everything,
+                    storage_writer=dcp.FileSystemWriter(folder, sync_files=False, **options),
+                )
+                if rank == 0:
+                    torch.save(truth, folder / "truth.pt")
+            folder = root / f"{kind}-{world_size}-hf"
+            names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
+            owners = {name: number % 2 + 1 for number, name in enumerate(names)}
+            owners = dict(sorted(_agreed(owners).items()))
+            writer = dcp.HuggingFaceStorageWriter(
+                str(folder),
+                save_distributed=True,
+                fqn_to_index_mapping=owners if len(owners) > 1 and kind == "fsdp2" else None,
             )
+            dcp.save({name: state[name] for name in names}, storage_writer=writer)
             if rank == 0:
                 torch.save(truth, folder / "truth.pt")
-        folder = root / f"{kind}-{world_size}-hf"
-        names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
-        owners = {name: number % 2 + 1 for number, name in enumerate(names)}
-        owners = dict(sorted(_agreed(owners).items()))
-        writer = dcp.HuggingFaceStorageWriter(
-            str(folder),
-            save_distributed=True,
-            fqn_to_index_mapping=owners if len(owners) > 1 and kind == "fsdp2" else None,
-        )
-        dcp.save({name: state[name] for name in names}, storage_writer=writer)
-        if rank == 0:
-            torch.save(truth, folder / "truth.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _agreed(owners: dict[str, int]) -> dict[str, int]:

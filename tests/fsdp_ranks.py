@@ -47,6 +47,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.fsdp_fixtures import MERGEABLE, REFUSED, WORLD_SIZES
 from tests.fsdp_models import Block, Columns, Laden, Language, Parallel, tensors, values
+from tests.process_groups import joined
 
 State = dict[str, Any]
 Saved = tuple[State, State]
@@ -454,20 +455,17 @@ def kinds(world_size: int) -> dict[str, Callable[[int], Saved]]:
 
 def rank(rank: int, world_size: int, root: Path) -> None:
     """Be one of the ranks."""
-    store = dist.FileStore(str(root / f"store-{world_size}"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    for kind, function in kinds(world_size).items():
-        torch.manual_seed(1)
-        state, truth = function(world_size)
-        folder = root / f"{kind}-{world_size}"
-        folder.mkdir(exist_ok=True)
-        torch.save(state, folder / f"model_world_size_{world_size}_rank_{rank}.pt")
-        if rank == 0:
-            torch.save(
-                {name: tensor.detach() for name, tensor in truth.items()}, folder / "truth.pt"
-            )
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, world_size, root / f"store-{world_size}"):
+        for kind, function in kinds(world_size).items():
+            torch.manual_seed(1)
+            state, truth = function(world_size)
+            folder = root / f"{kind}-{world_size}"
+            folder.mkdir(exist_ok=True)
+            torch.save(state, folder / f"model_world_size_{world_size}_rank_{rank}.pt")
+            if rank == 0:
+                torch.save(
+                    {name: tensor.detach() for name, tensor in truth.items()}, folder / "truth.pt"
+                )
 
 
 def main(root: Path) -> None:

@@ -30,6 +30,7 @@ from tokenizers.models import WordLevel
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from tests.process_groups import joined
 from tests.tiny_language import SIZES
 
 WORLD_SIZE: Final = 2
@@ -83,31 +84,28 @@ def _write_small_files(kind: str, model: PeftModel, actor: Path) -> None:
 
 
 def _rank(rank: int, root: Path) -> None:
-    store = dist.FileStore(str(root / "store"), WORLD_SIZE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
-    inputs = torch.arange(12).view(2, 6) * 3
-    base = _base()
-    if rank == 0:
-        base.save_pretrained(root / "base")
-    for kind in KINDS:
-        model = _trained(kind)
-        actor = root / kind / "actor"
+    with joined(rank, WORLD_SIZE, root / "store"):
+        inputs = torch.arange(12).view(2, 6) * 3
+        base = _base()
         if rank == 0:
-            actor.mkdir(parents=True)
-            truth = {"logits": _logits(model, inputs), "base": _logits(base, inputs)}
-            save_file({"inputs": inputs, **truth}, actor.parent / "truth.safetensors")
-            _write_small_files(kind, model, actor)
-        dist.barrier()
-        for layer in model.get_base_model().model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        state = model.state_dict()
-        if kind == "trained":
-            names = [name for name, value in model.named_parameters() if value.requires_grad]
-            state = {name: state[name] for name in names}
-        torch.save(state, actor / f"model_world_size_{WORLD_SIZE}_rank_{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+            base.save_pretrained(root / "base")
+        for kind in KINDS:
+            model = _trained(kind)
+            actor = root / kind / "actor"
+            if rank == 0:
+                actor.mkdir(parents=True)
+                truth = {"logits": _logits(model, inputs), "base": _logits(base, inputs)}
+                save_file({"inputs": inputs, **truth}, actor.parent / "truth.safetensors")
+                _write_small_files(kind, model, actor)
+            dist.barrier()
+            for layer in model.get_base_model().model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+            state = model.state_dict()
+            if kind == "trained":
+                names = [name for name, value in model.named_parameters() if value.requires_grad]
+                state = {name: state[name] for name in names}
+            torch.save(state, actor / f"model_world_size_{WORLD_SIZE}_rank_{rank}.pt")
 
 
 def main(root: Path) -> None:

@@ -22,6 +22,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.process_groups import joined
 from tests.tiny_models import tiny_model
 from trainer_hooks import SaveSettings, TrainerHook
 
@@ -89,17 +90,14 @@ def save(model: nn.Module, job: Path, **settings: Any) -> None:
 
 def run(rank: int, root: Path) -> None:
     """Be a rank."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=WORLD_SIZE
-    )
-    for kind in KINDS:
-        model = trained(root / kind / "base", kind)
-        save(sharded(model, model.model.layers), root / kind / "job")
-    for mode in MODES:
-        base = type(tiny_model("qwen3_moe")).from_pretrained(root / "lora" / "base")
-        layers = base.model.layers
-        save(sharded(with_adapter(base), layers), root / "lora" / f"{mode}-job", lora=mode)
-    dist.destroy_process_group()
+    with joined(rank, WORLD_SIZE, root / "store"):
+        for kind in KINDS:
+            model = trained(root / kind / "base", kind)
+            save(sharded(model, model.model.layers), root / kind / "job")
+        for mode in MODES:
+            base = type(tiny_model("qwen3_moe")).from_pretrained(root / "lora" / "base")
+            layers = base.model.layers
+            save(sharded(with_adapter(base), layers), root / "lora" / f"{mode}-job", lora=mode)
 
 
 def main() -> None:

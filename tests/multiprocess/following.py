@@ -31,6 +31,7 @@ from syncd.protocol.errors import WaitTimeoutError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import SAVING
 from tests.forked_programs import Forked
+from tests.merging import assert_equal
 from tests.multiprocess.processes import DEADLINE, explorer_report, wait_until
 
 #: The explorer that trainers wait for.
@@ -180,11 +181,7 @@ def follow(
 def assert_as_trained(pulled: Pulled, truth: Path) -> None:
     """To the bit, whatever was pulled."""
     for step, state in pulled:
-        expected = load_file(truth / f"{step}.safetensors")
-        assert state.keys() == expected.keys()
-        for name, value in state.items():
-            assert value.dtype == expected[name].dtype
-            assert torch.equal(value, expected[name]), f"{name} of step {step}"
+        assert_equal(state, load_file(truth / f"{step}.safetensors"))
 
 
 def told(root: Path, rank: int = 0) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import torch
 import torch._dynamo  # which fully_shard would import in each rank
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
@@ -33,6 +32,7 @@ from transformers import (
 )
 
 from syncd.protocol.names import FSDP_CONFIG, HUGGINGFACE, shard_name
+from tests.process_groups import joined
 from tests.tiny_language import SIZES
 
 WORLD_SIZE: Final = 4
@@ -84,20 +84,17 @@ def _save(root: Path, rank: int, model: Any, state: dict[str, Any], logits: torc
 
 def _rank(rank: int, root: Path) -> None:
     compute_as_everywhere()
-    store = dist.FileStore(str(root / "store"), WORLD_SIZE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
-    for name, make in CONFIGS.items():
-        model = _trained(make(), rank)
-        with torch.no_grad():
-            logits = model(input_ids=TOKENS).logits
-        state = model.state_dict()
-        _save(root / name, rank, model, state, logits)
-        if name == "qwen2":
-            head = state[LM_HEAD]
-            for kind, own in (("copied", head.clone()), ("differing", head + 1)):
-                _save(root / f"{name}-{kind}", rank, model, {**state, LM_HEAD: own}, logits)
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, WORLD_SIZE, root / "store"):
+        for name, make in CONFIGS.items():
+            model = _trained(make(), rank)
+            with torch.no_grad():
+                logits = model(input_ids=TOKENS).logits
+            state = model.state_dict()
+            _save(root / name, rank, model, state, logits)
+            if name == "qwen2":
+                head = state[LM_HEAD]
+                for kind, own in (("copied", head.clone()), ("differing", head + 1)):
+                    _save(root / f"{name}-{kind}", rank, model, {**state, LM_HEAD: own}, logits)
 
 
 def main(root: Path) -> None:

@@ -20,7 +20,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,6 +43,7 @@ from syncd.protocol.records import Receipt, encode
 from syncd.storage.fsio import Draft, Storage
 from tests.fsdp_models import Block, Columns, Config, Laden, Language, Parallel, tensors
 from tests.fsdp_ranks import CPU, _cut, _groups, _parallelize, mesh
+from tests.process_groups import joined
 from tests.weight_groups import transfer
 from trainer_hooks.fast_path import WeightSender
 from trainer_hooks.state.full_file import FullStateStream
@@ -399,22 +399,18 @@ def _refusal(state: dict[str, Any]) -> str:
 def rank(rank: int, world_size: int, root: Path) -> None:
     """Be one of the ranks."""
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    store = dist.FileStore(str(root / f"store-{world_size}"), world_size)
-    timeout = timedelta(seconds=DEADLINE / 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    for kind, sizes in KINDS.items():
-        if world_size in sizes:
-            save(kind, root)
-    told: dict[str, object] = {}
-    if world_size == 2:
-        told = {
-            "refused": refused(),
-            "same": undisturbed(save=True) == undisturbed(save=False),
-            "broken off": broken_off(fsdp2(world_size)[0]),
-        }
-    (root / f"rank_{rank}_of_{world_size}.json").write_text(json.dumps(told))
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, world_size, root / f"store-{world_size}"):
+        for kind, sizes in KINDS.items():
+            if world_size in sizes:
+                save(kind, root)
+        told: dict[str, object] = {}
+        if world_size == 2:
+            told = {
+                "refused": refused(),
+                "same": undisturbed(save=True) == undisturbed(save=False),
+                "broken off": broken_off(fsdp2(world_size)[0]),
+            }
+        (root / f"rank_{rank}_of_{world_size}.json").write_text(json.dumps(told))
 
 
 def main(root: Path) -> None:

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,6 +59,7 @@ from tests.multiprocess.resume_checks import (
     is_usual,
     resharded,
 )
+from tests.process_groups import joined
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveLayout
@@ -516,39 +516,36 @@ def check_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def rank(rank: int, world_size: int, root: Path, work: str) -> None:
     """Be one of the ranks."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # FSDP1 is one to be
-    store = dist.FileStore(str(root / f"store-{world_size}-{work}"), world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-    )
-    me = Rank(rank, world_size, root)
-    if work == "save":
-        for kind in (kind for kind, size in SAVED if size == world_size):
-            me.save(kind)
-        for kind in FULL if world_size == 2 else ():
-            me.save_full(kind)
-        if world_size == 2:
-            me.save_cast()
-        if world_size == 4:
-            me.save_experts()
-    else:
-        for kind, size in SAVED:
-            if size == world_size:
-                me.go_on(kind)
-                me.passed(exact(kind, size))
-            ways = RESUMED[world_size]
-            for other in (one for one in ways if DEEP or is_usual((kind, size), one, world_size)):
-                me.reshard(kind, size, other)
-                me.passed(resharded(kind, size, other, world_size))
-        for kind in FULL if world_size <= 2 else ():
-            me.resume_full(kind)
-        if world_size == 2:
-            me.resume_cast()
-            me.failing()
-            me.failing_user_state()
-        if world_size > 1:
-            me.resume_experts()
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, world_size, root / f"store-{world_size}-{work}"):
+        me = Rank(rank, world_size, root)
+        if work == "save":
+            for kind in (kind for kind, size in SAVED if size == world_size):
+                me.save(kind)
+            for kind in FULL if world_size == 2 else ():
+                me.save_full(kind)
+            if world_size == 2:
+                me.save_cast()
+            if world_size == 4:
+                me.save_experts()
+        else:
+            for kind, size in SAVED:
+                if size == world_size:
+                    me.go_on(kind)
+                    me.passed(exact(kind, size))
+                ways = RESUMED[world_size]
+                for other in (
+                    one for one in ways if DEEP or is_usual((kind, size), one, world_size)
+                ):
+                    me.reshard(kind, size, other)
+                    me.passed(resharded(kind, size, other, world_size))
+            for kind in FULL if world_size <= 2 else ():
+                me.resume_full(kind)
+            if world_size == 2:
+                me.resume_cast()
+                me.failing()
+                me.failing_user_state()
+            if world_size > 1:
+                me.resume_experts()
 
 
 def main(root: Path) -> None:

@@ -9,14 +9,12 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
 import torch._dynamo  # which fully_shard would import in each rank
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests import dtensor_rules as rules
 from tests.dtensor_rules import Cuts, Shape
+from tests.process_groups import joined
 from tests.rank_programs import SAID, run_ranks
 
 #: For each number of ranks: the meshes over all of them, and how many of the first dimensions are
@@ -225,6 +224,14 @@ def _fsdp_cases(mesh: Shape) -> list[tuple[Shape, int, int]]:
     ]
 
 
+def made_meshes(world_size: int) -> Iterator[tuple[Any, Any]]:
+    """All ranks, and of these the submesh that this rank is on."""
+    for shape, left_away in MESHES[world_size]:
+        names = ("a", "b", "c")[: len(shape)]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        yield mesh, mesh[names[left_away:]] if left_away else mesh
+
+
 class _Rank:
     """What one rank compares."""
 
@@ -232,11 +239,7 @@ class _Rank:
         self.compared = 0
         self.wrong: list[str] = []
         self._world_size = world_size
-        self._meshes = []
-        for shape, left_away in MESHES[world_size]:
-            names = ("a", "b", "c")[: len(shape)]
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-            self._meshes.append((mesh, mesh[names[left_away:]] if left_away else mesh))
+        self._meshes = list(made_meshes(world_size))
 
     def layouts(self) -> None:
         for number, layout in random_layouts(self._world_size):
@@ -287,16 +290,12 @@ class _Rank:
 def _run(rank: int, world_size: int, folder: Path) -> None:
     # It warns of every gathering that could be faster.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    store = dist.FileStore(str(folder / "store"), world_size)
-    timeout = timedelta(seconds=DEADLINE / 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    own = _Rank(world_size)
-    own.layouts()
-    own.fsdp()
-    said = {"compared": own.compared, "wrong": own.wrong}
-    (folder / f"rank_{rank}.json").write_text(json.dumps(said))
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, world_size, folder / "store"):
+        own = _Rank(world_size)
+        own.layouts()
+        own.fsdp()
+        said = {"compared": own.compared, "wrong": own.wrong}
+        (folder / f"rank_{rank}.json").write_text(json.dumps(said))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,13 +37,13 @@ from tests.fsdp_ranks import mesh
 from tests.mapped_names import NAMES, Named, on_the_hub, state
 from tests.multiprocess import model_ranks
 from tests.multiprocess.test_dtensor_rules import (
-    MESHES,
     _cut,
     by_placements,
     by_shard_order,
-    init_device_mesh,
+    made_meshes,
     random_layouts,
 )
+from tests.process_groups import joined
 from tests.rank_programs import written_by
 from tests.storages import RuledStorage
 from tests.weight_groups import CPU, meeting
@@ -64,26 +63,17 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("what", ["layouts", "other_names", *KINDS])
-def test_a_rank_fills_its_own_part_and_reads_as_many_bytes_as_that_has(
+def test_a_rank_fills_its_own_part_also_by_broadcast_and_reads_as_many_bytes_as_that_has(
     said: list[dict[str, Any]], what: str
 ) -> None:
     for rank in said:
         for in_place in ("staged", "direct"):
             found = rank[what][in_place]
-            assert found["wrong"] == []
+            assert found["wrong"] == found["wrong by broadcast"] == []
             assert found["read"] == found["own"]
             assert found["tensors"] > 0
     if what not in {"plain", "ddp"}:
         assert any(rank[what]["staged"]["own"] < rank[what]["whole"] for rank in said)
-
-
-@pytest.mark.parametrize("what", ["layouts", "other_names", *KINDS])
-def test_a_rank_fills_its_own_part_of_what_is_broadcast(
-    said: list[dict[str, Any]], what: str
-) -> None:
-    for rank in said:
-        assert rank[what]["staged"]["wrong by broadcast"] == []
-        assert rank[what]["direct"]["wrong by broadcast"] == []
 
 
 def test_a_rank_of_four_reads_a_quarter_of_what_is_cut_in_four(said: list[dict[str, Any]]) -> None:
@@ -230,11 +220,7 @@ class _Rank:
 
     def layouts(self) -> dict[str, Any]:
         """Random layouts on all kinds of meshes, in the two ways that torch says them."""
-        meshes = []
-        for shape, left_away in MESHES[WORLD_SIZE]:
-            names = ("a", "b", "c")[: len(shape)]
-            made = init_device_mesh("cpu", shape, mesh_dim_names=names)
-            meshes.append(made[names[left_away:]] if left_away else made)
+        meshes = [own for _, own in made_meshes(WORLD_SIZE)]
         wholes, cut = {}, {}
         for at, (number, layout) in enumerate(random_layouts(WORLD_SIZE)):
             whole = torch.arange(1, 1 + math.prod(layout.shape), dtype=torch.int32)
@@ -337,20 +323,16 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 def _run(rank: int, folder: Path) -> None:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    store = dist.FileStore(str(folder / "store"), WORLD_SIZE)
-    timeout = timedelta(seconds=DEADLINE / 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
-    own = _Rank(rank, folder)
-    said: dict[str, Any] = {"layouts": own.layouts(), "other_names": own.other_names()}
-    said |= {name: own.kind(name) for name in KINDS}
-    said["by_the_hubs_names"] = own.by_the_hubs_names()
-    said["gathered"] = own.gathered()
-    said["fsdp1"] = own.refused("fsdp1", *model_ranks.fsdp1(WORLD_SIZE))
-    summand = DTensor.from_local(torch.ones(3), mesh(a=WORLD_SIZE), [TorchPartial()])
-    said["partial"] = own.refused("partial", _Holder({"sum": summand}), {"sum": torch.ones(3)})
-    (folder / f"rank_{rank}.json").write_text(json.dumps(said))
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, WORLD_SIZE, folder / "store"):
+        own = _Rank(rank, folder)
+        said: dict[str, Any] = {"layouts": own.layouts(), "other_names": own.other_names()}
+        said |= {name: own.kind(name) for name in KINDS}
+        said["by_the_hubs_names"] = own.by_the_hubs_names()
+        said["gathered"] = own.gathered()
+        said["fsdp1"] = own.refused("fsdp1", *model_ranks.fsdp1(WORLD_SIZE))
+        summand = DTensor.from_local(torch.ones(3), mesh(a=WORLD_SIZE), [TorchPartial()])
+        said["partial"] = own.refused("partial", _Holder({"sum": summand}), {"sum": torch.ones(3)})
+        (folder / f"rank_{rank}.json").write_text(json.dumps(said))
 
 
 if __name__ == "__main__":

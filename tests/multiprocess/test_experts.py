@@ -17,10 +17,10 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP
 from syncd.protocol.records import Manifest, Receipt, parse
 from tests.jobs import nothing
-from tests.merging import STORAGE
+from tests.merging import STORAGE, assert_equal, loaded
 from tests.multiprocess.expert_ranks import KINDS
 from tests.rank_programs import written_by
-from tests.tiny_models import logits, tensors_in
+from tests.tiny_models import logits
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,10 @@ def published(job: Path, out: Path) -> Manifest:
 
 
 def same(one: Path, other: Path) -> None:
-    found, truth = dict(tensors_in(one)), dict(tensors_in(other))
-    assert found.keys() == truth.keys()
-    assert all(torch.equal(value, found[name]) for name, value in truth.items())
+    assert_equal(loaded(one), loaded(other))
 
 
-def loaded(folder: Path) -> Any:
+def model_of(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
@@ -60,8 +58,8 @@ def test_experts_of_real_ranks_are_what_transformers_saves(
 
     assert (manifest.names, manifest.checked) == ("hub", "receipt")
     same(tmp_path / "out", saves / kind / "truth")
-    truth = logits(loaded(saves / kind / "truth"))
-    assert torch.equal(logits(loaded(tmp_path / "out")), truth)
+    truth = logits(model_of(saves / kind / "truth"))
+    assert torch.equal(logits(model_of(tmp_path / "out")), truth)
     receipt = JobLayout(saves / kind / "job").actor(1) / ".receipts" / "rank_0.json"
     told = parse(Receipt, receipt.read_bytes(), receipt)
     assert f"{HUGGINGFACE}/{NAME_MAP}" in {file.name for file in told.files}
@@ -74,11 +72,11 @@ def test_an_adapter_of_stacked_experts_is_what_peft_saves(saves: Path, tmp_path:
     assert (manifest.kind, manifest.names) == ("adapter", "trainer")
     same(tmp_path / "out", lora / "adapter")
     answers = [
-        logits(PeftModel.from_pretrained(loaded(lora / "base"), str(folder)).eval())
+        logits(PeftModel.from_pretrained(model_of(lora / "base"), str(folder)).eval())
         for folder in (tmp_path / "out", lora / "adapter")
     ]
     assert torch.equal(*answers)
-    assert not torch.equal(answers[0], logits(loaded(lora / "base")))
+    assert not torch.equal(answers[0], logits(model_of(lora / "base")))
 
 
 def test_a_merged_adapter_of_experts_has_the_names_of_the_hub(saves: Path, tmp_path: Path) -> None:

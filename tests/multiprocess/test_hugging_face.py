@@ -95,37 +95,20 @@ def assert_loads_as_trained(folder: Path, save: Path, *, left_out: frozenset[str
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "qwen2-copied"])
 def test_a_merged_folder_loads_to_the_logits_of_its_trainer(
     saves: Path, tmp_path: Path, name: str, size: str
 ) -> None:
     folder = merged(saves / name, tmp_path / "out", "--names", "trainer", *SIZES[size])
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (size == "small files")
-    left_out = frozenset({LM_HEAD} if name == "qwen2" else ())
+    # What the config ties is there once, also where FSDP1 saves bytes of its own by both names.
+    left_out = frozenset({LM_HEAD} if name.startswith("qwen2") else ())
     assert_loads_as_trained(folder, saves / name, left_out=left_out)
     for file in (saves / name / "actor" / HUGGINGFACE).iterdir():
         assert (folder / file.name).read_bytes() == file.read_bytes()
 
 
-def test_fused_experts_are_loaded_by_the_names_of_the_module(saves: Path, tmp_path: Path) -> None:
-    """save_pretrained writes one tensor an expert, and other names; both are read."""
-    found = tensors(merged(saves / "mixtral", tmp_path / "out", "--names", "trainer"))
-    assert found["model.layers.1.mlp.experts.gate_up_proj"].shape == (3, 64, 16)
-    assert found["model.layers.1.mlp.experts.down_proj"].shape == (3, 16, 32)
-    assert not any("block_sparse_moe" in name for name in found)
-
-
 # -- tied embeddings ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("save", ["qwen2", "qwen2-copied"])
-def test_what_is_tied_by_the_config_is_in_the_file_once(
-    saves: Path, tmp_path: Path, save: str
-) -> None:
-    """Also where both names have bytes of their own, as FSDP1 saves them."""
-    folder = merged(saves / save, tmp_path / "out")
-    assert LM_HEAD not in tensors(folder)
-    assert_loads_as_trained(folder, saves / save, left_out=frozenset({LM_HEAD}))
 
 
 @pytest.mark.parametrize("save", ["qwen2", "qwen2-copied"])

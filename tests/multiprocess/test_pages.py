@@ -9,14 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-
 from syncd.cli.demo_model import TinyTransformer
 from syncd.coordination import ExplorerSynchronizer
 from syncd.protocol.policy import SyncSettings, Version
 from tests.doc_blocks import blocks
-from tests.multiprocess.following import told, trainers
+from tests.multiprocess.following import assert_as_trained, told, trainers
 from tests.multiprocess.page_ranks import JOB, STEPS
 from tests.multiprocess.processes import Daemon
 
@@ -55,10 +52,7 @@ def test_what_trainer_and_explorer_paste_carries_each_step_over(job: Path, tmp_p
         rolled_out.clear()
         exec(NO_WAIT.replace(JOB, str(job)), names)  # noqa: S102 # what a user pastes
         assert rolled_out == [STEPS]
-    truth = load_file(tmp_path / "truth" / f"{STEPS}.safetensors")
-    held = model.state_dict()
-    assert all(torch.equal(value, held[name]) for name, value in truth.items())
-    assert truth.keys() == held.keys()
+    assert_as_trained([(STEPS, model.state_dict())], tmp_path / "truth")
     for rank in range(2):
         assert told(tmp_path, rank) == {
             "began_anew": True,

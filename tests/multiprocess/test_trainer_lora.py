@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-from explorer_hooks.reader import Reader
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import shard_name
 from syncd.protocol.records import AdaptedModel, Manifest
 from syncd.storage.fsio import Storage
-from tests.merging import build
+from tests.merging import assert_equal, build
 from tests.multiprocess.lora_ranks import KINDS, MODES, STEP, TOKENS, checks
-from tests.multiprocess.processes import DEADLINE, Daemon, wait_for_step
 from tests.rank_programs import SAID, written_by
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -72,10 +69,7 @@ def test_the_published_adapter_is_what_peft_saves_and_gives_the_trainers_logits(
     assert manifest.kind == "adapter"
     assert manifest.checked == "receipt"
     assert manifest.base_model == AdaptedModel(name=str(root / "base"))
-    found, truth = load_file(folder / WEIGHTS), load_file(root / kind / "truth" / WEIGHTS)
-    assert found.keys() == truth.keys()
-    assert all(found[name].dtype == truth[name].dtype for name in truth)
-    assert all(torch.equal(found[name], truth[name]) for name in truth)
+    assert_equal(load_file(folder / WEIGHTS), load_file(root / kind / "truth" / WEIGHTS))
     config = json.loads((root / kind / "truth" / CONFIG).read_text())
     told = json.loads((folder / CONFIG).read_text())
     assert {**told, "target_modules": sorted(told["target_modules"])} == {
@@ -96,12 +90,8 @@ def test_the_merged_model_is_merge_and_unload_to_the_bit(
     root, _ = saves
     folder, manifest = published(root, kind, "merged", tmp_path / "out")
     assert (manifest.kind, manifest.base_model) == ("full", None)
-    found, truth = load_file(folder / "model.safetensors"), load_file(
-        root / kind / "merged.safetensors"
-    )  # fmt: skip
-    assert found.keys() == truth.keys()
-    assert all(found[name].dtype == truth[name].dtype for name in truth)
-    assert all(torch.equal(found[name], truth[name]) for name in truth)
+    found = load_file(folder / "model.safetensors")
+    assert_equal(found, load_file(root / kind / "merged.safetensors"))
     base = base_of(root, kind).state_dict()
     assert any(not torch.equal(found[name], base[name]) for name in base)
     assert not (folder / CONFIG).exists(), "transformers would load it as an adapter"
@@ -129,23 +119,3 @@ def test_the_frozen_base_is_in_no_file_of_an_adapters_checkpoint(
         assert not any(name.endswith("k_proj.weight") for name in names)
         assert any("lora_" in name for name in names)
     assert not (folder / "model.safetensors").exists()
-
-
-def test_the_daemon_publishes_an_adapter_and_a_merged_model(
-    saves: tuple[Path, str], tmp_path: Path
-) -> None:
-    root, _ = saves
-    for mode, kind in (("adapter", "adapter"), ("merged", "full")):
-        job = tmp_path / mode  # others read the ranks' own meanwhile
-        shutil.copytree(root / "fsdp2" / mode, job)
-        with Daemon(job) as daemon, Reader(job, "explorer") as reader:
-            assert wait_for_step(job, STEP).kind == kind
-            version = reader.next_version(0, DEADLINE)
-            version.verify()
-            assert (version.step, version.kind) == (STEP, kind)
-            base = version.manifest.base_model
-            assert (base.name if base else None) == (
-                str(root / "base") if mode == "adapter" else None
-            )
-            version.release()
-            assert daemon.terminate() == 0

@@ -24,7 +24,7 @@ def program() -> Iterator[Trainers]:
         yield found
 
 
-@pytest.mark.parametrize("scenario", ["saving_fsdp1", "saving_fsdp2", "beside_verl"])
+@pytest.mark.parametrize("scenario", ["saving_fsdp", "saving_fsdp2", "beside_verl"])
 def test_each_step_that_the_helpers_save_reaches_an_explorer(
     program: Trainers, job: Path, tmp_path: Path, scenario: str
 ) -> None:
@@ -70,7 +70,7 @@ def test_the_pointer_moves_when_all_ranks_have_vouched_for_their_shards(
     assert all(torch.equal(value, torch.full_like(value, 6.0)) for value in state.values())
 
 
-@pytest.mark.parametrize("scenario", ["uploading_fsdp1", "uploading_fsdp2"])
+@pytest.mark.parametrize("scenario", ["uploading_fsdp", "uploading_fsdp2"])
 def test_a_state_dict_that_is_uploaded_reaches_an_explorer(
     program: Trainers, job: Path, tmp_path: Path, scenario: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,14 +120,6 @@ def _saving(root: Path, strategy: str) -> None:
     tell(root)
 
 
-def saving_fsdp1(root: Path) -> None:
-    _saving(root, "fsdp")
-
-
-def saving_fsdp2(root: Path) -> None:
-    _saving(root, "fsdp2")
-
-
 def beside_verl(root: Path) -> None:
     """The lines of verl's page, in a worker that has no more than they need."""
     given: dict[str, Any] = {}
@@ -234,14 +227,6 @@ def _uploading(root: Path, strategy: str) -> None:
     tell(root, refused=refused)
 
 
-def uploading_fsdp1(root: Path) -> None:
-    _uploading(root, "fsdp")
-
-
-def uploading_fsdp2(root: Path) -> None:
-    _uploading(root, "fsdp2")
-
-
 # -- broadcast -------------------------------------------------------------------------------------
 
 
@@ -290,16 +275,7 @@ def _received(group: dist.ProcessGroup) -> list[str]:
 
 if __name__ == "__main__":
     serve(
-        {
-            one.__name__: one
-            for one in (
-                saving_fsdp1,
-                saving_fsdp2,
-                beside_verl,
-                gated,
-                uploading_fsdp1,
-                uploading_fsdp2,
-                broadcasting,
-            )
-        }
+        {one.__name__: one for one in (beside_verl, gated, broadcasting)}
+        | {f"saving_{kind}": partial(_saving, strategy=kind) for kind in ("fsdp", "fsdp2")}
+        | {f"uploading_{kind}": partial(_uploading, strategy=kind) for kind in ("fsdp", "fsdp2")}
     )

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 )
 
 from tests import tiny_language
+from tests.process_groups import joined
 
 WORLD_SIZE: Final = 2
 DEADLINE: Final = 60.0
@@ -92,29 +93,26 @@ def _wait_for_version(job: Path, step: int) -> None:
 
 
 def _rank(rank: int, root: Path, *, real: bool) -> None:
-    store = dist.FileStore(str(root / "store"), WORLD_SIZE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
-    job = root / "job"
-    for step in (1, 2):
-        torch.manual_seed(step)
-        plain = tiny_language.model()
-        model = _sharded(plain, step)
-        optimizer = torch.optim.AdamW(model.parameters())
-        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-        manager = (_real if real else Layout)(
-            model, optimizer, scheduler, tiny_language.tokenizer()
-        )
-        folder = job / f"global_step_{step}"
-        manager.save_checkpoint(str(folder / "actor"), global_step=step)
-        if rank == 0:
-            truth = {name: value.clone() for name, value in plain.state_dict().items()}
-            save_file(truth, root / "truth" / f"{step}.safetensors")
-            # What the driver does, which is another process.
-            torch.save({"epoch": step}, folder / "data.pt")
-            (job / "latest_checkpointed_iteration.txt").write_text(str(step))
-        _wait_for_version(job, step)
-        dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, WORLD_SIZE, root / "store"):
+        job = root / "job"
+        for step in (1, 2):
+            torch.manual_seed(step)
+            plain = tiny_language.model()
+            model = _sharded(plain, step)
+            optimizer = torch.optim.AdamW(model.parameters())
+            scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+            manager = (_real if real else Layout)(
+                model, optimizer, scheduler, tiny_language.tokenizer()
+            )
+            folder = job / f"global_step_{step}"
+            manager.save_checkpoint(str(folder / "actor"), global_step=step)
+            if rank == 0:
+                truth = {name: value.clone() for name, value in plain.state_dict().items()}
+                save_file(truth, root / "truth" / f"{step}.safetensors")
+                # What the driver does, which is another process.
+                torch.save({"epoch": step}, folder / "data.pt")
+                (job / "latest_checkpointed_iteration.txt").write_text(str(step))
+            _wait_for_version(job, step)
 
 
 def _forked(rank: int, root: Path, real: bool) -> None:  # noqa: FBT001, RUF100 # positional, by torch
