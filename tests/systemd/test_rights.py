@@ -81,9 +81,13 @@ def root() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def give(path: Path, mode: int = 0o2775) -> None:
-    os.chown(path, TRAINER.uid, GROUP)
-    path.chmod(mode)
+@pytest.fixture
+def shared(root: Path) -> Path:
+    """A job that a daemon has shared with the group."""
+    os.chown(root, TRAINER.uid, GROUP)
+    root.chmod(0o2775)
+    assert not _failed(DAEMON.does(served(root)))
+    return root
 
 
 def trained(root: Path, *steps: int) -> Callable[[], None]:
@@ -95,7 +99,9 @@ def trained(root: Path, *steps: int) -> Callable[[], None]:
     return work
 
 
-def served(root: Path, until: Callable[[], bool], group: str | None = None) -> Callable[[], None]:
+def served(
+    root: Path, until: Callable[[], bool] = lambda: True, group: str | None = str(GROUP)
+) -> Callable[[], None]:
     def work() -> None:
         config = DaemonConfig(tick=0.05, shared_group=group, keep=1, lease_time=LEASE_TIME)
         services = Services(root, config)
@@ -122,42 +128,42 @@ def is_pruned(root: Path, step: int) -> Callable[[], bool]:
 
 def test_as_the_trainers_user_a_daemon_prunes_and_says_nothing_of_rights(root: Path) -> None:
     assert TRAINER.does(trained(root, 1)) == []
-    assert not any("Error" in line for line in TRAINER.does(served(root, is_published(root, 1))))
+    assert not any(
+        "Error" in line for line in TRAINER.does(served(root, is_published(root, 1), None))
+    )
     assert TRAINER.does(trained(root, 2)) == []
-    said = TRAINER.does(served(root, is_pruned(root, 1)))
+    said = TRAINER.does(served(root, is_pruned(root, 1), None))
     assert not [line for line in said if "cannot be deleted" in line or "Error" in line]
 
 
 def test_a_daemon_that_may_not_write_to_the_job_says_as_whom_to_run(root: Path) -> None:
     TRAINER.does(trained(root, 1))
-    said = DAEMON.does(served(root, lambda: True))
+    said = DAEMON.does(served(root, group=None))
     assert said[0].startswith("JobUnavailableError")
     assert "cannot be written by user 52002. Run as the trainers' user" in said[0]
 
 
 def test_in_a_shared_group_daemon_trainers_and_explorers_work_on_each_others_files(
-    root: Path,
+    shared: Path,
 ) -> None:
-    give(root)
-    assert not _failed(DAEMON.does(served(root, lambda: True, str(GROUP))))
-    assert SHARING.does(trained(root, 1)) == []
-    assert not _failed(DAEMON.does(served(root, is_published(root, 1), str(GROUP))))
-    assert SHARING.does(trained(root, 2)) == []
-    said = DAEMON.does(served(root, is_pruned(root, 1), str(GROUP)))
+    assert SHARING.does(trained(shared, 1)) == []
+    assert not _failed(DAEMON.does(served(shared, is_published(shared, 1))))
+    assert SHARING.does(trained(shared, 2)) == []
+    said = DAEMON.does(served(shared, is_pruned(shared, 1)))
     assert not _failed(said)
     assert not [line for line in said if "cannot be deleted" in line]
 
     def explore() -> None:
-        with Reader(root, "explorer") as reader:
+        with Reader(shared, "explorer") as reader:
             version = reader.next_version(0, 20)
             version.verify()
             version.release()
 
     assert not _failed(OTHER.does(explore))
     # Another one's daemon takes over what this one has made.
-    assert SHARING.does(trained(root, 3)) == []
-    assert not _failed(OTHER.does(served(root, is_pruned(root, 2), str(GROUP))))
-    layout = JobLayout(root)
+    assert SHARING.does(trained(shared, 3)) == []
+    assert not _failed(OTHER.does(served(shared, is_pruned(shared, 2))))
+    layout = JobLayout(shared)
     for path in (*layout.state.rglob("*"), *layout.published.rglob("*")):
         status = path.lstat()
         assert status.st_gid == GROUP, path
@@ -168,58 +174,53 @@ def test_in_a_shared_group_daemon_trainers_and_explorers_work_on_each_others_fil
 
 
 def test_steps_that_could_not_be_deleted_are_told_of_once_and_published_all_the_same(
-    root: Path,
+    shared: Path,
 ) -> None:
-    give(root)
-    assert not _failed(DAEMON.does(served(root, lambda: True, str(GROUP))))
     private = User(TRAINER.uid, (GROUP,), 0o022)  # its folders are its own to write
-    assert private.does(trained(root, 1)) == []
-    said = DAEMON.does(served(root, is_published(root, 1), str(GROUP)))
+    assert private.does(trained(shared, 1)) == []
+    said = DAEMON.does(served(shared, is_published(shared, 1)))
     warnings = [line for line in said if "old steps cannot be deleted" in line]
     assert len(warnings) == 1
-    assert f"{root}/global_step_1 belongs to user 52001," in warnings[0]
+    assert f"{shared}/global_step_1 belongs to user 52001," in warnings[0]
     assert "umask 002" in warnings[0]
 
 
-def test_a_sticky_folder_is_told_of(root: Path) -> None:
-    give(root, 0o3775)
-    assert not _failed(DAEMON.does(served(root, lambda: True, str(GROUP))))
-    assert SHARING.does(trained(root, 1)) == []
-    said = DAEMON.does(served(root, is_published(root, 1), str(GROUP)))
+def test_a_sticky_folder_is_told_of(shared: Path) -> None:
+    shared.chmod(0o3775)
+    assert SHARING.does(trained(shared, 1)) == []
+    said = DAEMON.does(served(shared, is_published(shared, 1)))
     assert any("has the sticky bit" in line for line in said)
 
 
 def test_the_owner_of_the_job_shares_it_by_itself_and_another_is_told_how(root: Path) -> None:
     os.chown(root, OTHER.uid, OTHER.uid)
     assert OTHER.does(trained(root, 1)) == []
-    said = DAEMON.does(served(root, lambda: True, str(GROUP)))
+    said = DAEMON.does(served(root))
     assert said[0].startswith("InvalidSettingsError")
     command = said[0].partition("run '")[2].partition("'")[0]
     assert command.startswith(f"chgrp -R {GROUP} {root} && chmod -R g+rwX {root} && find {root}")
     assert OTHER.does(lambda: subprocess.run(["sh", "-c", command], check=True)) == []
-    assert not _failed(DAEMON.does(served(root, is_published(root, 1), str(GROUP))))
+    assert not _failed(DAEMON.does(served(root, is_published(root, 1))))
     # The page says the same.
     page = (Path(__file__).parents[2] / "docs" / "systemd.md").read_text()
     assert command.replace(str(root), "JOB").replace(str(GROUP), "rl") in page
 
     root.chmod(0o755)
     os.chown(root, OTHER.uid, OTHER.uid)
-    assert not _failed(OTHER.does(served(root, lambda: True, str(GROUP))))
+    assert not _failed(OTHER.does(served(root)))
     status = root.stat()
     assert (status.st_gid, stat.S_IMODE(status.st_mode)) == (GROUP, 0o2775)
-    assert not _failed(DAEMON.does(served(root, lambda: True, str(GROUP))))
+    assert not _failed(DAEMON.does(served(root)))
 
 
 def test_a_step_that_cannot_even_be_listed_is_told_of_and_keeps_nobody_from_the_next(
-    root: Path,
+    shared: Path,
 ) -> None:
-    give(root)
-    assert not _failed(DAEMON.does(served(root, lambda: True, str(GROUP))))
-    assert SHARING.does(trained(root, 1)) == []
-    JobLayout(root).step(1).chmod(0o700)
-    assert SHARING.does(trained(root, 2)) == []
-    said = DAEMON.does(served(root, is_published(root, 2), str(GROUP)))
-    assert any(f"{root}/global_step_1 belongs to user" in line for line in said)
+    assert SHARING.does(trained(shared, 1)) == []
+    JobLayout(shared).step(1).chmod(0o700)
+    assert SHARING.does(trained(shared, 2)) == []
+    said = DAEMON.does(served(shared, is_published(shared, 2)))
+    assert any(f"{shared}/global_step_1 belongs to user" in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def test_a_step_that_cannot_even_be_listed_is_told_of_and_keeps_nobody_from_the_
 def test_a_group_that_cannot_be_shared_with_is_an_error_of_settings(
     root: Path, group: str, why: str
 ) -> None:
-    (first, *_) = DAEMON.does(served(root, lambda: True, group))
+    (first, *_) = DAEMON.does(served(root, group=group))
     assert first.startswith("InvalidSettingsError")
     assert why in first
 
