@@ -57,6 +57,8 @@ class Members:
         self.job = job
         self.stack = stack
         self.threads = stack.enter_context(ThreadPoolExecutor(8))
+        self.storage = RuledStorage()
+        self.seams = Seams(storage=self.storage, poll=0.02)
 
     def trainer(self, **options: Any) -> TrainerSynchronizer:
         made = TrainerSynchronizer(self.job.layout.root, **{"seams": SEAMS, **options})
@@ -64,12 +66,22 @@ class Members:
         return self.stack.enter_context(made)
 
     def explorer(self, name: str = "explorer", **options: Any) -> ExplorerSynchronizer:
-        made = ExplorerSynchronizer(self.job.layout.root, name, **{"seams": SEAMS, **options})
+        made = ExplorerSynchronizer(self.job.layout.root, name, **{"seams": self.seams, **options})
         made.set_explorer_status(RUNNING)
         return self.stack.enter_context(made)
 
     def aside(self, call: Callable[..., Any], *given: Any, **named: Any) -> Future[Any]:
         return self.threads.submit(call, *given, **named)
+
+    def waiting(self, explorer: ExplorerSynchronizer, held: Version | None = None) -> Future[Any]:
+        """A wait that has begun."""
+        waiting = self.aside(explorer.wait_new_model_state_dict, held, timeout=LONG)
+        self.wait_for_status(REQUIRE_SYNC)
+        return waiting
+
+    def quarantine(self, step: int, identity: str) -> None:
+        outcome = SaveOutcome(identity=identity, outcome="quarantined")
+        self.job.layout.saves.write_bytes(encode(SaveOutcomes(steps={step: outcome})))
 
     def publish(self, step: int, *values: float) -> Version:
         self.job.save(step, *values, counter=step)
@@ -89,6 +101,22 @@ class Members:
 def members(job: SmallJob) -> Iterator[Members]:
     with ExitStack() as stack:
         yield Members(job, stack)
+
+
+@pytest.fixture
+def trainer(members: Members) -> TrainerSynchronizer:
+    return members.trainer()
+
+
+@pytest.fixture
+def explorer(members: Members) -> ExplorerSynchronizer:
+    return members.explorer()
+
+
+def loaded(by: TrainerSynchronizer | ExplorerSynchronizer, *whose: Any) -> tuple[int, object]:
+    state = by.load_state(*whose)
+    assert state is not None
+    return state.iteration, state.state
 
 
 # -- registration and statuses -----------------------------------------------------------------
@@ -141,28 +169,24 @@ def test_modules_are_all_that_registered_and_whether_they_live(members: Members)
     trainer.add_module()
 
 
-def test_one_who_lost_its_name_is_told_at_its_next_word(members: Members) -> None:
-    explorer = members.explorer()
-    claim = members.job.layout.claim("explorer", "explorer")
-    claim.write_bytes(claim.read_bytes().replace(explorer._me.session.id.encode(), b"another"))
-    with pytest.raises(NameTakenError, match="session another now holds"):
-        explorer.set_explorer_status(STOPPED)
-
-
-def test_one_who_lost_its_name_does_not_save_over_its_successors_state(members: Members) -> None:
-    explorer = members.explorer()
+def test_one_who_lost_its_name_is_told_at_its_next_word_and_saves_over_nobodys_state(
+    members: Members, explorer: ExplorerSynchronizer
+) -> None:
     explorer.save_state(1, {})
     claim = members.job.layout.claim("explorer", "explorer")
     claim.write_bytes(claim.read_bytes().replace(explorer.session_id.encode(), b"another"))
-    with pytest.raises(NameTakenError, match="session another now holds"):
-        explorer.save_state(2, {})
-    found = explorer.load_state()
-    assert found is not None
-    assert found.iteration == 1
+    for say in (
+        partial(explorer.save_state, 2, {}),
+        partial(explorer.set_explorer_status, STOPPED),
+    ):
+        with pytest.raises(NameTakenError, match="session another now holds"):
+            say()
+    assert loaded(explorer) == (1, {})
 
 
-def test_one_that_is_closed_does_not_take_its_name_again(members: Members) -> None:
-    explorer = members.explorer()
+def test_one_that_is_closed_does_not_take_its_name_again(
+    members: Members, explorer: ExplorerSynchronizer
+) -> None:
     explorer.close()
     for say in (explorer.add_module, partial(explorer.set_explorer_version, Version(1, 1))):
         with pytest.raises(CancelledError, match="is closed"):
@@ -173,20 +197,21 @@ def test_one_that_is_closed_does_not_take_its_name_again(members: Members) -> No
 # -- waiting for a newer version ---------------------------------------------------------------
 
 
-def test_what_is_there_is_taken_at_once_and_nothing_is_required(members: Members) -> None:
+def test_what_is_there_is_taken_at_once_and_nothing_is_required(
+    members: Members, explorer: ExplorerSynchronizer
+) -> None:
     members.trainer()
-    explorer = members.explorer()
     version = members.publish(3)
     assert explorer.wait_new_model_state_dict(None) == version
     assert explorer.wait_new_model_state_dict(version, no_wait=True) == version
     assert members.report().requests == 0
 
 
-def test_a_wait_ends_with_a_newer_version_and_with_nothing_else(members: Members) -> None:
-    trainer, explorer = members.trainer(), members.explorer()
+def test_a_wait_ends_with_a_newer_version_and_with_nothing_else(
+    members: Members, trainer: TrainerSynchronizer, explorer: ExplorerSynchronizer
+) -> None:
     first = members.publish(1)
-    waiting = members.aside(explorer.wait_new_model_state_dict, first, timeout=LONG)
-    members.wait_for_status(REQUIRE_SYNC)
+    waiting = members.waiting(explorer, first)
     trainer.begin_save(2)  # a word of the trainer, and no new version
     members.explorer("other")
     with pytest.raises(TimeoutError):
@@ -196,12 +221,12 @@ def test_a_wait_ends_with_a_newer_version_and_with_nothing_else(members: Members
     assert (members.report().status, members.report().requests) == ("running", 1)
 
 
-def test_nothing_new_ends_a_wait_with_what_is_held(members: Members) -> None:
-    trainer, explorer = members.trainer(), members.explorer()
+def test_nothing_new_ends_a_wait_with_what_is_held(
+    members: Members, trainer: TrainerSynchronizer, explorer: ExplorerSynchronizer
+) -> None:
     trainer.notify_no_new_model_state_dict()  # to those who waited before
     held = members.publish(1)
-    waiting = members.aside(explorer.wait_new_model_state_dict, held, timeout=LONG)
-    members.wait_for_status(REQUIRE_SYNC)
+    waiting = members.waiting(explorer, held)
     with pytest.raises(TimeoutError):
         waiting.result(0.3)
     trainer.notify_no_new_model_state_dict()
@@ -210,13 +235,14 @@ def test_nothing_new_ends_a_wait_with_what_is_held(members: Members) -> None:
 
 
 def test_a_version_that_nothing_replaces_is_warned_of_once(
-    members: Members, caplog: pytest.LogCaptureFixture
+    members: Members,
+    caplog: pytest.LogCaptureFixture,
+    trainer: TrainerSynchronizer,
+    explorer: ExplorerSynchronizer,
 ) -> None:
-    trainer, explorer = members.trainer(), members.explorer()
     held = members.publish(3)
     for _ in range(2):
-        waiting = members.aside(explorer.wait_new_model_state_dict, held, timeout=LONG)
-        members.wait_for_status(REQUIRE_SYNC)
+        waiting = members.waiting(explorer, held)
         trainer.notify_no_new_model_state_dict()
         assert waiting.result(LONG) == held
     assert [line for line in caplog.messages if "nothing newer" in line] == [
@@ -225,10 +251,10 @@ def test_a_version_that_nothing_replaces_is_warned_of_once(
 
 
 @pytest.mark.parametrize("ends", ["stops", "dies"])
-def test_a_trainer_that_stops_or_dies_ends_a_wait(members: Members, ends: str) -> None:
-    trainer, explorer = members.trainer(), members.explorer()
-    waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
-    members.wait_for_status(REQUIRE_SYNC)
+def test_a_trainer_that_stops_or_dies_ends_a_wait(
+    members: Members, ends: str, trainer: TrainerSynchronizer, explorer: ExplorerSynchronizer
+) -> None:
+    waiting = members.waiting(explorer)
     if ends == "stops":
         trainer.set_trainer_status(STOPPED)
     else:
@@ -237,16 +263,17 @@ def test_a_trainer_that_stops_or_dies_ends_a_wait(members: Members, ends: str) -
     assert members.report().status == "running"
 
 
-def test_without_a_trainer_nobody_who_holds_a_version_waits(members: Members) -> None:
-    explorer, held = members.explorer(), members.publish(1)
+def test_without_a_trainer_nobody_who_holds_a_version_waits(
+    members: Members, explorer: ExplorerSynchronizer
+) -> None:
+    held = members.publish(1)
     assert explorer.wait_new_model_state_dict(held) == held
     assert members.report().requests == 0
 
 
 def test_a_wait_without_a_daemon_says_so_at_once_and_once(
-    members: Members, caplog: pytest.LogCaptureFixture
+    members: Members, caplog: pytest.LogCaptureFixture, explorer: ExplorerSynchronizer
 ) -> None:
-    explorer = members.explorer()
     waiting = members.aside(explorer.wait_for_newer, None, timeout=LONG)
     wait_until(lambda: "no daemon works there: start `syncd run " in caplog.text, "it says so")
     version = members.publish(1)
@@ -257,20 +284,21 @@ def test_a_wait_without_a_daemon_says_so_at_once_and_once(
     assert caplog.text.count(said) == 1
 
 
-def test_a_timeout_is_an_error_and_puts_the_status_back(members: Members) -> None:
+def test_a_timeout_is_an_error_and_puts_the_status_back(
+    members: Members, explorer: ExplorerSynchronizer
+) -> None:
     members.trainer()
-    explorer = members.explorer()
     with pytest.raises(WaitTimeoutError, match="no daemon works there: start `syncd run "):
         explorer.wait_new_model_state_dict(None, timeout=0.1)
     assert members.report().status == "running"
     assert explorer.get_explorer_status_counts()[REQUIRE_SYNC] == 0
 
 
-def test_a_wait_that_begins_in_another_ends_in_its_own_time(members: Members) -> None:
+def test_a_wait_that_begins_in_another_ends_in_its_own_time(
+    members: Members, explorer: ExplorerSynchronizer
+) -> None:
     members.trainer()
-    explorer = members.explorer()
-    waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
-    members.wait_for_status(REQUIRE_SYNC)
+    waiting = members.waiting(explorer)
     with pytest.raises(WaitTimeoutError, match="while another wait of the same participant"):
         explorer.set_model_state_dict_with_step_num(3, timeout=0.1)
     assert not waiting.done()
@@ -279,9 +307,10 @@ def test_a_wait_that_begins_in_another_ends_in_its_own_time(members: Members) ->
         waiting.result(LONG)
 
 
-def test_a_cancelled_or_closed_wait_puts_the_status_back(members: Members) -> None:
+def test_a_cancelled_or_closed_wait_puts_the_status_back(
+    members: Members, explorer: ExplorerSynchronizer
+) -> None:
     members.trainer()
-    explorer = members.explorer()
     cancel = Cancellation()
     waiting = members.aside(explorer.wait_new_model_state_dict, None, cancel=cancel)
     members.wait_for_status(REQUIRE_SYNC)
@@ -289,8 +318,7 @@ def test_a_cancelled_or_closed_wait_puts_the_status_back(members: Members) -> No
     with pytest.raises(CancelledError):
         waiting.result(LONG)
     assert members.report().status == "running"
-    waiting = members.aside(explorer.wait_new_model_state_dict, None)
-    members.wait_for_status(REQUIRE_SYNC)
+    waiting = members.waiting(explorer)
     explorer.close()
     with pytest.raises(CancelledError):
         waiting.result(LONG)
@@ -329,9 +357,10 @@ def test_a_wait_that_was_next_when_all_ended_watches_nothing(tmp_path: Path) -> 
     assert looked == folders[:1]
 
 
-def test_a_signal_handler_may_close_what_its_thread_waits_for(members: Members) -> None:
+def test_a_signal_handler_may_close_what_its_thread_waits_for(
+    members: Members, explorer: ExplorerSynchronizer
+) -> None:
     members.trainer()
-    explorer = members.explorer()
 
     def handle(*_: object) -> None:
         explorer.close()
@@ -347,22 +376,21 @@ def test_a_signal_handler_may_close_what_its_thread_waits_for(members: Members) 
     assert members.report().status == "stopped"
 
 
-def test_a_storage_that_is_away_at_the_end_is_no_error(members: Members) -> None:
-    storage = RuledStorage()
-    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
-    storage.rules.append(refuse("open_read", errno.EIO))
+def test_a_storage_that_is_away_at_the_end_is_no_error(
+    members: Members, explorer: ExplorerSynchronizer
+) -> None:
+    members.storage.rules.append(refuse("open_read", errno.EIO))
     explorer.close()
     assert members.report().status == "running"
     assert list(members.job.layout.sessions.iterdir()) == []
 
 
-def test_storage_that_fails_in_a_wait_leaves_no_status_behind(members: Members) -> None:
-    storage = RuledStorage()
+def test_storage_that_fails_in_a_wait_leaves_no_status_behind(
+    members: Members, explorer: ExplorerSynchronizer
+) -> None:
     members.trainer()
-    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
-    waiting = members.aside(explorer.wait_new_model_state_dict, None)
-    members.wait_for_status(REQUIRE_SYNC)
-    storage.rules.append(refuse("open_read", errno.EIO, where="LATEST"))
+    waiting = members.waiting(explorer)
+    members.storage.rules.append(refuse("open_read", errno.EIO, where="LATEST"))
     with pytest.raises(OSError, match="error"):
         waiting.result(LONG)
     assert members.report().status == "running"
@@ -370,9 +398,8 @@ def test_storage_that_fails_in_a_wait_leaves_no_status_behind(members: Members) 
 
 @pytest.mark.parametrize("ends", ["there is a version", "the trainer has stopped"])
 def test_a_wait_that_need_not_wait_puts_back_what_was_required_before_it(
-    members: Members, ends: str
+    members: Members, ends: str, trainer: TrainerSynchronizer, explorer: ExplorerSynchronizer
 ) -> None:
-    trainer, explorer = members.trainer(), members.explorer()
     explorer.set_explorer_status(REQUIRE_SYNC)
     version = members.publish(1)
     held = None
@@ -387,24 +414,22 @@ def test_a_wait_that_need_not_wait_puts_back_what_was_required_before_it(
 
 @pytest.mark.parametrize("said", ["by the wait", "before it"])
 def test_a_request_that_storage_refuses_once_is_made_again_by_the_wait(
-    members: Members, said: str
+    members: Members, said: str, explorer: ExplorerSynchronizer, trainer: TrainerSynchronizer
 ) -> None:
-    storage = RuledStorage()
-    trainer = members.trainer()
-    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
     ask = partial(explorer.wait_new_model_state_dict, None, timeout=LONG)
-    storage.rules.append(refuse("rename", errno.EIO, where="explorer.json"))
+    members.storage.rules.append(refuse("rename", errno.EIO, where="explorer.json"))
     if said == "by the wait":
-        tried = storage.count("rename", members.job.layout.drafts)
+        tried = members.storage.count("rename", members.job.layout.drafts)
         waiting = members.aside(ask)
         wait_until(
-            lambda: storage.count("rename", members.job.layout.drafts) > tried, "it tries to ask"
+            lambda: members.storage.count("rename", members.job.layout.drafts) > tried,
+            "it tries to ask",
         )
-        storage.rules.clear()
+        members.storage.rules.clear()
     else:
         with pytest.raises(OSError, match="error"):
             explorer.set_explorer_status(REQUIRE_SYNC)
-        storage.rules.clear()
+        members.storage.rules.clear()
         waiting = members.aside(ask)
     wait_until(trainer.explorer_requires_sync, "it is asked")
     version = members.publish(1)
@@ -413,22 +438,20 @@ def test_a_request_that_storage_refuses_once_is_made_again_by_the_wait(
 
 
 def test_a_transfer_that_storage_refuses_to_begin_can_be_begun_again(members: Members) -> None:
-    storages = [RuledStorage(), RuledStorage()]
-    seams = [Seams(storage=storage, poll=0.02) for storage in storages]
-    trainer, explorer = members.trainer(seams=seams[0]), members.explorer(seams=seams[1])
-    for storage, name in zip(storages, ("trainer.json", "explorer.json"), strict=True):
-        storage.rules.append(refuse("rename", errno.EIO, where=name))
+    trainer, explorer = members.trainer(seams=members.seams), members.explorer()
+    for name in ("trainer.json", "explorer.json"):
+        members.storage.rules.append(refuse("rename", errno.EIO, where=name))
     for refused in (partial(trainer.ready_to_nccl_sync, 4), explorer.ready_to_nccl_sync):
         with pytest.raises(OSError, match="error"):
             refused(timeout=LONG)
-    for storage in storages:
-        storage.rules.clear()
+    members.storage.rules.clear()
     ready = members.aside(explorer.ready_to_nccl_sync, timeout=LONG)
     assert (trainer.ready_to_nccl_sync(4, timeout=LONG), ready.result(LONG)) == (4, 4)
 
 
-def test_a_trainer_answers_each_request_once(members: Members) -> None:
-    trainer, explorer = members.trainer(), members.explorer()
+def test_a_trainer_answers_each_request_once(
+    members: Members, trainer: TrainerSynchronizer, explorer: ExplorerSynchronizer
+) -> None:
     assert not trainer.explorer_requires_sync()
     waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
     wait_until(trainer.explorer_requires_sync, "it is asked")
@@ -449,9 +472,8 @@ def test_a_trainer_answers_each_request_once(members: Members) -> None:
 
 
 def test_an_explorer_that_does_not_count_its_requests_is_answered_once_a_wait(
-    members: Members,
+    trainer: TrainerSynchronizer, job: SmallJob
 ) -> None:
-    trainer, job = members.trainer(), members.job
     with Reader(job.layout.root, "uncounted") as reader:
         for step in (1, 2):
             reader.report(RunningStatus.REQUIRE_SYNC, sequence=None, step=None)
@@ -462,8 +484,9 @@ def test_an_explorer_that_does_not_count_its_requests_is_answered_once_a_wait(
             assert not trainer.explorer_requires_sync()
 
 
-def test_a_hook_asks_and_is_answered_by_the_next_version(members: Members) -> None:
-    trainer, job = members.trainer(), members.job
+def test_a_hook_asks_and_is_answered_by_the_next_version(
+    members: Members, trainer: TrainerSynchronizer, job: SmallJob
+) -> None:
     with ExplorerHook(job.layout.root, "hook", FakeEngine(), poll=0.02) as hook:
         for step in (1, 2):
             pulling = members.aside(hook.pull, LONG)
@@ -476,29 +499,26 @@ def test_a_hook_asks_and_is_answered_by_the_next_version(members: Members) -> No
 
 
 def test_a_status_that_storage_does_not_take_at_the_end_is_said_with_the_next_word(
-    members: Members,
+    members: Members, explorer: ExplorerSynchronizer
 ) -> None:
-    storage = RuledStorage()
     members.trainer()
-    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
-    waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
-    members.wait_for_status(REQUIRE_SYNC)
-    storage.rules.append(refuse("rename", errno.ENOSPC, where="explorer.json"))
+    waiting = members.waiting(explorer)
+    members.storage.rules.append(refuse("rename", errno.ENOSPC, where="explorer.json"))
     version = members.publish(1)
     assert waiting.result(LONG) == version
-    storage.rules.clear()
+    members.storage.rules.clear()
     assert members.report().status == "require_sync"
     explorer.set_explorer_version(version)
     assert (members.report().status, members.report().sequence) == ("running", 1)
 
 
-def test_a_save_that_was_refused_is_not_on_its_way(members: Members) -> None:
-    trainer = members.trainer()
+def test_a_save_that_was_refused_is_not_on_its_way(
+    members: Members, trainer: TrainerSynchronizer
+) -> None:
     assert not trainer.save_is_on_its_way()
     trainer.set_model_state_dict(None, 2)
     assert trainer.save_is_on_its_way()
-    outcome = SaveOutcome(identity="r-2-0", outcome="quarantined")
-    members.job.layout.saves.write_bytes(encode(SaveOutcomes(steps={2: outcome})))
+    members.quarantine(2, "r-2-0")
     assert not trainer.save_is_on_its_way()
 
 
@@ -506,9 +526,8 @@ def test_a_save_that_was_refused_is_not_on_its_way(members: Members) -> None:
 
 
 def test_tensors_are_streamed_from_the_newest_version_while_it_is_leased(
-    members: Members,
+    members: Members, explorer: ExplorerSynchronizer
 ) -> None:
-    explorer = members.explorer()
     assert list(explorer.get_model_state_dict_iterator()) == []
     assert explorer.get_state_dict_meta() == []
     members.publish(1, 1.0, 2.0)
@@ -524,14 +543,12 @@ def test_tensors_are_streamed_from_the_newest_version_while_it_is_leased(
 
 
 def test_a_second_look_at_a_version_that_storage_refuses_does_not_let_it_go(
-    members: Members,
+    members: Members, explorer: ExplorerSynchronizer
 ) -> None:
-    storage = RuledStorage()
-    explorer = members.explorer(seams=Seams(storage=storage))
     members.publish(1, 1.0)
     tensors = explorer.get_model_state_dict_iterator()
     next(tensors)
-    storage.rules.append(refuse("open_read", errno.EIO, where="manifest.json"))
+    members.storage.rules.append(refuse("open_read", errno.EIO, where="manifest.json"))
     with suppress(OSError):
         explorer.get_state_dict_meta()
     assert len(list(members.job.layout.lease_folder(1).iterdir())) == 1
@@ -559,17 +576,16 @@ def test_the_tensors_are_those_of_the_version_that_a_wait_returned(members: Memb
 
 
 def test_a_version_that_only_this_client_still_takes_for_the_newest_is_passed_over(
-    members: Members,
+    members: Members, explorer: ExplorerSynchronizer, job: SmallJob
 ) -> None:
-    storage, layout = RuledStorage(), members.job.layout
-    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
+    layout = job.layout
     members.publish(1)
     old = layout.latest.read_bytes()
     members.publish(2)
     now = layout.latest.read_bytes()
     layout.lease_folder(1).rmdir()  # retired
-    members.job.put(layout.latest, old)  # as a cache has it, until the server is asked
-    storage.rules.append(once("utime", lambda *_: members.job.put(layout.latest, now)))
+    job.put(layout.latest, old)  # as a cache has it, until the server is asked
+    members.storage.rules.append(once("utime", lambda *_: job.put(layout.latest, now)))
     names = [name for name, _ in explorer.get_model_state_dict_iterator()]
     assert names == ["weight"]
 
@@ -594,7 +610,9 @@ def test_a_state_dict_goes_through_the_writer(members: Members) -> None:
         members.trainer().set_model_state_dict({}, 4)
 
 
-def test_a_remote_path_is_written_and_pointed_to(members: Members) -> None:
+def test_a_remote_path_is_written_and_pointed_to(
+    members: Members, explorer: ExplorerSynchronizer
+) -> None:
     trainer, layout = members.trainer(), members.job.layout
     trainer.set_model_state_dict("tinker://run/sampler/5", 5)
     path = layout.step(5) / "remote_sampler_path.txt"
@@ -602,7 +620,6 @@ def test_a_remote_path_is_written_and_pointed_to(members: Members) -> None:
     assert layout.state_pointer.read_text() == "5\n"
     trainer.set_model_state_dict("tinker://run/sampler/5b", 5)
     assert path.read_text() == "tinker://run/sampler/5b\n"
-    explorer = members.explorer()
     clock = Clock()
     with members.job.daemon(clock=clock) as loop:
         for _ in range(3):
@@ -613,8 +630,9 @@ def test_a_remote_path_is_written_and_pointed_to(members: Members) -> None:
         next(explorer.get_model_state_dict_iterator())
 
 
-def test_a_step_on_disk_is_published_by_its_number(members: Members) -> None:
-    explorer, job = members.explorer(), members.job
+def test_a_step_on_disk_is_published_by_its_number(
+    members: Members, explorer: ExplorerSynchronizer, job: SmallJob
+) -> None:
     assert explorer.set_model_state_dict_with_step_num() is None
     job.save(1)
     (job.layout.step(1) / FULL).touch()  # else it is pruned
@@ -630,8 +648,7 @@ def test_a_step_on_disk_is_published_by_its_number(members: Members) -> None:
         explorer.set_model_state_dict_with_step_num(9, 2)
     for step in (8, 9):
         job.layout.actor(step).mkdir(parents=True)
-    outcome = SaveOutcome(identity="r-9-0", outcome="quarantined")
-    job.layout.saves.write_bytes(encode(SaveOutcomes(steps={9: outcome})))
+    members.quarantine(9, "r-9-0")
     with pytest.raises(SaveFailedError, match="step 9 cannot be published"):
         explorer.set_model_state_dict_with_step_num(9)
     with pytest.raises(WaitTimeoutError):
@@ -639,12 +656,9 @@ def test_a_step_on_disk_is_published_by_its_number(members: Members) -> None:
 
 
 def test_a_step_that_was_refused_and_is_saved_again_is_published_by_its_number(
-    members: Members,
+    members: Members, explorer: ExplorerSynchronizer, job: SmallJob
 ) -> None:
-    explorer, job = members.explorer(), members.job
-    refused = job.save(4, counter=1)
-    outcome = SaveOutcome(identity=refused, outcome="quarantined")
-    job.layout.saves.write_bytes(encode(SaveOutcomes(steps={4: outcome})))
+    members.quarantine(4, job.save(4, counter=1))
     with pytest.raises(SaveFailedError):
         explorer.set_model_state_dict_with_step_num(4, timeout=LONG)
     job.save(4, counter=2)
@@ -711,10 +725,9 @@ def test_the_trainer_waits_for_the_slowest_explorer_and_not_for_ever(members: Me
 
 
 def test_the_trainer_does_not_wait_for_an_explorer_that_refused_the_version(
-    members: Members,
+    members: Members, explorer: ExplorerSynchronizer
 ) -> None:
     trainer = members.trainer(settings=SyncSettings(max_explorer_lag=0, sync_timeout=LONG))
-    explorer = members.explorer()
     first, second = members.publish(1), members.publish(2)
     explorer.set_explorer_version(first)
     assert not trainer.wait_for_explorers(0.1)
@@ -737,8 +750,9 @@ def test_an_explorer_of_before_there_were_broadcasts_holds_none_up(members: Memb
     assert trainer.takers() == (1, 0)
 
 
-def test_a_transfer_takes_place_once_all_explorers_are_ready(members: Members) -> None:
-    trainer = members.trainer()
+def test_a_transfer_takes_place_once_all_explorers_are_ready(
+    members: Members, trainer: TrainerSynchronizer
+) -> None:
     explorers = [members.explorer(f"e{number}") for number in range(3)]
     stopped = members.explorer("stopped")
     stopped.set_explorer_status(STOPPED)
@@ -782,16 +796,18 @@ def test_who_takes_part_in_a_transfer_has_time_to_load_it_and_who_came_after_has
     assert not trainer.has_missed(sent)
 
 
-def test_no_transfer_without_explorers_or_without_a_trainer(members: Members) -> None:
-    trainer = members.trainer()
+def test_no_transfer_without_explorers_or_without_a_trainer(
+    members: Members, trainer: TrainerSynchronizer
+) -> None:
     assert trainer.ready_to_nccl_sync(4) is None
     explorer = members.explorer()
     trainer.set_trainer_status(STOPPED)
     assert explorer.ready_to_nccl_sync() is None
 
 
-def test_when_one_is_not_ready_in_time_none_is(members: Members) -> None:
-    trainer = members.trainer()
+def test_when_one_is_not_ready_in_time_none_is(
+    members: Members, trainer: TrainerSynchronizer
+) -> None:
     ready, _ = members.explorer("ready"), members.explorer("busy")
     waiting = members.aside(ready.ready_to_nccl_sync, timeout=1.0)
     assert trainer.ready_to_nccl_sync(4, timeout=0.3) is None
@@ -800,8 +816,9 @@ def test_when_one_is_not_ready_in_time_none_is(members: Members) -> None:
     assert trainer.get_trainer_status() is RUNNING
 
 
-def test_one_that_dies_is_left_out_and_the_others_transfer(members: Members) -> None:
-    trainer = members.trainer()
+def test_one_that_dies_is_left_out_and_the_others_transfer(
+    members: Members, trainer: TrainerSynchronizer
+) -> None:
     left, dies = members.explorer("left"), members.explorer("dies")
     ready = members.aside(left.ready_to_nccl_sync, timeout=LONG)
     offering = members.aside(trainer.ready_to_nccl_sync, 4, timeout=LONG)
@@ -811,8 +828,9 @@ def test_one_that_dies_is_left_out_and_the_others_transfer(members: Members) -> 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_however_the_deadlines_fall_all_take_part_or_none(members: Members, seed: int) -> None:
-    trainer = members.trainer()
+def test_however_the_deadlines_fall_all_take_part_or_none(
+    members: Members, seed: int, trainer: TrainerSynchronizer
+) -> None:
     explorers = [members.explorer(f"e{number}") for number in range(2)]
     start = threading.Barrier(3)
 
@@ -913,23 +931,6 @@ def test_the_page_has_every_method() -> None:
     assert {name for name in methods if f"{name}(" not in said and f"{name}`" not in said} == set()
 
 
-def test_a_cancelled_task_has_put_the_status_back(members: Members) -> None:
-    root = members.job.layout.root
-    members.trainer()
-
-    async def scenario() -> None:
-        async with await Synchronizer.open(root, "explorer", "e", seams=SEAMS) as explorer:
-            await explorer.set_explorer_status(RUNNING)
-            waiting = asyncio.create_task(explorer.wait_new_model_state_dict(None))
-            await asyncio.to_thread(members.wait_for_status, REQUIRE_SYNC, "e")
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            assert members.report("e").status == "running"
-
-    asyncio.run(scenario())
-
-
 def test_a_task_that_is_cancelled_again_and_again_has_put_the_status_back(
     members: Members,
 ) -> None:
@@ -1001,18 +1002,17 @@ def test_a_stream_that_ends_after_its_synchronizer_lets_the_version_go(members: 
 # -- what is needed to resume ------------------------------------------------------------------
 
 
-def test_a_saved_state_is_there_for_the_next_one_of_that_name(members: Members) -> None:
+def test_a_saved_state_is_there_for_the_next_one_of_that_name(
+    members: Members, trainer: TrainerSynchronizer
+) -> None:
     explorer = members.explorer("e")
     assert explorer.load_state() is None
     for iteration in (1, 2):
         explorer.save_state(iteration, {"seen": [iteration], "note": None})
     members.explorer("other").save_state(9, {})
-    trainer = members.trainer()
     trainer.save_state(4, {})
     explorer.close()
-    found = members.explorer("e").load_state()
-    assert found is not None
-    assert (found.iteration, found.state) == (2, {"seen": [2], "note": None})
+    assert loaded(members.explorer("e")) == (2, {"seen": [2], "note": None})
 
 
 def test_another_participants_saved_state_is_read_while_it_works_and_after(
@@ -1024,16 +1024,10 @@ def test_another_participants_saved_state_is_read_while_it_works_and_after(
     trainer.save_state(4, {"next_task": 32})
     explorer.save_state(7, {})
     for one in (explorer, trainer):
-        found = one.load_state("trainer")
-        assert found is not None
-        assert (found.iteration, found.state) == (4, {"next_task": 32})
-        found = one.load_state("explorer", "e")
-        assert found is not None
-        assert found.iteration == 7
+        assert loaded(one, "trainer") == (4, {"next_task": 32})
+        assert loaded(one, "explorer", "e") == (7, {})
     assert explorer.load_state("explorer", "nobody") is None
-    own = explorer.load_state()
-    assert own is not None
-    assert own.iteration == 7
+    assert loaded(explorer) == (7, {})
     trainer.close()
     assert explorer.load_state("trainer") is not None
 
@@ -1049,14 +1043,11 @@ def test_a_saved_state_that_nobody_can_have_is_an_error(
 
 
 def test_a_first_state_that_is_saved_while_it_is_looked_for_is_not_called_torn(
-    members: Members,
+    members: Members, trainer: TrainerSynchronizer, explorer: ExplorerSynchronizer
 ) -> None:
-    trainer, storage = members.trainer(), RuledStorage()
-
     def save(*_: object) -> None:
         trainer.save_state(1, {})
 
-    storage.rules.append(once("open_read", save, where="trainer_meta.json.previous"))
-    explorer = members.explorer(seams=Seams(storage=storage))
+    members.storage.rules.append(once("open_read", save, where="trainer_meta.json.previous"))
     assert explorer.load_state("trainer") is None
     assert explorer.load_state("trainer") is not None
