@@ -214,3 +214,11 @@ class SmallJob(Job):
                 loop.leave()
                 if epoch.is_live():
                     loop.end()
+
+
+def published(job: SmallJob, steps: int) -> None:
+    """Steps 1, 2, …, each a version; nothing is pruned."""
+    with job.daemon(DaemonConfig(keep=99, prune_steps=False)) as loop:
+        for step in range(1, steps + 1):
+            job.save(step)
+            loop.run_once()

@@ -1,4 +1,4 @@
-"""Saves of real ranks, written once for all tests, and open shards."""
+"""Saves of real ranks, written once for all tests; open shards; a job on a storage with rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import pytest
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.storage.fsio import Storage
 from tests.fsdp_fixtures import shard_paths
+from tests.jobs import SmallJob
+from tests.lagging import Hosts
 from tests.rank_programs import written_by
+from tests.storages import RuledStorage
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +29,22 @@ def opened() -> Iterator[Callable[[Path], list[ShardFile]]]:
             stack.enter_context(ShardFile.open(Storage(durable=False), path))
             for path in shard_paths(folder)
         ]
+
+
+@pytest.fixture
+def storage(hosts: Hosts) -> RuledStorage:
+    return hosts.ruled()
+
+
+@pytest.fixture
+def ruled(tmp_path: Path, storage: RuledStorage, hosts: Hosts) -> SmallJob:
+    return SmallJob(tmp_path / "job", storage, hosts=hosts)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

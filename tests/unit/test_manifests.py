@@ -24,6 +24,7 @@ from tests.doc_blocks import blocks
 DOCS: Final = Path(__file__).parents[2] / "docs"
 FOLDER: Final = DOCS / "kubernetes"
 PAGE: Final = (DOCS / "kubernetes.md").read_text(encoding="utf-8")
+(DOCKERFILE,) = blocks("kubernetes.md", "dockerfile")
 KINDS: Final = {
     "PersistentVolumeClaim": "v1",
     "ConfigMap": "v1",
@@ -123,12 +124,9 @@ def test_selectors_find_the_pods_that_they_are_for() -> None:
         for rule in policy["spec"].get("ingress", ()):
             assert {port["port"] for port in rule["ports"]} <= set(ports(pod).values())
             assert all(chosen(who["podSelector"]["matchLabels"]) for who in rule["from"])
-    assert {one["spec"]["serviceName"] for one in named("StatefulSet").values()} <= set(
-        named("Service")
-    )
-    assert {pod["spec"]["subdomain"] for pod in PODS.values() if "subdomain" in pod["spec"]} <= set(
-        named("Service")
-    )
+    services = {one["spec"]["serviceName"] for one in named("StatefulSet").values()}
+    services |= {pod["spec"]["subdomain"] for pod in PODS.values() if "subdomain" in pod["spec"]}
+    assert services <= set(named("Service"))
 
 
 @pytest.mark.parametrize("name", PODS)
@@ -152,8 +150,7 @@ def test_what_a_pod_mounts_is_there(name: str) -> None:
 
 
 def test_who_writes_to_the_jobs_is_one_user_without_rights_besides() -> None:
-    (dockerfile,) = blocks("kubernetes.md", "dockerfile")
-    users = set(re.findall(r"^USER (\d+):(\d+)$", dockerfile, re.MULTILINE))
+    users = set(re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE))
     for name, one in ALL:
         context = {**PODS[name]["spec"]["securityContext"], **one["securityContext"]}
         assert context["allowPrivilegeEscalation"] is False
@@ -170,8 +167,7 @@ def test_who_writes_to_the_jobs_is_one_user_without_rights_besides() -> None:
 
 
 def test_the_image_has_a_python_that_tests_were_run_on_and_the_tag_of_this_release() -> None:
-    (dockerfile,) = blocks("kubernetes.md", "dockerfile")
-    (python,) = re.findall(r"^FROM python:(\d+\.\d+)-slim$", dockerfile, re.MULTILINE)
+    (python,) = re.findall(r"^FROM python:(\d+\.\d+)-slim$", DOCKERFILE, re.MULTILINE)
     setup = (DOCS.parent / "setup.cfg").read_text(encoding="utf-8")
     assert f"    Programming Language :: Python :: {python}\n" in setup
     (tag,) = [one["newTag"] for one in KUSTOMIZATION["images"] if one["name"] == "syncd"]
@@ -186,8 +182,7 @@ def test_the_jobs_are_at_one_path_and_can_be_shared() -> None:
 
 
 def test_the_image_begins_with_syncd_and_its_arguments_are_understood() -> None:
-    (dockerfile,) = blocks("kubernetes.md", "dockerfile")
-    assert dockerfile.rstrip().endswith('ENTRYPOINT ["syncd"]')
+    assert DOCKERFILE.rstrip().endswith('ENTRYPOINT ["syncd"]')
     assert [name for name, one in OURS if "command" in one] == []
     found = {one["args"][0]: parsed(one["args"]) for _, one in OURS}
     assert set(found) == {"run", "follow"}

@@ -6,8 +6,8 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -296,14 +296,9 @@ def test_a_loop_that_has_nothing_to_merge_lets_others_go_first(job: SmallJob) ->
 # -- discovery -------------------------------------------------------------------------------------
 
 
-def found(root: Path, storage: FastStorage, clock: Callable[[], float] | None = None) -> Discovery:
-    return Discovery(
-        root,
-        STATE_POINTER,
-        changed=lambda: None,
-        storage=storage,
-        clock=clock or Clock(),
-    )
+def found(root: Path, storage: FastStorage, **more: Any) -> Discovery:
+    given = {"changed": nothing, "clock": Clock(), "every": 0.01, **more}
+    return Discovery(root, STATE_POINTER, storage=storage, **given)
 
 
 def test_a_job_is_a_folder_with_a_pointer_or_a_trainer_s_or_daemon_s(tmp_path: Path) -> None:
@@ -377,14 +372,7 @@ def test_a_folder_whose_storage_hangs_keeps_nobody_from_finding_the_others(
             assert answers.wait(LONG)
 
     clock = Clock()
-    look = Discovery(
-        tmp_path,
-        STATE_POINTER,
-        changed=changed.set,
-        every=0.01,
-        storage=RuledStorage(rule),
-        clock=clock,
-    )
+    look = found(tmp_path, RuledStorage(rule), clock=clock, changed=changed.set)
     look.start()
     try:
         assert asked.wait(LONG)
@@ -426,14 +414,7 @@ def test_a_folder_that_answers_as_it_is_left_behind_is_found_all_the_same(tmp_pa
                 pass
 
     clock = Clock()
-    look = Discovery(
-        tmp_path,
-        STATE_POINTER,
-        changed=lambda: None,
-        every=0.01,
-        storage=RuledStorage(rule),
-        clock=clock,
-    )
+    look = found(tmp_path, RuledStorage(rule), clock=clock)
     log, said = logging.getLogger("syncd.daemon.host.discovery"), Answers(logging.ERROR)
     log.addHandler(said)
     look.start()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from syncd.checkpoint.merging.merge import digest_safetensors, run_plan
 from syncd.checkpoint.merging.options import MergeOptions, Work
-from syncd.checkpoint.merging.plan import plan_merge
+from syncd.checkpoint.merging.plan import MergePlan, plan_merge
 from syncd.checkpoint.merging.source_reader import SourceReader, record_checks
 from syncd.checkpoint.model_folder import copy_model_files, write_index
 from syncd.checkpoint.parallel import threads_here
@@ -39,11 +39,19 @@ from tests.shards import shard
 from tests.shards import tensor as shard_tensor
 from tests.storages import FastStorage, RuledStorage, refuse
 
+Opened = Callable[[Path], list[ShardFile]]
+
+
+def plan_of(shards: list[ShardFile], max_file_size: int) -> MergePlan:
+    indexes = [(shard.path.name, shard.tensors()) for shard in shards]
+    return plan_merge(indexes, max_file_size=max_file_size)
+
+
 # -- digests -----------------------------------------------------------------------------------
 
 
 def test_digests_are_of_tensors_and_of_headers_and_tensors(
-    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+    written: Path, tmp_path: Path, opened: Opened
 ) -> None:
     merged = merge(opened(written / "fsdp2-2"), tmp_path / "out", digests=True, max_file_size=700)
     by_name = {tensor.name: tensor for tensor in merged.tensors}
@@ -115,7 +123,7 @@ def flip(path: Path, record: str, at: int) -> None:
 def test_a_wrong_crc_of_any_record_is_found_used_or_not(
     stored: Path,
     tmp_path: Path,
-    opened: Callable[[Path], list[ShardFile]],
+    opened: Opened,
     record: str,
     digests: bool,
 ) -> None:
@@ -126,9 +134,7 @@ def test_a_wrong_crc_of_any_record_is_found_used_or_not(
         merge(opened(stored), tmp_path / "out", digests=digests, check_crc=True)
 
 
-def test_without_crc_in_the_file_its_check_is_left_out(
-    tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
-) -> None:
+def test_without_crc_in_the_file_its_check_is_left_out(tmp_path: Path, opened: Opened) -> None:
     state: dict[str, Any] = {"weight": torch.arange(9.0)}
     folder = tmp_path / "saved"
     folder.mkdir()
@@ -144,9 +150,7 @@ def test_without_crc_in_the_file_its_check_is_left_out(
     assert_equal(loaded(tmp_path / "out"), state)
 
 
-def test_plain_tensors_that_differ_between_ranks_are_named(
-    tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
-) -> None:
+def test_plain_tensors_that_differ_between_ranks_are_named(tmp_path: Path, opened: Opened) -> None:
     saved = tmp_path / "saved"
     saved.mkdir()
     for rank in range(3):
@@ -160,7 +164,7 @@ def test_plain_tensors_that_differ_between_ranks_are_named(
 @pytest.mark.parametrize("size", [1000, 3_000_000])
 @pytest.mark.parametrize("digests", [False, True])
 def test_a_source_that_becomes_shorter_is_to_be_looked_at_again(
-    tmp_path: Path, opened: Callable[[Path], list[ShardFile]], size: int, digests: bool
+    tmp_path: Path, opened: Opened, size: int, digests: bool
 ) -> None:
     path = tmp_path / "saved" / "model_world_size_1_rank_0.pt"
     path.parent.mkdir()
@@ -173,9 +177,7 @@ def test_a_source_that_becomes_shorter_is_to_be_looked_at_again(
         merge(shards, tmp_path / "out", digests=digests)
 
 
-def test_a_merge_stops_when_asked(
-    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
-) -> None:
+def test_a_merge_stops_when_asked(written: Path, tmp_path: Path, opened: Opened) -> None:
     def stop() -> None:
         raise CancelledError("asked to stop")
 
@@ -190,20 +192,6 @@ def test_a_merge_stops_when_asked(
             )
 
 
-def test_progress_ends_at_the_whole(
-    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
-) -> None:
-    shards = opened(written / "fsdp2-4")
-    plan = plan_merge([(shard.path.name, shard.tensors()) for shard in shards], max_file_size=700)
-    seen: list[tuple[int, int]] = []
-    merged = run_plan(
-        STORAGE, plan, shards, tmp_path, options=MergeOptions(digests=False), checked="stillness",
-        work=Work(nothing, lambda done, total: seen.append((done, total))),
-    )  # fmt: skip
-    assert seen == sorted(seen)
-    assert seen[-1] == (merged.data_size, merged.data_size)
-
-
 # -- several files at a time ------------------------------------------------------------------
 
 
@@ -213,7 +201,7 @@ def test_progress_ends_at_the_whole(
 def test_threads_write_the_same_files_as_one_does(
     written: Path,
     tmp_path: Path,
-    opened: Callable[[Path], list[ShardFile]],
+    opened: Opened,
     kind: str,
     check_crc: bool,
     digests: bool,
@@ -241,7 +229,7 @@ def views_of_one_storage(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_record_in_many_files_is_checked_by_all_its_bytes(
-    tmp_path: Path, opened: Callable[[Path], list[ShardFile]], threads: int
+    tmp_path: Path, opened: Opened, threads: int
 ) -> None:
     state = views_of_one_storage(tmp_path / "saved")
     whole = {"check_crc": True, "max_file_size": 80_000, "threads": threads}
@@ -272,17 +260,14 @@ class Together(FastStorage):
 
 
 @pytest.mark.skipif(threads_here(2) < 2, reason="there is one processor")
-def test_two_files_are_written_at_once(
-    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
-) -> None:
+def test_two_files_are_written_at_once(written: Path, tmp_path: Path, opened: Opened) -> None:
     shards = opened(written / "fsdp2-4")
-    plan = plan_merge([(s.path.name, s.tensors()) for s in shards], max_file_size=1200)
-    assert len(plan.files) % 2 == 0
+    assert len(plan_of(shards, 1200).files) % 2 == 0
     merge(shards, tmp_path / "out", max_file_size=1200, threads=2, storage=Together())
 
 
 def test_a_record_that_two_read_is_checked_by_the_first_and_once(
-    tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+    tmp_path: Path, opened: Opened
 ) -> None:
     views_of_one_storage(tmp_path / "saved")
     shards = opened(tmp_path / "saved")
@@ -304,7 +289,7 @@ def test_a_record_that_two_read_is_checked_by_the_first_and_once(
 
 
 def test_threads_end_with_the_first_that_storage_refuses(
-    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+    written: Path, tmp_path: Path, opened: Opened
 ) -> None:
     storage = RuledStorage(refuse("create", errno.ENOSPC, where="model-00003"))
     with pytest.raises(OSError, match="No space"):
@@ -318,14 +303,15 @@ def test_threads_end_with_the_first_that_storage_refuses(
     assert not [t for t in threading.enumerate() if t.name.startswith("syncd-copy")]
 
 
-def test_progress_is_told_by_one_thread_and_grows(
-    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+@pytest.mark.parametrize("threads", [1, 4])
+def test_progress_is_told_by_one_thread_grows_and_ends_at_the_whole(
+    written: Path, tmp_path: Path, opened: Opened, threads: int
 ) -> None:
     shards = opened(written / "fsdp2-4")
-    plan = plan_merge([(shard.path.name, shard.tensors()) for shard in shards], max_file_size=300)
+    plan = plan_of(shards, 300)
     seen: list[tuple[int, int, threading.Thread]] = []
     run_plan(
-        STORAGE, plan, shards, tmp_path, options=MergeOptions(threads=4), checked="crc32",
+        STORAGE, plan, shards, tmp_path, options=MergeOptions(threads=threads), checked="crc32",
         work=Work(
             nothing,
             lambda done, total: seen.append((done, total, threading.current_thread())),
@@ -351,10 +337,22 @@ def test_files_are_of_about_the_same_size() -> None:
 # -- the rest of the folder --------------------------------------------------------------------
 
 
-def test_everything_but_weights_is_copied_and_links_are_not_followed(tmp_path: Path) -> None:
-    source, folder = tmp_path / "huggingface", tmp_path / "version"
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "huggingface").mkdir()
+    return tmp_path / "huggingface"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "version").mkdir()
+    return tmp_path / "version"
+
+
+def test_everything_but_weights_is_copied_and_links_are_not_followed(
+    source: Path, folder: Path
+) -> None:
     (source / "sub" / "deep").mkdir(parents=True)
-    folder.mkdir()
     kept = {
         "config.json": b"{}",
         "tokenizer.model": b"\0" * 9,
@@ -368,7 +366,7 @@ def test_everything_but_weights_is_copied_and_links_are_not_followed(tmp_path: P
         (source / name).write_bytes(b"skipped")
     (source / "secret.json").symlink_to("/etc/passwd")
     (source / "loop").symlink_to(source)
-    copied = copy_model_files(STORAGE, source, folder, cancel=lambda: None)
+    copied = copy_model_files(STORAGE, source, folder, cancel=nothing)
     assert {file.name: file.digest for file in copied} == {
         name: xxhash.xxh3_128_hexdigest(content) for name, content in kept.items()
     }
@@ -377,28 +375,19 @@ def test_everything_but_weights_is_copied_and_links_are_not_followed(tmp_path: P
 
 
 def test_a_plain_model_has_no_folder_to_copy(tmp_path: Path) -> None:
-    assert copy_model_files(STORAGE, tmp_path / "huggingface", tmp_path, cancel=lambda: None) == ()
+    assert copy_model_files(STORAGE, tmp_path / "huggingface", tmp_path, cancel=nothing) == ()
 
 
-def test_a_name_that_no_manifest_can_hold_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "huggingface").mkdir()
-    (tmp_path / "huggingface" / "a\nb").touch()
-    (tmp_path / "version").mkdir()
-    with pytest.raises(CheckpointError, match="Rename the file"):
-        copy_model_files(
-            STORAGE, tmp_path / "huggingface", tmp_path / "version", cancel=lambda: None
-        )
-
-
-def test_a_huge_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"), [("a\nb", "Rename the file"), ("dump", "dump is larger than")]
+)
+def test_a_name_that_no_manifest_can_hold_and_a_huge_file_are_errors(
+    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
     monkeypatch.setattr("syncd.checkpoint.model_folder.FILE_LIMIT", 10)
-    (tmp_path / "huggingface").mkdir()
-    (tmp_path / "huggingface" / "dump").write_bytes(bytes(11))
-    (tmp_path / "version").mkdir()
-    with pytest.raises(CheckpointError, match="dump is larger than"):
-        copy_model_files(
-            STORAGE, tmp_path / "huggingface", tmp_path / "version", cancel=lambda: None
-        )
+    (source / name).write_bytes(bytes(11 if name == "dump" else 0))
+    with pytest.raises(CheckpointError, match=message):
+        copy_model_files(STORAGE, source, folder, cancel=nothing)
 
 
 def empty_files(folder: Path) -> None:
@@ -418,11 +407,9 @@ def names_of_weights(folder: Path) -> None:
 
 @pytest.mark.parametrize("put", [empty_files, folders_in_folders, names_of_weights])
 def test_cancel_ends_the_walk_through_a_folder_and_its_copy(
-    tmp_path: Path, put: Callable[[Path], None]
+    source: Path, folder: Path, put: Callable[[Path], None]
 ) -> None:
-    (tmp_path / "huggingface").mkdir()
-    (tmp_path / "version").mkdir()
-    put(tmp_path / "huggingface")
+    put(source)
     storage = RuledStorage()
     left = itertools.count(20, -1)
 
@@ -431,19 +418,19 @@ def test_cancel_ends_the_walk_through_a_folder_and_its_copy(
             raise CancelledError("asked to stop")
 
     with pytest.raises(CancelledError):
-        copy_model_files(storage, tmp_path / "huggingface", tmp_path / "version", cancel=cancel)
+        copy_model_files(storage, source, folder, cancel=cancel)
     calls = [method for method, _ in storage.calls]
     assert calls.count("kinds") <= 21
     assert calls.count("create") <= 21
 
 
-def test_folders_inside_folders_without_end_are_an_error_at_once(tmp_path: Path) -> None:
-    deep = tmp_path / "huggingface" / Path(*["d"] * 200)
-    deep.mkdir(parents=True)
-    (tmp_path / "version").mkdir()
+def test_folders_inside_folders_without_end_are_an_error_at_once(
+    source: Path, folder: Path
+) -> None:
+    (source / Path(*["d"] * 200)).mkdir(parents=True)
     storage = RuledStorage()
     with pytest.raises(CheckpointError, match="64 levels deep"):
-        copy_model_files(storage, tmp_path / "huggingface", tmp_path / "version", cancel=nothing)
+        copy_model_files(storage, source, folder, cancel=nothing)
     assert sum(method == "kinds" for method, _ in storage.calls) < 100
 
 
@@ -472,9 +459,7 @@ def test_cancel_is_asked_for_each_tensor_by_all_that_goes_through_them(tmp_path:
     assert asked[1] - asked[0] >= 4 * 200
 
 
-def test_several_weight_files_have_an_index(
-    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
-) -> None:
+def test_several_weight_files_have_an_index(written: Path, tmp_path: Path, opened: Opened) -> None:
     shards = opened(written / "fsdp2-4")
     assert write_index(STORAGE, tmp_path, merge(shards, tmp_path / "one")) == ()
     merged = merge(shards, tmp_path / "several", max_file_size=700)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -67,14 +65,6 @@ def spoil(tensor: Tensor, value: float = NAN) -> None:
         if tensor.itemsize == 1:  # torch does not index fp8
             flat, bad = flat.view(torch.uint8), bad.view(torch.uint8)
         flat[flat.numel() // 2] = bad
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def save(job: SmallJob, model: nn.Module, step: int = 1, **options: Any) -> NonFinite | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import Decision, decide
+from syncd.daemon.decide import decide
 from syncd.daemon.presence import Participants
 from syncd.daemon.service import Service
 from syncd.protocol.names import STATE_POINTER
@@ -22,7 +22,8 @@ from tests.unit.test_decide import FOREIGN
 from tests.unit.test_decide import job as observed
 
 
-def watching(job: SmallJob, clock: Clock) -> Participants:
+@pytest.fixture
+def found(job: SmallJob, clock: Clock) -> Participants:
     return Participants(Job(FastStorage(), job.layout), LEASE_TIME, clock=clock)
 
 
@@ -32,8 +33,7 @@ def after(found: Participants, clock: Clock, seconds: int) -> None:
         found.look(1.0)
 
 
-def test_who_comes_and_goes_was_there(job: SmallJob, clock: Clock) -> None:
-    found = watching(job, clock)
+def test_who_comes_and_goes_was_there(job: SmallJob, found: Participants) -> None:
     found.look(1.0)
     assert (found.alive, found.gone) == (False, False)
     with Session(job.layout, LEASE_TIME):
@@ -43,8 +43,9 @@ def test_who_comes_and_goes_was_there(job: SmallJob, clock: Clock) -> None:
     assert (found.alive, found.gone) == (False, True)
 
 
-def test_who_is_killed_is_gone_after_a_lease(job: SmallJob, clock: Clock) -> None:
-    found = watching(job, clock)
+def test_who_is_killed_is_gone_after_a_lease(
+    job: SmallJob, found: Participants, clock: Clock
+) -> None:
     found.look(1.0)
     job.layout.session("killed").write_text("beats")
     after(found, clock, int(LEASE_TIME) - 1)
@@ -53,9 +54,10 @@ def test_who_is_killed_is_gone_after_a_lease(job: SmallJob, clock: Clock) -> Non
     assert found.gone
 
 
-def test_what_someone_left_long_ago_was_nobody(job: SmallJob, clock: Clock) -> None:
+def test_what_someone_left_long_ago_was_nobody(
+    job: SmallJob, found: Participants, clock: Clock
+) -> None:
     job.layout.session("left").write_text("beat once")
-    found = watching(job, clock)
     after(found, clock, 200)
     assert (found.alive, found.gone) == (False, False)
     job.layout.session("left").unlink()  # collected
@@ -64,11 +66,10 @@ def test_what_someone_left_long_ago_was_nobody(job: SmallJob, clock: Clock) -> N
 
 
 def test_who_was_there_before_the_daemon_counts_once_it_is_seen_to_live(
-    job: SmallJob, clock: Clock
+    job: SmallJob, found: Participants, clock: Clock
 ) -> None:
     path = job.layout.session("alive")
     path.write_text("beats")
-    found = watching(job, clock)
     for number in range(10):
         path.write_text(f"beats {number}")
         after(found, clock, 9)
@@ -79,11 +80,10 @@ def test_who_was_there_before_the_daemon_counts_once_it_is_seen_to_live(
 
 @pytest.mark.parametrize("seconds", [5, int(2 * LEASE_TIME), int(2 * LEASE_TIME) + 1])
 def test_who_was_there_before_the_daemon_and_left_soon_was_there(
-    job: SmallJob, clock: Clock, seconds: int
+    job: SmallJob, found: Participants, clock: Clock, seconds: int
 ) -> None:
     path = job.layout.session("alive")
     path.write_text("beats")
-    found = watching(job, clock)
     found.look(1.0)
     for number in range(seconds):
         path.write_text(f"beats {number}")
@@ -143,8 +143,7 @@ def test_what_someone_wrote_last_is_published_though_the_first_look_does_not_see
     assert job.latest.step == 1
 
 
-def test_daemons_are_no_participants(job: SmallJob, clock: Clock) -> None:
-    found = watching(job, clock)
+def test_daemons_are_no_participants(job: SmallJob, found: Participants) -> None:
     found.look(1.0)
     with Session(job.layout, LEASE_TIME, prefix=DAEMON_SESSION):
         found.look(1.0)
@@ -154,13 +153,10 @@ def test_daemons_are_no_participants(job: SmallJob, clock: Clock) -> None:
 
 
 def test_what_is_still_to_be_published_is_pending(job: SmallJob, clock: Clock) -> None:
-    def pending(decision: Decision) -> bool:
-        return decision.pending
-
     config = DaemonConfig()
-    assert not pending(decide(observed(), config))
-    assert pending(decide(observed(published_save="run-8-0"), config))
-    assert pending(decide(observed(save=FOREIGN, save_still_for=0.0), config))
+    assert not decide(observed(), config).pending
+    assert decide(observed(published_save="run-8-0"), config).pending
+    assert decide(observed(save=FOREIGN, save_still_for=0.0), config).pending
     with job.daemon(clock=clock) as loop:
         assert not loop.run_once().pending  # no pointer
         job.point(3)

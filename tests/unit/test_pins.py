@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,12 @@ from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import InvalidSettingsError, VersionGoneError
 from syncd.storage.job import Job
 from syncd.storage.leases import pin_step, pin_version, unpin_step, unpin_version
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, published
 from tests.lagging import Hosts
 from tests.storages import FastStorage, RuledStorage
 
 KEEP_ONE = DaemonConfig(keep=1)
 STORAGE = FastStorage()
-
-
-def published(job: SmallJob, steps: int) -> None:
-    with job.daemon(DaemonConfig(keep=99, prune_steps=False)) as loop:
-        for step in range(1, steps + 1):
-            job.save(step)
-            loop.run_once()
 
 
 def pruned(job: SmallJob, rounds: int = 2) -> None:
@@ -146,16 +140,12 @@ def test_a_pin_that_is_set_holds_at_whatever_moment_of_a_prune_it_came(tmp_path:
         pinned: set[str] = set()
 
         def pin(job: SmallJob = job, pinned: set[str] = pinned) -> None:
-            try:
+            with suppress(VersionGoneError):
                 pin_version(Job(STORAGE, job.layout), 1)
                 pinned.add("version")
-            except VersionGoneError:
-                pass
-            try:
+            with suppress(Later):
                 pin_step(Job(STORAGE, job.layout), 1, sleep=later)
                 pinned.add("step")
-            except Later:
-                pass
 
         storage.other = pin
         with job.daemon(KEEP_ONE) as loop:

@@ -2,13 +2,10 @@ from __future__ import annotations
 
 import json
 import math
-import random
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from syncd.checkpoint.merging.plan import (
     Duplicate,
@@ -50,12 +47,9 @@ def rows(
     return box((size, 2), (start, 0), (count, 2), dtype=dtype, at=8 * start, mesh=mesh)
 
 
-def plan(*tensors: Mapping[str, Local | Chunks], max_file_size: int = 10**9) -> MergePlan:
-    return plan_merge(labelled(tensors), max_file_size=max_file_size)
-
-
-def labelled(tensors: Sequence[Mapping[str, Local | Chunks]]) -> list[ShardIndex]:
-    return [ShardIndex(f"rank_{rank}.pt", index) for rank, index in enumerate(tensors)]
+def plan(*tensors: Mapping[str, Local | Chunks], **options: Any) -> MergePlan:
+    indexes = [ShardIndex(f"rank_{rank}.pt", index) for rank, index in enumerate(tensors)]
+    return plan_merge(indexes, **{"max_file_size": 10**9, **options})
 
 
 def only(made: MergePlan) -> PlannedTensor:
@@ -78,22 +72,6 @@ def test_blocks_of_rows_become_runs_in_the_order_of_their_rows() -> None:
     assert made.files[0].name == "model.safetensors"
     assert tensor.parts == (Run(1, 0, 16), Run(3, 16, 16), Run(0, 32, 16), Run(2, 48, 16))
     assert (made.data_size, tensor.length, tensor.shape) == (64, 64, (8, 2))
-
-
-@given(cuts=st.sets(st.integers(1, 7)), order=st.randoms())
-def test_the_order_of_the_files_says_nothing_of_the_rows(
-    cuts: set[int], order: random.Random
-) -> None:
-    edges = [0, *sorted(cuts), 8]
-    bands = [rows(start, stop - start) for start, stop in pairwise(edges)]
-    truth = [(8 * start, 8 * (stop - start)) for start, stop in pairwise(edges)]
-    assert _copied(bands) == truth
-    order.shuffle(bands)
-    assert _copied(bands) == truth
-
-
-def _copied(bands: Sequence[Local]) -> list[tuple[int, int]]:
-    return [(run.offset, run.length) for run in parts(*bands) if isinstance(run, Run)]
 
 
 def test_blocks_of_columns_take_turns_row_by_row() -> None:
@@ -264,7 +242,7 @@ def test_shards_without_tensors_are_an_error() -> None:
     with pytest.raises(CoverageError, match="no tensors: save"):
         plan({}, {})
     with pytest.raises(CoverageError, match="no tensors: save"):
-        plan_merge(labelled([{"left": local((2,))}]), max_file_size=100, rename=lambda _: None)
+        plan({"left": local((2,))}, rename=lambda _: None)
 
 
 # -- names, ties, files ------------------------------------------------------------------------
@@ -272,8 +250,8 @@ def test_shards_without_tensors_are_an_error() -> None:
 
 def test_tensors_are_renamed_or_left_out_and_files_begin_with_the_stem() -> None:
     index: Index = {"base.a": local((3,)), "base.b": local((2,)), "lora.a": rows(0, 1)}
-    made = plan_merge(
-        labelled([index]),
+    made = plan(
+        index,
         max_file_size=12,
         rename=lambda name: name.removeprefix("base.") if name.startswith("base.") else None,
         stem="adapter_model",
@@ -283,30 +261,27 @@ def test_tensors_are_renamed_or_left_out_and_files_begin_with_the_stem() -> None
         "adapter_model-00002-of-00002.safetensors": ["b"],
     }
     assert '"a":' in made.files[0].header.decode(errors="replace")
-    one = plan_merge(labelled([index]), max_file_size=10**9, rename=lambda name: name[-1:]
-                     if "base" in name else None, stem="x")  # fmt: skip
+    one = plan(index, rename=lambda name: name[-1:] if "base" in name else None, stem="x")
     assert [file.name for file in one.files] == ["x.safetensors"]
 
 
 def test_a_tensor_that_is_left_out_need_not_be_whole() -> None:
     index: Index = {"a": local((2,)), "lost": rows(1, 2)}
-    made = plan_merge(
-        labelled([index]), max_file_size=100, rename=lambda name: None if name == "lost" else name
-    )
+    made = plan(index, rename=lambda name: None if name == "lost" else name)
     assert only(made).name == "a"
 
 
 def test_two_tensors_of_one_new_name_are_an_error_that_names_both() -> None:
     index: Index = {"one.a": local((2,)), "two.a": local((2,))}
     with pytest.raises(CoverageError, match=r"one\.a and two\.a would both get the name a"):
-        plan_merge(labelled([index]), max_file_size=100, rename=lambda name: name[-1:])
+        plan(index, rename=lambda name: name[-1:])
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def tied(*tensors: Index) -> dict[str, PlannedTensor]:
-    made = plan_merge(labelled(tensors), max_file_size=10**9, tied=True)
+    made = plan(*tensors, tied=True)
     return {tensor.name: tensor for file in made.files for tensor in file.tensors}
 
 
@@ -359,12 +334,7 @@ def test_ties_are_of_the_names_in_the_output() -> None:
     index: Index = {
         f"base.{name}": local((4, 2), at=at) for at, name in ((0, EMBEDDING), (9, HEAD))
     }
-    made = plan_merge(
-        labelled([index]),
-        max_file_size=10**9,
-        tied=True,
-        rename=lambda name: name.removeprefix("base."),
-    )
+    made = plan(index, tied=True, rename=lambda name: name.removeprefix("base."))
     assert only(made).name == EMBEDDING
     assert only(made).copies == (Duplicate(HEAD, (Run(0, 9, 32),)),)
 

@@ -18,7 +18,7 @@ from syncd.protocol.errors import (
 from syncd.protocol.records import PublishNotice, Quarantine, encode, parse
 from tests.jobs import SmallJob, weights
 from tests.lagging import Hosts
-from tests.storages import Clock, once, refuse
+from tests.storages import Clock, RuledStorage, once, refuse
 
 pytestmark = pytest.mark.lagging
 
@@ -63,27 +63,24 @@ def test_every_new_save_gets_the_next_sequence_whatever_its_step(job: SmallJob) 
 
 
 def test_lease_folder_and_version_are_there_before_latest_names_them(
-    tmp_path: Path, hosts: Hosts
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage = hosts.ruled()
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    job.save(4)
-    run(job)
+    ruled.save(4)
+    run(ruled)
     targets = [given[1] for method, given in storage.calls if method == "rename"]
     order = [
-        targets.index(job.layout.publish_lock),
-        targets.index(job.layout.lease_folder(1)),
-        targets.index(job.layout.version(1)),
-        targets.index(job.layout.latest),
-        targets.index(job.layout.saves),
+        targets.index(ruled.layout.publish_lock),
+        targets.index(ruled.layout.lease_folder(1)),
+        targets.index(ruled.layout.version(1)),
+        targets.index(ruled.layout.latest),
+        targets.index(ruled.layout.saves),
     ]
     assert order == sorted(order)
-    named = [given[1:] for _, given in storage.calls].index((job.layout.latest,))
-    assert ("unlink", (job.layout.publish_lock,)) in storage.calls[named:]
+    named = [given[1:] for _, given in storage.calls].index((ruled.layout.latest,))
+    assert ("unlink", (ruled.layout.publish_lock,)) in storage.calls[named:]
 
 
-def test_the_publish_lock_says_what_is_on_its_way_and_goes(tmp_path: Path, hosts: Hosts) -> None:
-    job = SmallJob(tmp_path / "job", hosts=hosts)
+def test_the_publish_lock_says_what_is_on_its_way_and_goes(job: SmallJob, hosts: Hosts) -> None:
     said: list[PublishNotice] = []
 
     def look(*_: Path) -> None:
@@ -97,12 +94,10 @@ def test_the_publish_lock_says_what_is_on_its_way_and_goes(tmp_path: Path, hosts
 
 
 def test_the_publish_lock_is_replaced_by_one_rename_and_not_synced(
-    tmp_path: Path, hosts: Hosts
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage = hosts.ruled()
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    job.save(4)
-    run(job)
+    ruled.save(4)
+    run(ruled)
     begun = [
         number
         for number, (method, given) in enumerate(storage.calls)
@@ -118,35 +113,33 @@ def test_the_publish_lock_is_replaced_by_one_rename_and_not_synced(
 @pytest.mark.parametrize("rename", ["published/v000001", ".syncd/LATEST", "leases/v000001"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_refused_commit_is_tried_again_and_nothing_is_lost(
-    tmp_path: Path, rename: str, code: int, clock: Clock, hosts: Hosts
+    ruled: SmallJob, storage: RuledStorage, rename: str, code: int, clock: Clock
 ) -> None:
-    storage = hosts.ruled(refuse("rename", code, where=rename))
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    job.save(4)
-    with job.daemon(clock=clock) as loop:
+    storage.rules.append(refuse("rename", code, where=rename))
+    ruled.save(4)
+    with ruled.daemon(clock=clock) as loop:
         loop.run_once()
-        assert not job.layout.latest.exists()
+        assert not ruled.layout.latest.exists()
         storage.rules.clear()
         clock.advance(60)
         loop.run_once()
-        assert (job.latest.step, job.outcomes) == (4, {4: "published"})
-    assert job.leftovers() == []
+        assert (ruled.latest.step, ruled.outcomes) == (4, {4: "published"})
+    assert ruled.leftovers() == []
 
 
 def test_a_finished_version_that_latest_does_not_name_is_adopted(
-    tmp_path: Path, hosts: Hosts
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage = hosts.ruled(refuse("rename", errno.EIO, where=".syncd/LATEST"))
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    job.save(4)
-    run(job)
-    assert job.versions == ["v000001"]
+    storage.rules.append(refuse("rename", errno.EIO, where=".syncd/LATEST"))
+    ruled.save(4)
+    run(ruled)
+    assert ruled.versions == ["v000001"]
     storage.rules.clear()
-    with job.daemon() as loop:
-        assert (job.latest.sequence, job.latest.step) == (1, 4)
+    with ruled.daemon() as loop:
+        assert (ruled.latest.sequence, ruled.latest.step) == (1, 4)
         loop.run_once()
-    assert job.versions == ["v000001"]
-    assert job.outcomes == {4: "published"}
+    assert ruled.versions == ["v000001"]
+    assert ruled.outcomes == {4: "published"}
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "torn manifest", "short file", "missing file"])
@@ -179,20 +172,18 @@ def test_an_unfinished_version_above_latest_is_discarded_on_record_and_its_numbe
 
 
 def test_storage_that_does_not_answer_is_no_reason_to_discard_a_version(
-    tmp_path: Path, hosts: Hosts
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage = hosts.ruled()
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    job.save(4)
-    run(job)
-    job.layout.latest.unlink()
+    ruled.save(4)
+    run(ruled)
+    ruled.layout.latest.unlink()
     storage.rules.append(refuse("open_read", errno.EIO, where="v000001/manifest.json"))
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)), job.daemon():
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)), ruled.daemon():
         pass
     storage.rules.clear()
-    assert job.versions == ["v000001"]
-    run(job)
-    assert job.latest.sequence == 1
+    assert ruled.versions == ["v000001"]
+    run(ruled)
+    assert ruled.latest.sequence == 1
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"sequence": 2', b"\x00" * 80])
@@ -287,9 +278,8 @@ def test_a_quarantined_save_stays_so_for_the_next_daemon_and_a_new_one_is_tried(
 
 
 def test_a_save_that_changes_while_it_is_merged_is_published_as_it_became(
-    tmp_path: Path, hosts: Hosts
+    job: SmallJob, hosts: Hosts
 ) -> None:
-    job = SmallJob(tmp_path / "job", hosts=hosts)
     job.storage = hosts.ruled(
         once("create", lambda _: job.save(4, 9.0, counter=1), where="building/v000001/config.json")
     )
@@ -301,9 +291,8 @@ def test_a_save_that_changes_while_it_is_merged_is_published_as_it_became(
 
 
 def test_a_foreign_save_that_changes_while_it_is_merged_is_not_published(
-    tmp_path: Path, clock: Clock, hosts: Hosts
+    job: SmallJob, clock: Clock, hosts: Hosts
 ) -> None:
-    job = SmallJob(tmp_path / "job", hosts=hosts)
     job.storage = hosts.ruled(
         once("create", lambda _: job.save(4, 9.0, receipts=False), where="config.json")
     )
@@ -333,8 +322,7 @@ def test_a_published_version_does_not_change_when_its_step_is_saved_again(job: S
     assert (job.layout.version(2) / "model.safetensors").read_bytes() != before
 
 
-def test_a_superseded_daemon_publishes_nothing_and_says_so(tmp_path: Path, hosts: Hosts) -> None:
-    job = SmallJob(tmp_path / "job", hosts=hosts)
+def test_a_superseded_daemon_publishes_nothing_and_says_so(job: SmallJob) -> None:
     job.save(4)
     with job.daemon() as loop:
         job.take_over()

@@ -18,6 +18,7 @@ from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import GiveUp, Publish, decide
+from syncd.daemon.loop import Loop
 from syncd.protocol.errors import EngineMismatchError, RecordError, SaveNotReadyError
 from syncd.protocol.names import REMOTE_PATH
 from syncd.protocol.records import Manifest, parse
@@ -31,13 +32,22 @@ STORAGE = FastStorage()
 TINKER = "tinker://run-1/sampler_weights/000009"
 
 
-def point_to(job: SmallJob, step: int, content: bytes | None, *, point: bool = True) -> None:
+def point_to(
+    job: SmallJob, step: int = 9, content: bytes | None = TINKER.encode(), *, point: bool = True
+) -> None:
     """What a trainer leaves that samples elsewhere."""
     job.layout.step(step).mkdir(exist_ok=True)
     if content is not None:
         job.put(job.layout.step(step) / REMOTE_PATH, content)
     if point:
         job.point(step)
+
+
+def let_lie(loop: Loop, clock: Clock) -> None:
+    """Look, and once more when what is there has lain still."""
+    loop.run_once()
+    clock.advance(2)
+    loop.run_once()
 
 
 def rounds(job: SmallJob, clock: Clock, *, pause: float = 2) -> None:
@@ -64,16 +74,14 @@ def test_a_path_must_lie_still_and_a_new_one_is_a_new_version(job: SmallJob, clo
     with job.daemon(clock=clock) as loop:
         point_to(job, 9, b"half of a pa")
         assert "have not changed for" in loop.run_once().waiting_for
-        point_to(job, 9, TINKER.encode())
+        point_to(job)
         loop.run_once()
         assert not job.layout.latest.exists()
         clock.advance(2)
         loop.run_once()
         assert job.latest.sequence == 1
-        point_to(job, 9, TINKER.encode())  # the same line once more: other weights, for all we know
-        loop.run_once()
-        clock.advance(2)
-        loop.run_once()
+        point_to(job)  # the same line once more: other weights, for all we know
+        let_lie(loop, clock)
     assert job.latest.sequence == 2
     assert read_manifest(STORAGE, job.layout.version(2)).remote == TINKER
 
@@ -99,15 +107,11 @@ def test_what_never_says_where_is_quarantined_in_time_and_the_daemon_goes_on(
             assert loop.run_once().waiting_for == ""
         assert len(list(job.layout.quarantine.iterdir())) == 1
         assert job.outcomes == {8: "quarantined"}
-        point_to(job, 9, TINKER.encode())
-        loop.run_once()
-        clock.advance(2)
-        loop.run_once()
+        point_to(job)
+        let_lie(loop, clock)
         assert job.latest.step == 9
-        point_to(job, 8, TINKER.encode())  # after all
-        loop.run_once()
-        clock.advance(2)
-        loop.run_once()
+        point_to(job, 8)  # after all
+        let_lie(loop, clock)
     assert (job.latest.step, job.latest.sequence) == (8, 2)
 
 
@@ -128,7 +132,7 @@ def test_weights_that_are_being_written_are_waited_for_as_long_as_it_takes(
 
 
 def test_weights_count_more_than_a_path_beside_them(job: SmallJob, clock: Clock) -> None:
-    point_to(job, 9, TINKER.encode(), point=False)
+    point_to(job, point=False)
     job.save(9)
     rounds(job, clock)
     assert job.latest.kind == "full"
@@ -138,7 +142,7 @@ def test_a_published_path_is_pruned_and_what_may_be_resumed_from_is_not(
     job: SmallJob, clock: Clock
 ) -> None:
     for step in (1, 2, 3):
-        point_to(job, step, TINKER.encode())
+        point_to(job, step)
         rounds(job, clock)
         (job.layout.step(2) / "remote_checkpoint_path.txt").parent.mkdir(exist_ok=True)
         (job.layout.step(2) / "remote_checkpoint_path.txt").touch()
@@ -166,7 +170,7 @@ def test_a_folder_without_weights_and_path_is_never_put_on_record_as_skipped(
 
 
 def test_a_path_that_changes_while_it_is_published_is_looked_at_again(job: SmallJob) -> None:
-    point_to(job, 9, TINKER.encode())
+    point_to(job)
     folder = job.layout.step(9)
     save = look_into_step(STORAGE, folder, 9)
     point_to(job, 9, b"tinker://other")
@@ -178,7 +182,7 @@ def test_a_path_that_changes_while_it_is_published_is_looked_at_again(job: Small
 
 
 def test_explorers_get_the_path_and_there_is_nothing_to_verify(job: SmallJob, clock: Clock) -> None:
-    point_to(job, 9, TINKER.encode())
+    point_to(job)
     rounds(job, clock)
     with Reader(job.layout.root, "explorer") as reader:
         version = reader.next_version(0, 5)
@@ -191,7 +195,7 @@ def test_explorers_get_the_path_and_there_is_nothing_to_verify(job: SmallJob, cl
 def test_an_engine_that_loads_from_storage_refuses_it_by_its_path(
     job: SmallJob, clock: Clock
 ) -> None:
-    point_to(job, 9, TINKER.encode())
+    point_to(job)
     rounds(job, clock)
     with ExplorerHook(job.layout.root, "explorer", TorchModule(nn.Linear(2, 2))) as hook:
         with pytest.raises(EngineMismatchError, match=TINKER):
@@ -200,7 +204,7 @@ def test_an_engine_that_loads_from_storage_refuses_it_by_its_path(
 
 
 def test_only_a_remote_version_has_a_path_and_it_has_one(job: SmallJob, clock: Clock) -> None:
-    point_to(job, 9, TINKER.encode())
+    point_to(job)
     rounds(job, clock)
     content = (job.layout.version(1) / "manifest.json").read_bytes()
     for broken in (
@@ -222,7 +226,7 @@ def test_a_remote_version_is_rolled_back_to_as_any_other(job: SmallJob, clock: C
 
 
 def test_the_command_that_verifies_says_where_the_weights_are(job: SmallJob, clock: Clock) -> None:
-    point_to(job, 9, TINKER.encode())
+    point_to(job)
     rounds(job, clock)
     result = CliRunner().invoke(cli, ["verify", str(job.layout.root)])
     assert result.output == f"v000001: step 9, remote: {TINKER}\n"

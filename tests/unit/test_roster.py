@@ -52,8 +52,8 @@ def explorers(job: SmallJob) -> Explorers:
 
 
 @pytest.fixture
-def roster(job: SmallJob, clock: Clock) -> Roster:
-    return Roster(job, LEASE_TIME, clock=clock, background=False)
+def roster(job: SmallJob, storage: RuledStorage, clock: Clock) -> Roster:
+    return Roster(Job(storage, job.layout), LEASE_TIME, clock=clock, background=False)
 
 
 def names(roster: Roster) -> set[str]:
@@ -95,9 +95,9 @@ def test_one_without_a_heartbeat_is_gone_at_once_unless_it_said_that_it_stopped(
     assert roster.explorer_counts()[RunningStatus.STOPPED] == 1
 
 
-def test_hundreds_are_judged_in_slices(explorers: Explorers, job: SmallJob, clock: Clock) -> None:
-    storage = RuledStorage()
-    roster = Roster(Job(storage, job.layout), LEASE_TIME, clock=clock, background=False)
+def test_hundreds_are_judged_in_slices(
+    roster: Roster, explorers: Explorers, job: SmallJob, storage: RuledStorage, clock: Clock
+) -> None:
     everyone = [f"e{number}" for number in range(200)]
     explorers.come(*everyone)
     assert len(roster.explorers()) == 200
@@ -111,9 +111,9 @@ def test_hundreds_are_judged_in_slices(explorers: Explorers, job: SmallJob, cloc
     assert names(roster) == set()
 
 
-def test_unchanged_reports_are_not_parsed_again(explorers: Explorers, job: SmallJob) -> None:
-    storage = RuledStorage()
-    roster = Roster(Job(storage, job.layout), LEASE_TIME, background=False)
+def test_unchanged_reports_are_not_parsed_again(
+    roster: Roster, explorers: Explorers, job: SmallJob, storage: RuledStorage
+) -> None:
     explorers.come("a", "b")
     for _ in range(2):
         roster.explorers()
@@ -195,10 +195,8 @@ def test_a_report_that_cannot_be_read_hides_nobody_else(
 
 
 def test_storage_that_does_not_answer_is_no_death(
-    explorers: Explorers, job: SmallJob, clock: Clock
+    roster: Roster, explorers: Explorers, storage: RuledStorage, clock: Clock
 ) -> None:
-    storage = RuledStorage()
-    roster = Roster(Job(storage, job.layout), LEASE_TIME, clock=clock, background=False)
     explorers.come("a")
     assert names(roster) == {"a"}
     storage.rules.append(refuse("open_read", errno.EIO, where="sessions"))
@@ -263,9 +261,8 @@ def test_a_trainer_that_does_not_register_is_what_it_says(roster: Roster, job: S
 
 
 def test_it_may_be_closed_by_a_signal_handler_of_who_asks(
-    explorers: Explorers, job: SmallJob
+    explorers: Explorers, job: SmallJob, storage: RuledStorage
 ) -> None:
-    storage = RuledStorage()
     roster = Roster(Job(storage, job.layout), 1.0)
     explorers.come("a")
     asking = threading.Thread(target=roster.explorers, daemon=True)
@@ -302,10 +299,8 @@ def forget(*_: object) -> None:
 
 @pytest.mark.parametrize("method", ["fstat", "pread"])
 def test_a_report_that_is_replaced_while_it_is_read_is_read_anew(
-    explorers: Explorers, job: SmallJob, method: str
+    roster: Roster, explorers: Explorers, job: SmallJob, storage: RuledStorage, method: str
 ) -> None:
-    storage = RuledStorage()
-    roster = Roster(Job(storage, job.layout), LEASE_TIME, background=False)
     explorers.come("a", "t")
     trainer(job, "running", "s-t")
     storage.rules.append(once(method, forget))

@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from syncd.checkpoint.open_save import open_save
+from syncd.checkpoint.open_save import OpenSave, open_save
 from syncd.checkpoint.sandbox.isolated import ParseLimits
 from syncd.checkpoint.save import (
     FullStateDict,
@@ -37,6 +38,15 @@ def shard(job: SmallJob, world_size: int, rank: int, content: bytes = b"x") -> P
     path.parent.mkdir(parents=True, exist_ok=True)
     job.put(path, content)
     return path
+
+
+def two_whole_sets(job: SmallJob) -> None:
+    for size, rank in ((1, 0), (2, 0), (2, 1)):
+        shard(job, size, rank)
+
+
+def opened(job: SmallJob, save: Save | None = None) -> AbstractContextManager[OpenSave]:
+    return open_save(job.storage, job.layout.actor(4), save or look(job))
 
 
 def test_nothing_there_says_so(job: SmallJob) -> None:
@@ -140,21 +150,10 @@ def test_older_incomplete_shards_beside_a_whole_set_do_not_count(job: SmallJob) 
 
 @pytest.mark.parametrize("told", [{"world_size": 2}, {"world_size": 2, "FSDP_version": 2}])
 def test_of_two_whole_sets_fsdp_config_decides(job: SmallJob, told: dict[str, int]) -> None:
-    for size, rank in ((1, 0), (2, 0), (2, 1)):
-        shard(job, size, rank)
+    two_whole_sets(job)
     assert "world sizes 1 and 2, and fsdp_config.json does not say which" in look(job).reason
     (job.layout.actor(4) / "fsdp_config.json").write_text(json.dumps(told))
     assert look(job).weights == (shard_name(2, 0), shard_name(2, 1))
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"world_size": "2"}', '{"world_size": 3}'])
-def test_an_fsdp_config_that_says_nothing_of_use_decides_nothing(
-    job: SmallJob, content: str
-) -> None:
-    for size, rank in ((1, 0), (2, 0), (2, 1)):
-        shard(job, size, rank)
-    (job.layout.actor(4) / "fsdp_config.json").write_text(content)
-    assert "Remove the older set" in look(job).reason
 
 
 def test_a_full_state_dict_is_a_save_of_its_own(job: SmallJob) -> None:
@@ -193,47 +192,36 @@ def test_a_file_that_goes_while_it_is_looked_at_is_not_yet(job: SmallJob) -> Non
 
 def test_what_is_read_is_what_was_vouched_for(job: SmallJob) -> None:
     job.save(4)
-    with open_save(job.storage, job.layout.actor(4), look(job)) as opened:
-        assert opened.checked == "receipt"
-        assert opened.full is not None
+    with opened(job) as found:
+        assert found.checked == "receipt"
+        assert found.full is not None
 
 
-def test_a_file_that_is_not_the_one_its_receipt_vouches_for_is_looked_at_again(
+def test_a_file_that_is_not_the_one_its_receipt_vouches_for_is_looked_at_again_and_closed(
     job: SmallJob,
 ) -> None:
     job.save(4)
     save = look(job)
     job.put(job.layout.actor(4) / "model.safetensors", weights(1.0, name="other"))
+    before = len(os.listdir("/proc/self/fd"))
     with (
         pytest.raises(SaveNotReadyError, match="lists: the file is being replaced, or was damaged"),
-        open_save(job.storage, job.layout.actor(4), save),
+        opened(job, save),
     ):
         pass
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_that_is_gone_is_looked_at_again_and_a_torn_one_is_an_error(job: SmallJob) -> None:
     job.save(4, receipts=False)
-    actor = job.layout.actor(4)
+    path = job.layout.actor(4) / "model.safetensors"
     save = look(job)
-    (actor / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(ShardFormatError), open_save(job.storage, actor, save):
+    path.write_bytes(b"torn")
+    with pytest.raises(ShardFormatError), opened(job, save):
         pass
-    (actor / "model.safetensors").unlink()
-    with pytest.raises(SaveNotReadyError, match="is gone"), open_save(job.storage, actor, save):
+    path.unlink()
+    with pytest.raises(SaveNotReadyError, match="is gone"), opened(job, save):
         pass
-
-
-def test_a_refused_save_leaves_no_descriptor_open(job: SmallJob) -> None:
-    job.save(4)
-    save = look(job)
-    job.put(job.layout.actor(4) / "model.safetensors", weights(1.0, name="other"))
-    before = len(os.listdir("/proc/self/fd"))
-    with (
-        pytest.raises(SaveNotReadyError),
-        open_save(job.storage, job.layout.actor(4), save),
-    ):
-        pass
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_newer_save_in_the_same_folder_is_a_change(job: SmallJob) -> None:
@@ -305,10 +293,10 @@ def test_any_change_of_an_adapters_save_is_another_identity(job: SmallJob, name:
 def test_an_adapter_is_opened_and_the_shards_beside_it_are_not_read(job: SmallJob) -> None:
     shard(job, 1, 0, b"of no use")
     adapter(job)
-    with open_save(job.storage, job.layout.actor(4), look(job)) as opened:
-        assert opened.full is not None
-        assert opened.shards == []
-        assert opened.checked == "stillness"
+    with opened(job) as found:
+        assert found.full is not None
+        assert found.shards == []
+        assert found.checked == "stillness"
 
 
 @pytest.mark.parametrize("has_receipt", [True, False])
@@ -324,7 +312,7 @@ def test_a_pickled_adapter_is_an_error_that_says_how_to_save_it(
     assert isinstance(save, LoraAdapter)
     with (
         pytest.raises(CheckpointError, match=r"adapter_model\.bin is a pickle.*save_pretrained"),
-        open_save(job.storage, job.layout.actor(4), save),
+        opened(job, save),
     ):
         pass
     if not has_receipt:
@@ -342,12 +330,12 @@ def test_with_receipts_an_adapter_counts_where_they_vouch_for_it(job: SmallJob) 
     job.receipt(4, "run-4-1", 1, 2)
     save = look(job)
     assert (save.identity, save.weights) == ("run-4-1", ADAPTER)
-    with open_save(job.storage, job.layout.actor(4), save) as opened:
-        assert opened.checked == "receipt"
+    with opened(job, save) as found:
+        assert found.checked == "receipt"
     adapter(job, content=weights(1.0, name="other"))
     with (
         pytest.raises(SaveNotReadyError, match="lists: the file is being replaced"),
-        open_save(job.storage, job.layout.actor(4), save),
+        opened(job, save),
     ):
         pass
 
@@ -412,6 +400,11 @@ def test_receipts_that_are_large_together_are_not_read_to_the_end(job: SmallJob)
 @pytest.mark.parametrize(
     "content",
     [
+        "",
+        "{",
+        "[]",
+        '{"world_size": "2"}',
+        '{"world_size": 3}',
         '{"world_size": true}',
         '{"world_size": 1e999}',
         '{"world_size": ' + "9" * 4000 + "}",
@@ -424,9 +417,10 @@ def test_receipts_that_are_large_together_are_not_read_to_the_end(job: SmallJob)
     ],
     ids=str.__len__,
 )
-def test_a_hostile_fsdp_config_decides_nothing(job: SmallJob, content: str) -> None:
-    for size, rank in ((1, 0), (2, 0), (2, 1)):
-        shard(job, size, rank)
+def test_an_fsdp_config_that_says_nothing_of_use_decides_nothing(
+    job: SmallJob, content: str
+) -> None:
+    two_whole_sets(job)
     (job.layout.actor(4) / "fsdp_config.json").write_text(content)
     assert "Remove the older set" in look(job).reason
 

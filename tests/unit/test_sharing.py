@@ -58,15 +58,12 @@ def large_state() -> dict[str, torch.Tensor]:
     return {name: tensor.bfloat16().clone() for name, tensor in state.items()}
 
 
-def save(job: JobLayout, state: dict[str, torch.Tensor]) -> None:
+def save(job: JobLayout, state: dict[str, torch.Tensor]) -> Path:
     RankWriter(Job(STORAGE, job), 0, 1, save_timeout=60).save(
         SaveId("run", 1, 0), RankContents(state)
     )
-
-
-def saved_by(job: JobLayout, state: dict[str, torch.Tensor]) -> list[Path]:
-    save(job, state)
-    return list(job.actor(1).glob("*.pt"))
+    (path,) = job.actor(1).glob("*.pt")
+    return path
 
 
 def build(storage: Storage, job: JobLayout, out: Path, *, digests: bool = True) -> Manifest:
@@ -96,7 +93,7 @@ def test_large_tensors_are_saved_where_pages_begin_and_small_ones_are_not_padded
     job: SmallJob,
 ) -> None:
     state = large_state()
-    (path,) = saved_by(job.layout, state)
+    path = save(job.layout, state)
     with ShardFile.open(STORAGE, path) as shard:
         offsets = [
             record.offset for name, record in shard.records.items() if name.startswith("data/")
@@ -137,7 +134,7 @@ def test_what_a_foreign_trainer_may_still_write_to_is_never_shared(
     job: SmallJob, tmp_path: Path, crc32: bool
 ) -> None:
     state = large_state()
-    (shard,) = saved_by(job.layout, state)
+    shard = save(job.layout, state)
     shutil.rmtree(job.layout.actor(1) / ".receipts")
     with config.patch({"save.storage_alignment": _PAGE, "save.compute_crc32": crc32}):
         torch.save(state, shard)
@@ -152,7 +149,7 @@ def test_what_has_no_bytes_of_its_own_is_saved_without_asking_how_many(
     job: SmallJob,
 ) -> None:
     sparse = torch.rand(3, 3).to_sparse()
-    (shard,) = saved_by(job.layout, {"sparse": sparse, **large_state()})
+    shard = save(job.layout, {"sparse": sparse, **large_state()})
     found = torch.load(shard, weights_only=True)
     assert torch.equal(found["sparse"].to_dense(), sparse.to_dense())
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,18 @@ def stage(tmp_path: Path) -> Iterator[Path]:
 
 
 def is_copy(copy: LeasedVersion, version: WholeVersion) -> bool:
-    return same_files_but_manifest(copy.folder, version)
-
-
-def same_files_but_manifest(folder: Path, version: WholeVersion) -> bool:
+    """All but the manifests are the same files."""
+    folder = copy.folder
     (folder / MANIFEST).rename(folder.parent / "manifest")
     try:
         return same_files(folder, version)
     finally:
         (folder.parent / "manifest").rename(folder / MANIFEST)
+
+
+def check(staging: Staging, versions: Versions, number: int = 1) -> None:
+    """Stage a version: the copy is whole."""
+    assert is_copy(staging.stage(versions[number]), versions.whole[number])
 
 
 def copies(stage: Path) -> list[str]:
@@ -173,40 +177,37 @@ def test_a_rollback_costs_no_bytes_of_weights_if_the_host_has_the_old_version(
         one.release()
 
 
-def gone(versions: Versions) -> None:
+def gone(versions: Versions, _: Path) -> None:
     shutil.rmtree(versions.links[0].folder)
 
 
-def torn_record(versions: Versions) -> None:
+def torn_record(versions: Versions, _: Path) -> None:
     os.truncate(versions.links[0].folder / "delta.json", 30)
 
 
-def torn_blocks(versions: Versions) -> None:
+def torn_blocks(versions: Versions, _: Path) -> None:
     path = versions.links[0].folder / "blocks"
     path.write_bytes(path.read_bytes()[:-9] + bytes(9))
 
 
-def base_flipped(versions: Versions) -> None:
-    (copy,) = versions.job.layout.root.parent.glob("copy")
+def base_flipped(_: Versions, copy: Path) -> None:
     path = copy / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1  # of a tensor in which the delta changes other elements
     path.write_bytes(content)
 
 
-def base_cut(versions: Versions) -> None:
-    (copy,) = versions.job.layout.root.parent.glob("copy")
+def base_cut(_: Versions, copy: Path) -> None:
     os.truncate(copy / "model.safetensors", 1000)
 
 
 @pytest.mark.parametrize("damage", [gone, torn_record, torn_blocks, base_flipped, base_cut])
 def test_whatever_is_damaged_the_full_version_is_read(
-    versions: Versions, stage: Path, damage: Callable[[Versions], None]
+    versions: Versions, stage: Path, damage: Callable[[Versions, Path], None]
 ) -> None:
     staging = Staging(stage)
     base = staging.stage(versions[0])
-    (versions.job.layout.root.parent / "copy").symlink_to(base.folder)
-    damage(versions)
+    damage(versions, base.folder)
     copy = staging.stage(versions[1])
     assert is_copy(copy, versions.whole[1])
     assert staging.fetched.delta_bytes is None
@@ -236,7 +237,7 @@ def test_a_delta_that_cannot_be_applied_is_left_for_the_full_version(
             raise error
 
     versions.storage.rules.append(rule)
-    assert is_copy(staging.stage(versions[1]), versions.whole[1])
+    check(staging, versions)
     assert str(error) in (staging.fetched.no_delta or "")
     held.release()
 
@@ -247,7 +248,7 @@ def test_deltas_whose_code_cannot_be_imported_are_left_for_the_full_version(
     staging = Staging(stage)
     held = staging.stage(versions[0])
     monkeypatch.setitem(sys.modules, "syncd.deltas.applying", None)
-    assert is_copy(staging.stage(versions[1]), versions.whole[1])
+    check(staging, versions)
     assert "syncd.deltas.applying" in (staging.fetched.no_delta or "")
     held.release()
 
@@ -259,7 +260,7 @@ def test_if_a_record_of_deltas_cannot_be_read_the_full_version_is(
     if record.startswith(".syncd"):
         Daemon(versions).says("making")
     versions.storage.rules.append(refuse("open_read", errno.EIO, where=record))
-    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    check(slow, versions)
     assert os.strerror(errno.EIO) in (slow.fetched.no_delta or "")
 
 
@@ -295,7 +296,7 @@ def test_a_step_that_was_evaluated_hides_no_base(versions: Versions, stage: Path
     manifest = old.manifest.model_copy(update={"sequence": 0})
     (folder / MANIFEST).write_bytes(encode(manifest))
     held.append(staging.stage(LeasedVersion(versions.storage, folder, manifest, Unheld())))
-    assert is_copy(staging.stage(versions[1]), versions.whole[1])
+    check(staging, versions)
     assert staging.fetched.delta_bytes == versions.links[0].delta.bytes
     for one in held:
         one.release()
@@ -340,7 +341,7 @@ def test_if_both_do_not_fit_the_base_makes_room_for_a_full_copy(
     first.serves(copy.folder)
     copy.release()
     staging = Staging(stage, budget)
-    assert is_copy(staging.stage(versions[1]), versions.whole[1])
+    check(staging, versions)
     assert (staging.fetched.delta_bytes is not None) == (room_for > 1)
     if room_for == 1:
         assert copies(stage) == ["v000004"]
@@ -390,26 +391,22 @@ def test_on_the_jobs_own_filesystem_nothing_is_made_of_deltas(
     held.release()
 
 
-def never_writes_to_linked_files(storage: RuledStorage) -> None:
-    """Refuse to write into a file that has a second name: it may be a published version's."""
-
-    def rule(name: str, given: tuple[Any, ...]) -> None:
-        if name in {"write", "pwrite", "copy_file_range", "sendfile", "clone_range"}:
-            target = (
-                given[1] if name in {"copy_file_range", "sendfile", "clone_range"} else given[0]
-            )
-            status = os.fstat(target)
-            assert not stat.S_ISREG(status.st_mode) or status.st_nlink <= 1
-
-    storage.rules.append(rule)
+#: The calls that write into a file → which of what they are given is its descriptor.
+TARGETS = {"write": 0, "pwrite": 0, "copy_file_range": 1, "sendfile": 1, "clone_range": 1}
 
 
 @pytest.mark.parametrize("near", [True, False])
 def test_no_file_with_a_second_name_is_ever_written_to(
     versions: Versions, tmp_path: Path, stage: Path, near: bool
 ) -> None:
-    storage = RuledStorage()
-    never_writes_to_linked_files(storage)
+    """It may be a published version's."""
+
+    def rule(name: str, given: tuple[Any, ...]) -> None:
+        if name in TARGETS:
+            status = os.fstat(given[TARGETS[name]])
+            assert not stat.S_ISREG(status.st_mode) or status.st_nlink <= 1
+
+    storage = RuledStorage(rule)
     staging = Staging(tmp_path / "near" if near else stage, storage=storage)
     held = [staging.stage(versions[number]) for number in range(3)]
     for copy, whole in zip(held, versions.whole, strict=True):
@@ -464,8 +461,7 @@ def a_slow_one(stage: Path, budget_bytes: int | None = None) -> Staging:
 def slow(versions: Versions, stage: Path) -> Staging:
     """A stage whose first full copy has taken 1,000 seconds, by its clock."""
     staging = a_slow_one(stage)
-    held = staging.stage(versions[0])
-    assert held.folder.exists()
+    staging.stage(versions[0])
     return staging
 
 
@@ -487,29 +483,24 @@ def test_a_delta_that_is_being_made_is_waited_for(versions: Versions, slow: Stag
     daemon = Daemon(versions)
     daemon.says("making", done=5)
     after_looks(versions, 3, daemon.makes_it)
-    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    check(slow, versions)
     assert slow.fetched.delta_bytes == versions.links[0].delta.bytes
 
 
-def gives_up(daemon: Daemon) -> None:
-    daemon.says("none", why="too many elements differ")
-
-
-def goes_on_to_the_next(daemon: Daemon) -> None:
-    daemon.says("making", sequence=9)
-
-
 @pytest.mark.parametrize(
-    ("act", "why"),
-    [(gives_up, "too many elements differ"), (goes_on_to_the_next, "the delta to version 9")],
+    ("says", "why"),
+    [
+        ({"state": "none", "why": "too many elements differ"}, "too many elements differ"),
+        ({"state": "making", "sequence": 9}, "the delta to version 9"),
+    ],
 )
 def test_a_delta_that_will_never_be_made_is_not_waited_for(
-    versions: Versions, slow: Staging, act: Callable[[Daemon], None], why: str
+    versions: Versions, slow: Staging, says: dict[str, Any], why: str
 ) -> None:
     daemon = Daemon(versions)
     daemon.says("making")
-    after_looks(versions, 2, lambda: act(daemon))
-    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    after_looks(versions, 2, lambda: daemon.says(**says))
+    check(slow, versions)
     assert why in (slow.fetched.no_delta or "")
 
 
@@ -530,7 +521,7 @@ def test_a_delta_that_was_made_is_used_however_the_wait_ends(
     daemon = Daemon(versions)
     daemon.says("making")
     after_looks(versions, 2, lambda: ends(daemon))
-    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    check(slow, versions)
     assert slow.fetched.delta_bytes == versions.links[0].delta.bytes
 
 
@@ -538,7 +529,7 @@ def test_latest_alone_makes_nobody_wait(versions: Versions, slow: Staging) -> No
     """After a take-over LATEST still has ``delta_from``, and there is no progress."""
     Daemon(versions)
     versions.storage.calls.clear()
-    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    check(slow, versions)
     assert "is not being made" in (slow.fetched.no_delta or "")
     layout = versions.job.layout
     assert versions.storage.count("open_read", layout.delta_progress) == 2
@@ -550,7 +541,7 @@ def test_a_delta_that_will_not_be_there_sooner_than_a_copy_is_not_waited_for(
     versions: Versions, slow: Staging, seconds: float | None
 ) -> None:
     Daemon(versions).says("making", seconds=seconds)
-    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    check(slow, versions)
     assert "a copy is sooner there" in (slow.fetched.no_delta or "")
     assert versions.storage.count("open_read", versions.job.layout.delta_progress) == 1
 
@@ -562,7 +553,7 @@ def test_the_speed_of_copies_is_known_to_all_processes_of_the_host(
     daemon.says("making")
     after_looks(versions, 3, daemon.makes_it)
     other = Staging(slow.folder)  # which has copied nothing yet
-    assert is_copy(other.stage(versions[1]), versions.whole[1])
+    check(other, versions)
     assert other.fetched.delta_bytes == versions.links[0].delta.bytes
 
 
@@ -570,7 +561,7 @@ def test_a_damaged_speed_makes_nobody_wait(versions: Versions, slow: Staging) ->
     (room,) = slow.folder.iterdir()
     (room / ".speed").write_bytes(b"quick")
     Daemon(versions).says("making")
-    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    check(slow, versions)
     assert "a copy is sooner there" in (slow.fetched.no_delta or "")
 
 
@@ -578,7 +569,7 @@ def test_for_a_base_that_must_make_room_nobody_waits(versions: Versions, stage: 
     staging = a_slow_one(stage, budget_bytes=size_of(versions.whole[1].folder) + 2000)
     staging.stage(versions[0]).release()
     Daemon(versions).says("making")
-    assert is_copy(staging.stage(versions[1]), versions.whole[1])
+    check(staging, versions)
     assert "must be removed to free space" in (staging.fetched.no_delta or "")
     assert not versions.storage.count("open_read", versions.job.layout.delta_progress)
 
@@ -598,7 +589,7 @@ def test_for_a_base_that_only_another_job_has_nobody_waits(
     put(layout.latest, encode(latest))
     progress = DeltaProgress(sequence=9, base=4, state="making", time=0.0)
     put(layout.delta_progress, encode(progress))
-    assert is_copy(slow.stage(versions[2]), versions.whole[2])
+    check(slow, versions, 2)
     assert "not on this host" in (slow.fetched.no_delta or "")
     kept.release()
 
@@ -652,7 +643,7 @@ def test_without_a_sign_of_life_the_full_version_is_read(
 ) -> None:
     monkeypatch.setattr(delta_base, "_SILENCE", 0.5)
     Daemon(versions).says("making")
-    assert is_copy(slow.stage(versions[1]), versions.whole[1])
+    check(slow, versions)
     assert "reported no progress" in (slow.fetched.no_delta or "")
 
 
@@ -660,7 +651,7 @@ def test_the_wait_is_shorter_than_a_full_copy(versions: Versions, stage: Path) -
     staging = Staging(stage)  # its full copy takes milliseconds
     held = staging.stage(versions[0])
     Daemon(versions).says("making", seconds=0.0)
-    assert is_copy(staging.stage(versions[1]), versions.whole[1])
+    check(staging, versions)
     assert "was not made within" in (staging.fetched.no_delta or "")
     held.release()
 
@@ -676,7 +667,7 @@ def test_a_wait_can_be_cancelled(versions: Versions, slow: Staging) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         slow.stage(versions[1], cancel=cancel)
-    assert is_copy(slow.stage(versions[0]), versions.whole[0])
+    check(slow, versions, 0)
 
 
 # -- cut off anywhere --------------------------------------------------------------------------
@@ -713,11 +704,9 @@ def test_cut_off_anywhere_the_next_process_has_the_version(
         staging = Staging(stage, storage=ruled)
         ruled.rules.append(rule)
         ended = False
-        try:
+        with suppress(CutError, NotStagedError):
             staging.stage(versions[1]).release()
             ended = True
-        except (CutError, NotStagedError):
-            pass
         ruled.rules.clear()
         assert state(versions.job.layout.published) == published
         assert state(base.folder) == kept

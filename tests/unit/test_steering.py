@@ -16,9 +16,9 @@ from syncd.protocol.records import Manifest, encode, parse
 from syncd.protocol.reports import DaemonReport
 from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.job import Job
-from tests.jobs import SmallJob
+from tests.jobs import SmallJob, published
 from tests.lagging import Hosts
-from tests.storages import Clock, FastStorage, once, refuse
+from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
 pytestmark = pytest.mark.lagging
 STORAGE = FastStorage()
@@ -42,13 +42,6 @@ def pause(job: SmallJob, name: str = "pause") -> None:
 def run(job: SmallJob, rounds: int = 1, config: DaemonConfig | None = None) -> None:
     with job.daemon(config or DaemonConfig(keep=9)) as loop:
         for _ in range(rounds):
-            loop.run_once()
-
-
-def published(job: SmallJob, steps: int) -> None:
-    with job.daemon(DaemonConfig(keep=99, prune_steps=False)) as loop:
-        for step in range(1, steps + 1):
-            job.save(step)
             loop.run_once()
 
 
@@ -110,37 +103,34 @@ def test_the_next_save_is_published_as_ever(job: SmallJob) -> None:
 
 
 def test_a_request_is_carried_out_once_though_its_answer_was_not_written(
-    tmp_path: Path, hosts: Hosts
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage = hosts.ruled(refuse("rename", errno.EIO, where="requests/ask.json"))
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    published(job, 3)
-    ask(job, 1)
-    job.save(4)
-    run(job, rounds=3)
-    assert answer(job).outcome == "asked"
-    assert job.latest.sequence == 4
+    storage.rules.append(refuse("rename", errno.EIO, where="requests/ask.json"))
+    published(ruled, 3)
+    ask(ruled, 1)
+    ruled.save(4)
+    run(ruled, rounds=3)
+    assert answer(ruled).outcome == "asked"
+    assert ruled.latest.sequence == 4
     storage.rules.clear()
-    run(job, rounds=1)  # another daemon
-    assert (answer(job).outcome, answer(job).made) == ("done", 4)
-    run(job, rounds=2)
-    assert (job.latest.sequence, job.latest.step) == (5, 4)
+    run(ruled, rounds=1)  # another daemon
+    assert (answer(ruled).outcome, answer(ruled).made) == ("done", 4)
+    run(ruled, rounds=2)
+    assert (ruled.latest.sequence, ruled.latest.step) == (5, 4)
 
 
 def test_a_version_that_latest_never_named_is_adopted_and_counts_as_the_answer(
-    tmp_path: Path, hosts: Hosts
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage = hosts.ruled()
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    published(job, 3)
-    ask(job, 1)
+    published(ruled, 3)
+    ask(ruled, 1)
     storage.rules.append(refuse("rename", errno.EIO, where=".syncd/LATEST"))
-    run(job)
-    assert job.latest.sequence == 3
+    run(ruled)
+    assert ruled.latest.sequence == 3
     storage.rules.clear()
-    run(job, rounds=2)
-    assert answer(job).made == job.latest.sequence > 3
-    assert job.latest.step == 1
+    run(ruled, rounds=2)
+    assert answer(ruled).made == ruled.latest.sequence > 3
+    assert ruled.latest.step == 1
 
 
 @pytest.mark.parametrize(
@@ -171,51 +161,48 @@ def test_a_damaged_version_is_refused(job: SmallJob) -> None:
 
 
 def test_a_version_that_is_asked_for_is_not_pruned_before_the_answer(
-    tmp_path: Path, hosts: Hosts
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage = hosts.ruled(refuse("link", errno.EIO, where="published"))
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    published(job, 3)
-    ask(job, 1)
-    run(job, rounds=2, config=DaemonConfig(keep=1))
-    assert job.versions == ["v000001", "v000003"]
+    storage.rules.append(refuse("link", errno.EIO, where="published"))
+    published(ruled, 3)
+    ask(ruled, 1)
+    run(ruled, rounds=2, config=DaemonConfig(keep=1))
+    assert ruled.versions == ["v000001", "v000003"]
     storage.rules.clear()
-    run(job, rounds=2, config=DaemonConfig(keep=1))
-    assert (job.versions, job.latest.step) == (["v000004"], 1)
-    served(job)
+    run(ruled, rounds=2, config=DaemonConfig(keep=1))
+    assert (ruled.versions, ruled.latest.step) == (["v000004"], 1)
+    served(ruled)
 
 
 def test_a_rollback_that_storage_keeps_refusing_stops_new_saves_for_a_few_rounds_only(
-    tmp_path: Path, hosts: Hosts
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
-    storage = hosts.ruled(refuse("link", errno.EACCES, where="published"))
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    published(job, 2)
-    ask(job, 1)
-    job.save(3)
-    run(job, rounds=8)
-    assert answer(job).outcome == "refused"
-    assert "Permission denied" in answer(job).why
-    assert (job.latest.step, job.leftovers()) == (3, [])
+    storage.rules.append(refuse("link", errno.EACCES, where="published"))
+    published(ruled, 2)
+    ask(ruled, 1)
+    ruled.save(3)
+    run(ruled, rounds=8)
+    assert answer(ruled).outcome == "refused"
+    assert "Permission denied" in answer(ruled).why
+    assert (ruled.latest.step, ruled.leftovers()) == (3, [])
 
 
 def test_a_request_that_cannot_be_answered_is_not_carried_out_and_stops_nobody(
-    tmp_path: Path, hosts: Hosts
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
     # Made by another user, as where someone's first rollback in an old job was root's.
-    storage = hosts.ruled(
+    storage.rules += [
         refuse("utime", errno.EACCES, where=".syncd/requests"),
         refuse("rename", errno.EACCES, where=".syncd/requests"),
-    )
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    published(job, 2)
-    ask(job, 1)
-    job.save(3)
-    run(job, rounds=2)
-    assert (job.latest.sequence, job.latest.step) == (3, 3)
+    ]
+    published(ruled, 2)
+    ask(ruled, 1)
+    ruled.save(3)
+    run(ruled, rounds=2)
+    assert (ruled.latest.sequence, ruled.latest.step) == (3, 3)
     storage.rules.clear()  # put right
-    run(job)
-    assert (answer(job).made, job.latest.step) == (4, 1)
+    run(ruled)
+    assert (answer(ruled).made, ruled.latest.step) == (4, 1)
 
 
 def test_the_folder_of_requests_is_made_with_the_job_and_not_by_who_asks_first(
@@ -238,14 +225,15 @@ def test_what_another_daemon_has_answered_is_not_carried_out_again(job: SmallJob
     assert (job.latest.sequence, job.latest.step) == (5, 4)
 
 
-def test_where_there_are_no_hard_links_the_files_are_copied(tmp_path: Path, hosts: Hosts) -> None:
-    storage = hosts.ruled(refuse("link", errno.EPERM, where="published"))
-    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
-    published(job, 3)
-    ask(job, 1)
-    run(job)
-    assert served(job).step == 1
-    old, new = (job.layout.version(n) / "model.safetensors" for n in (1, 4))
+def test_where_there_are_no_hard_links_the_files_are_copied(
+    ruled: SmallJob, storage: RuledStorage
+) -> None:
+    storage.rules.append(refuse("link", errno.EPERM, where="published"))
+    published(ruled, 3)
+    ask(ruled, 1)
+    run(ruled)
+    assert served(ruled).step == 1
+    old, new = (ruled.layout.version(n) / "model.safetensors" for n in (1, 4))
     assert not old.samefile(new)
 
 
@@ -337,9 +325,8 @@ def test_a_pause_that_cannot_be_read_holds(job: SmallJob, found: bytes | None) -
 
 
 def test_a_pause_that_comes_after_the_look_still_stops_the_merge(
-    tmp_path: Path, hosts: Hosts
+    job: SmallJob, hosts: Hosts
 ) -> None:
-    job = SmallJob(tmp_path / "job", hosts=hosts)
     job.storage = hosts.ruled(once("names", lambda _: pause(job), where="requests"))
     job.save(1)
     run(job)

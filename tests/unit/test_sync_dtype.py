@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -42,14 +40,6 @@ MASTER = "master_world_size_1_rank_0.pt"
 DTYPES: dict[SyncDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = [SaveLayout.SHARDED, SaveLayout.FULL]
 FLOATING = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Mixed(nn.Module):
@@ -293,10 +283,8 @@ def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
     check_same(dict(resumed.state_dict()), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_full_checkpoint_is_converted_in_the_models_dtype(
-    job: SmallJob, layout: SaveLayout
-) -> None:
+def full_checkpoint(job: SmallJob, layout: SaveLayout = SaveLayout.SHARDED) -> dict[str, Tensor]:
+    """A hook saves step 1, with cast weights; the result is the model's own."""
     model, optimizer = trained(1)
     with TrainerHook(
         job.layout.root,
@@ -305,10 +293,21 @@ def test_a_full_checkpoint_is_converted_in_the_models_dtype(
         saving=SaveSettings(sync_dtype="bf16", layout=layout),
     ) as hook:
         hook.save_checkpoint(1)
+    return dict(model.state_dict())
+
+
+def converted(job: SmallJob) -> dict[str, Tensor]:
     done = CliRunner().invoke(cli, ["convert", str(job.layout.step(1))])
     assert done.exit_code == 0, done.output
-    converted = load_file(job.layout.actor(1) / "huggingface" / "model.safetensors")
-    check_same(converted, dict(model.state_dict()))
+    return load_file(job.layout.actor(1) / "huggingface" / "model.safetensors")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_full_checkpoint_is_converted_in_the_models_dtype(
+    job: SmallJob, layout: SaveLayout
+) -> None:
+    truth = full_checkpoint(job, layout)
+    check_same(converted(job), truth)
 
 
 def test_two_full_checkpoints_under_way_hold_each_its_own_weights(job: SmallJob) -> None:
@@ -343,28 +342,11 @@ def test_two_full_checkpoints_under_way_hold_each_its_own_weights(job: SmallJob)
 
 
 def test_without_its_master_weights_a_checkpoint_is_not_resumed_from(job: SmallJob) -> None:
-    model, optimizer = trained(1)
-    with TrainerHook(
-        job.layout.root, model, optimizer=optimizer, saving=SaveSettings(sync_dtype="bf16")
-    ) as hook:
-        hook.after_step(1)
-        hook.save_checkpoint(1)
+    full_checkpoint(job)
     (job.layout.actor(1) / MASTER).unlink()
+    resumed, its = trained(2)
     with pytest.raises(CheckpointError, match=f"{MASTER} is missing"):
-        load_checkpoint(job.layout.root, model, optimizer=optimizer)
-
-
-def full_checkpoint(job: SmallJob, layout: SaveLayout = SaveLayout.SHARDED) -> dict[str, Tensor]:
-    """A hook saves step 1, with cast weights; the result is the model's own."""
-    model, optimizer = trained(1)
-    with TrainerHook(
-        job.layout.root,
-        model,
-        optimizer=optimizer,
-        saving=SaveSettings(sync_dtype="bf16", layout=layout),
-    ) as hook:
-        hook.save_checkpoint(1)
-    return dict(model.state_dict())
+        load_checkpoint(job.layout.root, resumed, optimizer=its)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -376,9 +358,7 @@ def test_a_checkpoint_that_was_copied_without_its_receipts_keeps_the_models_dtyp
     resumed, its = trained(2)
     load_checkpoint(job.layout.root, resumed, optimizer=its)
     check_same(dict(resumed.state_dict()), truth)
-    done = CliRunner().invoke(cli, ["convert", str(job.layout.step(1))])
-    assert done.exit_code == 0, done.output
-    check_same(load_file(job.layout.actor(1) / "huggingface" / "model.safetensors"), truth)
+    check_same(converted(job), truth)
 
 
 def test_a_copy_that_lacks_a_ranks_weights_in_the_models_dtype_is_refused(job: SmallJob) -> None:
@@ -439,23 +419,10 @@ def test_a_model_that_has_the_dtype_is_written_once(job: SmallJob) -> None:
 # -- explorers, and who reads of it ------------------------------------------------------------
 
 
+@pytest.mark.parametrize("engine", [TorchModule, TransformersModel])
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
-def test_a_module_in_fp32_or_in_the_sync_dtype_takes_the_versions(
-    job: SmallJob, own: torch.dtype
-) -> None:
-    model = nn.Linear(5, 3)
-    saved(job, model, sync_dtype="bf16")
-    published(job)
-    served = nn.Linear(5, 3).to(own)
-    with ExplorerHook(job.layout.root, "explorer", TorchModule(served, cast=True)) as explorer:
-        explorer.pull(10)
-    wanted = cast(dict(model.state_dict()), torch.bfloat16)
-    check_same(dict(served.state_dict()), {name: one.to(own) for name, one in wanted.items()})
-
-
-@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
-def test_a_transformers_model_in_fp32_or_in_the_sync_dtype_takes_the_versions(
-    job: SmallJob, own: torch.dtype
+def test_an_engine_in_fp32_or_in_the_sync_dtype_takes_the_versions(
+    job: SmallJob, own: torch.dtype, engine: type[TorchModule | TransformersModel]
 ) -> None:
     torch.manual_seed(0)
     config = Qwen2Config(**SIZES, tie_word_embeddings=True)
@@ -463,8 +430,7 @@ def test_a_transformers_model_in_fp32_or_in_the_sync_dtype_takes_the_versions(
     saved(job, model, sync_dtype="bf16")
     published(job)
     served = Qwen2ForCausalLM(config).to(own)
-    engine = TransformersModel(served, cast=True)
-    with ExplorerHook(job.layout.root, "explorer", engine) as explorer:
+    with ExplorerHook(job.layout.root, "explorer", engine(served, cast=True)) as explorer:
         explorer.pull(10)
     wanted = cast(dict(model.state_dict()), torch.bfloat16)
     check_same(dict(served.state_dict()), {name: one.to(own) for name, one in wanted.items()})

@@ -827,26 +827,6 @@ def test_one_that_dies_is_left_out_and_the_others_transfer(
     assert (offering.result(LONG), ready.result(LONG)) == (4, 4)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_however_the_deadlines_fall_all_take_part_or_none(
-    members: Members, seed: int, trainer: TrainerSynchronizer
-) -> None:
-    explorers = [members.explorer(f"e{number}") for number in range(2)]
-    start = threading.Barrier(3)
-
-    def agree(call: Callable[..., Any], *given: Any, timeout: float) -> Any:
-        start.wait(LONG)
-        return call(*given, timeout=timeout)
-
-    times = [0.02 + 0.012 * ((seed * 7 + number * 3) % 8) for number in range(3)]
-    calls = [(trainer.ready_to_nccl_sync, 4), *((one.ready_to_nccl_sync,) for one in explorers)]
-    waiting = [
-        members.aside(agree, *call, timeout=timeout)
-        for call, timeout in zip(calls, times, strict=True)
-    ]
-    assert len({one.result(LONG) for one in waiting}) == 1
-
-
 # -- awaited -----------------------------------------------------------------------------------
 
 

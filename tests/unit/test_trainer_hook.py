@@ -49,9 +49,10 @@ def model() -> nn.Module:
     return nn.Linear(3, 2)
 
 
-@pytest.fixture
-def storage() -> RuledStorage:
-    return RuledStorage()
+def save(job: SmallJob, model: nn.Module, **options: Any) -> None:
+    """A hook saves step 4."""
+    with TrainerHook(job.layout.root, model, **options) as hook:
+        hook.after_step(4)
 
 
 def changes(job: SmallJob, storage: RuledStorage) -> list[str]:
@@ -225,8 +226,7 @@ def test_what_is_saved_is_the_model_as_it_was_when_the_step_ended(
                 value.zero_()
 
     storage.rules.append(once("create", train_on, where="model_world_size"))
-    with TrainerHook(job.layout.root, model, storage=storage) as hook:
-        hook.after_step(4)
+    save(job, model, storage=storage)
     saved = torch.load(job.layout.actor(4) / "model_world_size_1_rank_0.pt", weights_only=True)
     assert all(torch.equal(saved[name], value) for name, value in before.items())
 
@@ -237,11 +237,10 @@ def test_config_and_tokenizer_are_receipted_and_end_up_in_the_version(
     model.config = Files(**{"config.json": "{}"})  # type: ignore[assignment]
     model.generation_config = Files(**{"generation_config.json": "{}"})  # type: ignore[assignment]
     tokenizer = Files(**{"tokenizer.json": "[1]", "extra__merges.txt": "a b"})
-    with TrainerHook(job.layout.root, model, tokenizer=tokenizer) as hook:
-        hook.after_step(4)
+    save(job, model, tokenizer=tokenizer)
     names = {"config.json", "generation_config.json", "tokenizer.json", "extra/merges.txt"}
-    save = look_at_save(job.storage, job.layout.actor(4), 4)
-    assert {f"huggingface/{name}" for name in names} < set(save.vouched())
+    found = look_at_save(job.storage, job.layout.actor(4), 4)
+    assert {f"huggingface/{name}" for name in names} < set(found.vouched())
     with job.daemon() as loop:
         loop.run_once()
     folder = job.layout.version(1)
@@ -257,8 +256,7 @@ def test_crc32s_are_written_though_the_trainer_switched_them_off(
 ) -> None:
     torch.serialization.set_crc32_options(compute_crc32=False)
     try:
-        with TrainerHook(job.layout.root, model) as hook:
-            hook.after_step(4)
+        save(job, model)
         assert not torch.serialization.get_crc32_options()
     finally:
         torch.serialization.set_crc32_options(compute_crc32=True)
@@ -270,8 +268,7 @@ def test_crc32s_are_written_though_the_trainer_switched_them_off(
 def test_saving_a_step_again_makes_another_save(job: SmallJob, model: nn.Module) -> None:
     found = []
     for _ in range(2):
-        with TrainerHook(job.layout.root, model) as hook:
-            hook.after_step(4)
+        save(job, model)
         found.append(look_at_save(job.storage, job.layout.actor(4), 4).identity)
     assert len(set(found)) == 2
 
@@ -283,8 +280,7 @@ def test_a_save_whose_folder_the_pruner_took_is_written_again(
         job.layout.step(4).rename(tmp_path / "trash")
 
     storage.rules.append(once("rename", prune, where="model_world_size"))
-    with TrainerHook(job.layout.root, model, storage=storage) as hook:
-        hook.after_step(4)
+    save(job, model, storage=storage)
     assert look_at_save(job.storage, job.layout.actor(4), 4).identity is not None
     assert job.layout.state_pointer.read_text() == "4\n"
 
@@ -299,8 +295,7 @@ def test_a_step_is_announced_before_its_first_byte_is_written(
         announced.append((report.step, report.status))
 
     storage.rules.append(once("mkdir", look, where="global_step_4"))
-    with TrainerHook(job.layout.root, model, storage=storage) as hook:
-        hook.after_step(4)
+    save(job, model, storage=storage)
     assert announced == [(4, "running")]
     report = parse(TrainerReport, job.layout.trainer_report.read_bytes(), "it")
     assert (report.step, report.status, report.world_size) == (4, "stopped", 1)
@@ -315,8 +310,7 @@ def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
     others = actor / ".tmp-model_world_size_2_rank_1.pt-abc"
     for path in (mine, others):
         path.touch()
-    with TrainerHook(job.layout.root, model) as hook:
-        hook.after_step(4)
+    save(job, model)
     assert job.leftovers() == [others]
 
 
@@ -398,8 +392,7 @@ def test_a_job_that_is_not_there_is_refused_at_construction(
 
 
 def test_fsdp_config_says_the_world_size(job: SmallJob, model: nn.Module) -> None:
-    with TrainerHook(job.layout.root, model) as hook:
-        hook.after_step(4)
+    save(job, model)
     told = json.loads((job.layout.actor(4) / "fsdp_config.json").read_text())
     assert told == {"world_size": 1}
 

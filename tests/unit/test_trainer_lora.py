@@ -75,8 +75,14 @@ def trained(model: Any, seed: int = 1) -> Any:
     return model
 
 
-def lora(base: Any, name: str = "default", **options: Any) -> Any:
-    return trained(get_peft_model(base, LoraConfig(r=2, lora_alpha=6, **options), name))
+def lora(base: Any = None, name: str = "default", **options: Any) -> Any:
+    config = LoraConfig(r=2, lora_alpha=6, **{"target_modules": ["q_proj"], **options})
+    return trained(get_peft_model(base or qwen(), config, name))
+
+
+def unloaded(model: Any) -> dict[str, Tensor]:
+    """The merged model that PEFT makes."""
+    return dict(copy.deepcopy(model).merge_and_unload().state_dict())
 
 
 def state_of(model: nn.Module, **options: Any) -> PeftState:
@@ -109,15 +115,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "DoRA": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_dora": True},
     "an embedding": {"target_modules": ["q_proj", "embed_tokens"]},
-    "a module in whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-    "biases of LoRA": {"target_modules": ["q_proj"], "lora_bias": True},
+    "a module in whole": {"modules_to_save": ["lm_head"]},
+    "biases of LoRA": {"lora_bias": True},
     "biases of its modules": {"target_modules": ["q_proj", "down_proj"], "bias": "lora_only"},
-    "all biases": {"target_modules": ["q_proj"], "bias": "all"},
-    "some tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 7]},
+    "all biases": {"bias": "all"},
+    "some tokens": {"trainable_token_indices": [1, 7]},
     "parameters": {"target_modules": [], "target_parameters": ["k_proj.weight"]},
 }
 EXPERTS: dict[str, Any] = {
-    "target_modules": ["q_proj"],
     "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
 }
 
@@ -147,7 +152,7 @@ def test_the_adapter_and_the_merged_model_are_those_that_peft_makes(
         model.save_pretrained(tmp_path)
     truth = tmp_path if name == "default" else tmp_path / name
     assert configs_in(config) == configs_in(truth)
-    same(result, dict(copy.deepcopy(model).merge_and_unload().state_dict()))
+    same(result, unloaded(model))
 
 
 def configs_in(folder: Path) -> dict[str, Any]:
@@ -159,13 +164,12 @@ def configs_in(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("dora", [False, True])
 def test_convolutions_are_merged_as_peft_does(dora: bool) -> None:
     model = lora(Convolutions(), target_modules=["wide", "narrow", "line"], use_dora=dora)
-    same(merged(state_of(model)), dict(copy.deepcopy(model).merge_and_unload().state_dict()))
+    same(merged(state_of(model)), unloaded(model))
 
 
 def test_wrappers_change_no_name() -> None:
-    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
-    truth = state_of(lora(qwen(), **options))
-    model = lora(qwen(), **options)
+    truth = state_of(lora(modules_to_save=["lm_head"]))
+    model = lora(modules_to_save=["lm_head"])
     layers = model.get_base_model().model.layers
     layers[0] = checkpoint_wrapper(layers[0])
     layers[1] = torch.compile(layers[1])
@@ -179,14 +183,14 @@ def test_wrappers_change_no_name() -> None:
 def test_lora_put_into_a_bare_model_is_saved_under_the_names_of_a_peft_model() -> None:
     model = qwen()
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
-    state, truth = state_of(trained(model)), state_of(lora(qwen(), target_modules=["q_proj"]))
+    state, truth = state_of(trained(model)), state_of(lora())
     assert state.adapter().keys() == truth.adapter().keys()
     assert merged(state).keys() == qwen().state_dict().keys()
 
 
 def test_what_is_merged_already_is_not_merged_again() -> None:
-    model = lora(qwen(), target_modules=["q_proj"])
-    truth = dict(copy.deepcopy(model).merge_and_unload().state_dict())
+    model = lora()
+    truth = unloaded(model)
     model.merge_adapter()
     same(merged(state_of(model)), truth)
 
@@ -195,7 +199,7 @@ def test_what_is_merged_already_is_not_merged_again() -> None:
 
 
 def test_of_several_adapters_the_active_one_is_saved() -> None:
-    model = lora(qwen(), target_modules=["q_proj"])
+    model = lora()
     model.add_adapter("other", LoraConfig(r=3, target_modules=["v_proj"]))
     for name in ("default", "other"):
         model.set_adapter(name)
@@ -204,27 +208,27 @@ def test_of_several_adapters_the_active_one_is_saved() -> None:
         same(state.adapter(), get_peft_model_state_dict(
             model, adapter_name=name, save_embedding_layers=False
         ))  # fmt: skip
-        same(merged(state), dict(copy.deepcopy(model).merge_and_unload().state_dict()))
+        same(merged(state), unloaded(model))
         assert any(".other." in held for held in state.for_resuming())
         assert any(".default." in held for held in state.for_resuming())
 
 
 def test_two_active_adapters_are_merged_and_never_one_of_them_saved_alone() -> None:
-    model = lora(qwen(), target_modules=["q_proj"])
+    model = lora()
     model.add_adapter("other", LoraConfig(r=3, target_modules=["q_proj"]))
     model.base_model.set_adapter(["default", "other"])
     state = state_of(trained(model))
     assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
     with pytest.raises(InvalidSettingsError, match=r"adapters are 'default', 'other'.*merged"):
         state.published_as(SaveLora.ADAPTER)
-    same(merged(state), dict(copy.deepcopy(model).merge_and_unload().state_dict()))
+    same(merged(state), unloaded(model))
 
 
 # -- what an adapter is not --------------------------------------------------------------------
 
 
 def test_where_more_is_trained_than_the_adapter_holds_it_is_merged() -> None:
-    model = lora(qwen(), target_modules=["q_proj"])
+    model = lora()
     model.get_base_model().model.norm.weight.requires_grad_(True)
     state = state_of(model)
     assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
@@ -236,7 +240,7 @@ def test_where_more_is_trained_than_the_adapter_holds_it_is_merged() -> None:
 
 
 def test_what_was_trained_and_is_frozen_again_is_saved(job: SmallJob) -> None:
-    model = lora(qwen(), target_modules=["q_proj"])
+    model = lora()
     norm = model.get_base_model().model.norm.weight.requires_grad_(True)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
     model(torch.arange(12).view(2, 6)).logits.sum().backward()
@@ -245,24 +249,24 @@ def test_what_was_trained_and_is_frozen_again_is_saved(job: SmallJob) -> None:
     with TrainerHook(job.layout.root, model, optimizer=optimizer) as hook:
         hook.save_checkpoint(3, block_until_saved=True)
     assert build(job.layout.actor(3), job.layout.root.parent / "out").kind == "full"
-    again = lora(qwen(), target_modules=["q_proj"])
+    again = lora()
     load_checkpoint(job.layout.root, again)
     assert torch.equal(again.get_base_model().model.norm.weight, norm)
 
 
 @pytest.mark.parametrize("began", ["pissa", "olora", "pissa_niter_2"])
 def test_an_adapter_whose_beginning_changed_the_base_is_merged_and_all_is_kept(began: str) -> None:
-    model = lora(qwen(), target_modules=["q_proj"], init_lora_weights=began)
+    model = lora(init_lora_weights=began)
     state = state_of(model)
     assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
     with pytest.raises(InvalidSettingsError, match="changed the base model's weights"):
         state.published_as(SaveLora.ADAPTER)
-    same(merged(state), dict(copy.deepcopy(model).merge_and_unload().state_dict()))
+    same(merged(state), unloaded(model))
     assert state.for_resuming().keys() == model.state_dict().keys()
 
 
 def test_what_there_is_nothing_to_merge_into_is_refused_by_name() -> None:
-    state = state_of(lora(qwen(), target_modules=["o_proj"], lora_bias=True))
+    state = state_of(lora(target_modules=["o_proj"], lora_bias=True))
     assert state.published_as(SaveLora.AUTO) is SaveLora.ADAPTER
     with pytest.raises(InvalidSettingsError, match=r"o_proj\.base_layer\.bias is not in the state"):
         state.merged()
@@ -293,7 +297,7 @@ def test_embeddings_that_were_resized_are_part_of_the_adapter(tmp_path: Path) ->
     qwen().save_pretrained(tmp_path)
     base = Qwen2ForCausalLM.from_pretrained(tmp_path)
     base.resize_token_embeddings(43)
-    model = lora(base, target_modules=["q_proj"])
+    model = lora(base)
     found = base_vocabulary(model)
     assert found == SIZES["vocab_size"]
     state = state_of(model, base_vocabulary=found)
@@ -305,7 +309,7 @@ def test_embeddings_that_were_resized_are_part_of_the_adapter(tmp_path: Path) ->
 
 @pytest.mark.parametrize("told", ["someone/some-model", "/no/such/folder", "", None])
 def test_a_base_model_that_is_not_here_is_not_asked_for(told: str | None) -> None:
-    model = lora(qwen(), target_modules=["q_proj"])
+    model = lora()
     model.peft_config["default"].base_model_name_or_path = told
     assert base_vocabulary(model) is None
 
@@ -323,7 +327,7 @@ def saved(job: SmallJob, model: Any, step: int, **options: Any) -> Path:
 
 
 def test_an_adapter_replaces_no_file_of_a_step_that_was_saved_merged(job: SmallJob) -> None:
-    model = lora(qwen(), target_modules=["q_proj"])
+    model = lora()
     assert (saved(job, model, 3, lora="merged") / "model.safetensors").exists()
     with TrainerHook(job.layout.root, model, saving=SaveSettings(lora=SaveLora.ADAPTER)) as hook:
         hook.after_step(3)
@@ -332,10 +336,10 @@ def test_an_adapter_replaces_no_file_of_a_step_that_was_saved_merged(job: SmallJ
 
 
 def test_an_adapters_checkpoint_with_a_hugging_face_model_has_it_merged(job: SmallJob) -> None:
-    model = lora(qwen(), target_modules=["q_proj"])
+    model = lora()
     saved(job, model, 3, save_as_hf="always")
     found = load_file(job.layout.actor(3) / HUGGINGFACE / "model.safetensors")
-    same(found, dict(copy.deepcopy(model).merge_and_unload().state_dict()))
+    same(found, unloaded(model))
     with TrainerHook(job.layout.root, model) as hook:
         hook.save_checkpoint(4, block_until_saved=True)
         hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
@@ -353,9 +357,9 @@ def test_a_tied_embedding_with_an_adapter_of_its_own_is_no_merged_model(job: Sma
 
 
 def test_tokens_of_a_tied_embedding_are_trained_in_both(job: SmallJob) -> None:
-    model = lora(qwen(tied=True), target_modules=["q_proj"], trainable_token_indices=[1, 7])
+    model = lora(qwen(tied=True), trainable_token_indices=[1, 7])
     found = load_file(saved(job, model, 1, lora="merged") / "model.safetensors")
-    truth = dict(copy.deepcopy(model).merge_and_unload().state_dict())
+    truth = unloaded(model)
     del truth["lm_head.weight"]
     same(found, truth)
     adapter = saved(job, model, 2)
@@ -369,9 +373,9 @@ def test_tokens_of_a_tied_embedding_are_trained_in_both(job: SmallJob) -> None:
 def test_a_checkpoint_without_the_base_is_resumed_by_who_left_it_frozen(
     job: SmallJob, unfrozen: bool
 ) -> None:
-    model = lora(qwen(), target_modules=["q_proj"])
+    model = lora()
     saved(job, model, 3)
-    again = trained(lora(qwen(), target_modules=["q_proj"]), seed=5)
+    again = trained(lora(), seed=5)
     if unfrozen:
         again.get_base_model().model.norm.weight.requires_grad_(True)
         with pytest.raises(Exception, match=r"model\.norm\.weight' is neither in"):
@@ -384,10 +388,10 @@ def test_a_checkpoint_without_the_base_is_resumed_by_who_left_it_frozen(
 def test_a_checkpoint_without_the_base_is_not_resumed_on_another_base(
     job: SmallJob, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = lora(qwen(), target_modules=["q_proj"])
+    model = lora()
     model.get_base_model().name_or_path = "org/one"
     saved(job, model, 3)
-    again = lora(qwen(), target_modules=["q_proj"])
+    again = lora()
     again.get_base_model().name_or_path = "org/two"
     with pytest.raises(CheckpointError, match="of the base model org/one, but"):
         load_checkpoint(job.layout.root, again)
@@ -403,12 +407,12 @@ def test_a_checkpoint_without_the_base_is_not_resumed_on_another_base(
 
 def test_a_checkpoint_with_the_base_is_resumed_with_it(job: SmallJob) -> None:
     """As of a trainer that saved all, before adapters were saved alone."""
-    model = lora(qwen(), target_modules=["q_proj"])
+    model = lora()
     everything: Callable[[PeftState], Any] = lambda state: state._state  # noqa: E731 - a seam
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(PeftState, "for_resuming", everything)
         saved(job, model, 3)
-    again = trained(lora(qwen(), target_modules=["q_proj"]), seed=5)
+    again = trained(lora(), seed=5)
     with torch.no_grad():
         again.get_base_model().model.norm.weight.add_(1)
     load_checkpoint(job.layout.root, again)

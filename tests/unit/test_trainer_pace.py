@@ -79,6 +79,27 @@ def save_all(
     return [threads.submit(one.save, save_id, CONTENTS) for one in all_ranks]
 
 
+def saved(threads: ThreadPoolExecutor, all_ranks: list[RankWriter], save_id: SaveId) -> None:
+    for done in save_all(threads, all_ranks, save_id):
+        done.result(DEADLINE)
+
+
+class OneRankFull:
+    """Three ranks, of which rank 1 has no space until it is emptied."""
+
+    def __init__(self, job: SmallJob, concurrency: WriteConcurrency) -> None:
+        full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
+        self.ranks = writers(job, concurrency, RuledStorage(), full, RuledStorage(), timeout=3600)
+        self.empty = full.rules.clear
+
+    def fails(self, threads: ThreadPoolExecutor) -> None:
+        """Rank 2 has written its part of save 1 when rank 1 fails."""
+        self.ranks[2].save(SaveId("run", 1, 0), CONTENTS)
+        for done in save_all(threads, self.ranks[:2], SaveId("run", 1, 0)):
+            with pytest.raises(SaveFailedError):
+                done.result(DEADLINE)
+
+
 @pytest.mark.parametrize("concurrency", list(WriteConcurrency)[1:])
 def test_one_rank_writes_at_a_time(
     job: SmallJob, threads: ThreadPoolExecutor, concurrency: WriteConcurrency
@@ -86,8 +107,7 @@ def test_one_rank_writes_at_a_time(
     writing = Writing()
     ranks = writers(job, concurrency, *(RuledStorage(writing.rule) for _ in range(RANKS)))
     for counter in range(3):
-        for done in save_all(threads, ranks[::-1], SaveId("run", counter, counter)):
-            done.result(DEADLINE)
+        saved(threads, ranks[::-1], SaveId("run", counter, counter))
     assert writing.most == 1
     assert len(writing.order) == 3 * RANKS
     if concurrency is WriteConcurrency.ONE_AT_A_TIME:
@@ -97,20 +117,16 @@ def test_one_rank_writes_at_a_time(
 def test_who_comes_after_a_rank_that_failed_gives_up_at_once(
     job: SmallJob, threads: ThreadPoolExecutor
 ) -> None:
-    full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
-    ranks = writers(
-        job, WriteConcurrency.ONE_AT_A_TIME, RuledStorage(), full, RuledStorage(), timeout=3600
-    )
-    zero, one, two = save_all(threads, ranks, SaveId("run", 1, 0))
+    writing = OneRankFull(job, WriteConcurrency.ONE_AT_A_TIME)
+    zero, one, two = save_all(threads, writing.ranks, SaveId("run", 1, 0))
     with pytest.raises(SaveFailedError, match="No space left"):
         one.result(DEADLINE)
     with pytest.raises(SaveFailedError, match=r"rank 2 did not write.*failed on rank"):
         two.result(DEADLINE)
     with pytest.raises(SaveFailedError, match=r"rank 1 of 3 .*that rank failed"):
         zero.result(DEADLINE)
-    full.rules.clear()
-    for done in save_all(threads, ranks, SaveId("run", 2, 1)):
-        done.result(DEADLINE)
+    writing.empty()
+    saved(threads, writing.ranks, SaveId("run", 2, 1))
     assert job.layout.state_pointer.read_text() == "2\n"
 
 
@@ -128,19 +144,12 @@ def test_a_rank_whose_turn_never_comes_gives_up_in_time(
 def test_what_other_ranks_wrote_of_a_save_that_was_given_up_goes_with_their_next_one(
     job: SmallJob, threads: ThreadPoolExecutor
 ) -> None:
-    full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
-    ranks = writers(
-        job, WriteConcurrency.UNRESTRICTED, RuledStorage(), full, RuledStorage(), timeout=3600
-    )
-    ranks[2].save(SaveId("run", 1, 0), CONTENTS)
-    for done in save_all(threads, ranks[:2], SaveId("run", 1, 0)):
-        with pytest.raises(SaveFailedError):
-            done.result(DEADLINE)
+    writing = OneRankFull(job, WriteConcurrency.UNRESTRICTED)
+    writing.fails(threads)
     assert weights(job, 1) == {"model_world_size_3_rank_2.pt"}
     assert not (job.layout.step(1) / SAVING).exists()
-    full.rules.clear()
-    for done in save_all(threads, ranks, SaveId("run", 2, 1)):
-        done.result(DEADLINE)
+    writing.empty()
+    saved(threads, writing.ranks, SaveId("run", 2, 1))
     assert weights(job, 1) == set()
     assert weights(job, 2) == {f"model_world_size_3_rank_{rank}.pt" for rank in range(RANKS)}
     assert job.leftovers() == []
@@ -155,15 +164,10 @@ def test_a_save_that_fails_leaves_the_shards_beside_the_optimizer_of_another_tra
         for part in ("model", "optim"):
             torch.save({"weight": torch.zeros(3)}, actor / f"{part}_world_size_3_rank_{rank}.pt")
     (job.layout.step(1) / FULL).touch()  # Trinity's; its Synchronizer deletes steps without
-    full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
-    ranks = writers(job, WriteConcurrency.UNRESTRICTED, RuledStorage(), full, RuledStorage())
-    ranks[2].save(SaveId("run", 1, 0), CONTENTS)
-    for done in save_all(threads, ranks[:2], SaveId("run", 1, 0)):
-        with pytest.raises(SaveFailedError):
-            done.result(DEADLINE)
-    full.rules.clear()
-    for done in save_all(threads, ranks, SaveId("run", 2, 1)):
-        done.result(DEADLINE)
+    writing = OneRankFull(job, WriteConcurrency.UNRESTRICTED)
+    writing.fails(threads)
+    writing.empty()
+    saved(threads, writing.ranks, SaveId("run", 2, 1))
     assert {f"model_world_size_3_rank_{rank}.pt" for rank in range(RANKS)} <= weights(job, 1)
     assert (job.layout.step(1) / FULL).exists()
     # Half of them may be of the save that failed: they are nobody's to publish, or to resume from.

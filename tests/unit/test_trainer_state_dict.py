@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,14 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.fsdp_models import CARRIED, TRAINED, values
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Nested(nn.Module):

@@ -34,7 +34,7 @@ class Training:
         saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
         self.callback = SyncdCallback(job, saving=saving, storage=self.storage, **given)
         self.model = nn.Linear(2, 2)
-        self.state = TrainerState(best_model_checkpoint="checkpoint-1" if best else None)
+        self.state = TrainerState()
         self.args: Any = SimpleNamespace(load_best_model_at_end=best)
         self._control: Any = SimpleNamespace()
 
@@ -58,6 +58,9 @@ class Training:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.callback.on_log(self.args, self.state, self._control, logs=logs)
         return logs
+
+    def fill_disk(self) -> None:
+        self.storage.rules.append(refuse("create", errno.ENOSPC, where=".pt"))
 
     def end(self) -> None:
         self.callback.on_train_end(self.args, self.state, self._control)
@@ -113,20 +116,10 @@ def test_what_a_trainer_saves_and_its_last_step_are_published_too(job_dir: Path)
     training.end()  # nothing more
 
 
-def test_a_best_model_that_was_loaded_is_not_the_last_step(job_dir: Path) -> None:
+@pytest.mark.parametrize("best", ["checkpoint-1", None])  # None: on ranks that do not see it
+def test_a_best_model_that_was_loaded_is_not_the_last_step(job_dir: Path, best: str | None) -> None:
     training = Training(job_dir, best=True, settings=SyncSettings(sync_interval=2))
-    training.begin()
-    for _ in range(3):
-        training.step()
-    training.end()
-    assert (pointed(job_dir), status(job_dir)) == (2, RunningStatus.STOPPED)
-
-
-def test_ranks_that_see_no_best_model_do_at_the_end_what_those_do_that_see_one(
-    job_dir: Path,
-) -> None:
-    training = Training(job_dir, best=True, settings=SyncSettings(sync_interval=2))
-    training.state.best_model_checkpoint = None  # in an output_dir of this host's own
+    training.state.best_model_checkpoint = best
     training.begin()
     for _ in range(3):
         training.step()
@@ -182,7 +175,7 @@ def test_a_save_that_failed_ends_the_training_or_is_counted(job_dir: Path, *, st
     training = Training(job_dir, stop_on_failure=stops)
     training.begin()
     training.step()
-    training.storage.rules.append(refuse("create", errno.ENOSPC, where=".pt"))
+    training.fill_disk()
     training.step()
     training.storage.rules.clear()
     if stops:
@@ -194,7 +187,7 @@ def test_a_save_that_failed_ends_the_training_or_is_counted(job_dir: Path, *, st
     training.step()
     assert training.log(loss=1.0)["sync/failed"] == 1
     assert pointed(job_dir) == 3
-    training.storage.rules.append(refuse("create", errno.ENOSPC, where=".pt"))
+    training.fill_disk()
     training.step()
     training.end()
     assert (pointed(job_dir), status(job_dir)) == (3, RunningStatus.STOPPED)
@@ -203,7 +196,7 @@ def test_a_save_that_failed_ends_the_training_or_is_counted(job_dir: Path, *, st
 def test_the_last_save_that_failed_is_an_error_of_the_end(job_dir: Path) -> None:
     training = Training(job_dir)
     training.begin()
-    training.storage.rules.append(refuse("create", errno.ENOSPC, where=".pt"))
+    training.fill_disk()
     training.step(wait=False)
     with pytest.raises(SaveFailedError, match="step 1"):
         training.end()

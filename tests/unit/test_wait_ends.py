@@ -47,6 +47,18 @@ def aside(stack: ExitStack) -> Callable[..., Future[Any]]:
 
 
 @pytest.fixture
+def waits(aside: Any, job: SmallJob) -> Callable[..., Future[Any]]:
+    """Begin a wait of someone who holds version 1."""
+
+    def waits(wait: Callable[..., Any], *explorer: Any) -> Future[Any]:
+        waiting: Future[Any] = aside(wait, *explorer, HELD, timeout=LONG)
+        wait_until(lambda: report(job).status == RunningStatus.REQUIRE_SYNC.value, "it waits")
+        return waiting
+
+    return waits
+
+
+@pytest.fixture
 def trainer(job: SmallJob) -> Iterator[TrainerSynchronizer]:
     with TrainerSynchronizer(job.layout.root, seams=Seams(poll=0.02)) as made:
         made.set_trainer_status(RunningStatus.RUNNING)
@@ -71,23 +83,18 @@ def fast() -> float:
     return LEASE_TIME * time.monotonic()
 
 
-def waits_for_a_version(job: SmallJob) -> bool:
-    return report(job).status == RunningStatus.REQUIRE_SYNC.value
-
-
 # -- after the trainer -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["closes", "dies", "says that nothing newer comes"])
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_trainers_last_save_is_waited_for_after_its_end(
-    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, aside: Any, wait: str, end: str
+    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, waits: Any, wait: str, end: str
 ) -> None:
     publish(job, 1)
     with job.daemon() as loop:
         if end == "says that nothing newer comes":
-            waiting = aside(WAITS[wait], explorer, HELD, timeout=LONG)
-            wait_until(lambda: waits_for_a_version(job), "it waits")
+            waiting = waits(WAITS[wait], explorer)
             job.save(2)
             trainer.notify_no_new_model_state_dict()
             wait_until(lambda: report(job).requests == 2, "it has heard, and asks again")
@@ -95,8 +102,7 @@ def test_a_trainers_last_save_is_waited_for_after_its_end(
             job.save(2)
             trainer.set_model_state_dict(None, 2)
             trainer.close() if end == "closes" else trainer._me.session.close()
-            waiting = aside(WAITS[wait], explorer, HELD, timeout=LONG)
-            wait_until(lambda: waits_for_a_version(job), "it waits")
+            waiting = waits(WAITS[wait], explorer)
         loop.run_once()
         assert waiting.result(LONG) == Version(2, 2)
         trainer.close()
@@ -104,29 +110,27 @@ def test_a_trainers_last_save_is_waited_for_after_its_end(
 
 
 def test_a_step_that_was_saved_again_is_waited_for_and_not_taken_for_the_one_before(
-    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, aside: Any
+    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, waits: Any
 ) -> None:
     publish(job, 1)
     assert explorer.get_latest_model_version() == HELD
     with job.daemon() as loop:
         job.save(1, 8.0, counter=1)
         trainer.close()
-        waiting = aside(explorer.wait_new_model_state_dict, HELD, timeout=LONG)
-        wait_until(lambda: waits_for_a_version(job), "it waits")
+        waiting = waits(explorer.wait_new_model_state_dict)
         loop.run_once()
         assert waiting.result(LONG) == Version(2, 1)
 
 
 @pytest.mark.parametrize("outcome", ["quarantined", "skipped"])
 def test_a_last_save_that_never_becomes_a_version_ends_the_wait(
-    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, aside: Any, outcome: Any
+    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, waits: Any, outcome: Any
 ) -> None:
     publish(job, 1)
     with job.daemon():
         identity = job.save(2)
         trainer.close()
-        waiting = aside(explorer.wait_new_model_state_dict, HELD, timeout=LONG)
-        wait_until(lambda: waits_for_a_version(job), "it waits")
+        waiting = waits(explorer.wait_new_model_state_dict)
         saves = SaveOutcomes(steps={2: SaveOutcome(identity=identity, outcome=outcome)})
         job.put(job.layout.saves, encode(saves))
         assert waiting.result(LONG) == HELD

@@ -23,19 +23,12 @@ if TYPE_CHECKING:
 LONG = 60.0
 
 
-def watcher(folder: Path, *names: str) -> Watcher:
-    return Watcher({folder: frozenset(names)})
-
-
-def test_a_wake_ends_the_wait(tmp_path: Path) -> None:
-    with watcher(tmp_path, "LATEST") as watching:
-        watching.wake()
-        assert watching.wait(LONG)
-        assert not watching.wait(0)
+def watcher(folder: Path, name: str = "LATEST") -> Watcher:
+    return Watcher({folder: frozenset({name})})
 
 
 def test_a_wake_from_another_thread_ends_the_wait(tmp_path: Path) -> None:
-    with watcher(tmp_path, "LATEST") as watching:
+    with watcher(tmp_path) as watching:
         thread = threading.Thread(target=watching.wake)
         thread.start()
         assert watching.wait(LONG)
@@ -43,7 +36,7 @@ def test_a_wake_from_another_thread_ends_the_wait(tmp_path: Path) -> None:
 
 
 def test_many_wakes_end_one_wait(tmp_path: Path) -> None:
-    with watcher(tmp_path, "LATEST") as watching:
+    with watcher(tmp_path) as watching:
         for _ in range(5):
             watching.wake()
         assert watching.wait(LONG)
@@ -51,14 +44,14 @@ def test_many_wakes_end_one_wait(tmp_path: Path) -> None:
 
 
 def test_the_deadline_ends_the_wait(tmp_path: Path) -> None:
-    with watcher(tmp_path, "LATEST") as watching:
+    with watcher(tmp_path) as watching:
         assert not watching.wait(0.01)
         assert not watching.wait(-1)
 
 
 def test_a_name_that_is_replaced_by_a_rename_ends_the_wait(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
-    with watcher(tmp_path / "state", "LATEST") as watching:
+    with watcher(tmp_path / "state") as watching:
         (tmp_path / "draft").write_bytes(b"new")
         (tmp_path / "draft").rename(tmp_path / "state" / "LATEST")
         assert watching.wait(LONG)
@@ -71,7 +64,7 @@ def test_a_name_that_is_written_in_place_ends_the_wait(tmp_path: Path) -> None:
 
 
 def test_a_change_of_another_name_ends_no_wait(tmp_path: Path) -> None:
-    with watcher(tmp_path, "LATEST") as watching:
+    with watcher(tmp_path) as watching:
         (tmp_path / "daemon.json").write_bytes(b"{}")
         (tmp_path / "LATEST.tmp").write_bytes(b"{}")
         assert not watching.wait(0.3)
@@ -79,7 +72,7 @@ def test_a_change_of_another_name_ends_no_wait(tmp_path: Path) -> None:
 
 def test_reading_a_name_is_no_change(tmp_path: Path) -> None:
     (tmp_path / "LATEST").write_bytes(b"{}")
-    with watcher(tmp_path, "LATEST") as watching:
+    with watcher(tmp_path) as watching:
         (tmp_path / "LATEST").read_bytes()
         assert not watching.wait(0.3)
 
@@ -87,13 +80,13 @@ def test_reading_a_name_is_no_change(tmp_path: Path) -> None:
 def test_a_folder_behind_a_link_is_watched(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "link").symlink_to("job")
-    with watcher(tmp_path / "link", "LATEST") as watching:
+    with watcher(tmp_path / "link") as watching:
         (tmp_path / "job" / "LATEST").touch()
         assert watching.wait(LONG)
 
 
 def test_without_events_it_waits_until_the_deadline(tmp_path: Path) -> None:
-    with watcher(tmp_path / "not there", "LATEST") as watching:
+    with watcher(tmp_path / "not there") as watching:
         assert not watching.wait(0.01)
         watching.wake()
         assert watching.wait(LONG)
@@ -128,7 +121,7 @@ def test_however_much_is_watched_it_is_one_instance_and_a_thread_for_each_folder
         watching = []
         for folder in folders:
             folder.mkdir()
-            watching += [stack.enter_context(watcher(folder, "LATEST")) for _ in range(2)]
+            watching += [stack.enter_context(watcher(folder)) for _ in range(2)]
         assert inotify_instances() == 1
         assert len(set(threading.enumerate()) - before) == len(folders) + 2
         (folders[7] / "LATEST").touch()
@@ -148,7 +141,7 @@ def test_a_watch_that_ends_just_after_something_was_moved_away_ends_without_an_e
         for folder in folders:
             folder.mkdir()
             (folder / "LATEST").touch()
-            stack.enter_context(watcher(folder, "LATEST"))
+            stack.enter_context(watcher(folder))
         last = stack.enter_context(watcher(tmp_path, "moved"))
         for folder in folders:
             (folder / "LATEST").rename(tmp_path / f"of {folder.name}")
@@ -165,8 +158,8 @@ def test_where_nothing_is_watched_there_is_no_instance() -> None:
 
 
 def test_of_two_that_watch_a_folder_one_goes_on_when_the_other_ends(tmp_path: Path) -> None:
-    with watcher(tmp_path, "LATEST") as first:
-        with watcher(tmp_path, "LATEST"):
+    with watcher(tmp_path) as first:
+        with watcher(tmp_path):
             pass
         (tmp_path / "LATEST").touch()
         assert first.wait(LONG)
@@ -175,10 +168,10 @@ def test_of_two_that_watch_a_folder_one_goes_on_when_the_other_ends(tmp_path: Pa
 def test_a_folder_that_was_replaced_is_watched_anew(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
-    with watcher(folder, "LATEST"):
+    with watcher(folder):
         folder.rename(tmp_path / "old")
         folder.mkdir()
-    with watcher(folder, "LATEST") as watching:
+    with watcher(folder) as watching:
         (folder / "LATEST").touch()
         assert watching.wait(LONG)
 
@@ -187,10 +180,10 @@ def test_a_folder_that_was_deleted_is_watched_anew(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
     with watcher(tmp_path, "other"):
-        with watcher(folder, "LATEST"):
+        with watcher(folder):
             folder.rmdir()
             folder.mkdir()
-        with watcher(folder, "LATEST") as watching:
+        with watcher(folder) as watching:
             (folder / "LATEST").touch()
             assert watching.wait(LONG)
 
@@ -210,11 +203,11 @@ def test_a_folder_that_is_looked_up_for_ever_holds_up_nobody_else(
     monkeypatch.setattr(os, "scandir", hangs)
     (tmp_path / "sick").mkdir()
     sick: list[Watcher] = []
-    stuck = threading.Thread(target=lambda: sick.append(watcher(tmp_path / "sick", "LATEST")))
+    stuck = threading.Thread(target=lambda: sick.append(watcher(tmp_path / "sick")))
     stuck.start()
     try:
         assert asked.wait(LONG)
-        with watcher(tmp_path, "LATEST") as watching:
+        with watcher(tmp_path) as watching:
             (tmp_path / "LATEST").touch()
             assert watching.wait(LONG)
     finally:
@@ -243,13 +236,13 @@ def test_where_storage_hangs_in_the_library_the_others_wait_by_polling_and_end(
     monkeypatch.setattr(watch, "_PATIENCE", 0.05)
     for name in ("sick", "a", "b"):
         (tmp_path / name).mkdir()
-    before = watcher(tmp_path / "a", "LATEST")
+    before = watcher(tmp_path / "a")
     sick: list[Watcher] = []
-    stuck = threading.Thread(target=lambda: sick.append(watcher(tmp_path / "sick", "LATEST")))
+    stuck = threading.Thread(target=lambda: sick.append(watcher(tmp_path / "sick")))
     stuck.start()
     try:
         assert asked.wait(LONG)
-        with watcher(tmp_path / "b", "LATEST") as watching:
+        with watcher(tmp_path / "b") as watching:
             assert "waits by polling" in caplog.text
             assert not watching.wait(0.01)
             watching.wake()
@@ -264,19 +257,19 @@ def test_where_storage_hangs_in_the_library_the_others_wait_by_polling_and_end(
     assert sick[0].wait(LONG)
     sick[0].close()
     assert inotify_instances() == 0
-    with watcher(tmp_path / "b", "LATEST") as watching:
+    with watcher(tmp_path / "b") as watching:
         (tmp_path / "b" / "LATEST").touch()
         assert watching.wait(LONG)
 
 
 def test_a_fork_watches_by_itself_and_ends_nothing_of_its_parent_s(tmp_path: Path) -> None:
-    with watcher(tmp_path, "LATEST") as ours:
+    with watcher(tmp_path) as ours:
         child = os.fork()
         if not child:
             heard = False
             try:
                 ours.close()
-                with watcher(tmp_path, "LATEST") as its:
+                with watcher(tmp_path) as its:
                     (tmp_path / "LATEST").touch()
                     heard = its.wait(LONG)
             finally:
@@ -289,7 +282,7 @@ def test_a_fork_watches_by_itself_and_ends_nothing_of_its_parent_s(tmp_path: Pat
 
 def test_closing_twice_and_waking_afterwards_are_fine(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    watching = watcher(tmp_path, "LATEST")
+    watching = watcher(tmp_path)
     watching.close()
     watching.close()
     watching.wake()

@@ -26,11 +26,6 @@ SPECS = {
 
 
 @pytest.fixture
-def storage() -> RuledStorage:
-    return RuledStorage()
-
-
-@pytest.fixture
 def truth() -> dict[str, TensorBytes]:
     return random_tensors(SPECS, 1)
 
