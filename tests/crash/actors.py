@@ -430,7 +430,12 @@ class Rules:
         loop = Loop(
             Job(actor.storage, layout),
             CONFIG.model_copy(update={"deltas": "on"}),
-            cast("Session", SimpleNamespace(id=f"{actor.name}-session", lease_time=LEASE_TIME)),
+            cast(
+                "Session",
+                SimpleNamespace(
+                    id=f"{actor.name}-session".replace(" ", "-"), lease_time=LEASE_TIME
+                ),
+            ),
             cast("DaemonLock", SimpleNamespace(lost=False)),
             Judge(actor.storage, LEASE_TIME, clock=clock),
             epoch,
