@@ -19,7 +19,7 @@ from syncd.checkpoint.placement import Local
 from syncd.checkpoint.torch_files.pieces import Piece, Pieces, read_pieces
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.checkpoint.torch_files.torch_zip import central_directory_digest
-from syncd.protocol.errors import PlacementError, ShardFormatError
+from syncd.protocol.errors import PlacementError, ShardFormatError, SyncdError
 from syncd.storage.fsio import Storage, signature
 from tests.shards import Built, Named, dtensor, shard, tensor, without_crc, zipped
 
@@ -313,14 +313,30 @@ def test_no_descriptor_is_left_open_after_an_error(tmp_path: Path) -> None:
 
 # -- anything at all ---------------------------------------------------------------------------
 
-
-@settings(
+FUZZ = settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+REAL_BYTES = REAL.read_bytes()
+DIRECTORY = REAL_BYTES.index(b"PK\1\2")
+
+
+@FUZZ
 @given(content=st.binary(max_size=200))
 def test_any_bytes_are_an_error(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ShardFormatError):
         read(tmp_path, content)
+
+
+@FUZZ
+@given(
+    at=st.integers(0, len(REAL_BYTES) - 1) | st.integers(DIRECTORY, len(REAL_BYTES) - 1),
+    value=st.integers(0, 255),
+)
+def test_a_changed_byte_is_read_or_an_error_of_ours(tmp_path: Path, at: int, value: int) -> None:
+    changed = bytearray(REAL_BYTES)
+    changed[at] = value
+    with suppress(SyncdError):
+        read(tmp_path, bytes(changed))
 
 
 # -- what it takes -----------------------------------------------------------------------------
