@@ -14,6 +14,7 @@ from syncd.checkpoint.version import read_manifest
 from syncd.deltas.ends import NoDeltaError, content_of, delta_end, find_chain
 from syncd.deltas.making import why_not_here
 from syncd.deltas.whole_version import WholeVersion
+from syncd.protocol.amounts import span
 from syncd.protocol.errors import RecordError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import DELTA, parse_delta_folder
@@ -199,7 +200,7 @@ def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None])
         if progress is None or progress.state != "making" or progress.sequence != sequence:
             return f"{which} {_end_of(progress, sequence)}"
         if progress.seconds is None or progress.seconds > patience:
-            took = "an unknown time" if progress.seconds is None else f"{progress.seconds:.1f} s"
+            took = "an unknown time" if progress.seconds is None else span(progress.seconds)
             return f"a copy is sooner there than {which}: the last deltas took {took}"
         now = time.monotonic()
         if progress != sign:
@@ -207,7 +208,7 @@ def _watch(job: Job, sequence: int, patience: float, cancel: Callable[[], None])
         if now >= alive + _SILENCE:
             return f"the daemon has reported no progress of {which} for {_SILENCE:g} s"
         if now >= begun + patience:
-            return f"{which} was not made within {patience:.1f} s"
+            return f"{which} was not made within {span(patience)}"
         time.sleep(min(_LOOK, max(begun + patience - now, 0.01)))
 
 

@@ -253,7 +253,11 @@ def command(
             memory_dir=memory_dir,
         )
 
-    told = _print_json if as_json else _say
+    def told(name: str, version: Version) -> None:
+        if as_json:
+            line = {"explorer": name, "version": version.sequence, "step": version.step}
+            click.echo(json.dumps(line))
+
     with _Ended() as ended:
         if len(engines) > 1:
             for make in engines.values():
@@ -304,16 +308,6 @@ class _Ended:
         if self._cancel is None:
             raise SystemExit(0)
         self._cancel()
-
-
-def _say(name: str, version: Version) -> None:
-    log.info("%s serves version %d, step %d", name, version.sequence, version.step)
-
-
-def _print_json(name: str, version: Version) -> None:
-    _say(name, version)
-    told = {"explorer": name, "version": version.sequence, "step": version.step}
-    click.echo(json.dumps(told))
 
 
 class CommandEngine(InProcessEngine):

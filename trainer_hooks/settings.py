@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Literal, get_args
 
+from syncd.checkpoint.tensor_rules import short_dtype
 from syncd.protocol.errors import InvalidSettingsError
 
 #: The dtypes that explorers' weights can be cast to.
@@ -101,6 +102,8 @@ class SaveSettings:
                     self, field.name, _choice(field.name, type(field.default), value)
                 )
             elif field.default is None:
+                value = short_dtype(value)
+                object.__setattr__(self, field.name, value)
                 if value is not None and value not in get_args(SyncDtype):
                     raise InvalidSettingsError(
                         f"{field.name} is {value!r}: it must be "

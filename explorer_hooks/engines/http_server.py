@@ -39,6 +39,10 @@ _WRONG_KEY: Final = (
     ": the server refuses the API key. Set SYNCD_API_KEY to the key that the server was started "
     "with. For an SGLang server, also set SYNCD_ADMIN_API_KEY to the value of --admin-api-key"
 )
+_UNLISTED: Final = (
+    "The server answers, but it is neither vLLM nor SGLang, or does not serve its API description "
+    "(openapi.json)"
+)
 #: The most seconds to connect. Short, because a host that is down may not refuse connections.
 _CONNECT: Final = 3.0
 
@@ -132,8 +136,10 @@ class HttpServer:
                 _DISTRUSTED if "CERTIFICATE_VERIFY_FAILED" in what else "check that the server runs"
             )
             raise ServerUnreachableError(f"{self.url}: {route}: {what}: {hint}") from error
+        is_page = "html" in response.headers.get("content-type", "")
         text = self._hidden(response.text)
-        said = f"{self.url}: {route}: {response.status_code} {text[:_LONGEST_TEXT]}"
+        shown = response.reason_phrase if is_page else text[:_LONGEST_TEXT]
+        said = f"{self.url}: {route}: {response.status_code} {shown}"
         if response.status_code in _AWAY:
             self.forget_routes()
             raise ServerUnreachableError(said)
@@ -195,13 +201,10 @@ class HttpServer:
         except ServerRefusedError as error:
             if error.status == httpx2.codes.UNAUTHORIZED:
                 raise
-            raise ServerRefusedError(
-                f"{error}. The server does not list its routes. Start the server so that it "
-                "serves its API description (openapi.json)"
-            ) from error
+            raise ServerRefusedError(f"{error}. {_UNLISTED}") from error
         paths = told.get("paths") if isinstance(told, dict) else None
         if not isinstance(paths, dict):
-            raise ServerRefusedError(f"{self.url}/openapi.json lists no paths")
+            raise ServerRefusedError(f"{self.url}/openapi.json lists no paths. {_UNLISTED}")
         self._routes = frozenset(
             f"{method.upper()} {path}"
             for path, methods in paths.items()

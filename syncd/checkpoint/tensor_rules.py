@@ -36,6 +36,7 @@ ITEMSIZE: Final = dict(DTYPES.values())
 #: The dtypes that floating tensors can be cast to, by the name that users give.
 Cast = Literal["bf16", "fp16", "fp32"]
 _CASTS: Final = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_SHORT: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 #: The dtypes that are cast. fp8 is a quantization: it means nothing without the scales beside it.
 _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 #: The key under which safetensors keeps text about a file.
@@ -53,6 +54,13 @@ NUMBER_LIMIT: Final = 2**63
 def cast_dtype(dtype: str, cast: Cast | None) -> str:
     """The dtype after a cast, by safetensors' names. Integers, bool and fp8 are never cast."""
     return _CASTS[cast] if cast is not None and dtype in _FLOATING else dtype
+
+
+def short_dtype(value: object) -> object:
+    """``bf16`` for ``BF16``, ``bfloat16`` and ``torch.bfloat16``; other values unchanged."""
+    name = str(value).lower().removeprefix("torch.")
+    name = _SHORT.get(name, name)
+    return name if name in _CASTS else value
 
 
 def is_floating(dtype: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -70,6 +71,8 @@ class _Lazy(click.Group):
             key = name.strip("-").replace("-", "_")
             if remedy := GONE.get(f"{ctx.invoked_subcommand} {name}", GONE.get(key)):
                 raise InvalidSettingsError(f"{name} was removed: {remedy}") from error
+            if error.ctx is ctx and (near := get_close_matches(name, self.list_commands(ctx))):
+                raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", ctx) from error
             raise
         except KeyboardInterrupt:
             click.echo(err=True)  # below the ^C of the terminal

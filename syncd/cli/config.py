@@ -51,7 +51,7 @@ def check(file: Path, *, as_json: bool) -> None:
         served = f"all jobs in {found.root}"
     else:
         served = f"the job {found.config.job or 'named on the command line'}"
-    click.echo(f"{file} can be used: {said} keys, for {served}")
+    click.echo(f"{file} can be used for {served}; keys: {said}")
 
 
 @command.command(

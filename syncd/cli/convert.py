@@ -34,11 +34,11 @@ from syncd.torch_extra import require_torch
 
 
 @click.command("convert", epilog="Example: syncd convert /shared/jobs/qwen-grpo/global_step_100")
-@click.argument("step_dir", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("step_dir", type=options.folder)
 @click.option(
     "--base-model-dir",
     "base",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    type=options.folder,
     default=None,
     help=f"A folder with {MODEL_CONFIG} and the tokenizer, if the trainer saved no {MODEL_CONFIG}.",
 )

@@ -24,7 +24,7 @@ from syncd.torch_extra import require_torch
 
 
 @click.command("merge", epilog="Example: syncd merge global_step_100/actor /tmp/step-100")
-@click.argument("actor_dir", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("actor_dir", type=options.folder)
 @click.argument("out_dir", type=click.Path(path_type=Path, file_okay=False))
 @options.digest
 @options.dtype

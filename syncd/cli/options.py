@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 import click
 from click.core import ParameterSource
 
+from syncd.checkpoint.tensor_rules import Cast, short_dtype
 from syncd.daemon.config import BYTES, SECONDS, Quantity, RunConfig
 from syncd.daemon.configuration import KEYS, GivenValue, load
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, step_folder, version_folder
+from syncd.storage.job import no_folder
 
 _DEFAULTS = RunConfig()
 #: The folder with the configurations of this host's services.
@@ -25,6 +28,19 @@ job = click.argument("job", type=click.Path(path_type=Path, file_okay=False))
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
 _Number = TypeVar("_Number", int, float)
+
+
+class ExistingFolder(click.Path):
+    """An existing folder. If it is missing, all commands end with the same error."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert and check a value."""
+        if self.exists and not os.path.exists(value):
+            raise no_folder(value)
+        return super().convert(value, param, ctx)
+
+
+folder = ExistingFolder(path_type=Path, file_okay=False, exists=True)
 
 
 class CountRange(click.IntRange):
@@ -289,10 +305,17 @@ digest = click.option(
     show_default=True,
     help="Compute xxh3-128 digests while copying.",
 )
+
+
+class _Dtype(click.Choice):  # type: ignore[type-arg] # generic since click 8.2
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(short_dtype(value), param, ctx)
+
+
 dtype = click.option(
     "--dtype",
     "cast",
-    type=click.Choice(["bf16", "fp16", "fp32"]),
+    type=_Dtype(get_args(Cast)),
     default=None,
     help=(
         "Cast floating-point tensors to this dtype, rounded as in torch. fp8 tensors are not "

@@ -206,6 +206,11 @@ def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | Roo
             manager=manager,
             guard=guard,
         )
+    log.info(
+        "serving all jobs in %s, also those that are made there later",
+        root,
+        extra=Event.ROOT_SERVED(root=root),
+    )
     return RootServices(
         root,
         config,

@@ -266,7 +266,7 @@ def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[Ren
     if not rest:
         return [found]
     behind = [one["behind"] for one in rest if one["status"] != "stopped"]
-    which = f"at most {max(behind)} versions behind" if behind else "all stopped"
+    which = f"at most {max(behind)} behind" if behind else "all stopped"
     return [found, _text(f"and {len(rest)} more, {which} (--json)")]
 
 

@@ -33,7 +33,7 @@ class _Verified:
 
 
 @click.command("verify", epilog="Example: syncd verify /shared/jobs/qwen-grpo")
-@click.argument("path", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("path", type=options.folder)
 @options.as_json
 def command(path: Path, *, as_json: bool) -> None:
     """Compare the versions and deltas of a job with their manifests.

@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 from syncd.cli import options
-from syncd.protocol.errors import JobUnavailableError
+from syncd.storage.job import no_folder
 from syncd.web.jobs import Jobs
 from syncd.web.server import Server
 
@@ -64,8 +64,6 @@ def _check_is_there(folder: Path) -> None:
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise JobUnavailableError(
-            f"{folder}: no such folder. Give a job's directory, or a folder of jobs"
-        ) from error
+        raise no_folder(folder) from error
     except OSError:
         pass

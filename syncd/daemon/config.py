@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import CoreSchema, core_schema
 
-from syncd.checkpoint.tensor_rules import Cast
+from syncd.checkpoint.tensor_rules import Cast, short_dtype
 from syncd.protocol.names import STATE_POINTER, PointerName
 from syncd.protocol.records import (
     DEFAULT_LEASE_TIME,
@@ -121,7 +121,7 @@ class DaemonConfig(BaseModel):
     deltas: Literal["auto", "on", "off"] = "auto"
     keep_deltas: Annotated[Count, Field(ge=1)] = 16
     digests: bool = True
-    cast: Cast | None = None
+    cast: Annotated[Cast | None, BeforeValidator(short_dtype)] = None
     dcp_prefix: str | None = None
     names: Names | None = None
     max_shard_size: Annotated[Bytes, Field(ge=1)] = 1_000_000_000

@@ -318,6 +318,8 @@ def is_path(key: str) -> bool:
 def nearest(key: str) -> str | None:
     """The most similar known key, if any is similar."""
     found = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=_ALIKE)
+    if key == "dtype":  # after the option
+        return "cast"
     return found[0] if found else None
 
 

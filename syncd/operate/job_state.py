@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import read_journal
 from syncd.operate.delta_state import deltas_on_disk
 from syncd.protocol.amounts import few, span
-from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.errors import JobUnavailableError, SyncdError
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import (
     PINNED,
@@ -24,7 +25,7 @@ from syncd.protocol.reports import DaemonReport, DeltaProgress, ExplorerReport, 
 from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
-from syncd.storage.job import Job, no_folder
+from syncd.storage.job import Job
 from syncd.storage.record_files import IF_ANY, readable_lines
 
 #: The most loads by explorers to show, and the most other events. The two are counted separately,
@@ -32,6 +33,7 @@ from syncd.storage.record_files import IF_ANY, readable_lines
 _EVENTS: Final = 50
 #: The most bytes to read of each file of events.
 _TAIL: Final = 128 * 1024
+_NOT_NEWER: Final = replace(IF_ANY, newer=False)
 
 
 def look(job: Job) -> dict[str, Any]:
@@ -41,6 +43,7 @@ def look(job: Job) -> dict[str, Any]:
 
     Raises:
         JobUnavailableError: syncd has served no job here.
+        ProtocolMismatchError: a newer syncd serves the job.
     """
     seen = _look(job)
     seen["memory"] = _memory(seen["daemon"])
@@ -52,7 +55,7 @@ def look_anyway(folder: Path) -> dict[str, Any]:
     """The result of :func:`look`; if the job cannot be read, the reason under ``unseen``."""
     try:
         return look(Job.at(folder))
-    except (JobUnavailableError, OSError) as error:
+    except (SyncdError, OSError) as error:
         health = {"level": 2, "text": f"degraded: {error}"}
         return {"job": str(folder), "unseen": str(error), "health": health}
 
@@ -91,21 +94,16 @@ def is_job(job: Job) -> bool:
 def check_is_job(job: Job) -> None:
     """Raise JobUnavailableError if syncd has served no job here, or the folder is unreadable."""
     if not is_job(job):
-        if not job.storage.exists(job.layout.root):
-            raise no_folder(job.layout.root)
-        raise JobUnavailableError(
-            f"{job.layout.root} is not a job that syncd has served: it has no .syncd/format.json. "
-            "'syncd run' with this path starts a daemon for this job"
-        )
+        raise job.unserved()
 
 
 def _look(job: Job) -> dict[str, Any]:
     check_is_job(job)
-    daemon = job.read(DaemonReport, job.layout.daemon_report, IF_ANY)
-    latest = job.read(Latest, job.layout.latest, IF_ANY)
+    daemon = job.read(DaemonReport, job.layout.daemon_report, _NOT_NEWER)
+    latest = job.read(Latest, job.layout.latest, _NOT_NEWER)
     trainer = job.read(TrainerReport, job.layout.trainer_report, IF_ANY)
     pause = Steering(job).pause()
-    form = job.read(Format, job.layout.format, IF_ANY)
+    form = job.read(Format, job.layout.format, _NOT_NEWER)
     making = job.read(DeltaProgress, job.layout.delta_progress, IF_ANY)
     lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
     return {
@@ -206,7 +204,7 @@ def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
         return {"unseen": f"{folder} of host {daemon['host']}"}
     try:
         return _look(Job.at(folder))
-    except (JobUnavailableError, ValueError) as error:  # ValueError: a path with a null character
+    except (SyncdError, ValueError) as error:  # ValueError: a path with a null character
         return {"unseen": str(error)}
 
 

@@ -61,6 +61,7 @@ class Event(StrEnum):
     RESERVE_SHORT = "reserve_short"
     RIGHTS_MISSING = "rights_missing"
     ROLLBACK_REFUSED = "rollback_refused"
+    ROOT_SERVED = "root_served"
     SAVE_QUARANTINED = "save_quarantined"
     SAVE_SKIPPED = "save_skipped"
     SESSION_LOST = "session_lost"

@@ -11,7 +11,7 @@ from typing import Final
 
 from syncd.protocol.layout import older_lines
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import Storage, named
 from syncd.storage.record_files import move_away
 
 #: The size in bytes at which a new file is begun. The last append may exceed it.
@@ -37,7 +37,7 @@ def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: i
             raise
         move_away(storage, path)
         fd = storage.open_append(path)
-    with storage.closing(fd):
+    with named(path), storage.closing(fd):
         storage.write_all(fd, data)
         if durable:
             storage.fsync(fd)

@@ -95,6 +95,17 @@ class Job:
                     f"{root} is a part of the job {outer.root}: give {outer.root}"
                 )
 
+    def unserved(self) -> JobUnavailableError:
+        """The error for a folder that syncd has not served as a job."""
+        root = self.layout.root
+        if not self.storage.exists(root):
+            return no_folder(root)
+        self._check_is_no_part()
+        return JobUnavailableError(
+            f"{root} is not a job that syncd has served: it has no .syncd/format.json. "
+            "'syncd run' with this path starts a daemon for this job"
+        )
+
     def is_there(self) -> bool:
         """True if this job is still present. The job must have been opened before.
 
@@ -120,12 +131,7 @@ class Job:
             return self.read_format().lease_time
         except OSError as error:
             if is_gone(error):
-                if not self.storage.exists(self.layout.root):
-                    raise no_folder(self.layout.root) from error
-                raise JobUnavailableError(
-                    f"{self.layout.root} is not a job that syncd has served: it has no "
-                    ".syncd/format.json"
-                ) from error
+                raise self.unserved() from error
             raise JobUnavailableError(f"{path} cannot be read: {error}") from error
 
     def check_folders(self) -> None:

@@ -31,6 +31,7 @@ from syncd.operate.job_state import look
 from syncd.protocol.errors import (
     InvalidSettingsError,
     ServerError,
+    ServerRefusedError,
     ServerUnreachableError,
 )
 from syncd.storage.fsio import Storage
@@ -122,6 +123,15 @@ def test_each_half_minute_it_says_how_long_it_has_waited(monkeypatch: pytest.Mon
     assert [one.partition(":")[0] for one in told] == [
         f"waiting for {seconds} s of at most 100 s" for seconds in (0, 30, 60, 90)
     ]
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_web_server_is_no_inference_server(status: int) -> None:
+    page = httpx2.Response(status, html="<html>a page</html>")
+    server = HttpServer("http://localhost:1", transport=httpx2.MockTransport(lambda _: page))
+    with pytest.raises(ServerRefusedError, match="answers, but it is neither vLLM") as told:
+        server.read_routes()
+    assert "<html>" not in str(told.value)
 
 
 def test_an_explorer_that_runs_is_not_starting_any_more(job: SmallJob) -> None:

@@ -119,6 +119,7 @@ def test_a_job_that_cannot_be_served_stops_no_other(root: Path) -> None:
     well = SmallJob(root / "well")
     well.save(1)
     with Daemon(root, root=True) as daemon:
+        daemon.wait_for_log(f"serving all jobs in {root}")
         wait_for_step(well.layout.root, 1)
         for name in ("file", "format", "link"):
             daemon.wait_for_log(f"cannot serve {root / name} now")

@@ -91,6 +91,8 @@ def test_the_help_says_of_a_hooks_command_what_it_says_of_itself() -> None:
 def test_an_unknown_command_or_option_is_an_error_of_use() -> None:
     assert syncd("nothing").exit_code == 2
     assert syncd("status", "job", "--nothing").exit_code == 2
+    assert "Did you mean 'status'?" in syncd("statsu").output
+    assert "Did you mean" not in syncd("zzz").output
     assert syncd("--version").output == f"syncd, version {__version__}\n"
 
 
@@ -497,7 +499,8 @@ def test_an_error_is_one_line_and_its_exit_code(
     [["status"], ["history"], ["prune"], ["prune", "--dry-run"], ["pin", "v1"],
      ["unpin", "v1"], ["rollback", "v1"], ["pause"], ["resume"], ["doctor"], ["run"],
      ["run", "--root"], ["status", "--json"], ["history", "--json"],
-     ["follow", "--name", "e", "--command", "true"]],
+     ["follow", "--name", "e", "--command", "true"], ["verify"], ["convert"], ["merge", "out"],
+     ["web"]],
     ids=" ".join,
 )  # fmt: skip
 def test_a_path_that_is_not_there_is_no_such_folder(tmp_path: Path, arguments: list[str]) -> None:

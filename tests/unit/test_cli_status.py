@@ -25,9 +25,9 @@ from syncd.cli.status_page import page
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.telling.journal import JournalFile
 from syncd.operate import job_state
-from syncd.operate.job_state import look
+from syncd.operate.job_state import look, look_anyway
 from syncd.protocol.amounts import size, span
-from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, ProtocolMismatchError
 from syncd.protocol.records import encode
 from syncd.protocol.reports import DaemonReport, ExplorerReport, MergeProgress, TrainerReport
 from syncd.protocol.requests import RollbackRequest
@@ -103,7 +103,7 @@ def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: SmallJob) 
     assert all(len(line) <= 80 for line in lines if str(served.layout.root) not in line)
     # Of many explorers those that are behind are shown.
     assert told["node-007"].split()[1:5] == ["running", "-", "1", "1"]
-    assert "and 10 more, at most 0 versions behind (--json)" in lines
+    assert "and 10 more, at most 0 behind (--json)" in lines
     (at,) = (i for i, line in enumerate(lines) if "node-000: version 1: no such" in line)
     assert lines[at + 1].startswith(" " * 9 + "tensor") or lines[at + 1].startswith(" " * 9)
 
@@ -122,7 +122,7 @@ def test_a_low_terminal_shows_faults_and_explorers_before_events(served: SmallJo
     (event,) = (i for i, line in enumerate(lines) if "published step 1 as v1" in line)
     (head,) = (i for i, line in enumerate(lines) if line.startswith("explorer  status"))
     assert fault < head < event
-    assert "and 26 more, at most 0 versions behind (--json)" in lines
+    assert "and 26 more, at most 0 behind (--json)" in lines
     assert len(shown(served, height=60).splitlines()) > 40
 
 
@@ -265,6 +265,25 @@ def test_json_has_what_is_shown_and_how_far_explorers_are_behind(served: SmallJo
     assert [(one["behind"], one["behind_steps"]) for one in seen["explorers"]] == [(0, 0)] * 2
     assert seen["events"][-1]["event"] == "published"
     assert seen["memory"] is None
+
+
+@pytest.mark.parametrize("name", ["status", "pin", "prune"])
+def test_a_part_of_a_job_is_named_as_one(served: SmallJob, name: str) -> None:
+    arguments = [name, str(served.layout.published), *(["v1"] if name == "pin" else [])]
+    told = str(CliRunner().invoke(cli, arguments).exception)
+    assert told.endswith(f"is a part of the job {served.layout.root}: give {served.layout.root}")
+
+
+@pytest.mark.parametrize("path", ["format", "latest", "daemon_report"])
+def test_a_job_of_a_newer_syncd_is_not_shown_as_if_it_had_no_daemon(
+    served: SmallJob, path: str
+) -> None:
+    reports(served, 0)
+    file: Path = getattr(served.layout, path)
+    record = json.loads(file.read_bytes()) | {"protocol": 99}
+    served.put(file, json.dumps(record).encode())
+    assert isinstance(status(served.layout.root).exception, ProtocolMismatchError)
+    assert "99" in look_anyway(served.layout.root)["unseen"]
 
 
 def test_several_jobs_are_a_line_each_and_one_that_is_none_is_said(

@@ -181,6 +181,7 @@ def test_durations_and_sizes_may_have_a_unit(
         ("dead_reader_grace = inf", "must be a number of seconds"),
         ("dead_reader_grace = -1", "0 or more"),
         ("kepe = 3", "kepe = 3: unknown key; did you mean keep?"),
+        ('dtype = "bf16"', "unknown key; did you mean cast?"),
         ("keep-versions = 3", "keep-versions = 3: unknown key"),
         (
             "[syncd]\nkeep = 3",
@@ -260,7 +261,7 @@ def test_a_value_cannot_add_lines_or_escapes_to_a_message(tmp_path: Path) -> Non
 def test_check_says_that_a_file_can_be_used(tmp_path: Path) -> None:
     result = syncd("config", "check", file(tmp_path, 'job = "/jobs/a"\nkeep = 3'))
     assert result.exit_code == 0
-    assert "2 keys, for the job /jobs/a" in result.output
+    assert "can be used for the job /jobs/a; keys: 2" in result.output
 
 
 def test_check_and_run_end_with_a_line_for_each_mistake(tmp_path: Path) -> None:

@@ -197,9 +197,10 @@ def test_what_is_no_whole_full_checkpoint_is_refused(job: SmallJob, tmp_path: Pa
     assert isinstance(refused, InvalidSettingsError)
     assert "global_step_5 holds no full checkpoint" in str(refused)
     assert everything(job) == before
-    for folder in (job.layout.root, tmp_path / "global_step_9"):
-        result = CliRunner().invoke(cli, ["convert", str(folder)])
-        assert (result.exit_code, result.stdout) == (2, "")
+    result = CliRunner().invoke(cli, ["convert", str(job.layout.root)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    missing = CliRunner().invoke(cli, ["convert", str(tmp_path / "global_step_9")])
+    assert isinstance(missing.exception, JobUnavailableError)
 
 
 def test_a_step_folder_is_converted_wherever_it_was_copied_to(

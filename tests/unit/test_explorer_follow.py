@@ -124,7 +124,7 @@ def test_each_version_that_is_served_is_a_line_of_json(job: SmallJob, tmp_path: 
     argv = [sys.executable, "-m", "syncd", "follow", job.layout.root, "--name", "a", "--json"]
     with subprocess.Popen(
         [*map(str, argv), "--link", str(tmp_path / "link")],
-        stdout=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
     ) as process:  # fmt: skip
         try:
             assert process.stdout is not None
@@ -134,7 +134,9 @@ def test_each_version_that_is_served_is_a_line_of_json(job: SmallJob, tmp_path: 
                 "step": 3,
             }
             process.terminate()
-            assert process.communicate(timeout=60)[0] == ""
+            output, logged = process.communicate(timeout=60)
+            assert output == ""
+            assert logged.count("a serves version 1") == 1
             assert process.returncode == 0
         finally:
             process.kill()

@@ -31,11 +31,11 @@ from syncd.protocol.layout import older_lines
 from syncd.protocol.policy import RunningStatus, Version
 from syncd.protocol.records import encode
 from syncd.protocol.reports import ExplorerReport, Load, Reload
-from syncd.storage.append import LIMIT
+from syncd.storage.append import LIMIT, append
 from syncd.storage.job import Job
 from tests.explorers import LONG, report
 from tests.jobs import SmallJob
-from tests.storages import Clock, RuledStorage, refuse
+from tests.storages import Clock, FastStorage, RuledStorage, refuse
 
 KEEP = DaemonConfig(keep=9)
 KEEP_1 = DaemonConfig(keep=1)
@@ -514,6 +514,16 @@ def test_a_journal_that_storage_refuses_keeps_nobody_from_anything(
         storage.rules.clear()
         publish(job, loop, 2)
     assert [version for event, version, _ in events(job) if event == "published"] == [1, 2]
+
+
+def test_a_line_that_cannot_be_written_names_its_file(tmp_path: Path) -> None:
+    class Broken(FastStorage):
+        def write(self, fd: int, data: bytes | memoryview) -> int:  # noqa: ARG002 # the seam's
+            raise OSError(errno.EACCES, "refused")
+
+    with pytest.raises(PermissionError) as refused:
+        append(Broken(), tmp_path / "journal.jsonl", b"line\n", durable=True)
+    assert refused.value.filename == str(tmp_path / "journal.jsonl")
 
 
 def test_versions_without_a_journal_say_what_their_manifests_do(job: SmallJob) -> None:

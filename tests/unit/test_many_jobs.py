@@ -526,7 +526,7 @@ def test_one_job_or_many_and_not_both(tmp_path: Path) -> None:
     config = tmp_path / "syncd.toml"
     config.write_text('root = "/jobs"\n')
     checked = CliRunner().invoke(cli, ["config", "check", str(config)])
-    assert checked.output.endswith("1 keys, for all jobs in /jobs\n")
+    assert checked.output.endswith("can be used for all jobs in /jobs; keys: 1\n")
 
 
 @pytest.mark.parametrize("key", ["memory_dir", "exit_when_idle"])

@@ -22,6 +22,7 @@ from syncd.checkpoint.convert import look_at_step
 from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.configuration import load
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveNotReadyError
 from syncd.protocol.names import RECEIPTS, full_receipt_name, receipt_name
 from syncd.protocol.records import Manifest, Receipt, parse
@@ -446,10 +447,19 @@ def test_a_daemon_that_casts_too_says_that_this_rounds_twice(
     assert "Set only one of these settings" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", ["fp32", "BF16", torch.bfloat16, True])
+@pytest.mark.parametrize("wrong", ["fp32", "torch.float32", "BF17", torch.float64, True])
 def test_a_wrong_dtype_is_refused_by_name(wrong: Any) -> None:
     with pytest.raises(InvalidSettingsError, match=r"sync_dtype is .*: it must be 'bf16'"):
         SaveSettings(sync_dtype=wrong)
+
+
+@pytest.mark.parametrize("name", ["BF16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_other_names_of_a_dtype_are_understood(tmp_path: Path, name: Any) -> None:
+    assert SaveSettings(sync_dtype=name).sync_dtype == "bf16"
+    assert load(None, {"SYNCD_CAST": str(name)}).config.cast == "bf16"
+    (tmp_path / "step").mkdir()
+    arguments = ["merge", str(tmp_path / "step"), str(tmp_path / "out"), "--dtype", str(name)]
+    assert "Invalid value for '--dtype'" not in CliRunner().invoke(cli, arguments).output
 
 
 def test_status_says_the_dtype(job: SmallJob) -> None:

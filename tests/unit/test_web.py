@@ -319,7 +319,7 @@ def test_a_path_that_does_not_exist_is_refused_at_the_start(
             [*argv, "--port", "0"], capture_output=True, text=True, check=False, timeout=DEADLINE
         )
         assert (done.returncode, done.stdout) == (JobUnavailableError.exit_code, "")
-        assert f"{missing}: no such folder. Give a job's directory, or" in done.stderr
+        assert f"no such folder: {missing}. Create the folder, or" in done.stderr
 
 
 def test_all_of_the_page_is_served_and_nothing_of_it_reads_markup() -> None:

@@ -270,7 +270,7 @@ class RootServices:
                 break
             self._served[name] = begun
         if len(self._served) != before or not before:
-            self._notice.status(f"{len(self._served)} jobs in {self._root}")
+            self._notice.status(f"jobs in {self._root}: {len(self._served)}")
         self._notice.ready()
 
     def _serve(self, path: Path) -> _Served | None:
