@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from hypothesis import given, settings
@@ -103,7 +104,8 @@ def observations(draw: st.DrawFn) -> Observation:
     )
 
 
-many = settings(max_examples=40, deadline=None)
+def any_look(test: Callable[[Observation, DaemonConfig], None]) -> Callable[[], None]:
+    return settings(max_examples=40, deadline=None)(given(observations(), CONFIGS)(test))
 
 
 A = TypeVar("A")
@@ -113,8 +115,7 @@ def of(decision: Decision, kind: type[A]) -> list[A]:
     return [action for action in decision.actions if isinstance(action, kind)]
 
 
-@many
-@given(observations(), CONFIGS)
+@any_look
 def test_latest_and_what_is_above_it_is_never_retired(
     seen: Observation, config: DaemonConfig
 ) -> None:
@@ -123,8 +124,7 @@ def test_latest_and_what_is_above_it_is_never_retired(
         assert action.sequence < seen.latest
 
 
-@many
-@given(observations(), CONFIGS)
+@any_look
 def test_a_leased_version_is_never_retired_nor_its_lease_folder_closed(
     seen: Observation, config: DaemonConfig
 ) -> None:
@@ -134,8 +134,7 @@ def test_a_leased_version_is_never_retired_nor_its_lease_folder_closed(
         assert action.sequence not in leased
 
 
-@many
-@given(observations(), CONFIGS)
+@any_look
 def test_the_newest_versions_that_can_be_leased_stay(
     seen: Observation, config: DaemonConfig
 ) -> None:
@@ -144,8 +143,7 @@ def test_the_newest_versions_that_can_be_leased_stay(
     assert not retired & set(newest) & set(seen.lease_folders)
 
 
-@many
-@given(observations(), CONFIGS)
+@any_look
 def test_what_could_be_resumed_from_is_never_pruned(
     seen: Observation, config: DaemonConfig
 ) -> None:
@@ -160,8 +158,7 @@ def test_what_could_be_resumed_from_is_never_pruned(
             assert seen.checkpoint.step > step.step
 
 
-@many
-@given(observations(), CONFIGS)
+@any_look
 def test_a_step_that_is_named_announced_changed_or_quarantined_is_never_pruned(
     seen: Observation, config: DaemonConfig
 ) -> None:
@@ -178,8 +175,7 @@ def test_a_step_that_is_named_announced_changed_or_quarantined_is_never_pruned(
         assert action.why
 
 
-@many
-@given(observations(), CONFIGS)
+@any_look
 def test_a_foreign_step_is_pruned_only_if_asked_for(
     seen: Observation, config: DaemonConfig
 ) -> None:
@@ -187,8 +183,7 @@ def test_a_foreign_step_is_pruned_only_if_asked_for(
         assert action.seen.has_receipts or config.pointer == STATE_POINTER or config.prune_foreign
 
 
-@many
-@given(observations(), CONFIGS)
+@any_look
 def test_only_a_whole_new_save_that_the_pointer_names_is_published_and_first(
     seen: Observation, config: DaemonConfig
 ) -> None:
@@ -204,8 +199,7 @@ def test_only_a_whole_new_save_that_the_pointer_names_is_published_and_first(
         assert action.save.receipts or seen.save_still_for >= config.tick
 
 
-@many
-@given(observations(), CONFIGS)
+@any_look
 def test_in_a_pause_nothing_is_published_or_deleted(
     seen: Observation, config: DaemonConfig
 ) -> None:
@@ -214,8 +208,7 @@ def test_in_a_pause_nothing_is_published_or_deleted(
         assert all(isinstance(action, allowed) for action in decide(seen, config).actions)
 
 
-@many
-@given(observations(), CONFIGS)
+@any_look
 def test_while_a_request_is_open_nothing_is_published_and_what_it_names_stays(
     seen: Observation, config: DaemonConfig
 ) -> None:
@@ -233,8 +226,7 @@ def test_while_a_request_is_open_nothing_is_published_and_what_it_names_stays(
         assert action.request.sequence in seen.versions
 
 
-@many
-@given(observations(), CONFIGS)
+@any_look
 def test_whoever_waits_is_told_for_what(seen: Observation, config: DaemonConfig) -> None:
     decision = decide(seen, config)
     settled = (
@@ -252,8 +244,7 @@ def test_whoever_waits_is_told_for_what(seen: Observation, config: DaemonConfig)
         assert bool(decision.waiting_for) == (not of(decision, Publish) and not settled)
 
 
-@many
-@given(observations(), CONFIGS)
+@any_look
 def test_only_the_dead_lose_their_leases_and_only_after_the_grace(
     seen: Observation, config: DaemonConfig
 ) -> None:
@@ -270,8 +261,7 @@ def test_only_the_dead_lose_their_leases_and_only_after_the_grace(
     assert dropped == dead
 
 
-@many
-@given(observations(), CONFIGS)
+@any_look
 def test_only_whole_saves_are_put_on_record_as_skipped(
     seen: Observation, config: DaemonConfig
 ) -> None:

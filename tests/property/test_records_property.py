@@ -1,77 +1,78 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import math
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import JsonValue
 
-from syncd.protocol import journal_lines, participants, records, reports, requests, tensor_names
+from syncd.protocol import participants, records
 from syncd.protocol.errors import RecordError
 
-NUMBERS = st.integers(min_value=0, max_value=2**63 - 1)
-SEQUENCES = st.integers(min_value=1, max_value=2**63 - 1)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", fullmatch=True)
 PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
-DIGESTS = st.from_regex(r"[0-9a-f]{32}", fullmatch=True)
-TIMES = st.floats(allow_nan=False, allow_infinity=False)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+#: What the validators of some fields take.
+VALIDATED = {records._stays_inside: PATHS, records._names_a_heartbeat: NAMES}
 
-VERSION_FILES = st.builds(records.VersionFile, name=PATHS, size=NUMBERS, digest=st.none() | DIGESTS)
-TENSORS = st.builds(
-    records.TensorEntry,
-    name=TEXT,
-    dtype=TEXT,
-    shape=st.lists(NUMBERS, max_size=3).map(tuple),
-    file=PATHS,
-    digest=st.none() | DIGESTS,
+
+def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
+
+
+#: What a JSON record can hold and give back as it was.
+FINITE_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 2**63 - 1) | FINITE | TEXT, branches, max_leaves=8
 )
-NON_FINITE = st.none() | st.builds(
-    records.NonFinite, count=NUMBERS, names=st.lists(TEXT, max_size=3).map(tuple)
-)
-RECEIPT_FILES = st.builds(
-    records.ReceiptFile,
-    name=PATHS,
-    size=NUMBERS,
-    digest=DIGESTS,
-    over=st.sampled_from(["central-directory", "header", "content"]),
-    nonfinite=NON_FINITE,
-)
-ROLLED_BACK = st.builds(
-    records.RolledBack, sequence=SEQUENCES, instead_of=st.none() | TEXT, request=TEXT
-)
-ADAPTED_MODELS = st.builds(records.AdaptedModel, name=TEXT.filter(bool), revision=st.none() | TEXT)
-MAPPED_TENSORS = st.builds(
-    tensor_names.MappedTensor,
-    shape=st.lists(NUMBERS, max_size=3).map(tuple),
-    pieces=st.lists(
-        st.builds(
-            tensor_names.HubPiece,
-            name=TEXT.filter(bool),
-            first=st.none() | NUMBERS,
-            rows=st.none() | st.tuples(NUMBERS, NUMBERS),
-            transposed=st.booleans(),
-            at=st.none() | NUMBERS,
-        ),
-        min_size=1,
-        max_size=3,
-    ).map(tuple),
-)
-DELTA_ENDS = st.builds(records.DeltaEnd, sequence=SEQUENCES, save_id=TEXT, content=DIGESTS)
-OUTCOMES = st.builds(
-    records.SaveOutcome,
-    identity=TEXT,
-    outcome=st.sampled_from(["published", "skipped", "quarantined"]),
-    sequence=st.none() | SEQUENCES,
-)
-TERMS = st.builds(
-    reports.SyncTerms,
-    style=st.sampled_from(["fixed", "explorer_driven"]),
-    trainer_interval=NUMBERS,
-    explorer_interval=NUMBERS,
-)
-MEMBERS = st.builds(participants.OfferedMember, name=TEXT, session=TEXT, workers=st.integers(1, 8))
+
+
+def drawn(kind: Any) -> st.SearchStrategy[Any]:
+    """Values that a field of this type may have, by its limits."""
+    whole, *about = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    limits = [limit for field in about for limit in getattr(field, "metadata", ())]
+    for field in (*about, *limits):
+        if (validator := getattr(field, "func", None)) in VALIDATED:
+            return VALIDATED[validator]
+        if pattern := getattr(field, "pattern", None):
+            return st.from_regex(pattern.rstrip("$"), fullmatch=True)
+    inner = get_args(whole)
+    composed = {
+        Literal: lambda: st.sampled_from(inner),
+        Union: lambda: st.one_of(map(drawn, inner)),
+        UnionType: lambda: st.one_of(map(drawn, inner)),
+        dict: lambda: st.dictionaries(*map(drawn, inner), max_size=3),
+        tuple: lambda: _tuples(*inner, min_size=len(limits)),
+    }
+    if make := composed.get(get_origin(whole)):
+        return make()
+    if getattr(whole, "__module__", "").startswith("syncd."):
+        return made(whole, whole)
+    simple = Annotated[whole, *limits] if limits else whole
+    values = FINITE_JSON if whole is JsonValue else st.from_type(simple)
+    return values.filter(math.isfinite) if whole is float else values
+
+
+def _tuples(first: Any, second: Any, *, min_size: int) -> st.SearchStrategy[Any]:
+    """Of two values, or of any number of values of one type."""
+    if second is not ...:
+        return st.tuples(drawn(first), drawn(second))
+    return st.lists(drawn(first), min_size=min_size, max_size=3).map(tuple)
+
+
+def made(model: Any, build: Any, **instead: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """What is built of all fields of a model."""
+    hints = get_type_hints(model, include_extras=True)
+    fields = {
+        name: drawn(hints[name])
+        for name in getattr(model, "model_fields", hints)
+        if name != "protocol"
+    }
+    return st.builds(build, **fields | instead)
 
 
 def rendezvous(members: list[tuple[str, str, int]]) -> dict[str, Any]:
@@ -93,218 +94,23 @@ def manifest(
     return records.Manifest(files=(*files, *named), tensors=tensors, **rest)
 
 
-def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
-
-
-#: What a JSON record can hold and give back as it was.
-FINITE_JSON = st.recursive(
-    st.none() | st.booleans() | NUMBERS | TIMES | TEXT, branches, max_leaves=8
-)
-LOADS = st.builds(
-    reports.Load,
-    sequence=SEQUENCES,
-    time=TIMES,
-    pause=st.none() | st.floats(0, 1e6),
-    delta_bytes=st.none() | NUMBERS,
-)
-DTYPES = st.sampled_from(["BF16", "F8_E4M3, BF16"])
+#: Others than the protocol's are messages, which are on disk for seconds.
 RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
-    records.Format: st.builds(records.Format, lease_time=st.floats(0.05, 3600)),
-    records.Latest: st.builds(
-        records.Latest,
-        sequence=SEQUENCES,
-        step=NUMBERS,
-        folder=st.from_regex(r"v[0-9]{6,18}", fullmatch=True),
-        delta_from=st.none() | SEQUENCES,
-    ),
-    records.Manifest: st.builds(
-        manifest,
-        sequence=NUMBERS,
-        step=NUMBERS,
-        save_id=TEXT,
-        checked=st.sampled_from(["receipt", "crc32", "stillness"]),
-        digests=st.sampled_from(["xxh3-128", "off"]),
-        files=st.lists(VERSION_FILES, max_size=3).map(tuple),
-        tensors=st.lists(TENSORS, max_size=3).map(tuple),
-        base_model=st.none() | ADAPTED_MODELS,
-        dtype=st.none() | DTYPES,
-        rolled_back=st.none() | ROLLED_BACK,
-        nonfinite=NON_FINITE,
-        timings=st.dictionaries(TEXT, TIMES, max_size=2),
-    ),
-    records.Delta: st.builds(
-        records.Delta,
-        base=DELTA_ENDS,
-        target=DELTA_ENDS,
-        files=st.lists(VERSION_FILES, max_size=3).map(tuple),
-        changed=NUMBERS,
-        elements=NUMBERS,
-    ),
-    records.Receipt: st.builds(
-        records.Receipt,
-        save_id=st.text(st.characters(codec="utf-8"), min_size=1, max_size=200),
-        step=NUMBERS,
-        rank=NUMBERS,
-        world_size=SEQUENCES,
-        files=st.lists(RECEIPT_FILES, max_size=3).map(tuple),
-        sync_dtype=st.sampled_from([None, "bf16", "fp16"]),
-    ),
-    tensor_names.NameMapRecord: st.builds(
-        tensor_names.NameMapRecord,
-        tensors=st.dictionaries(TEXT, MAPPED_TENSORS, max_size=3),
-        refused=st.none() | TEXT,
-    ),
-    records.SaveOutcomes: st.builds(
-        records.SaveOutcomes, steps=st.dictionaries(NUMBERS, OUTCOMES, max_size=3)
-    ),
-    records.Quarantine: st.builds(
-        records.Quarantine, step=NUMBERS, identity=TEXT, error=TEXT, reason=TEXT, time=TIMES
-    ),
-    reports.ExplorerReport: st.builds(
-        reports.ExplorerReport,
-        name=TEXT,
-        session=NAMES,
-        status=st.sampled_from(["running", "require_sync", "stopped"]),
-        sequence=st.none() | SEQUENCES,
-        step=st.none() | NUMBERS,
-        nothing_new=NUMBERS,
-        refused=st.none() | TEXT,
-        requests=NUMBERS,
-        joined=st.none() | TEXT,
-        loads=st.none() | st.lists(LOADS, max_size=3).map(tuple),
-        bench=st.none() | NUMBERS,
-        sync=st.none() | TERMS,
-        delta_base=st.none() | SEQUENCES,
-        stage=st.none() | TEXT,
-        hub_names=st.booleans(),
-        time=TIMES,
-    ),
-    reports.TrainerReport: st.builds(
-        reports.TrainerReport,
-        run_id=TEXT,
-        world_size=SEQUENCES,
-        status=st.sampled_from(["running", "require_sync", "stopped"]),
-        step=st.none() | NUMBERS,
-        name=st.none() | TEXT,
-        session=st.none() | NAMES,
-        nothing_new=NUMBERS,
-        sync=st.none() | TERMS,
-        time=TIMES,
-    ),
-    reports.DaemonReport: st.builds(
-        reports.DaemonReport,
-        session=NAMES,
-        host=TEXT,
-        pid=NUMBERS,
-        epoch=NUMBERS,
-        state=st.sampled_from(["watching", "merging", "stopped"]),
-        detail=TEXT,
-        sequence=st.none() | SEQUENCES,
-        step=st.none() | NUMBERS,
-        paused=st.none() | TEXT,
-        memory_dir=st.none() | TEXT,
-        builds=st.none()
-        | st.builds(
-            reports.BuildSettings,
-            cast=st.sampled_from([None, "bf16", "fp16", "fp32"]),
-            names=st.sampled_from([None, "hub", "trainer"]),
-            dcp_prefix=st.none() | TEXT,
-            max_shard_size=NUMBERS,
-            digests=st.booleans(),
-            tick=st.floats(0, 60),
-        ),
-        counters=st.builds(reports.DaemonCounters, published=NUMBERS, merged_bytes=NUMBERS),
-        time=TIMES,
-    ),
-    reports.DeltaProgress: st.builds(
-        reports.DeltaProgress,
-        sequence=SEQUENCES,
-        base=SEQUENCES,
-        state=st.sampled_from(["making", "made", "none"]),
-        done=NUMBERS,
-        total=NUMBERS,
-        seconds=st.none() | st.floats(0, 1e6),
-        why=st.none() | TEXT,
-        time=TIMES,
-    ),
-    records.PublishNotice: st.builds(
-        records.PublishNotice, sequence=SEQUENCES, step=NUMBERS, session=TEXT
-    ),
-    journal_lines.AuditLine: st.builds(
-        journal_lines.AuditLine,
-        time=TIMES,
-        what=st.sampled_from(["version", "step", "lease", "delta"]),
-        name=TEXT,
-        why=TEXT,
-        session=TEXT,
-    ),
-    participants.Claim: st.builds(
-        participants.Claim, session=TEXT, name=st.none() | TEXT, process=TEXT
-    ),
-    participants.Offer: st.builds(
-        participants.Offer,
-        offer=st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
-        session=TEXT,
-        step=NUMBERS,
-        members=st.lists(MEMBERS, max_size=3).map(tuple),
-        decided=st.sampled_from([None, "go", "off", "files"]),
-    ),
-    participants.Rendezvous: st.builds(
-        lambda ranks, **told: participants.Rendezvous(**ranks, **told),
-        st.lists(st.tuples(TEXT, TEXT, st.integers(1, 8)), max_size=3).map(rendezvous),
-        offer=st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
-        generation=SEQUENCES,
-        group_name=TEXT.filter(bool),
-        address=TEXT.filter(bool),
-        port=st.integers(1, 65535),
-        backend=st.sampled_from(["nccl", "gloo"]),
-        save_id=TEXT.filter(bool),
-    ),
-    participants.OfferVerdict: st.builds(
-        participants.OfferVerdict, verdict=st.sampled_from(["go", "off"]), session=TEXT
-    ),
-    participants.SavedState: st.builds(
-        participants.SavedState,
-        iteration=NUMBERS,
-        state=st.dictionaries(TEXT, FINITE_JSON, max_size=3),
-    ),
-    journal_lines.JournalLine: st.builds(
-        journal_lines.JournalLine,
-        time=TIMES,
-        event=st.sampled_from(["active", "published", "live", "skipped", "delta", "no_delta"]),
-        changed=st.none() | st.floats(0, 1),
-        delta_bytes=st.none() | NUMBERS,
-        version=st.none() | SEQUENCES,
-        step=st.none() | NUMBERS,
-        kind=st.sampled_from([None, "full", "adapter", "remote"]),
-        bytes=st.none() | NUMBERS,
-        seconds=st.none() | st.floats(0, 1e6),
-        pause=st.none() | st.floats(0, 1e6),
-        explorer=st.none() | TEXT,
-        why=st.none() | TEXT,
-    ),
-    requests.Pause: st.builds(requests.Pause, id=TEXT, by=TEXT, time=TIMES),
-    requests.RollbackRequest: st.builds(
-        requests.RollbackRequest,
-        id=TEXT,
-        sequence=SEQUENCES,
-        by=TEXT,
-        time=TIMES,
-        outcome=st.sampled_from(["asked", "done", "refused"]),
-        made=st.none() | SEQUENCES,
-        why=TEXT,
-    ),
+    model: made(model, model)
+    for model in records.Record.__subclasses__()
+    if "protocol" in model.__module__
 }
+RECORDS[records.Manifest] = made(
+    records.Manifest, manifest, kind=st.sampled_from(["full", "adapter"]), remote=st.none()
+)
+RECORDS[participants.Rendezvous] = made(
+    participants.Rendezvous,
+    lambda members, **rest: participants.Rendezvous(**rest | rendezvous(members)),
+    members=st.lists(st.tuples(TEXT, TEXT, st.integers(1, 8)), max_size=3),
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT, branches, max_leaves=8
 )
-
-
-def test_every_record_of_the_protocol_is_tried_here() -> None:
-    # Others have messages of their own, which are on disk for seconds.
-    found = {one for one in records.Record.__subclasses__() if "protocol" in one.__module__}
-    assert set(RECORDS) == found
 
 
 @pytest.mark.parametrize("model", RECORDS, ids=lambda model: model.__name__)
