@@ -450,23 +450,29 @@ def test_a_server_that_is_killed_in_a_load_says_what_a_fresh_one_says_and_is_bro
         assert said(vllm) != reloaded
 
 
+@pytest.fixture
+def deeper(vllm: VLLMProcess, tmp_path: Path) -> Iterator[Path]:
+    """A model folder of another size to restart with; later tests get the server's own again."""
+    layers = {"num_hidden_layers": 3, "layer_types": None}
+    yield save_model(tmp_path / "three", 0, Qwen2Config(**CONFIG.to_diff_dict() | layers))
+    vllm.restart(save_model(tmp_path / "two", 0))
+    vllm.wait_until_up()
+
+
 def test_a_server_that_restarts_with_a_deeper_model_serves_no_version_of_another(
-    job: SmallJob, vllm: VLLMProcess, tmp_path: Path
+    job: SmallJob, vllm: VLLMProcess, deeper: Path
 ) -> None:
     publish_model(job, 1, state(1))
-    layers = {"num_hidden_layers": 3, "layer_types": None}
-    deeper = Qwen2Config(**CONFIG.to_diff_dict() | layers)
-    folder = save_model(tmp_path / "three", 0, deeper)
     with hook_of(job, vllm) as hook:
         hook.pull(LONG)
-        vllm.restart(folder)
+        vllm.restart(deeper)
         vllm.wait_until_up()
         own = said(vllm)
         hook.start()
         wait_for(lambda: "version 1 (step 1) does not fit" in str(hook.fault))
         assert vllm.label == "default"
         assert said(vllm) == own
-    folder.rename(tmp_path / "unseen")  # so that only the workers see what is missing
+    deeper.rename(deeper.with_name("unseen"))  # so that only the workers see what is missing
     with hook_of(job, vllm) as hook, pytest.raises(EngineBrokenError, match="lacks weights of"):
         hook.pull(LONG)
     assert vllm.is_paused
