@@ -16,6 +16,7 @@ import pytest
 
 from explorer_hooks import bench
 from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.staging import Staging
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
@@ -41,6 +42,7 @@ from syncd.protocol.records import Names, encode, parse
 from syncd.protocol.reports import DaemonReport
 from syncd.storage.calls import Calls, Free
 from syncd.storage.job import Job
+from tests.engines.sglang_fake import FakeSGLang
 from tests.explorers import LONG, leased, publish, report
 from tests.jobs import LEASE_TIME, SmallJob, receipt_of, weights
 from tests.lagging import Hosts
@@ -260,6 +262,18 @@ def test_what_was_evaluated_is_left_for_the_newest_version_and_goes(served: Smal
         assert builds(served) == []
         hook.load_step(0, LONG)
     assert builds(served) == []
+
+
+def test_a_server_in_a_container_that_mounts_only_the_job_loads_a_step(served: SmallJob) -> None:
+    root = served.layout.root.resolve()
+    fake = FakeSGLang(str(served.layout.version(1)))
+    server = SGLangServer("http://127.0.0.1:1", start_timeout=0.0, transport=fake.transport)
+    with hook_of(served, "server", engine=server) as hook:
+        assert hook.load_step(4, LONG) == Version(0, 4)
+        loaded = Path(fake.model_path)
+        assert loaded == loaded.resolve()
+        assert loaded.is_relative_to(root)
+        assert not [path for path in loaded.iterdir() if path.is_symlink()]
 
 
 def test_a_staged_step_needs_no_build_any_more(served: SmallJob, tmp_path: Path) -> None:
