@@ -105,6 +105,7 @@ class Observation:
         benched: the steps that explorers build or evaluate.
         announced_step: the step that the trainer announced last; None without a trainer's report, 0
             if the report names no step or is unreadable.
+        living: the sessions with a heartbeat, of those that have a lease, a build or a report.
         served_request: the id of the rollback request that LATEST results from, if any.
         delta_versions: the two versions of the delta that is being made, if any.
     """
@@ -127,6 +128,7 @@ class Observation:
     vanished: tuple[int, ...] = ()
     benched: frozenset[int] = frozenset()
     announced_step: int | None = None
+    living: Collection[str] = ()
     pause: Pause | None = None
     rollbacks: tuple[RollbackRequest, ...] = ()
     served_request: str | None = None

@@ -48,7 +48,7 @@ from syncd.protocol.events import Event
 from syncd.protocol.names import parse_lease_marker
 from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
-from syncd.storage.judge import Clock, Judge, Lookout
+from syncd.storage.judge import Clock, Judge
 from syncd.storage.reserve import Reserve
 from syncd.storage.sessions import DaemonLock, Session
 
@@ -112,8 +112,7 @@ class Loop:
         self._outcomes = self._publisher.outcomes
         self._meter = meter or Meter()
         self._journal = Journal(self._meter, JournalFile(job, wall=wall), clock=clock)
-        watch = Judge(job.storage, judge.lease_time, clock=clock)
-        self._going_live = GoingLive(job, Lookout(watch, job.layout, tick=config.tick, clock=clock))
+        self._going_live = GoingLive(job)
         reserve = Reserve(job)
         self._reporter = Reporter(
             job.layout,
@@ -302,7 +301,7 @@ class Loop:
             self._publisher.naming.look()
             for load in self._going_live.look(seen.leases, latest.sequence if latest else 0):
                 self._journal.live(load)
-            self._deltas.takers = self._going_live.takers(self.config.tick)
+            self._deltas.takers = self._going_live.takers(seen.living)
         except OSError as error:
             self._job.check_is_there()
             self._meter.failed(error)  # the next round looks again
@@ -316,6 +315,7 @@ class Loop:
             outcomes=self._outcomes.of_step,
             served_request=self._publisher.served_request,
             delta_versions=self._deltas.versions,
+            sessions=self._going_live.sessions,
         )
 
     def _publish_in_turn(self, save: WholeSave, whole_since: float) -> str:

@@ -45,7 +45,10 @@ _MOST_BELOW: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The daemon's own knowledge of a job; see :class:`Observation` and :class:`Outcomes`."""
+    """The daemon's own knowledge of a job; see :class:`Observation` and :class:`Outcomes`.
+
+    ``sessions`` are those of participants to judge, beside the sessions with a lease or a build.
+    """
 
     latest: int
     published_save: str | None
@@ -53,6 +56,7 @@ class Known:
     served_request: str | None = None
     full_bytes: int | None = None
     delta_versions: Collection[int] = ()
+    sessions: Collection[str] = ()
 
 
 class Scanner:
@@ -81,6 +85,7 @@ class Scanner:
         self._settled: object = None  # the pointer when its save needed no more looks
         self._settled_at = 0.0
         self._dead_since: dict[str, float] = {}
+        self._living: frozenset[str] = frozenset()
         self._benches: list[str] = []
         self.dead_benches: list[str] = []
         self._delta_bytes: dict[int, int] = {}  # a delta never changes
@@ -126,7 +131,8 @@ class Scanner:
             versions=versions,
             deltas=self._deltas(),
             lease_folders=lease_folders,
-            leases=tuple(self._leases(lease_folders)),
+            leases=tuple(self._leases(lease_folders, known.sessions)),
+            living=self._living,
             steps=steps,
             unrecorded=unrecorded,
             vanished=vanished,
@@ -282,7 +288,7 @@ class Scanner:
         found = (self._job.storage.status(folder / n) for n in self._job.storage.names(folder))
         return sum(status.st_size for status in found if status is not None)
 
-    def _leases(self, sequences: tuple[int, ...]) -> list[LeaseSeen]:
+    def _leases(self, sequences: tuple[int, ...], others: Collection[str]) -> list[LeaseSeen]:
         held = [
             (sequence, marker, parsed[1] if parsed else None)
             for sequence in sequences
@@ -290,8 +296,9 @@ class Scanner:
             for parsed in [parse_lease_marker(marker)]
         ]
         sessions = {session for _, _, session in held if session}
-        liveness = self._lookout.look(sessions.union(filter(is_name, self._benches)))
-        living = {session for session, seen in liveness.items() if seen is Liveness.ALIVE}
+        liveness = self._lookout.look(sessions.union(others, filter(is_name, self._benches)))
+        living = frozenset(who for who, seen in liveness.items() if seen is Liveness.ALIVE)
+        self._living = living
         self.dead_benches = [name for name in self._benches if name and name not in living]
         now = self._clock()
         dead = liveness.keys() - living

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.hook import ExplorerHook
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState, decide
 from syncd.storage.job import Job
 from syncd.storage.leases import Lease
 from syncd.storage.sessions import new_session_id
+from tests.explorers import LONG
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, RuledStorage
 
@@ -81,6 +84,21 @@ def test_a_round_takes_as_many_calls_as_there_are(what: str, tmp_path: Any) -> N
             taken.append(rounds(storage, loop, clock, int(LEASE_TIME)))
     few, many = taken
     assert many < 4.2 * few
+
+
+def test_a_round_opens_each_heartbeat_once(tmp_path: Any) -> None:
+    storage = RuledStorage()
+    job = SmallJob(tmp_path / "job", storage)
+    job.save(1)
+    with job.daemon() as loop:
+        loop.run_once()
+        with ExplorerHook(job.layout.root, "explorer", FakeEngine(), poll=0.02) as hook:
+            hook.pull(LONG)
+            for _ in range(3):
+                storage.calls.clear()
+                loop.run_once()
+    opened = [given[0].parent for method, given in storage.calls if method == "open_read"]
+    assert opened.count(job.layout.sessions) == 1
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -14,7 +14,6 @@ from syncd.protocol.records import SessionId
 from syncd.protocol.reports import LOADS_KEPT, ExplorerReport, TrainerReport
 from syncd.storage.append import last_lines
 from syncd.storage.job import Job
-from syncd.storage.judge import Liveness, Lookout
 from syncd.storage.record_files import OF_OTHERS, readable_lines
 
 #: How many reports a round reads; more if that is necessary to read each report often enough.
@@ -56,13 +55,10 @@ class GoingLive:
 
     Reports of older releases do not list loads, and may name versions of a memory directory. Such a
     report counts as one load if the daemon has seen the explorer's lease on that version.
-
-    ``lookout`` must not be shared with other objects.
     """
 
-    def __init__(self, job: Job, lookout: Lookout) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._lookout = lookout
         self._told_before = 0  # for explorers that are not in _on_record
         self._looks: dict[str, _LastLook] = {}
         self._leased: dict[str, set[int]] = {}
@@ -93,6 +89,7 @@ class GoingLive:
         ]
         never = _LastLook(0, 0)
         self._looks = {name: self._looks.get(name, never) for name in names}
+        self._live = {name: it for name, it in self._live.items() if name in self._looks}
         behind = sorted(
             (name for name, last in self._looks.items() if last.serves < latest),
             key=lambda name: self._looks[name].round,
@@ -109,28 +106,26 @@ class GoingLive:
             if report is not None:
                 yield from self._loads(name, report, latest)
 
-    def takers(self, tick: float) -> set[str]:
-        """The hosts with a live explorer whose report says that it can use a delta.
+    @property
+    def sessions(self) -> set[SessionId]:
+        """The sessions of the trainer and the explorers that serve, as their last reports say.
 
-        All heartbeats are checked here, also the trainer's, so that the log names dead processes.
-        Explorers that serve from a copy on their host hold no lease. ``tick`` is the approximate
-        number of seconds between two calls.
-
-        Raises:
-            OSError: storage does not answer.
+        The daemon watches the trainer's heartbeat only so that the log names a dead trainer.
         """
-        self._live = {name: it for name, it in self._live.items() if name in self._looks}
-        wanted = {session for session, _ in self._live.values()}
-        if self._round % _ROUNDS == 1:
+        if self._round % _ROUNDS == 0:
             report = self._job.read(TrainerReport, self._job.layout.trainer_report, OF_OTHERS)
             working = report if report is not None and report.status != "stopped" else None
             self._trainer = working.session if working is not None else None
-        if self._trainer is not None:
-            wanted.add(self._trainer)
-        self._lookout.tick = tick
-        sessions = self._lookout.look(wanted)
-        alive = {host for it, host in self._live.values() if sessions[it] is Liveness.ALIVE}
-        return alive - {""}
+        found = {session for session, _ in self._live.values()}
+        return found if self._trainer is None else found | {self._trainer}
+
+    def takers(self, living: Collection[str]) -> set[str]:
+        """The hosts with a live explorer whose report says that it can use a delta.
+
+        Explorers that serve from a copy on their host hold no lease. ``living`` are the sessions
+        with a heartbeat, of :attr:`sessions` before the last :meth:`look`.
+        """
+        return {host for session, host in self._live.values() if session in living} - {""}
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[SeenLive]:
         loads, serves = report.last_loads, report.sequence or 0
