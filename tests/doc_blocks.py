@@ -59,6 +59,7 @@ def blocks(page: str, language: str = "python") -> list[str]:
 
 #: What is only parsed, and why. Every ``syncd …`` line of every page is parsed besides.
 INSTALLS = "not run: it needs a package index; .ci/run does the same at its beginning"
+README = "not run: its paths are somebody's cluster's; .ci/readme runs it with others"
 SERVES = "not run: its paths are somebody's cluster's, and it serves for ever"
 PARSED = "tests/unit/test_docs.py"
 _ENGINES = "tests/engines/test_page.py"
@@ -69,7 +70,7 @@ _PASTED = "tests/multiprocess/page_ranks.py"
 #: Page → language → for each block the test that runs it, a path; or why none does.
 BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "README.md": {
-        "sh": (INSTALLS, INSTALLS, SERVES, SERVES),
+        "sh": (INSTALLS, INSTALLS, README, README),
         "python": (_PASTED, "tests/multiprocess/test_pages.py"),
     },
     "docs/broadcast.md": {
