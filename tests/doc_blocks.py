@@ -66,6 +66,7 @@ _ENGINES = "tests/engines/test_page.py"
 _STARTED = "tests/multiprocess/test_getting_started.py"
 _EXPLORER = "tests/multiprocess/test_explorer_page.py"
 _PASTED = "tests/multiprocess/page_ranks.py"
+_EXAMPLES = "tests/multiprocess/test_examples.py"
 
 #: Page → language → for each block the test that runs it, a path; or why none does.
 BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
@@ -83,7 +84,7 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "docs/dcp.md": {"python": ("tests/multiprocess/dcp_trainer.py",) * 3},
     "docs/doctor.md": {"sh": ("tests/multiprocess/test_doctor.py",) * 2},
-    "docs/engines.md": {"python": (_ENGINES,) * 5},
+    "docs/engines.md": {"python": (*(_ENGINES,) * 3, _EXAMPLES, _ENGINES)},
     "docs/explorer.md": {
         "python": (_EXPLORER,) * 6,
         "sh": ("not run: its paths are a host's; tests/unit/test_explorer_follow.py has others",),
@@ -129,11 +130,11 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
         "toml": ("tests/unit/test_many_jobs.py",),
     },
-    "docs/trainer.md": {"python": (_PASTED,) * 2},
-    "docs/transformers.md": {"python": ("tests/multiprocess/transformers_ranks.py",)},
+    "docs/trainer.md": {"python": (_EXAMPLES, _PASTED)},
+    "docs/transformers.md": {"python": (_EXAMPLES,)},
     "docs/trinity.md": {"python": ("tests/multiprocess/trinity_ranks.py",) * 3},
     "docs/trl.md": {
-        "python": ("tests/multiprocess/trl_ranks.py", "tests/multiprocess/test_trl.py"),
+        "python": (_EXAMPLES, "tests/multiprocess/test_trl.py"),
     },
     "docs/troubleshooting.md": {
         "sh": ("not run: what it shows depends on what is wrong",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.doc_blocks import ROOT, blocks
 
-__all__ = ["FOLLOW", "FOLLOW_SGLANG", "IN_PROCESS", "ROOT", "TRAIN"]
+__all__ = ["FOLLOW_SGLANG", "IN_PROCESS", "ROOT", "TRAIN"]
 
-TRAIN, FOLLOW, IN_PROCESS = blocks("vllm.md")
+TRAIN, _, IN_PROCESS = blocks("vllm.md")
 (FOLLOW_SGLANG,) = blocks("sglang.md")

@@ -14,15 +14,16 @@ from explorer_hooks.engines.conformance import CHECKS, make_version
 from syncd.protocol.policy import Version
 from tests.doc_blocks import blocks
 from tests.engines.subjects import tiny_qwen
+from tests.examples import FOLDER
 from tests.jobs import SmallJob, receipt_of
 from tests.unit.test_engine_transformers import packed
 
 PAGE = "engines.md"
-MODULE, TRANSFORMERS, WEIGHTS, OWN, CONFORMANCE = blocks(PAGE)
+MODULE, TRANSFORMERS, WEIGHTS, _, CONFORMANCE = blocks(PAGE)
 
 
 def run(code: str, **given: Any) -> dict[str, Any]:
-    names = {"torch": torch, **given}
+    names = dict(given)
     exec(compile(code, PAGE, "exec"), names)  # noqa: S102 - a file of this project
     return names
 
@@ -71,6 +72,9 @@ def test_weights_are_read_without_an_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(CHECKS)))
-def test_an_engine_of_ones_own_passes_the_checks(number: int, tmp_path: Path) -> None:
-    names = run(f"{OWN}\n{CONFORMANCE}")
+def test_an_engine_of_ones_own_passes_the_checks(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    names = run(CONFORMANCE)
     names["test_dict_engine"](CHECKS[number], tmp_path)

@@ -30,10 +30,9 @@ from syncd.protocol.errors import (
     VerificationError,
 )
 from syncd.protocol.names import MANIFEST
-from syncd.protocol.policy import Version
 from syncd.protocol.records import encode
 from tests.engines.broadcast_trainer import DEADLINE, trainer
-from tests.engines.pages import FOLLOW, IN_PROCESS
+from tests.engines.pages import IN_PROCESS
 from tests.engines.tiny_models import (
     CONFIG,
     model,
@@ -52,7 +51,9 @@ from tests.engines.vllm_process import (
     environment,
 )
 from tests.engines.waiting import LONG, wait_for
+from tests.examples import FOLDER
 from tests.jobs import SmallJob
+from tests.rank_programs import ENVIRONMENT, ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -303,10 +304,10 @@ def test_an_llm_in_the_process_says_what_the_server_says(
     job: SmallJob, vllm: VLLMProcess, tmp_path: Path
 ) -> None:
     publish_model(job, 4, state(4))
-    names = {"job_dir": job.layout.root, "url": vllm.url}
-    exec(FOLLOW, names)  # noqa: S102 # what a user pastes
-    assert names["version"] == Version(1, 4)
+    example = (sys.executable, FOLDER / "vllm_explorer.py", job.layout.root, vllm.url, "4")
+    printed = subprocess.check_output(example, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)})
     truth = said(vllm)[0]
+    assert printed.decode() == f"step 4: {truth}\n"
     program = tmp_path / "inside.py"
     block = IN_PROCESS.replace("LLM(base)", f"LLM({OPTIONS})")
     assert block != IN_PROCESS

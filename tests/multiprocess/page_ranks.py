@@ -1,4 +1,4 @@
-"""Ranks that run what README.md and docs/trainer.md have trainers paste; see ``following``."""
+"""Ranks that run what README.md and trainer.md have trainers paste; see ``following``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
 
 from syncd.cli.demo_model import TinyTransformer, batch
 from tests.doc_blocks import blocks
@@ -45,22 +44,20 @@ def _names(root: Path) -> dict[str, Any]:
         "job_dir": root / "job",
         "model": model,
         "optimizer": optimizer,
-        "scheduler": LambdaLR(optimizer, lambda _: 1.0),
         "tokenizer": Words(),
         "train": train,
     }
 
 
 def pasted(root: Path) -> None:
-    """The README's steps, those of docs/trainer.md, which resumes from them, and its other block.
+    """The README's steps, twice, and what trainer.md does beside its own.
 
-    That one has a job of its own, for which no daemon works.
+    That has a job of its own, for which no daemon works.
     """
-    (readme, *_), (page, beside) = blocks("../README.md"), blocks("trainer.md")
-    first = {**_names(root), "steps": STEPS - 1}
-    exec(readme.replace(JOB, str(root / "job")), first)  # noqa: S102 # what users run
-    then = {**_names(root), "steps": STEPS, "scheduler": None}  # the README saves none
-    exec(page, then)  # noqa: S102 # likewise
+    (readme, *_), (_, beside) = blocks("../README.md"), blocks("trainer.md")
+    first, then = ({**_names(root), "steps": steps} for steps in (STEPS - 1, STEPS))
+    for names in (first, then):
+        exec(readme.replace(JOB, str(root / "job")), names)  # noqa: S102 # what users run
     (root / "beside" / "job").mkdir(parents=True, exist_ok=True)
     other = {**_names(root / "beside"), "first": 1, "steps": 2}
     exec(beside, other)  # noqa: S102 # likewise

@@ -30,7 +30,7 @@ def awaited(code: str, names: dict[str, Any]) -> None:
 
 
 def test_what_trainer_and_explorer_paste_carries_each_step_over(job: Path, tmp_path: Path) -> None:
-    """Real FSDP ranks run the README's loop, are started again by the page's, and are followed."""
+    """Real FSDP ranks run the README's loop, are started again, and are followed."""
     model, rolled_out = TinyTransformer(), []
 
     with trainers("tests.multiprocess.page_ranks") as program, Daemon(job):

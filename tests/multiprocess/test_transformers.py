@@ -67,7 +67,7 @@ def test_each_step_of_a_trainer_reaches_an_explorer_and_so_do_those_after_resumi
     assert {"tokenizer.json", "generation_config.json"} <= {one.name for one in folder.iterdir()}
 
 
-def test_what_the_page_says_publishes_every_other_step_of_two_ranks_and_the_last(
+def test_every_other_step_of_two_ranks_is_published_and_the_last(
     program: Trainers, job: Path, tmp_path: Path
 ) -> None:
     with Daemon(job):

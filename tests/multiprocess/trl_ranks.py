@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from trl import GRPOConfig, GRPOTrainer
 
 from tests import tiny_language
-from tests.doc_blocks import blocks
 from tests.multiprocess.following import serve, tell
 from tests.multiprocess.transformers_ranks import Witness
+from trainer_hooks.transformers import SyncdCallback
 
 LAST_STEP = 3
 
@@ -49,9 +49,10 @@ def _trainer(root: Path) -> GRPOTrainer:
 
 
 def grpo(root: Path) -> None:
-    """As the page says; the rollouts of each step are made by the weights that were published."""
+    """The rollouts of each step are made by the weights that were published."""
     trainer = _trainer(root)
-    exec(blocks("trl.md")[0], {"job_dir": root / "job", "trainer": trainer})  # noqa: S102 # pasted
+    with SyncdCallback(root / "job", publish_first=True).add_to(trainer):
+        trainer.train()
     is_ddp = isinstance(trainer.model_wrapped, DistributedDataParallel)
     tell(root, is_ddp=is_ddp, history=trainer.state.log_history)
 

@@ -18,6 +18,7 @@ import yaml
 from click.testing import CliRunner
 
 from syncd.cli import cli
+from tests import examples
 from tests.doc_blocks import BLOCKS, PAGES, PARSED, PASTED, Block, fenced, text_of
 from tests.doc_links import ROOT, anchors, broken, is_outer, links, pages, slug
 
@@ -88,6 +89,19 @@ def test_every_block_is_on_the_list_with_who_runs_it_or_why_nobody_does(page: st
                 assert runs == PARSED or Path(page).name in (ROOT / runs).read_text()
             else:
                 assert runs.startswith("not run: ")
+
+
+@pytest.mark.parametrize("page", examples.PAGES, ids=lambda page: page.name)
+def test_a_page_shows_its_examples_as_the_files_are(page: Path) -> None:
+    """``python -m tests.examples`` writes them there."""
+    assert page.read_text() == examples.with_examples(page.read_text())
+
+
+def test_every_example_is_short_and_on_a_page() -> None:
+    files = {path.name: path.read_text() for path in examples.FOLDER.iterdir()}
+    shown = {name for page in examples.PAGES for name in examples.shown_in(page.read_text())}
+    assert shown == files.keys()
+    assert all(len(text.splitlines()) <= 40 for text in files.values())
 
 
 def test_nothing_is_on_the_list_that_is_not_there() -> None:

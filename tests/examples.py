@@ -1,0 +1,33 @@
+"""The programs of ``docs/examples`` in pages: ``python -m tests.examples`` writes them there."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from tests.doc_blocks import ROOT
+
+FOLDER: Final = ROOT / "docs" / "examples"
+PAGES: Final = sorted((ROOT / "docs").glob("*.md"))
+
+_SHOWN: Final = re.compile(r"^<!-- examples/(\w+\.py) -->\n```python\n.*?^```$", re.DOTALL | re.M)
+
+
+def shown_in(text: str) -> list[str]:
+    """The names of the programs that a page shows, each below a comment that names it."""
+    return _SHOWN.findall(text)
+
+
+def with_examples(text: str) -> str:
+    """A page with the programs as their files are now."""
+    return _SHOWN.sub(
+        lambda shown: (
+            f"<!-- examples/{shown[1]} -->\n```python\n{(FOLDER / shown[1]).read_text()}```"
+        ),
+        text,
+    )
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(with_examples(page.read_text()))
