@@ -89,7 +89,7 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "python": (_EXPLORER,) * 6,
         "sh": ("not run: its paths are a host's; tests/unit/test_explorer_follow.py has others",),
     },
-    "docs/faq.md": {"python": ("tests/multiprocess/test_pages.py",) * 2},
+    "docs/faq.md": {"python": ("tests/multiprocess/test_pages.py",)},
     "docs/getting-started.md": {
         "sh": (INSTALLS, *(_STARTED,) * 9),
         "python": (_STARTED,) * 3,
@@ -133,9 +133,7 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "docs/trainer.md": {"python": (_EXAMPLES, _PASTED)},
     "docs/transformers.md": {"python": (_EXAMPLES,)},
     "docs/trinity.md": {"python": ("tests/multiprocess/trinity_ranks.py",) * 3},
-    "docs/trl.md": {
-        "python": (_EXAMPLES, "tests/multiprocess/test_trl.py"),
-    },
+    "docs/trl.md": {"python": (_EXAMPLES,)},
     "docs/troubleshooting.md": {
         "sh": ("not run: what it shows depends on what is wrong",),
     },
@@ -144,11 +142,7 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "python": ("tests/multiprocess/trinity_ranks.py",),
     },
     "docs/vllm.md": {
-        "python": (
-            "tests/engines/test_whole_loop.py",
-            "tests/engines/pages.py",
-            "tests/engines/pages.py",
-        ),
+        "python": ("tests/engines/test_vllm.py", "tests/engines/pages.py"),
         "sh": ("not run: its ports are a user's; tests/engines/test_whole_loop.py starts the same",)
         * 4,
         "ini": (PARSED,),

@@ -116,7 +116,7 @@ function second(memory, chosen, now) {
         events(memory.events, now),
       ];
   return h("section", { class: "second", "data-key": "memory" },
-    h("h2", null, "Second directory of the same daemon, in memory"), parts);
+    h("h2", null, "Memory directory"), parts);
 }
 
 function warnings(job, status, now) {
@@ -244,7 +244,7 @@ function details(status) {
       size(status.deltas.reduce((sum, one) => sum + one.bytes, 0))}`] : null,
     status.pinned_steps.length ? ["Pinned steps", status.pinned_steps.join(", ")] : null,
   ].filter(Boolean);
-  return facts.length === 0 ? null : h("section", { class: "panel", "data-key": "details" }, h("h2", null, "Besides"),
+  return facts.length === 0 ? null : h("section", { class: "panel", "data-key": "details" }, h("h2", null, "Details"),
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
 }
 

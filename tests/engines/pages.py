@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from tests.doc_blocks import ROOT, blocks
+from tests.examples import FOLDER
 
 __all__ = ["FOLLOW_SGLANG", "IN_PROCESS", "ROOT", "TRAIN"]
 
-TRAIN, _, IN_PROCESS = blocks("vllm.md")
+_, IN_PROCESS = blocks("vllm.md")
+TRAIN = (FOLDER / "fsdp2.py").read_text()
 (FOLLOW_SGLANG,) = blocks("sglang.md")

@@ -303,6 +303,7 @@ OPTIONS = (
 def test_an_llm_in_the_process_says_what_the_server_says(
     job: SmallJob, vllm: VLLMProcess, tmp_path: Path
 ) -> None:
+    """The server by the program of vllm.md, too."""
     publish_model(job, 4, state(4))
     example = (sys.executable, FOLDER / "vllm_explorer.py", job.layout.root, vllm.url, "4")
     printed = subprocess.check_output(example, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)})

@@ -47,7 +47,7 @@ def process(*command: object, **environment: str) -> Iterator[subprocess.Popen[s
         started.wait()
 
 
-#: What a rank says of its model after each step.
+#: What a rank says of its model at each step.
 SAYS = """\
         with torch.no_grad():
             logits = model(input_ids=tokens[:1]).logits[0, -1]
@@ -59,10 +59,11 @@ WAITS = """\
         while not takes_part(job):
             time.sleep(0.02)
 """
-SAID = "        if dist.get_rank() == 0:\n"
 IMPORTS = "import json\nimport time\nfrom tests.engines.test_whole_loop import takes_part\n"
-BY_FILES = IMPORTS + TRAIN.replace(SAID, SAYS + SAID)
-BY_BROADCAST = IMPORTS + TRAIN.replace(SAID, WAITS + SAYS + SAID).replace(
+HEAD, SYNCS, TAIL = TRAIN.partition("        metrics = hook")
+CALL, END, REST = TAIL.partition("\n")
+BY_FILES = IMPORTS + HEAD + SAYS + SYNCS + TAIL
+BY_BROADCAST = (IMPORTS + HEAD + SAYS + SYNCS + CALL + END + WAITS + REST).replace(
     "SyncSettings(", "SyncSettings(method='nccl', master_address='127.0.0.1', "
 )
 

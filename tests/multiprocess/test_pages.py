@@ -1,4 +1,4 @@
-"""The blocks of Python in README.md, docs/faq.md, docs/trainer.md and docs/synchronizer.md."""
+"""The blocks of Python in README.md, docs/faq.md and docs/synchronizer.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.multiprocess.page_ranks import JOB, STEPS
 from tests.multiprocess.processes import Daemon
 
 _, EXPLORER = blocks("../README.md")
-NO_WAIT, SYNCHRONIZER = blocks("faq.md")
+(SYNCHRONIZER,) = blocks("faq.md")
 (PAGE,) = blocks("synchronizer.md")
 
 
@@ -48,10 +48,6 @@ def test_what_trainer_and_explorer_paste_carries_each_step_over(job: Path, tmp_p
         program.begin("pasted", tmp_path, world_size=2)
         exec(EXPLORER.replace(JOB, str(job)), names)  # noqa: S102 # what a user pastes
         program.wait()
-        # The same without waiting, once it is all published.
-        rolled_out.clear()
-        exec(NO_WAIT.replace(JOB, str(job)), names)  # noqa: S102 # what a user pastes
-        assert rolled_out == [STEPS]
     assert_as_trained([(STEPS, model.state_dict())], tmp_path / "truth")
     for rank in range(2):
         assert told(tmp_path, rank) == {

@@ -74,6 +74,13 @@ def test_every_page_is_in_the_index() -> None:
     assert there - index == set()
 
 
+def test_a_picture_is_small_and_loads_nothing() -> None:
+    for picture in (ROOT / "docs" / "images").glob("*.svg"):
+        text = picture.read_text()
+        assert len(text) < 20_000, picture
+        assert re.findall(r"url\([^#]|(?:href|src)\W", text) == [], picture
+
+
 # -- what is pasted --------------------------------------------------------------------------------
 
 
@@ -98,7 +105,7 @@ def test_a_page_shows_its_examples_as_the_files_are(page: Path) -> None:
 
 
 def test_every_example_is_short_and_on_a_page() -> None:
-    files = {path.name: path.read_text() for path in examples.FOLDER.iterdir()}
+    files = {path.name: path.read_text() for path in examples.FOLDER.glob("*.py")}
     shown = {name for page in examples.PAGES for name in examples.shown_in(page.read_text())}
     assert shown == files.keys()
     assert all(len(text.splitlines()) <= 40 for text in files.values())
