@@ -11,12 +11,11 @@ import os
 import secrets
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Final, Self
+from typing import Final
 
 import click
 
@@ -211,22 +210,20 @@ def command(
     ):
         if is_wrong:
             raise click.UsageError(why)
-    staging = None
-    if stage is not None:
-        staging = Staging(stage, budget, keep_last=link is not None)
+    staging = Staging(stage, budget, keep_last=link is not None) if stage is not None else None
     settings = SyncSettings(
         style=SyncStyle.EXPLORER_DRIVEN if ask else SyncStyle.FULLY_ASYNC,
         method=SyncMethod.NCCL if broadcast else SyncMethod.CHECKPOINT,
+        broadcast_timeout=broadcast_timeout or SyncSettings().broadcast_timeout,
     )
-    if broadcast_timeout is not None:
-        settings = replace(settings, broadcast_timeout=broadcast_timeout)
-    engines: dict[str, Callable[..., Engine]] = {}
+    servers: dict[str, Callable[..., ServerEngine]] = {}
+    engine: Engine
     if server is not None:
         # Otherwise httpx2 logs a line for each request, one every 2 s.
         logging.getLogger("httpx2").setLevel(logging.WARNING)
         for number, url in enumerate(urls):
             each = name if len(urls) == 1 else f"{name}-{number}"
-            engines[each] = partial(
+            servers[each] = partial(
                 _SERVERS[server],
                 url,
                 mode=in_flight,
@@ -241,13 +238,18 @@ def command(
             )
     else:
         fits = Fits(base, casts=True, whose=str(base)) if base is not None else None
-        engines[name] = lambda cancel: _engine(run, link, timeout, fits, staging)  # noqa: ARG005 # waits for nothing
+        if run is not None:
+            engine = CommandEngine(run, timeout=timeout, fits=fits)
+        elif link is not None:
+            engine = linked = LinkEngine(link, fits=fits)
+            if staging is not None and linked.target is not None:
+                staging.serves(linked.target)  # a server may start from it before the link moves
 
-    def opened(name: str, cancel: Callable[[], None]) -> ExplorerHook:
+    def opened(each: str, cancel: Callable[[], None]) -> ExplorerHook:
         return ExplorerHook(
             job,
-            name,
-            engines[name](cancel=cancel),
+            each,
+            servers[each](cancel=cancel) if servers else engine,
             settings=settings,
             staging=staging,
             memory_dir=memory_dir,
@@ -258,56 +260,35 @@ def command(
             line = {"explorer": name, "version": version.sequence, "step": version.step}
             click.echo(json.dumps(line))
 
-    with _Ended() as ended:
-        if len(engines) > 1:
-            for make in engines.values():
+    with _ends() as ends:
+        if len(servers) > 1:
+            for make in servers.values():
                 make()  # a wrong setting ends the command before any server is touched
-            followers = Followers({each: partial(opened, each) for each in engines}, told)
-            ended.by(followers.end)
+            followers = Followers({each: partial(opened, each) for each in servers}, told)
+            ends(followers.end)
             followers.run()
             return
         with opened(name, lambda: None) as hook:
-            ended.by(hook.cancel)
+            ends(hook.cancel)
             serve(hook, partial(told, name))
 
 
-def _engine(
-    run: str | None, link: Path | None, timeout: float, fits: Fits | None, staging: Staging | None
-) -> Engine:
-    if run is not None:
-        return CommandEngine(run, timeout=timeout, fits=fits)
-    if link is None:
-        raise InvalidSettingsError(
-            "syncd follow has no target to load versions into. Give --engine, --command or --link"
-        )
-    engine = LinkEngine(link, fits=fits)
-    if staging is not None and engine.target is not None:
-        staging.serves(engine.target)  # a server may start from it before the link moves
-    return engine
+@contextmanager
+def _ends() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """In this context SIGTERM and SIGINT exit with status 0, or call the last function given."""
+    cancels: list[Callable[[], None]] = []
 
+    def end(*_: object) -> None:
+        if not cancels:
+            raise SystemExit
+        cancels[-1]()
 
-class _Ended:
-    """In this context SIGTERM and SIGINT exit with status 0, or cancel the hook if there is one."""
-
-    def __init__(self) -> None:
-        self._cancel: Callable[[], None] | None = None
-
-    def by(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
-
-    def __enter__(self) -> Self:
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        self._before = {number: signal.signal(number, self._end) for number in numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield cancels.append
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _end(self, _number: int, _frame: FrameType | None) -> None:
-        if self._cancel is None:
-            raise SystemExit(0)
-        self._cancel()
 
 
 class CommandEngine(InProcessEngine):
