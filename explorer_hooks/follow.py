@@ -12,7 +12,7 @@ import secrets
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -28,6 +28,7 @@ from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.followers import Followers
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.ready import ready_file
 from explorer_hooks.server_fit import Fits
 from explorer_hooks.staging import Staging
 from syncd.cli import options
@@ -154,6 +155,18 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     help="The memory directory of a job with method memory. The versions are in this directory.",
 )
 @click.option(
+    "--ready-file",
+    "ready",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Touch this file every 2 s while the server at --url is ready, and remove it otherwise. "
+    "With several --url: FILE-0, FILE-1 and so on.",
+)
+@click.option(
+    "--max-behind",
+    type=click.IntRange(min=0),
+    help="By how many versions a ready server may be behind.  [default: any number]",
+)
+@click.option(
     "--json",
     "as_json",
     is_flag=True,
@@ -180,6 +193,8 @@ def command(
     broadcast: bool,
     broadcast_timeout: float | None,
     memory_dir: Path | None,
+    ready: Path | None,
+    max_behind: int | None,
     as_json: bool,
 ) -> None:
     """Load the versions of JOB into a running server (--engine, --command or --link).
@@ -207,6 +222,8 @@ def command(
         (budget and not stage, "--budget limits the copies in --stage: give both."),
         (broadcast and not server, "--broadcast needs an --engine to send weights to."),
         (broadcast_timeout and not broadcast, "--broadcast-timeout needs --broadcast."),
+        (ready and not server, "--ready-file needs an --engine."),
+        (max_behind is not None and not ready, "--max-behind needs --ready-file."),
     ):
         if is_wrong:
             raise click.UsageError(why)
@@ -245,8 +262,9 @@ def command(
             if staging is not None and linked.target is not None:
                 staging.serves(linked.target)  # a server may start from it before the link moves
 
-    def opened(each: str, cancel: Callable[[], None]) -> ExplorerHook:
-        return ExplorerHook(
+    def opened(each: str, cancel: Callable[[], None]) -> AbstractContextManager[ExplorerHook]:
+        opens = partial(
+            ExplorerHook,
             job,
             each,
             servers[each](cancel=cancel) if servers else engine,
@@ -254,6 +272,10 @@ def command(
             staging=staging,
             memory_dir=memory_dir,
         )
+        if not ready:
+            return opens()
+        file = Path(f"{ready}{each.removeprefix(name)}")  # NAME-0 has FILE-0
+        return ready_file(file, opens, servers[each](timeout=5.0), max_behind)
 
     def told(name: str, version: Version) -> None:
         if as_json:

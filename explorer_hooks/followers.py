@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final
 
@@ -25,7 +26,7 @@ _AGAIN: Final = 10.0
 _LOOK: Final = 0.5
 
 #: Opens a hook for one server. It must often call its argument, which raises an error to stop it.
-Opens = Callable[[Callable[[], None]], ExplorerHook]
+Opens = Callable[[Callable[[], None]], AbstractContextManager[ExplorerHook]]
 
 
 class Followers:

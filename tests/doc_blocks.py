@@ -99,6 +99,7 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "not run: it needs a cluster",
             "not run: it needs a registry; .ci/image builds the same",
             "not run: it needs a cluster",
+            "tests/engines/test_ready.py",
         )
     },
     "docs/names.md": {

@@ -20,6 +20,7 @@ from syncd.protocol.errors import (
     ServerError,
     ServerRefusedError,
     ServerUnreachableError,
+    SyncdError,
 )
 
 if TYPE_CHECKING:
@@ -333,6 +334,18 @@ class ServerEngine(ServerCalls):
                 given,
             )
         return said is None or said == given
+
+    def is_loaded(self) -> bool:
+        """True if the server answers, and was not restarted since syncd's last load began.
+
+        Without labels a restart is not seen. The engine need not be attached.
+        """
+        try:
+            self._find_kinds()
+            said = self._said_label()
+        except SyncdError:
+            return False
+        return said is None or said.startswith((_STEP, LOADING))
 
     def is_away(self) -> bool:
         """True if the server does not answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,8 +43,9 @@ def sglang_process(port: int, model_path: str, *faults: str) -> Iterator[subproc
 
 
 def main(port: str, model_path: str, *faults: str) -> None:
-    """Serve until it is killed."""
+    """Serve until it is killed. After SIGHUP it serves what a restart leaves, in no time."""
     fake = FakeSGLang(model_path)
+    signal.signal(signal.SIGHUP, lambda *_: fake.restart())
     fake.faults = dict.fromkeys(faults, "a fault")
 
     class Handler(BaseHTTPRequestHandler):

@@ -26,6 +26,7 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.policy import Version
 from tests.engines.sglang_process import sglang_process
+from tests.engines.waiting import wait_for
 from tests.explorers import publish
 from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, explorer_report
@@ -41,7 +42,10 @@ def test_each_server_is_loaded_and_one_that_is_down_is_waited_for_alone(
     up, down = free_port(), free_port()
     urls = [word for port in (up, down) for word in ("--url", f"http://127.0.0.1:{port}")]
     arguments = [job.layout.root, "--name", "server", "--engine", "sglang", "--json", *urls]
-    arguments += ["--stage", tmp_path / "stage"]
+    arguments += ["--stage", tmp_path / "stage", "--ready-file", tmp_path / "ready"]
+    arguments += ["--max-behind", "0"]
+    ready = [tmp_path / "ready-0", tmp_path / "ready-1"]
+    ready[1].touch()  # of a process that was killed
     with (
         sglang_process(up, base),
         subprocess.Popen(
@@ -54,13 +58,17 @@ def test_each_server_is_loaded_and_one_that_is_down_is_waited_for_alone(
             lines = map(json.loads, iter(process.stdout.readline, ""))
             assert next(lines) == {"explorer": "server-0", "version": 1, "step": 3}
             assert explorer_report(job.layout.root, "server-1").starting is not None
+            wait_for(ready[0].exists)
+            assert not ready[1].exists()
             with sglang_process(down, base):
                 assert next(lines) == {"explorer": "server-1", "version": 1, "step": 3}
                 publish(job, 4)
                 both = {next(lines)["explorer"], next(lines)["explorer"]}
                 assert both == {"server-0", "server-1"}
+                wait_for(lambda: all(file.exists() for file in ready))
                 process.terminate()
                 assert process.wait(DEADLINE) == 0
+                assert not any(file.exists() for file in ready)
         finally:
             process.kill()
     for name in ("server-0", "server-1"):

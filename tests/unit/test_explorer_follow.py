@@ -108,6 +108,8 @@ def test_a_link_replaces_nothing_but_a_link(job: SmallJob, tmp_path: Path) -> No
         ["--command", "true"],
         ["--name", "a", "--command", "true", "--budget", "5"],
         ["--name", "a", "--command", "true", "--broadcast"],
+        ["--name", "a", "--command", "true", "--ready-file", "ready"],
+        ["--name", "a", "--engine", "vllm", "--url", "http://127.0.0.1:1", "--max-behind", "1"],
     ],
 )
 def test_options_that_make_no_sense_are_refused(job: SmallJob, options: list[str]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
-import sys
+import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -223,34 +225,53 @@ def test_versions_are_staged_where_the_server_sees_them_and_fit_there() -> None:
     assert {"name": "VLLM_SERVER_DEV_MODE", "value": "1"} in server["env"]
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@pytest.mark.parametrize("shell", ["sh", "bash"])
 @pytest.mark.parametrize(
-    ("label", "ready"), [("default", False), ("step-3-version-2", True), (None, False)]
+    ("label", "age", "ready"),
+    [
+        ("step-3-version-2", 0, True),
+        ("step-3-version-2", 5, True),
+        ("step-3-version-2", 10, False),
+        ("step-3-version-2", None, False),
+        ("default", 0, False),
+        ("syncd-loading-full-step-3-version-2", 0, False),
+        (None, 0, False),
+    ],
 )
-def test_an_explorer_is_ready_once_its_server_has_a_version(label: str | None, ready: bool) -> None:
+def test_an_explorer_is_ready_while_it_is_followed_and_its_server_has_a_version(
+    tmp_path: Path, shell: str, label: str | None, age: int | None, ready: bool
+) -> None:
     class Server(BaseHTTPRequestHandler):
         def do_GET(self) -> None:  # http.server names it
             self.send_response(200 if self.path == "/weight_info" else 404)
             self.end_headers()
             self.wfile.write(json.dumps({"weight_version": label}).encode())
 
-    (probe,) = [
-        one["readinessProbe"]["exec"]["command"] for _, one in OURS if "readinessProbe" in one
-    ]
-    assert probe[:2] == ["python", "-c"]
+    (probed,) = [one for _, one in ALL if "readinessProbe" in one]
+    *_, line = probed["readinessProbe"]["exec"]["command"]
+    assert line.split() == blocks("kubernetes.md", "sh")[2].split()
+    (followed,) = [parsed(one["args"]) for _, one in OURS if one["args"][0] == "follow"]
+    assert followed["ready"].parent == followed["stage"]  # which both containers see
+    file = tmp_path / "ready"
+    if age is not None:
+        file.touch()
+        os.utime(file, (time.time() - age,) * 2)
     with HTTPServer(("127.0.0.1", 0), Server) as server:
-        code = probe[2].replace("127.0.0.1:8000", f"127.0.0.1:{server.server_port}")
-        assert code != probe[2]
+        line = line.replace(str(followed["ready"]), str(file))
+        (url,) = followed["urls"]
+        line = line.replace(url.removeprefix("http://"), f"127.0.0.1:{server.server_port}")
+        assert str(file) in line
+        assert str(server.server_port) in line
         answering = Thread(target=server.serve_forever, daemon=True)
         if label is None:
             server.server_close()  # nobody is there
         else:
             answering.start()
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-        )
+        done = subprocess.run([shell, "-c", line], check=False, timeout=60)
         if answering.is_alive():
             server.shutdown()
-    assert (done.returncode == 0) is ready, done.stderr
+    assert (done.returncode == 0) is ready
 
 
 SHELL: Final = [
