@@ -12,8 +12,9 @@ from torch import nn
 TRAINED: Final = (torch.bfloat16, torch.float32, torch.float16)
 #: Those that are only carried along.
 CARRIED: Final = (
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float64, torch.bool, torch.uint8, torch.uint16,
-    torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+    torch.float64, torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8,
+    torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
 
 
@@ -21,8 +22,10 @@ def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Different values of any dtype."""
     if dtype is torch.bool:
         return torch.rand(shape) > 0.5
-    if dtype.is_floating_point:
+    if dtype.is_floating_point and dtype.itemsize > 1:
         return torch.randn(shape).to(dtype)
+    if dtype.is_floating_point:
+        return torch.randint(0, 100, shape, dtype=torch.uint8).view(dtype)
     return torch.randint(0, 100, shape).to(dtype)
 
 

@@ -176,6 +176,7 @@ class TrainerHook:
             InvalidSettingsError: the step is not a whole number, or the model is on the meta
                 device.
             SaveFailedError: an earlier save failed, or the hook is closed.
+            CheckpointError: the model is quantized, but ``sync_dtype`` is set.
             OutOfStepError: rank 0 was called with another step, or a collective failed in a
                 broadcast; end this training.
         """

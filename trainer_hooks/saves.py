@@ -25,7 +25,7 @@ from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
-from trainer_hooks.state.sync_dtype import changes
+from trainer_hooks.state.sync_dtype import changes, refuse_quantized
 from trainer_hooks.trainer_job import SaveFolder
 from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.model_files import adapters_of, unwrapped
@@ -82,6 +82,7 @@ class Saver:
         Raises:
             SaveFailedError: the ranks could not gather the weights.
             InvalidSettingsError: a value in the state could not be loaded again.
+            CheckpointError: the model is quantized, so ``sync_dtype`` cannot cast it.
         """
         queue, writer = self._queue, place.writer
         if writer is None:  # only rank 0 writes there, but all ranks gather
@@ -145,6 +146,8 @@ class Saver:
         cast = trained.sync_dtype
         if not completes or (hugging_face and sharded) or (is_full and (is_peft or cast)):
             state = sharded_state_dict(trained.model)
+        if cast is not None and not is_peft:
+            refuse_quantized(state)
         if not changes(state, cast):
             cast = None
         peft = self._peft(state) if is_peft and state else None

@@ -64,7 +64,8 @@ def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
     }
     ends = tuple(key for key in keys if key[-1] != ".")
     for name in tensors if keys else ():
-        general = f".{_NUMBER.sub(_SLOT, name)}"
+        # The scales of an fp8 weight are split like the weight.
+        general = f".{_NUMBER.sub(_SLOT, name)}".removesuffix("_scale_inv")
         changes = general.endswith(ends) or any(key in general for key in keys.difference(ends))
         if changes and (names is None or name not in names):
             return NameMap(

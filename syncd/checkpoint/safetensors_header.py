@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
+from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import (
     ITEMSIZE,
     METADATA,
+    PACKED,
     TENSOR_LIMIT,
     is_offset,
     name_fault,
@@ -56,14 +58,19 @@ def header_bytes(
     the data can be read without the page cache.
 
     Raises:
-        ShardFormatError: the header would be longer than the safetensors library can read.
+        ShardFormatError: the header would be longer than the safetensors library can read, or a
+            packed tensor has no dimension.
     """
     text = bytearray(8) + b"{" + _members({METADATA: {"format": "pt", **(metadata or {})}})
     count = 0
     left = iter(entries)
     # Encode a part at a time: a million Python objects take much more memory than their text.
     while part := {
-        name: {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+        name: {
+            "dtype": dtype,
+            "shape": _in_values(name, shape) if dtype == PACKED else shape,
+            "data_offsets": (begin, end),
+        }
         for name, dtype, shape, begin, end in islice(left, _PART)
     }:
         text += b"," + _members(part)
@@ -77,6 +84,16 @@ def header_bytes(
     text += b" " * (-len(text) % PAGE)
     text[:8] = (len(text) - 8).to_bytes(8, "little")
     return bytes(text)
+
+
+def _in_values(name: str, shape: Shape) -> Shape:
+    """The shape of a packed tensor, whose last dimension counts values instead of bytes."""
+    if not shape:
+        raise ShardFormatError(
+            f"'{shown(name)}' is {PACKED} without a dimension, which safetensors cannot hold. Save "
+            "it as uint8, with tensor.view(torch.uint8)"
+        )
+    return (*shape[:-1], 2 * shape[-1])
 
 
 def _members(entries: Mapping[str, object]) -> bytes:
@@ -107,6 +124,9 @@ def read_fields(header: bytes, where: str) -> list[HeaderEntry]:
 def _field(name: str, field: object, where: str) -> HeaderEntry:
     match field:
         case {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **rest} if not rest:
+            if dtype == PACKED:
+                sizes = shape_of(shape) or (1,)
+                shape = (*sizes[:-1], -1 if sizes[-1] % 2 else sizes[-1] // 2)
             entry = checked_entry(name, dtype, shape, begin, end)
             if entry is not None:
                 return entry

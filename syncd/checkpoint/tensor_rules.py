@@ -8,11 +8,15 @@ from __future__ import annotations
 from typing import Final, Literal, TypeGuard
 
 from syncd.checkpoint.placement import Shape
+from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import has_control
 
 #: The most parts in a name map, three times as many as the largest models have. A limit is needed,
 #: because a map of few bytes can ask for many parts.
 PART_LIMIT: Final = 250_000
+#: safetensors' name of a dtype whose elements in torch are bytes of two values each. Its last
+#: dimension counts values in a file, and bytes here, as in torch.
+PACKED: Final = "F4"
 #: torch's dtype name -> (safetensors' name, bytes per element). No others are merged or read.
 DTYPES: Final = {
     "bool": ("BOOL", 1),
@@ -20,6 +24,8 @@ DTYPES: Final = {
     "int8": ("I8", 1),
     "float8_e4m3fn": ("F8_E4M3", 1),
     "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
+    "float4_e2m1fn_x2": (PACKED, 1),
     "uint16": ("U16", 2),
     "int16": ("I16", 2),
     "float16": ("F16", 2),
@@ -37,7 +43,7 @@ ITEMSIZE: Final = dict(DTYPES.values())
 Cast = Literal["bf16", "fp16", "fp32"]
 _CASTS: Final = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _SHORT: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-#: The dtypes that are cast. fp8 is a quantization: it means nothing without the scales beside it.
+#: The dtypes that are cast.
 _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 #: The key under which safetensors keeps text about a file.
 METADATA: Final = "__metadata__"
@@ -52,8 +58,21 @@ NUMBER_LIMIT: Final = 2**63
 
 
 def cast_dtype(dtype: str, cast: Cast | None) -> str:
-    """The dtype after a cast, by safetensors' names. Integers, bool and fp8 are never cast."""
+    """The dtype after a cast, by safetensors' names. Integers, bool and fp8 do not change."""
     return _CASTS[cast] if cast is not None and dtype in _FLOATING else dtype
+
+
+def refuse_cast(name: str, dtype: str) -> None:
+    """Raise CheckpointError if a tensor is quantized, because a cast would round its scales.
+
+    MXFP4 models on the hub have their packed weights in uint8, under names that end with _blocks.
+    """
+    is_quantized = is_floating(dtype) and dtype not in _FLOATING
+    if is_quantized or (dtype == "U8" and name.endswith("_blocks")):
+        raise CheckpointError(
+            f"{shown(name)} is quantized ({dtype}), so this model cannot be cast: remove the cast "
+            "(sync_dtype of the trainer, cast or --dtype of the daemon)"
+        )
 
 
 def short_dtype(value: object) -> object:

@@ -318,8 +318,8 @@ dtype = click.option(
     type=_Dtype(get_args(Cast)),
     default=None,
     help=(
-        "Cast floating-point tensors to this dtype, rounded as in torch. fp8 tensors are not "
-        "cast.  [default: as saved]"
+        "Cast floating-point tensors to this dtype, rounded as in torch. Quantized models are "
+        "refused.  [default: as saved]"
     ),
 )
 max_shard_size = click.option(

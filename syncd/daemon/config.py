@@ -107,7 +107,8 @@ class DaemonConfig(BaseModel):
     ``docs/configuration.md`` describes each key. An optional key set to "" is None here.
 
     Attributes:
-        cast: rounds as torch does; integer, bool and fp8 tensors are not cast.
+        cast: rounds as torch does. Integer and bool tensors are not cast; quantized models are
+            refused.
         dead_reader_grace: a dead explorer's lease stays so long, because its engine may still read.
         hang_time: must be above 300 s, the limit for reading a pickle, and above the time in which
             storage writes one file of ``max_shard_size``.

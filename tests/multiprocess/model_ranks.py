@@ -19,7 +19,8 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -253,6 +254,24 @@ def broadcast(model: nn.Module, path: Path, cast: Cast | None = None) -> None:
     torch.save({name: value.clone() for name, value in received.result().items()}, path)
 
 
+@contextmanager
+def without_quantized(model: nn.Module) -> Iterator[None]:
+    """Take the parameters that cannot be cast out of a model, for a while."""
+    kept = [(module._parameters, dict(module._parameters)) for module in model.modules()]
+    for own, parameters in kept:
+        for name, value in parameters.items():
+            if value is not None and is_quantized(value):
+                del own[name]
+    yield
+    for own, parameters in kept:
+        own.update(parameters)
+
+
+def is_quantized(value: torch.Tensor) -> bool:
+    """True for a dtype that no cast changes, because it needs scales."""
+    return value.is_floating_point() and value.itemsize == 1
+
+
 def broken_off(model: nn.Module) -> str:
     """What is said where the receiver goes between two buckets; nobody hangs."""
     sender = WeightSender(model, bucket_bytes=64)
@@ -322,10 +341,11 @@ def save(kind: str, root: Path) -> None:
     gathered(sharded_state_dict(model), folder / "full" / "actor", limit=64)
     if kind in TIED:
         gathered(sharded_state_dict(model), folder / "tied" / "actor", limit=2**20, tied=True)
-    gathered(sharded_state_dict(model), folder / "cast-full" / "actor", limit=64, cast="bf16")
     broadcast(model, folder / "broadcast.pt")
-    broadcast(model, folder / "broadcast-cast.pt", "bf16")
-    cast_shard(model, folder / "cast" / "actor")
+    with without_quantized(model):
+        gathered(sharded_state_dict(model), folder / "cast-full" / "actor", limit=64, cast="bf16")
+        broadcast(model, folder / "broadcast-cast.pt", "bf16")
+        cast_shard(model, folder / "cast" / "actor")
     if kind in TIED:
         model.config = Config(tie_word_embeddings=True)
         broadcast(model, folder / "broadcast-tied.pt")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from syncd.checkpoint.merging.cast import THREADS, TILE, Caster
 from syncd.checkpoint.tensor_rules import DTYPES, Cast, cast_dtype
-from syncd.protocol.errors import CancelledError, CoverageError
+from syncd.protocol.errors import CancelledError, CheckpointError, CoverageError
 from syncd.storage.fsio import Storage
 from tests.fsdp_fixtures import shard_paths
 from tests.jobs import SmallJob, nothing, receipt_of
@@ -87,9 +87,8 @@ def test_any_number_of_elements_is_cast_in_order(
     assert cast_by(caster, tensor, given, wanted) == raw(tensor.to(TORCH[wanted]))
 
 
-def test_integers_bools_and_fp8_are_never_cast() -> None:
+def test_integers_and_bools_are_never_cast() -> None:
     kept = {name for name, dtype in TORCH.items() if not dtype.is_floating_point}
-    kept |= {"F8_E4M3", "F8_E5M2"}
     for cast in CASTS:
         assert {name for name in TORCH if cast_dtype(name, cast) == name} >= kept
         assert {cast_dtype(name, cast) for name in FLOATING} == {cast_dtype("F64", cast)}
@@ -109,24 +108,22 @@ def built(actor: Path, out: Path, cast: Cast | None, size: int = 10**9) -> dict[
 
 
 def cast_of(tensor: torch.Tensor, cast: Cast) -> torch.Tensor:
-    kept = not tensor.is_floating_point() or tensor.dtype.itemsize == 1
-    return tensor if kept else tensor.to(CASTS[cast])
+    return tensor.to(CASTS[cast]) if tensor.is_floating_point() else tensor
 
 
 #: A kind is put together in a way of its own. The dtype has no part in that, nor has the size of a
 #: file: each is seen once, and how values are cast is tested above.
 USUAL = {
-    ("fsdp2-4", "bf16", 10**9),
+    ("dtensors-4", "bf16", 10**9),
     ("fsdp2_tp-8", "fp16", 700),
     ("fsdp1-4", "fp32", 700),
-    ("plain-2", "bf16", 700),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "cast", "size"),
     product(
-        ("fsdp2-4", "fsdp2_tp-8", "fsdp1-4", "plain-2"),
+        ("dtensors-4", "fsdp2_tp-8", "fsdp1-4"),
         CASTS,
         (10**9, 700),
         usual=lambda *case: case in USUAL,
@@ -135,12 +132,43 @@ USUAL = {
 def test_a_save_of_real_ranks_is_cast_as_torch_casts_its_tensors(
     written: Path, tmp_path: Path, kind: str, cast: Cast, size: int
 ) -> None:
-    actor = tmp_path / "actor"
-    actor.mkdir()
-    for path in shard_paths(written / kind):
-        os.link(path, actor / path.name)
+    actor = linked(written / kind, tmp_path / "actor")
     expected = {name: cast_of(t, cast) for name, t in truth(written / kind).items()}
     assert_equal(built(actor, tmp_path / "out", cast, size), expected)
+
+
+def linked(save: Path, actor: Path) -> Path:
+    actor.mkdir()
+    for path in shard_paths(save):
+        os.link(path, actor / path.name)
+    return actor
+
+
+@pytest.mark.parametrize("kind", ["fsdp2-4", "plain-2"])
+def test_a_quantized_model_is_not_cast_and_the_error_names_the_tensor(
+    written: Path, tmp_path: Path, kind: str
+) -> None:
+    actor = linked(written / kind, tmp_path / "actor")
+    with pytest.raises(CheckpointError, match=r"carried\.float4_e2m1fn_x2 is quantized \(F4\)"):
+        built(actor, tmp_path / "out", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("a", torch.float8_e5m2),
+        ("a", torch.float8_e8m0fnu),
+        ("a", torch.float4_e2m1fn_x2),
+        ("a_blocks", torch.uint8),
+    ],
+)
+def test_each_kind_of_quantized_tensor_refuses_a_cast(
+    job: SmallJob, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    quantized = torch.zeros(2, 4, dtype=torch.uint8).view(dtype)
+    path = full(job, {"weight": torch.ones(2), "mask": torch.ones(2).byte(), name: quantized})
+    with pytest.raises(CheckpointError, match=f"^{name} is quantized .* remove the cast"):
+        built(path.parent, tmp_path / "out", "bf16")
 
 
 def full(job: SmallJob, state: dict[str, torch.Tensor]) -> Path:

@@ -65,7 +65,11 @@ def difficult() -> dict[str, torch.Tensor]:
     """Every dtype, and every kind of shape."""
     return {
         **{str(dtype): values(5, 3, dtype=dtype) for dtype in (*TRAINED, *CARRIED)},
-        **{f"{dtype} by itself": values(dtype=dtype) for dtype in (*TRAINED, *CARRIED)},
+        **{
+            f"{dtype} by itself": values(dtype=dtype)
+            for dtype in (*TRAINED, *CARRIED)
+            if dtype != torch.float4_e2m1fn_x2  # safetensors has no single pair of values
+        },
         "nothing": torch.empty(0, 3),
         "nothing wide": torch.empty(3, 0, dtype=torch.int64),
         "one": torch.ones(1, 1, 1),

@@ -300,6 +300,23 @@ def test_a_model_that_is_no_transformers_has_no_map() -> None:
     assert name_map_of(torch.nn.Linear(2, 2)) is None
 
 
+def test_scales_that_would_keep_their_name_are_a_refusal() -> None:
+    """Fused experts in FP8: without the quantizer, transformers renames only their weights."""
+    (kind,) = classes("qwen3_moe")[:1]
+    model = default_model("qwen3_moe", kind)
+    config = model.config.to_dict()
+    found = shapes(model)
+    experts = next(name for name in found if name.endswith("experts.gate_up_proj"))
+    found[f"{experts}_scale_inv"] = (found[experts][0], 1, 1)
+    named = hub_tables.map_by_type(config, found)
+    assert named is not None
+    assert f"{experts}_scale_inv can have another name" in str(named.refused)
+    plain = {name: torch.empty(shape, device="meta") for name, shape in found.items()}
+    named = name_map_of(model, plain)
+    assert named is not None
+    assert f"{experts}_scale_inv keeps its name" in str(named.refused)
+
+
 def test_names_that_cannot_be_told_are_refused_with_the_reason() -> None:
     names = name_map_of(default_model("kimi_k25", classes("kimi_k25")[0]))
     assert names is not None

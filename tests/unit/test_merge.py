@@ -99,6 +99,26 @@ def test_a_file_that_is_no_whole_safetensors_file_is_refused(tmp_path: Path) -> 
             SafetensorsFile.open(STORAGE, path)
 
 
+def test_packed_values_are_counted_as_in_torch_inside_and_as_safetensors_does_in_files(
+    tmp_path: Path, opened: Opened
+) -> None:
+    packed = torch.arange(24, dtype=torch.uint8).reshape(4, 6).view(torch.float4_e2m1fn_x2)
+    path = tmp_path / "model.safetensors"
+    save_file({"a": packed}, path)
+    content = path.read_bytes()
+    with SafetensorsFile.open(STORAGE, path) as source:
+        assert source.entries[0].shape == (4, 6)
+    for wrong in (b"[4,6]", b"[8,3]", b"[]"):
+        path.write_bytes(content.replace(b"[4,12]", wrong.ljust(6)))
+        with pytest.raises(ShardFormatError, match="a length that does not fit its shape"):
+            SafetensorsFile.open(STORAGE, path)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    torch.save({"one": packed[0, 0]}, folder / "model_world_size_1_rank_0.pt")
+    with pytest.raises(ShardFormatError, match=r"'one' is F4 .* Save it as uint8"):
+        merge(opened(folder), tmp_path / "out")
+
+
 # -- what is found out while the bytes are read ------------------------------------------------
 
 

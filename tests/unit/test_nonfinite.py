@@ -49,7 +49,7 @@ class Mixed(nn.Module):
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             name = str(dtype).rpartition(".")[2]
             self.register_parameter(f"a_{name}", nn.Parameter(torch.ones(5, 3, dtype=dtype)))
-        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu):
             name = str(dtype).rpartition(".")[2]
             self.register_buffer(f"a_{name}", torch.ones(7).to(dtype))
         self.register_buffer("int64", torch.ones(2, dtype=torch.int64))
@@ -104,8 +104,8 @@ def test_the_receipt_names_the_tensors_with_nan_or_inf_of_every_dtype(
         if tensor.is_floating_point() and tensor.numel():
             spoil(tensor, value)
     bad = {n for n, t in model.state_dict().items() if not t.double().isfinite().all()}
-    # fp8 of the format E4M3 has no Inf: torch makes the largest value of it.
-    assert len(bad) == (7 if value is NAN else 6)
+    # fp8 of the format E4M3 has no Inf: torch makes the largest value of it, and NaN in E8M0.
+    assert len(bad) == (8 if value is NAN else 7)
     told = save(job, model, 2, saving=saving)
     assert told is not None
     assert told.count == len(bad)
@@ -212,7 +212,9 @@ def test_many_looks_are_fetched_at_once() -> None:
     assert looked.nonfinite() == {name for name in names if name.endswith("-1")}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64, torch.float8_e5m2, torch.float8_e8m0fnu]
+)
 @pytest.mark.parametrize("parts", [1, 3, 8, 1000])
 def test_bytes_are_looked_at_in_parts_of_any_size(dtype: torch.dtype, parts: int) -> None:
     for bad in (False, True):

@@ -58,7 +58,6 @@ class Mixed(nn.Module):
             ("fp64", torch.randn(6, dtype=torch.float64)),
             ("fp16", torch.randn(6).half()),
             ("bf16", torch.randn(6).bfloat16()),
-            ("fp8", torch.randn(6).to(torch.float8_e4m3fn)),
             ("steps", torch.arange(5)),
             ("mask", torch.tensor([True, False])),
             ("empty", torch.empty(0, 3)),
@@ -123,8 +122,20 @@ def test_floating_tensors_are_published_as_torch_casts_them_and_all_others_as_th
     manifest, found = published(job)
     check_same(found, cast(model.state_dict(), DTYPES[dtype]))
     told = "BF16" if dtype == "bf16" else "F16"
-    assert manifest.dtype == job.latest.dtype == f"{told}, F8_E4M3"
+    assert manifest.dtype == job.latest.dtype == told
     assert model.first.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_quantized_model_is_not_cast_and_saved_without_a_cast(
+    job: SmallJob, layout: SaveLayout
+) -> None:
+    model = Mixed()
+    model.register_buffer("fp8", torch.randn(6).to(torch.float8_e4m3fn))
+    with pytest.raises(CheckpointError, match=r"fp8 is quantized .*sync_dtype of the trainer"):
+        saved(job, model, sync_dtype="bf16", layout=layout)
+    saved(job, model, layout=layout)
+    check_same(published(job)[1], dict(model.state_dict()))
 
 
 def test_syncs_go_cast_to_the_memory_folder_and_full_checkpoints_are_published_alike(

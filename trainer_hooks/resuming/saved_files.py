@@ -14,10 +14,11 @@ from syncd.checkpoint.boxes import Box, whole
 from syncd.checkpoint.merging.source_reader import SourceReader, record_checks
 from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.tensor_rules import DTYPES, shown
+from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.torch_files.pieces import Piece, Pieces, read_pieces
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.checkpoint.torch_files.torch_zip import ZipRecord
+from syncd.coordination.tensors import DTYPES
 from syncd.protocol.errors import CheckpointError, ShardFormatError
 from syncd.protocol.names import FULL_STATE_DICT
 from syncd.protocol.records import ReceiptFile
@@ -28,11 +29,6 @@ from syncd.storage.fsio import Storage
 ADVICE: Final = (
     "Restore the file, or resume from an older full checkpoint with load_checkpoint(..., step=N)"
 )
-
-
-_DTYPES: Final = {
-    name: getattr(torch, told) for told, (name, _) in DTYPES.items() if hasattr(torch, told)
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,7 @@ class Held:
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """The dtype in torch; None if this torch lacks it."""
-        return _DTYPES.get(self.dtype)
+        return DTYPES.get(self.dtype)
 
     @classmethod
     def of(cls, value: Local | Chunks) -> Held:

@@ -14,8 +14,9 @@ from syncd.coordination.host_memory import HostMemory
 #: The dtypes that torch.aminmax can check: if any value is NaN, both its results are NaN.
 _BY_VALUE: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 #: torch has no aminmax for fp8, so bits are compared: without the sign, NaN and Inf are largest.
-_BY_BITS: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
-_NO_SIGN: Final = 0x7F
+_BY_BITS: Final = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.6 lacks it
+    _BY_BITS[torch.float8_e8m0fnu] = 0xFF  # it has no sign
 #: Elements of fp8 whose bits are copied at a time.
 _BLOCK: Final = 4 * 1024 * 1024
 
@@ -45,14 +46,14 @@ class Looked:
     def add(self, key: Hashable, tensor: Tensor) -> None:
         """Check a strided tensor, in the device's current stream."""
         dtype = tensor.dtype
-        if not tensor.numel() or dtype not in _BY_VALUE | _BY_BITS:
+        if not tensor.numel() or dtype not in _BY_VALUE | _BY_BITS.keys():
             return
         scalars = self._scalars[tensor.device, dtype]
         if dtype in _BY_VALUE:
             scalars += [(key, scalar) for scalar in torch.aminmax(tensor)]
         else:
             blocks = torch.split(tensor.reshape(-1).view(torch.uint8), _BLOCK)
-            scalars += [(key, (block & _NO_SIGN).amax()) for block in blocks]
+            scalars += [(key, (block & _BY_BITS[dtype]).amax()) for block in blocks]
 
     def fetch(self) -> set[torch.device]:
         """Copy the results to the host; return the devices whose streams run the copies."""

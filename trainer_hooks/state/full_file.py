@@ -16,8 +16,9 @@ from torch import Tensor
 from syncd.checkpoint.merging.plan import PlannedTensor
 from syncd.checkpoint.model_folder import says_tied
 from syncd.checkpoint.safetensors_file import content_digest
-from syncd.checkpoint.tensor_rules import DTYPES, Cast, shown
+from syncd.checkpoint.tensor_rules import Cast, shown
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
+from syncd.coordination.tensors import torch_dtype
 from syncd.protocol.errors import CoverageError, SaveFailedError
 from syncd.protocol.names import FULL_STATE_DICT
 from syncd.protocol.records import NonFinite, ReceiptFile
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
 LIMIT: Final = 256 * 1024 * 1024
 _PIECES: Final = 8
-_TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
-    told: getattr(torch, name) for name, (told, _) in DTYPES.items()
-}
 
 
 class OneFile(NamedTuple):
@@ -164,7 +162,7 @@ class FullStateStream:
         draft.write(plan.header(bytes(16)))
         digests, nonfinite = [], []
         for tensor in plan.tensors:
-            looked = LookedAtBytes(_TORCH_DTYPES[tensor.dtype])
+            looked = LookedAtBytes(torch_dtype(tensor.dtype))
             digests.append(self._digest(tensor, draft.write, looked.add))
             if not looked.is_finite:
                 nonfinite.append(tensor.name)

@@ -17,10 +17,8 @@ from torch.distributed.tensor import DTensor
 from trainer_hooks.state.host_buffers import with_local
 
 #: Dtypes that gloo cannot move → the dtype of the same size that it moves instead, bit for bit.
+#: Single bytes are moved as uint8.
 _MOVED_AS: Final = {
-    torch.bool: torch.uint8,
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
     torch.int16: torch.float16,
     torch.uint16: torch.float16,
     torch.uint32: torch.int32,
@@ -60,7 +58,7 @@ def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -
     if not isinstance(value, DTensor):
         return value.to(dtype) if rank == 0 else None
     local = value.to_local()
-    moved_as = _MOVED_AS.get(dtype, dtype)
+    moved_as = _moved_as(dtype)
     device = value.device_mesh.device_type
     if moved_as != value.dtype or local.device.type != device:
         # The backend of the mesh cannot send parameters that are offloaded to another device.
@@ -69,6 +67,10 @@ def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -
     else:
         whole = value.full_tensor()
     return whole if rank == 0 else None
+
+
+def _moved_as(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if dtype.itemsize == 1 else _MOVED_AS.get(dtype, dtype)
 
 
 def flat_bytes(whole: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ def _gathered(value: ShardedTensor, dtype: torch.dtype) -> Tensor | None:
     if 0 not in ranks:
         return None  # with HYBRID_SHARD each group has the whole tensor
     metadata = value.metadata()
-    moved_as = _MOVED_AS.get(dtype, dtype)
+    moved_as = _moved_as(dtype)
     held = defaultdict(list)
     for shard in metadata.shards_metadata:
         holder = shard.placement.rank() if shard.placement is not None else None

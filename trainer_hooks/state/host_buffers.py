@@ -83,7 +83,7 @@ class HostBuffers:
         """Copy each tensor of a state to contiguous host memory; return when all copies are done.
 
         A GPU casts its tensors and checks them for NaN and Inf, one by one. DTensors and
-        ShardedTensors keep their type and layout. Tied weights share one copy. Integers, bool, fp8,
+        ShardedTensors keep their type and layout. Tied weights share one copy. Integers, bool,
         tensor subclasses and ``_extra_state`` are not cast.
         """
         before, self._kept = self._kept, {}

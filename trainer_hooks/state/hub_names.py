@@ -205,6 +205,8 @@ class _Trace:
             if told != [_Place(name, name, None, None, False, None)]:
                 shape = tuple(value.shape)
                 tensors[name] = MappedTensor(shape=shape, pieces=_pieces(told, shape))
+            elif name.removesuffix("_scale_inv") in tensors:
+                raise _NotRowsError(f"{shown(name)} keeps its name, but its weight does not")
         return tensors
 
     def _parts(self, hub_name: str, value: Tensor) -> list[tuple[Tensor, int | None]]:

@@ -13,7 +13,7 @@ from syncd.checkpoint.merging.tiling import Block, Part, Run, Tiled, Transposed,
 from syncd.checkpoint.name_map import HubPart, NameMap
 from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_header import PAGE, HeaderEntry, header_bytes
-from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, shown
+from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, refuse_cast, shown
 from syncd.protocol.errors import CoverageError
 
 
@@ -108,6 +108,7 @@ def plan_merge(
 
     Raises:
         CoverageError: pieces do not fit, names clash, there are no tensors, or ``hub`` is wrong.
+        CheckpointError: a quantized model cannot be cast.
     """
     indexes = [ShardIndex(*shard) for shard in shards]
     names: dict[str, str] = {}
@@ -140,6 +141,8 @@ def plan_merge(
 
 
 def _cast(tensor: PlannedTensor, cast: Cast | None) -> PlannedTensor:
+    if cast is not None:
+        refuse_cast(tensor.name, tensor.dtype)
     dtype = cast_dtype(tensor.dtype, cast)
     if dtype == tensor.dtype:
         return tensor
