@@ -95,27 +95,27 @@ def main() -> None:
     if not (other / "benchmarks" / f"{given.argv[0]}.py").is_file():
         parser.error(f"{other} has no benchmarks/{given.argv[0]}.py: give a checkout of syncd")
     found: dict[Figure, list[tuple[float, float]]] = {}
-    with Report(Path.cwd()) as report:
-        try:
-            for number in range(given.pairs):
-                trees = [other, ROOT] if number % 2 == 0 else [ROOT, other]
-                told = {tree: _run(tree, given.argv) for tree in trees}
-                for figure, value in told[other].items():
-                    if figure in told[ROOT] and given.figure in f"{figure[0]}: {figure[1]}":
-                        found.setdefault(figure, []).append((value, told[ROOT][figure]))
-                        print(
-                            f"{number + 1} of {given.pairs}: {figure[0]}: {figure[1]}: "
-                            f"{value:g}, here {told[ROOT][figure]:g}",
-                            file=sys.stderr,
-                        )
-        finally:
-            if found:
-                done = max(map(len, found.values()))
-                report.whole_table(
-                    f"{' '.join(given.argv)}: {done} pairs, here against {other}",
-                    ("figure", "there", "here", "here / there", "min-max"),
-                    [_row(figure, pairs) for figure, pairs in found.items()],
-                )
+    report = Report(Path.cwd())
+    try:
+        for number in range(given.pairs):
+            trees = [other, ROOT] if number % 2 == 0 else [ROOT, other]
+            told = {tree: _run(tree, given.argv) for tree in trees}
+            for figure, value in told[other].items():
+                if figure in told[ROOT] and given.figure in f"{figure[0]}: {figure[1]}":
+                    found.setdefault(figure, []).append((value, told[ROOT][figure]))
+                    print(
+                        f"{number + 1} of {given.pairs}: {figure[0]}: {figure[1]}: "
+                        f"{value:g}, here {told[ROOT][figure]:g}",
+                        file=sys.stderr,
+                    )
+    finally:
+        if found:
+            done = max(map(len, found.values()))
+            report.whole_table(
+                f"{' '.join(given.argv)}: {done} pairs, here against {other}",
+                ("figure", "there", "here", "here / there", "min-max"),
+                [_row(figure, pairs) for figure, pairs in found.items()],
+            )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,11 +33,12 @@ import torch
 from torch import nn
 
 from benchmarks.machine import (
-    Report,
     cpu_seconds,
     daemon,
     median_ratio,
-    prepare_process,
+    parser,
+    prepared,
+    turns,
     whole_rounds,
 )
 from explorer_hooks.engines.torch_module import TorchModule
@@ -218,7 +218,7 @@ def _measure(work: Path, explorers: int, gigabytes: float, rounds: int, told: _T
     with ExitStack() as stack:
         trainer = _Trainer(stack, work, explorers, gigabytes)
         for at in range(-1, rounds):
-            for way in _WAYS[at % len(_WAYS) :] + _WAYS[: at % len(_WAYS)]:
+            for way in turns(_WAYS, at):
                 seconds, cpu = trainer.time(way)
                 this = f"1 to {explorers}, {at + 1} of {rounds}: {way}"
                 print(f"{this}: {seconds:.2f} s, CPU {cpu:.2f} s", file=sys.stderr)
@@ -246,25 +246,17 @@ def _rows(told: _Told, nbytes: int) -> list[tuple[str, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--explorers", type=int, nargs="+", default=[1, 3])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--explore", nargs=5, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    options = parser(__doc__, gigabytes=1.0, rounds=10)
+    options.add_argument("--explorers", type=int, nargs="+", default=[1, 3])
+    options.add_argument("--explore", nargs=5, help=argparse.SUPPRESS)
+    given = options.parse_args()
     if given.explore:
         _explore(given.explore)
         return
     # One thread, as torchrun sets it: more would wait actively, on the transfer's processors.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    with (
-        tempfile.TemporaryDirectory(prefix="syncd-broadcast-", dir=given.dir) as made,
-        Report(given.dir) as report,
-    ):
-        work = Path(made)
-        prepare_process(work)
+    with prepared(given) as (work, report):
         model = _Model(given.gigabytes)
         count, nbytes = sum(1 for _ in model.parameters()), model.nbytes
         report.say(f"model: {nbytes / 1e9:.2f} GB in bfloat16, {count} tensors")

@@ -20,16 +20,14 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.machine import Report, prepare_process
+from benchmarks.machine import parser, prepared
 from syncd.cli.status import look
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.roster import SLICES_PER_LEASE, Roster
@@ -47,23 +45,6 @@ _TICKS: Final = 20
 _TIMEOUT: Final = 300.0
 #: The explorers' niceness, because real ones do not use the processors of the daemon's host.
 _OTHER_HOSTS: Final = 19
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The milliseconds for one number of explorers."""
-
-    explorers: int
-    register: float
-    prune: float
-    tick_median: float
-    tick_max: float
-    tick_cpu_max: float
-    slice_median: float
-    counts: float
-    status: float
-    wake_p50: float
-    wake_p99: float
 
 
 def _simulate(job: Path, first: int, count: int) -> None:
@@ -205,7 +186,8 @@ def _slices(root: Path, layout: JobLayout) -> list[float]:
     return found
 
 
-def measure(root: Path, count: int) -> Row:
+def measure(root: Path, count: int) -> dict[str, float]:
+    """The milliseconds for one number of explorers."""
     root.mkdir()
     layout = JobLayout(root)
     Job.at(root).open()
@@ -231,49 +213,37 @@ def measure(root: Path, count: int) -> Row:
             slices = _slices(root, layout)
             status = _milliseconds(lambda: look(Job.at(root)), 3)
     latencies.sort()
-    return Row(
-        count,
-        register,
-        prune,
-        statistics.median(ticks),
-        max(ticks),
-        max(cpu),
-        statistics.median(slices),
-        statistics.median(counts),
-        statistics.median(status),
-        statistics.median(latencies),
-        latencies[int(len(latencies) * 0.99)],
-    )
+    return {
+        "explorers": count,
+        "all registered": register,
+        "prune": prune,
+        "tick": statistics.median(ticks),
+        "worst tick": max(ticks),
+        "worst CPU": max(cpu),
+        "roster slice": statistics.median(slices),
+        "counts": statistics.median(counts),
+        "status": statistics.median(status),
+        "wake-up p50": statistics.median(latencies),
+        "p99": latencies[int(len(latencies) * 0.99)],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="the cost of many explorers")
-    parser.add_argument("--explorers", type=int, nargs="+", default=[1, 10, 100, 500])
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--simulate", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--explorers", type=int, nargs="+", default=[1, 10, 100, 500])
+    options.add_argument("--simulate", nargs=3, help=argparse.SUPPRESS)
+    given = options.parse_args()
     if given.simulate:
         job, first, count = given.simulate
         os.nice(_OTHER_HOSTS)
         _simulate(Path(job), int(first), int(count))
         return
-    with (
-        tempfile.TemporaryDirectory(prefix="syncd-coordination-", dir=given.dir) as made,
-        Report(given.dir, as_json=given.json) as report,
-    ):
-        work = Path(made)
-        prepare_process(work)
-        table = report.table(
-            "milliseconds; explorers are threads, 50 to a process",
-            ("explorers", "all registered", "prune", "tick", "worst tick", "worst CPU",
-             "roster slice", "counts", "status", "wake-up p50", "p99"),
-        )  # fmt: skip
-        rows: list[dict[str, float]] = []
-        report.told["rows"] = rows
+    with prepared(given) as (work, report):
+        table = None
         for count in given.explorers:
-            row = asdict(measure(work / f"job-{count}", count))
-            rows.append(row)
+            row = measure(work / f"job-{count}", count)
+            title = "milliseconds; explorers are threads, 50 to a process"
+            table = table or report.table(title, list(row))
             table.row(*(f"{value:.4g}" for value in row.values()))
 
 

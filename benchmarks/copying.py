@@ -10,7 +10,6 @@ into one file. Before each run :func:`settle` prepares the machine.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import errno
 import os
@@ -30,7 +29,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from benchmarks.machine import Report, median_ratio, settle, whole_rounds
+from benchmarks.machine import Report, median_ratio, parser, settle, turns, whole_rounds
 
 _CAT: Final = "cat shards > file"
 _SHARDS: Final = 4
@@ -66,7 +65,9 @@ class Way:
     preallocate: bool = False
 
 
-def _buffered(size: int, *, digest: bool) -> Copy:
+def _buffered(size: int, *, writes: bool = True) -> Copy:
+    """Read, compute the digest, and write."""
+
     def copy(shards: Sequence[int], out: int, pieces: Sequence[Piece]) -> None:
         view = memoryview(bytearray(size))
         hasher = xxhash.xxh3_128()
@@ -75,9 +76,9 @@ def _buffered(size: int, *, digest: bool) -> Copy:
             while done < piece.length:
                 part = view[: piece.length - done]
                 count = os.preadv(shards[piece.shard], [part], piece.offset + done)
-                if digest:
-                    hasher.update(part[:count])
-                os.pwrite(out, part[:count], piece.to + done)
+                hasher.update(part[:count])
+                if writes:
+                    os.pwrite(out, part[:count], piece.to + done)
                 done += count
 
     return copy
@@ -125,24 +126,18 @@ def _sendfile(source: int, out: int, count: int, at: int, to: int) -> int:
 
 def _clone_and_digest(size: int) -> Copy:
     """Let the kernel copy or share the blocks; read only to compute the digest."""
-    kernel = _in_kernel(os.copy_file_range)
+    kernel, digest = _in_kernel(os.copy_file_range), _buffered(size, writes=False)
 
     def copy(shards: Sequence[int], out: int, pieces: Sequence[Piece]) -> None:
         kernel(shards, out, pieces)
-        view = memoryview(bytearray(size))
-        hasher = xxhash.xxh3_128()
-        for piece in pieces:
-            done = 0
-            while done < piece.length:
-                part = view[: piece.length - done]
-                done += os.preadv(shards[piece.shard], [part], piece.offset + done)
-                hasher.update(part)
+        digest(shards, out, pieces)
 
     return copy
 
 
 _RANGE: Final = _in_kernel(os.copy_file_range)
 _SEND: Final = _in_kernel(_sendfile)
+_PLAIN: Final = _gathered(256 * _KIB, digest=False)
 _WAYS: Final = (
     Way("copy_file_range", _RANGE),
     Way("copy_file_range, 2 files by 2 threads", _RANGE, files=2),
@@ -155,18 +150,14 @@ _WAYS: Final = (
         Way(f"preadv + pwrite, {size} KiB", _gathered(size * _KIB, digest=False))
         for size in (64, 256, 1024, 8192)
     ),
-    Way("preadv + pwrite, 256 KiB, 2 files", _gathered(256 * _KIB, digest=False), files=2),
-    Way("preadv + pwrite, 256 KiB, 4 files", _gathered(256 * _KIB, digest=False), files=4),
-    Way(
-        "preadv + pwrite, 256 KiB, preallocated",
-        _gathered(256 * _KIB, digest=False),
-        preallocate=True,
-    ),
+    Way("preadv + pwrite, 256 KiB, 2 files", _PLAIN, files=2),
+    Way("preadv + pwrite, 256 KiB, 4 files", _PLAIN, files=4),
+    Way("preadv + pwrite, 256 KiB, preallocated", _PLAIN, preallocate=True),
     *(
         Way(f"preadv + xxh3 + pwrite, {size} KiB", _gathered(size * _KIB, digest=True))
         for size in (64, 256, 1024, 8192)
     ),
-    Way("the same, 256 KiB, not gathered", _buffered(256 * _KIB, digest=True)),
+    Way("the same, 256 KiB, not gathered", _buffered(256 * _KIB)),
     *(
         Way(
             f"the same, {size} KiB, {files} files",
@@ -262,10 +253,8 @@ def _measure(
     inputs = {aligned: _write_shards(folder, size, aligned=aligned) for aligned in (False, True)}
     out = folder / "out"
     ways = dict(zip((_CAT, *(way.name for way in _WAYS)), (None, *_WAYS), strict=True))
-    names = list(ways)
     for number in range(rounds):
-        first = number % len(names)
-        for name in (*names[first:], *names[:first]):
+        for name in turns(ways, number):
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
             way = ways[name]
@@ -327,22 +316,18 @@ def _mounted(work: Path, kind: str) -> Iterator[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="ways to move a merge's bytes")
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dir", type=Path, help="measure in this folder alone")
-    parser.add_argument(
+    options = parser(__doc__, gigabytes=1.0, rounds=5)
+    options.set_defaults(dir=None)
+    options.add_argument(
         "--fs", nargs="*", default=["ext4", "xfs", "tmpfs"], help="which to mount; as root"
     )
-    parser.add_argument("--no-fsync", action="store_true", help="without the rounds with fsync")
-    given = parser.parse_args()
+    options.add_argument("--no-fsync", action="store_true", help="without the rounds with fsync")
+    given = options.parse_args()
     size = round(given.gigabytes * 1e9)
     modes = (False,) if given.no_fsync else (False, True)
-    with (
-        tempfile.TemporaryDirectory(prefix="syncd-copying-", dir=given.dir) as made,
-        Report(Path(made)) as report,
-    ):
+    with tempfile.TemporaryDirectory(prefix="syncd-copying-", dir=given.dir) as made:
         work = Path(made)
+        report = Report(work)
         if given.dir is not None:
             for durable in modes:
                 _print_measured(report, work, "here", size, given.rounds, durable=durable)

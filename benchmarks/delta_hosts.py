@@ -13,8 +13,6 @@ its ended children.
 
 from __future__ import annotations
 
-import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -28,13 +26,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch import Tensor
 
-from benchmarks.machine import Report, daemon, median_ratio
+from benchmarks.machine import Report, daemon, median_ratio, status
+from benchmarks.shards import module_of, save, zeros
 from benchmarks.shared_storage import Bucket, Throttled
 from explorer_hooks.engines.base import Engine
 from explorer_hooks.engines.fake import FakeEngine
@@ -42,10 +37,6 @@ from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.staging import Staging
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import SaveId
-from syncd.storage.fsio import Storage
-from syncd.storage.job import Job
-from trainer_hooks.writing.writer import RankContents, RankWriter
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
@@ -84,20 +75,6 @@ class _Live:
 # -- a host --------------------------------------------------------------------------------------
 
 
-def _module(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    top = nn.Module()
-    for name, shape in shapes.items():
-        *path, own = name.split(".")
-        module = top
-        for step in path:
-            if not hasattr(module, step):
-                module.add_module(step, nn.Module())
-            module = module.get_submodule(step)
-        value = torch.zeros(shape, dtype=torch.bfloat16)
-        module.register_parameter(own, nn.Parameter(value, requires_grad=False))
-    return top
-
-
 def _host(
     job: Path,
     name: str,
@@ -109,7 +86,7 @@ def _host(
     """Pull versions until this process is terminated."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     storage = Throttled(bucket)
-    engine: Engine = FakeEngine() if shapes is None else TorchModule(_module(shapes))
+    engine: Engine = FakeEngine() if shapes is None else TorchModule(module_of(zeros(shapes)))
     staging = Staging(stage)
     hook = ExplorerHook(job, name, engine, staging=staging, storage=storage)
     told.put(None)
@@ -159,25 +136,13 @@ class _Job:
     def publish(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[float, list[_Live]]:
         """Save a step; return the time at which the pointer moved, and the hosts' reports."""
         moved: list[float] = []
-        for rank in reversed(range(_RANKS)):  # rank 0 last: it waits for the others' receipts
-            dist.init_process_group("fake", rank=rank, world_size=_RANKS, store=FakeStore())
-            try:
-                mesh = init_device_mesh("cpu", (_RANKS,), mesh_dim_names=("fsdp",))
-                state = {name: _part(whole, mesh, rank) for name, whole in tensors.items()}
-                writer = RankWriter(
-                    Job(Storage(durable=False), self._layout),
-                    rank,
-                    _RANKS,
-                    save_timeout=_TIMEOUT,
-                    weights_announced=lambda _: moved.append(time.monotonic()),
-                )
-                files = (_write_config,) if rank == 0 else ()
-                writer.save(
-                    SaveId("benchmark", step, 0),
-                    RankContents(state, model_files=files, fsdp_version=2),
-                )
-            finally:
-                dist.destroy_process_group()
+        save(
+            self._layout,
+            step,
+            {"fsdp": _RANKS},
+            tensors.items,
+            announced=lambda: moved.append(time.monotonic()),
+        )
         found: list[_Live] = []
         while len(found) < self._hosts:
             live = self._told.get(timeout=_TIMEOUT)
@@ -187,31 +152,12 @@ class _Job:
 
     @property
     def daemon_read(self) -> int:
-        for line in Path(f"/proc/{self._daemon.pid}/io").read_text().splitlines():
-            key, _, value = line.partition(": ")
-            if key == "rchar":
-                return int(value)
-        raise RuntimeError("/proc does not count the bytes that processes read")
+        return status(Path(f"/proc/{self._daemon.pid}/io"), "rchar")
 
 
 def _end(process: ForkProcess) -> None:
     process.terminate()
     process.join()
-
-
-def _part(whole: Tensor, mesh: DeviceMesh, rank: int) -> DTensor:
-    return DTensor.from_local(
-        whole.chunk(_RANKS)[rank].clone(),
-        mesh,
-        [Shard(0)],
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
-
-
-def _write_config(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
 
 
 # -- measurements --------------------------------------------------------------------------------
@@ -252,7 +198,6 @@ def print_hosts(report: Report, job_dir: Path, stage_dir: Path, steps: Steps, se
     """Measure a setup, and print its table. The folders must be on different filesystems."""
     if os.stat(job_dir).st_dev == os.stat(stage_dir).st_dev:
         raise SystemExit(f"{job_dir} and {stage_dir} are on one filesystem: no stage would copy")
-    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     context = multiprocessing.get_context("fork")
     bucket = Bucket(context, setup.rate)
     tensors = steps.next()
@@ -334,7 +279,3 @@ def _print(
     )
     for why in sorted({live.no_delta or "" for found in lives["on"] for live in found} - {""}):
         report.say(f"no delta: {why}")
-    report.told.setdefault("hosts", []).append(
-        {"title": setup.title, "hosts": setup.hosts, "bytes": size, "density": steps.density,
-         "rate": setup.rate, "first": first, "read": read, "daemon": daemons, "seconds": seconds}
-    )  # fmt: skip

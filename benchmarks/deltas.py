@@ -10,6 +10,9 @@ slime's encoding is written from its description: the exclusive or of both tenso
 frame of level 1 for each tensor. Both encodings run in memory, in one thread, in turns. Times are
 CPU seconds.
 
+``--steps`` are those of the AdamW run; ``--rate`` is in MB/s, for the hosts' shared storage in
+``--job-dir``, which must be on another filesystem than ``--dir``.
+
 One thread copies files from the page cache into new files in ``--dir``, with the digest of every
 tensor. The copies share no blocks with the source, as between two filesystems. The time of the
 child that makes the delta includes its start.
@@ -36,7 +39,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from benchmarks.delta_hosts import Setup, Steps, print_hosts
-from benchmarks.machine import Report, median_ratio, prepare_process
+from benchmarks.machine import Report, median_ratio, parser, prepared
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.version import copy_version
 from syncd.deltas.applying import Link, apply_chain
@@ -233,7 +236,6 @@ def _print_codecs(report: Report, given: argparse.Namespace) -> None:
         heads,
         [("Adam-like",)],
     )
-    report.told["codecs"] = []
     for update in _updates(given.steps):
         found = _measure(update, given.rounds)
         syncd, slime = found["syncd"], found["slime"]
@@ -244,9 +246,6 @@ def _print_codecs(report: Report, given: argparse.Namespace) -> None:
             cells += [f"{update.bytes / 1e9 / median(one[way]):.2f}" for one in (syncd, slime)]
             cells.append(f"{median_ratio(slime[way], syncd[way]):.2f}")
         table.row(*cells)
-        report.told["codecs"].append(
-            {"update": update.name, "density": update.density, "model": update.bytes, **found}
-        )
 
 
 def _updates(steps: int) -> Iterator[Update]:
@@ -343,7 +342,6 @@ def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None
             ),
         ],
     )
-    report.told["copies"] = {"bytes": size, "density": update.density, **found}
 
 
 # -- hosts ---------------------------------------------------------------------------------------
@@ -368,41 +366,31 @@ def _print_hosts(report: Report, stage_dir: Path, given: argparse.Namespace) -> 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=12, help="steps of the AdamW run")
-    parser.add_argument("--megabytes", type=int, default=400, help="of the version that is copied")
-    parser.add_argument("--density", type=float, default=0.033, help="of that version's delta")
-    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="for the copies")  # noqa: S108 - memory, so that no disk is measured
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
-    parser.add_argument("--versions", type=int, default=10, help="that hosts stage")
-    parser.add_argument("--rate", type=int, default=200, help="MB/s of the hosts' shared storage")
-    parser.add_argument(
-        "--shared-megabytes", type=int, default=100, help="of a version, if bytes are counted"
+    options = parser(
+        __doc__,
+        rounds=7,
+        steps=12,
+        megabytes=400,
+        density=0.033,
+        versions=10,
+        rate=200,
+        shared_megabytes=100,
+        job_dir=Path(tempfile.gettempdir()),
     )
-    parser.add_argument(
-        "--job-dir",
-        type=Path,
-        default=Path(tempfile.gettempdir()),
-        help="for the jobs of hosts; on another filesystem than --dir",
-    )
-    parser.add_argument("--json", action="store_true")
-    return parser
+    options.set_defaults(dir=Path("/dev/shm"))  # noqa: S108 - memory, so that no disk is measured
+    options.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    return options
 
 
 def main() -> None:
     given = _parser().parse_args()
     torch.set_num_threads(1)
-    with (
-        Report(given.dir, as_json=given.json) as report,
-        tempfile.TemporaryDirectory(dir=given.dir, prefix="deltas-") as work,
-    ):
-        prepare_process(Path(work))
+    with prepared(given) as (work, report):
         if "codecs" in given.parts:
             _print_codecs(report, given)
         if "copies" in given.parts:
-            _print_copies(report, Path(work), given)
-        _print_hosts(report, Path(work), given)
+            _print_copies(report, work, given)
+        _print_hosts(report, work, given)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ equal length without reloads. ``by hand`` calls the server's own ``reload_weight
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.machine import Report, daemon, whole_rounds
+from benchmarks.machine import Report, daemon, parser, prepared, turns, whole_rounds
 from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.staging import Staging
@@ -186,7 +185,7 @@ def _lost(
         by_hook()
         ways = [("none", None), ("hook", by_hook), ("by hand", by_hand)]
         for at in range(rounds):
-            for name, reload in ways[at % 3 :] + ways[: at % 3]:
+            for name, reload in turns(ways, at):
                 told[name].append(_load(server, seconds, reload))
                 print(f"{at + 1} of {rounds}: {name}: {told[name][-1]:.0f} tokens", file=sys.stderr)
 
@@ -220,23 +219,16 @@ def _print_lost(report: Report, told: dict[str, list[float]], seconds: float) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=0.5)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=16.0, help="of a load")
-    parser.add_argument("--load-rounds", type=int, default=6)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    given = parser.parse_args()
+    options = parser(__doc__, gigabytes=0.5, rounds=20, seconds=16.0, load_rounds=6)
+    given = options.parse_args()
     missing = why_not()
     if missing is not None:
-        parser.error(missing)
+        options.error(missing)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with (
-        tempfile.TemporaryDirectory(dir=given.dir) as folder,
+        prepared(given) as (work, report),
         tempfile.TemporaryDirectory(dir="/dev/shm") as stage,
-        Report(given.dir) as report,
     ):
-        work = Path(folder)
         trainer = _Trainer(work, given.gigabytes)
         report.say(f"model: {trainer.bytes / 1e9:.2f} GB in bfloat16")
         ways = {

@@ -39,7 +39,8 @@ from benchmarks.machine import (
     Report,
     daemon,
     median_ratio,
-    prepare_process,
+    parser,
+    prepared,
 )
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import RECEIPTS, STATE_POINTER, receipt_name
@@ -271,45 +272,31 @@ def _print_bytes(report: Report, work: Path, given: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="from the pointer to weights that are live")
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of the model, in bf16")
-    parser.add_argument(
-        "--shared-gigabytes",
-        type=float,
-        default=0.25,
-        help="size of the model if bytes are counted",
-    )
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--explorers", type=int, default=8)
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
-    parser.add_argument("--engines", nargs="+", choices=_ENGINES, default=list(_ENGINES))
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--stage-dir", type=Path, help="of this host; in /dev/shm by default")
-    return parser
+    options = parser(__doc__, gigabytes=1.0, shared_gigabytes=0.25, rounds=20, explorers=8)
+    options.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    options.add_argument("--engines", nargs="+", choices=_ENGINES, default=list(_ENGINES))
+    options.add_argument("--stage-dir", type=Path, help="of this host; in /dev/shm by default")
+    return options
 
 
 def main() -> None:
     given = _parser().parse_args()
     with ExitStack() as stack:
-        report = stack.enter_context(Report(given.dir))
+        work, report = stack.enter_context(prepared(given))
         report.say(f"\n{given.gigabytes:g} GB in bf16, {_RANKS} shards")
-        made = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="syncd-explorer-", dir=given.dir)
-        )
-        prepare_process(Path(made))
         if given.stage_dir is None:
             given.stage_dir = Path(
                 stack.enter_context(
                     tempfile.TemporaryDirectory(prefix="syncd-stage-", dir="/dev/shm")
                 )
             )
-        trainer = _Trainer(Path(made) / "job", given.gigabytes)
+        trainer = _Trainer(work / "job", given.gigabytes)
         if "live" in given.parts:
             _print_live(report, trainer, given)
         if "in-place" in given.parts:
             _print_copying(report, trainer, given)
         if "bytes" in given.parts:
-            _print_bytes(report, Path(made), given)
+            _print_bytes(report, work, given)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks.machine import turns
 from benchmarks.shared_storage import Counting
 from syncd.protocol.errors import CancelledError, WaitTimeoutError
 from syncd.protocol.layout import JobLayout
@@ -22,49 +23,10 @@ if TYPE_CHECKING:
 _TIMEOUT: Final = 600.0
 
 
-class _Timed:
-    """Measures the seconds of an engine's last pause and load."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._paused = 0.0
-        self.pause_seconds = 0.0
-        self.load_seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def pause(self) -> None:
-        self._paused = time.monotonic()
-        self._engine.pause()
-
-    def resume(self) -> None:
-        self._engine.resume()
-        self.pause_seconds = time.monotonic() - self._paused
-
-    def load(self, version: Any) -> None:
-        begun = time.monotonic()
-        self._engine.load(version)
-        self.load_seconds = time.monotonic() - begun
-
-
 def _module(gigabytes: float) -> nn.Module:
-    import torch  # noqa: PLC0415 - the process that starts all others stays small
-    from torch import nn  # noqa: PLC0415
+    from benchmarks.shards import module_of, shapes, zeros  # noqa: PLC0415 - the process that starts all others stays small
 
-    from benchmarks.shards import shapes  # noqa: PLC0415
-
-    top = nn.Module()
-    for name, shape in shapes(gigabytes, "fsdp").items():
-        *path, own = name.split(".")
-        module = top
-        for step in path:
-            if not hasattr(module, step):
-                module.add_module(step, nn.Module())
-            module = module.get_submodule(step)
-        value = torch.zeros(shape, dtype=torch.bfloat16)
-        module.register_parameter(own, nn.Parameter(value, requires_grad=False))
-    return top
+    return module_of(zeros(shapes(gigabytes, "fsdp")))
 
 
 def _transformers(gigabytes: float) -> nn.Module:
@@ -113,7 +75,7 @@ def _follow(given: argparse.Namespace) -> None:
     from explorer_hooks.hook import ExplorerHook  # noqa: PLC0415
 
     storage = Counting()
-    engine = _Timed(_engine(given.engine, given.gigabytes))
+    engine = _engine(given.engine, given.gigabytes)
     hook = ExplorerHook(given.job, given.name, engine, storage=storage, **_options(given.stage))
     # Give the name back, so that the next process can claim it at once.
     closing = threading.Thread(target=lambda: (sys.stdin.read(), hook.close()), daemon=True)
@@ -126,13 +88,9 @@ def _follow(given: argparse.Namespace) -> None:
         except CancelledError:
             closing.join()
             os._exit(0)  # nothing is left to do, and torch's threads need not be waited for
-        _say(
-            live=time.monotonic(),
-            step=version.step,
-            pause=engine.pause_seconds,
-            load=engine.load_seconds,
-            read=storage.bytes_read - before,
-        )
+        live, read = time.monotonic(), storage.bytes_read - before
+        last: Any = hook.last  # it has loaded
+        _say(live=live, step=version.step, pause=last.pause, load=last.load, read=read)
 
 
 def _naive(given: argparse.Namespace) -> None:
@@ -193,11 +151,9 @@ def _copying(given: argparse.Namespace) -> None:
             "staged: read and load": whole,
             "direct: load": lambda: direct.load(version),
         }
-        names = list(ways)
-        found: dict[str, list[float]] = {name: [] for name in names}
+        found: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(given.rounds + 1):
-            first = number % len(names)
-            for name in (*names[first:], *names[:first]):
+            for name in turns(ways, number):
                 if name == "staged: load, read ahead":
                     staged.prepare(version)
                 begun = time.perf_counter()

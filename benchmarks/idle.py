@@ -10,21 +10,15 @@ wake-up is a voluntary context switch of any thread.
 
 from __future__ import annotations
 
-import argparse
 import os
-import struct
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import xxhash
-
-from benchmarks.machine import Report, cpu_seconds, prepare_process
-from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
+from benchmarks.machine import cpu_seconds, parser, prepared, status, wait_until
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     FULL,
@@ -35,11 +29,11 @@ from syncd.protocol.names import (
     receipt_name,
     shard_name,
 )
-from syncd.protocol.records import Receipt, ReceiptFile, SaveOutcome, SaveOutcomes, encode
+from syncd.protocol.records import Receipt, SaveOutcome, SaveOutcomes, encode
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
+from tests.jobs import receipt_of, weights
 
-_PUBLISHED_WITHIN: Final = 120.0
 _SETTLE: Final = 5.0
 
 
@@ -59,18 +53,6 @@ class Spent:
 
     cpu: float
     wakeups: int
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The cost of one daemon: percent of one core, and its cost until it had published."""
-
-    name: str
-    percent: float
-    cpu: float
-    wakeups_per_second: float
-    start_cpu: float
-    peak_mb: float
 
 
 def _scenarios(folders: int) -> tuple[Scenario, ...]:
@@ -102,11 +84,9 @@ def make_job(root: Path, scenario: Scenario) -> JobLayout:
     newest = scenario.folders + 1
     actor = layout.actor(newest)
     (actor / RECEIPTS).mkdir(parents=True)
-    header = header_bytes([HeaderEntry("weight", "F32", (4,), 0, 16)])
-    (actor / FULL_STATE_DICT).write_bytes(header + struct.pack("<4f", 1, 2, 3, 4))
-    digest = xxhash.xxh3_128_hexdigest(header)
-    told = ReceiptFile(name=FULL_STATE_DICT, size=len(header) + 16, digest=digest, over="header")
-    save_id = f"benchmark-{newest}-0"
+    content = weights(1, 2, 3, 4)
+    (actor / FULL_STATE_DICT).write_bytes(content)
+    save_id, told = f"benchmark-{newest}-0", receipt_of(content)
     receipt = Receipt(save_id=save_id, step=newest, rank=0, world_size=1, files=(told,))
     (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
     layout.checkpoint_pointer.write_text(f"{scenario.folders}\n")
@@ -124,23 +104,7 @@ def spent(pid: int) -> Spent:
     return Spent(cpu_seconds(pid), wakeups)
 
 
-def status(path: Path, key: str) -> int:
-    for line in path.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0])
-    raise KeyError(key)
-
-
-def _wait_until_published(layout: JobLayout, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _PUBLISHED_WITHIN
-    while not layout.latest.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the daemon of {layout.root} has published nothing")
-        time.sleep(0.05)
-
-
-def _measure(work: Path, scenarios: tuple[Scenario, ...], seconds: float) -> list[Row]:
+def _measure(work: Path, scenarios: tuple[Scenario, ...], seconds: float) -> list[list[str]]:
     layouts = [make_job(work / f"job-{n}", scenario) for n, scenario in enumerate(scenarios)]
     os.sync()
     with (work / "log").open("wb") as log:
@@ -152,7 +116,7 @@ def _measure(work: Path, scenarios: tuple[Scenario, ...], seconds: float) -> lis
         ]
     try:
         for scenario, layout, process in zip(scenarios, layouts, processes, strict=True):
-            _wait_until_published(layout, process)
+            wait_until(layout.latest.exists, process, 0.05)
             if scenario.pointer is not None:
                 layout.state_pointer.write_bytes(scenario.pointer)
         time.sleep(_SETTLE)
@@ -171,41 +135,20 @@ def _measure(work: Path, scenarios: tuple[Scenario, ...], seconds: float) -> lis
     ):
         cpu, wall = last.cpu - first.cpu, ended - begun
         wakeups = (last.wakeups - first.wakeups) / wall
-        rows.append(
-            Row(scenario.name, 100 * cpu / wall, cpu, wakeups, first.cpu, peak * 1024 / 1e6)
-        )
+        cells = [f"{100 * cpu / wall:.2f}", f"{cpu:.2f}", f"{wakeups:.1f}", f"{first.cpu:.2f}"]
+        rows.append([scenario.name, *cells, f"{peak * 1024 / 1e6:.0f}"])
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="processor time of an idle daemon")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--folders", type=int, default=10_000)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    given = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory(prefix="syncd-idle-", dir=given.dir) as made,
-        Report(given.dir, as_json=given.json) as report,
-    ):
-        work = Path(made)
-        prepare_process(work)
+    options = parser(__doc__, seconds=60.0, folders=10_000)
+    given = options.parse_args()
+    with prepared(given) as (work, report):
         rows = _measure(work, _scenarios(given.folders), given.seconds)
-        report.told["rows"] = [asdict(row) for row in rows]
         report.whole_table(
             f"{given.seconds:g} s of idling, {len(rows)} daemons side by side, tick 1 s",
             ("job", "% of a core", "CPU s", "wake-ups/s", "CPU s before", "peak RSS MB"),
-            [
-                (
-                    row.name,
-                    f"{row.percent:.2f}",
-                    f"{row.cpu:.2f}",
-                    f"{row.wakeups_per_second:.1f}",
-                    f"{row.start_cpu:.2f}",
-                    f"{row.peak_mb:.0f}",
-                )
-                for row in rows
-            ],
+            rows,
         )
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import platform
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self, TextIO, TypeVar
+from typing import Final, TypeVar
 
 T = TypeVar("T")
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -27,6 +27,8 @@ _BUFFER: Final = 4 * 1024 * 1024
 _HUGE: Final = 2 * 1024 * 1024
 #: Bytes of free memory that :func:`settle` does not touch, for other processes.
 _SPARED: Final = 2 * 1024**3
+#: Seconds: a guard against hanging.
+_WITHIN: Final = 300.0
 _TOUCH: Final = """
 import mmap, sys
 size = int(sys.argv[1])
@@ -48,6 +50,30 @@ class Usage:
     cpu: float
     peak_mb: float
     inside: float | None = None
+
+
+def parser(doc: str | None, **defaults: float | Path) -> argparse.ArgumentParser:
+    """Options of a benchmark that most have: ``--dir``, and one for each of these defaults."""
+    made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    made.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    for name, default in defaults.items():
+        made.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    return made
+
+
+@contextmanager
+def prepared(given: argparse.Namespace) -> Iterator[tuple[Path, Report]]:
+    """A temporary folder in ``--dir``, and the report; see :func:`prepare_process`."""
+    with tempfile.TemporaryDirectory(prefix="syncd-benchmark-", dir=given.dir) as made:
+        prepare_process(Path(made))
+        yield Path(made), Report(given.dir)
+
+
+def turns(names: Iterable[T], number: int) -> list[T]:
+    """The order in round ``number``: everyone is first in turn."""
+    found = list(names)
+    first = number % len(found)
+    return found[first:] + found[:first]
 
 
 def prepare_process(work: Path) -> None:
@@ -119,6 +145,24 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def status(path: Path, key: str) -> int:
+    """A number in a file of ``/proc`` that has lines ``KEY: NUMBER``."""
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0])
+    raise KeyError(key)
+
+
+def wait_until(true: Callable[[], bool], process: subprocess.Popen[bytes], every: float) -> None:
+    """Look every so many seconds, while the daemon that makes it true runs."""
+    deadline = time.monotonic() + _WITHIN
+    while not true():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError("the daemon does not publish")
+        time.sleep(every)
+
+
 @contextmanager
 def daemon(job: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     command = (sys.executable, "-m", "syncd", "run", str(job), *options)
@@ -146,37 +190,19 @@ def describe_machine(folder: Path) -> dict[str, str]:
 
 
 class Report:
-    """Prints each row of a benchmark at once, because a later part can fail or be interrupted.
+    """Prints each row of a benchmark at once, because a later part can fail or be interrupted."""
 
-    With ``as_json`` the rows go to stderr. ``told`` goes to stdout at the end, also after errors.
-    """
-
-    def __init__(self, folder: Path, *, as_json: bool = False) -> None:
-        self.told: dict[str, Any] = {"machine": describe_machine(folder)}
-        self._as_json = as_json
-        self._to = sys.stderr if as_json else sys.stdout
-
-    def __enter__(self) -> Self:
-        self.say(", ".join(f"{key} {value}" for key, value in self.told["machine"].items()))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._as_json:
-            print(json.dumps(self.told))
+    def __init__(self, folder: Path) -> None:
+        self.say(", ".join(f"{key} {value}" for key, value in describe_machine(folder).items()))
 
     def say(self, line: str) -> None:
         """Print a line."""
-        print(line, file=self._to, flush=True)
+        print(line, flush=True)
 
     def table(self, title: str, heads: Sequence[str], like: Iterable[Sequence[str]] = ()) -> Table:
         """Begin a table; :class:`Table` explains ``like``."""
         self.say(f"\n{title}\n")
-        return Table(heads, like, self._to)
+        return Table(heads, like)
 
     def whole_table(self, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table with all its rows."""
@@ -191,11 +217,10 @@ class Table:
     ``like`` sets the widths of the columns. It has the rows to come, or only their first cells.
     """
 
-    def __init__(self, heads: Sequence[str], like: Iterable[Sequence[str]], to: TextIO) -> None:
+    def __init__(self, heads: Sequence[str], like: Iterable[Sequence[str]]) -> None:
         columns = zip_longest(heads, *like, fillvalue="")
         self._widths = [max(map(len, column)) for column in columns]
         self._widths[1:] = [max(width, _COLUMN) for width in self._widths[1:]]
-        self._to = to
         self.row(*heads)
         self.row(*("-" * width for width in self._widths))
 
@@ -203,7 +228,7 @@ class Table:
         """Print a row."""
         told = [cells[0].ljust(self._widths[0])]
         told += [cell.rjust(width) for cell, width in zip(cells[1:], self._widths[1:], strict=True)]
-        print("  ".join(told).rstrip(), file=self._to, flush=True)
+        print("  ".join(told).rstrip(), flush=True)
 
 
 def _cpu() -> str:

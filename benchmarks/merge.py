@@ -22,14 +22,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -38,9 +37,12 @@ from benchmarks.machine import (
     Report,
     Usage,
     median_ratio,
-    prepare_process,
+    parser,
+    prepared,
     run_measured,
     settle,
+    status,
+    turns,
     whole_rounds,
 )
 from benchmarks.merge_contenders import (
@@ -58,7 +60,6 @@ from benchmarks.verl_environment import environment
 
 #: The model's GB in bf16: Qwen2.5-1.5B, or 20,000 tensors of 4 KB.
 _SIZES: Final = {"fsdp": 3.087, "fsdp+tp": 3.087, "fp32": 3.087, "small": 0.08192}
-_HIGH_WATER: Final = re.compile(r"VmHWM:\s+(\d+) kB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,7 @@ def _rounds(
 ) -> None:
     place = replace(place, durable=mode.durable)
     for number in range(rounds):
-        first = number % len(field)
-        for contender in (*field[first:], *field[:first]):
+        for contender in turns(field, number):
             usage = _run(contender, place, cold=mode.cold)
             found[contender.name].append(usage)
             print(
@@ -170,16 +170,16 @@ def _peaks(contender: Contender, place: Place, model: Model) -> tuple[float, flo
     own = 0
     try:
         while True:
-            told = _HIGH_WATER.search(Path(f"/proc/{process.pid}/status").read_text())
-            own = int(told[1]) if told else own  # an ended process has no VmHWM
-            ended, status, used = os.wait4(process.pid, os.WNOHANG)
+            with suppress(KeyError):  # an ended process has no VmHWM
+                own = status(Path(f"/proc/{process.pid}/status"), "VmHWM")
+            ended, code, used = os.wait4(process.pid, os.WNOHANG)
             if ended:
                 break
             time.sleep(0.003)
     except BaseException:
         process.kill()
         raise
-    process.returncode = os.waitstatus_to_exitcode(status)
+    process.returncode = os.waitstatus_to_exitcode(code)
     if process.returncode:
         raise RuntimeError(f"{contender.name} ended with {process.returncode}")
     _verify(contender, place, model)
@@ -219,51 +219,42 @@ def _print_rounds(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="syncd merge beside cat, cp, torch and verl")
-    parser.add_argument(
+    options = parser(__doc__, rounds=5)
+    options.add_argument(
         "--layout", choices=tuple(_SIZES), default="fsdp", help="how the shards are cut"
     )
-    parser.add_argument(
+    options.add_argument(
         "--gigabytes", type=float, help="of the model in bf16; small: 0.08192, others: 3.087"
     )
-    parser.add_argument("--modes", nargs="+", choices=tuple(_MODES), default=["warm"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
+    options.add_argument("--modes", nargs="+", choices=tuple(_MODES), default=["warm"])
+    options.add_argument(
         "--rss", type=float, nargs="*", default=[0.1, 1.0], help="more sizes for peak RSS, in GB"
     )
-    parser.add_argument(
+    options.add_argument(
         "--only",
         nargs="+",
         metavar="TEXT",
         help="cat, and rows whose names begin with one of these",
     )
-    parser.add_argument("--no-torch", action="store_true", help="without torch's slow rows")
-    parser.add_argument(
+    options.add_argument("--no-torch", action="store_true", help="without torch's slow rows")
+    options.add_argument(
         "--verl", type=Path, metavar="DIR", help="with verl, in a virtual environment of its own"
     )
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    return parser
+    return options
 
 
 def main() -> None:
     given = _parser().parse_args()
     model = Model(given.gigabytes or _SIZES[given.layout], given.layout)
     verl = environment(given.verl) if given.verl else None
-    with (
-        tempfile.TemporaryDirectory(prefix="syncd-merge-", dir=given.dir) as made,
-        Report(given.dir, as_json=given.json) as report,
-    ):
-        place = Place(Path(made))
-        prepare_process(place.work)
+    with prepared(given) as (work, report):
+        place = Place(work)
         chosen = (CAT, *given.only) if given.only else ("",)
         everyone = contenders(model, torch=not given.no_torch, verl=verl)
         field = tuple(each for each in everyone if each.name.startswith(chosen))
         merging = [each for each in merges(model) if each.name.startswith(chosen)]
         size = _write(place, model)
         files = _try(place, field, model)
-        told = report.told
-        told |= {"bytes": size, "modes": {}, "peak_mb": {}}
         for name in given.modes:
             mode = _MODES[name]
             found: dict[str, list[Usage]] = {contender.name: [] for contender in field}
@@ -271,10 +262,6 @@ def main() -> None:
                 _rounds(place, field, mode, given.rounds, found)
             finally:
                 if whole := whole_rounds(found):
-                    told["modes"][name] = {
-                        contender: [asdict(usage) for usage in usages]
-                        for contender, usages in whole.items()
-                    }
                     title = (
                         f"4 shards ({model.layout}) of {size / 1e9:.2f} GB in all, merged into "
                         f"{files} file(s) unless it says one; {len(whole[CAT])} rounds; "
@@ -291,9 +278,8 @@ def main() -> None:
         for gigabytes in dict.fromkeys((model.gigabytes, *given.rss)):
             other = replace(model, gigabytes=gigabytes)
             bytes_ = size if other == model else _write(place, other)
-            peaks = told["peak_mb"][bytes_] = {}
             for each in merging:
-                largest, own = peaks[each.name] = _peaks(each, place, other)
+                largest, own = _peaks(each, place, other)
                 alone = (f"{own:.0f}",) if model.casts else ()
                 table.row(each.name, f"{bytes_ / 1e9:.2f}", f"{largest:.0f}", *alone)
 

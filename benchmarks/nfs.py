@@ -111,10 +111,8 @@ def main() -> None:
     parser.add_argument("second", type=Path, help="the same share, as another client mounts it")
     parser.add_argument("--tries", type=int, default=15)
     given = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory(prefix="syncd-nfs-", dir=given.second) as made,
-        Report(given.first) as report,
-    ):
+    with tempfile.TemporaryDirectory(prefix="syncd-nfs-", dir=given.second) as made:
+        report = Report(given.first)
         table = report.table(
             f"{given.tries} tries", ("question", "answers"), [(what,) for what in QUESTIONS]
         )

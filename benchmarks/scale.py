@@ -26,13 +26,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from benchmarks.coordination import measure
-from benchmarks.idle import Scenario, make_job, spent, status
-from benchmarks.machine import Report, prepare_process
+from benchmarks.idle import Scenario, make_job, spent
+from benchmarks.machine import Report, parser, prepare_process, status, wait_until
 from syncd.daemon.loop import Loop
 from syncd.daemon.telling.metrics import Metrics, _JobMeter
 from syncd.protocol.records import Latest, encode, parse
@@ -43,7 +43,6 @@ from syncd.storage.sessions import new_session_id
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, RuledStorage
 
-_WITHIN: Final = 300.0
 _SETTLE: Final = 5.0
 _IDLE: Final = 20.0
 _WAKE_UPS: Final = 20
@@ -77,9 +76,9 @@ HEADS: Final = {
     },
     "wakeups": {
         "explorers": "explorers",
-        "tick_median": "tick ms",
-        "wake_p50": "wake-up p50 ms",
-        "wake_p99": "p99",
+        "tick": "tick ms",
+        "wake-up p50": "wake-up p50 ms",
+        "p99": "p99",
     },
     "steps": {
         "steps": "old steps",
@@ -143,14 +142,6 @@ def _step(job: SmallJob) -> int | None:
         return None
 
 
-def _wait(true: Callable[[], bool], process: subprocess.Popen[bytes], every: float) -> None:
-    deadline = time.monotonic() + _WITHIN
-    while not true():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError("the daemon does not publish")
-        time.sleep(every)
-
-
 def _jobs(work: Path, count: int) -> Row:
     root = work / "root"
     root.mkdir()
@@ -164,7 +155,7 @@ def _jobs(work: Path, count: int) -> Row:
             (sys.executable, "-m", "syncd", "run", "--root", str(root)), stdout=log, stderr=log
         )
     try:
-        _wait(lambda: all(_step(job) == 1 for job in jobs), process, 0.1)
+        wait_until(lambda: all(_step(job) == 1 for job in jobs), process, 0.1)
         start = time.monotonic() - begun
         time.sleep(_SETTLE)
         before, since = spent(process.pid), time.monotonic()
@@ -186,14 +177,14 @@ def _jobs(work: Path, count: int) -> Row:
             job.save(step, point=False)
             moved = time.monotonic()
             job.point(step)
-            _wait(lambda job=job, step=step: _step(job) == step, process, 0.001)  # type: ignore[misc] # bound in this round
+            wait_until(lambda job=job, step=step: _step(job) == step, process, 0.001)  # type: ignore[misc] # bound in this round
             latencies.append(1000 * (time.monotonic() - moved))
         for job in jobs:
             job.save(100, point=False)
         before, moved = spent(process.pid), time.monotonic()
         for job in jobs:
             job.point(100)
-        _wait(lambda: all(_step(job) == 100 for job in jobs), process, 0.1)
+        wait_until(lambda: all(_step(job) == 100 for job in jobs), process, 0.1)
         row["burst"] = 1000 * (time.monotonic() - moved) / count
         row["burst_cpu"] = 1000 * (spent(process.pid).cpu - before.cpu) / count
         row["p50"], row["worst"] = statistics.median(latencies), max(latencies)
@@ -304,10 +295,6 @@ def _versions(work: Path, counts: tuple[int, ...]) -> Iterator[Row]:
                 }
 
 
-def _wakeups(work: Path, count: int) -> Row:
-    return asdict(measure(work / "job", count))
-
-
 def _each(row: Callable[[Path, int], Row]) -> Part:
     return lambda work, counts: (row(work, count) for count in counts)
 
@@ -316,7 +303,7 @@ def _each(row: Callable[[Path, int], Row]) -> Part:
 _PARTS: Final[dict[str, tuple[Part, tuple[int, ...], bool]]] = {
     "jobs": (_each(_jobs), (50, 100, 200), True),
     "explorers": (_each(_explorers), (125, 250, 500), True),
-    "wakeups": (_each(_wakeups), (125, 250, 500), True),
+    "wakeups": (_each(lambda work, count: measure(work / "job", count)), (125, 250, 500), True),
     "steps": (_each(_steps), (2500, 5000, 10_000), True),
     "versions": (_versions, (1250, 2500, 5000), False),
 }
@@ -336,12 +323,10 @@ def _rows(part: str, folder: Path) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="the cost of N, 2N and 4N of everything")
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--rows", nargs="+", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    options.add_argument("--rows", nargs="+", help=argparse.SUPPRESS)
+    given = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="syncd-scale-", dir=given.dir) as made:
         work = Path(made)
         prepare_process(work)
@@ -350,15 +335,12 @@ def main() -> None:
             for row in _PARTS[part][0](work, tuple(map(int, counts))):
                 print(json.dumps(row), flush=True)
             return
-        with Report(given.dir, as_json=given.json) as report:
-            rows: dict[str, list[Row]] = {part: [] for part in given.parts}
-            report.told["rows"] = rows
-            for part in given.parts:
-                heads = HEADS[part]
-                table = report.table(part, tuple(heads.values()))
-                for row in _rows(part, work):
-                    rows[part].append(row)
-                    table.row(*(f"{row[key]:.4g}" for key in heads))
+        report = Report(given.dir)
+        for part in given.parts:
+            heads = HEADS[part]
+            table = report.table(part, tuple(heads.values()))
+            for row in _rows(part, work):
+                table.row(*(f"{row[key]:.4g}" for key in heads))
 
 
 if __name__ == "__main__":

@@ -23,19 +23,21 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import MODEL_CONFIG
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
@@ -52,6 +54,7 @@ MESHES: Final = {
 _ROWWISE: Final = re.compile(r"(o_proj|down_proj)\.weight$")
 _COLWISE: Final = re.compile(r"(q|k|v|gate|up)_proj\.")
 _LAYERS: Final = 28
+_CONFIG: Final = {"model_type": "qwen2", "layers": _LAYERS}
 _VOCABULARY: Final = 151_936
 _SMALL: Final = (64, 32)
 
@@ -84,6 +87,24 @@ def shapes(gigabytes: float, layout: str) -> dict[str, tuple[int, ...]]:
         }
         found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     return found | {"model.norm.weight": (hidden,)}
+
+
+def zeros(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+
+
+def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A module with these tensors as its parameters, frozen."""
+    top = nn.Module()
+    for name, value in tensors.items():
+        *path, own = name.split(".")
+        module = top
+        for step in path:
+            if not hasattr(module, step):
+                module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        module.register_parameter(own, nn.Parameter(value, requires_grad=False))
+    return top
 
 
 def _whole(number: int, shape: tuple[int, ...], layout: str) -> Tensor:
@@ -125,36 +146,60 @@ def _dtensor(name: str, whole: Tensor, mesh: DeviceMesh) -> DTensor:
     )
 
 
-def write(root: Path, gigabytes: float, layout_name: str, seed: int) -> None:
-    layout = JobLayout(root)
-    storage = Storage(durable=False)
-    for folder in (layout.root, layout.drafts):
-        folder.mkdir(parents=True)
+def save(
+    layout: JobLayout,
+    step: int,
+    axes: Mapping[str, int],
+    tensors: Callable[[], Iterable[tuple[str, Tensor]]],
+    *,
+    config: Mapping[str, object] = _CONFIG,
+    announced: Callable[[], object] = lambda: None,
+) -> None:
+    """Write a step as the ranks of a mesh do, whose dimensions have these names and sizes."""
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
-    for rank in reversed(range(RANKS)):  # rank 0 last: it waits for the others' receipts
-        dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
+    ranks = math.prod(axes.values())
+
+    def write_config(folder: Path) -> None:
+        (folder / MODEL_CONFIG).write_text(json.dumps(config))
+
+    for rank in reversed(range(ranks)):  # rank 0 last: it waits for the others' receipts
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
         try:
-            axes = MESHES[layout_name]  # verl's merger looks at their names
             mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-            state = {
-                name: _dtensor(name, _whole(seed + number, shape, layout_name), mesh)
-                for number, (name, shape) in enumerate(shapes(gigabytes, layout_name).items())
-            }
-            files = (_write_config,) if rank == 0 else ()
-            writer = RankWriter(Job(storage, layout), rank, RANKS, save_timeout=10)
+            state = {name: _dtensor(name, whole, mesh) for name, whole in tensors()}
+            writer = RankWriter(
+                Job(Storage(durable=False), layout),
+                rank,
+                ranks,
+                save_timeout=10,
+                weights_announced=lambda _: announced(),
+            )
+            files = (write_config,) if rank == 0 else ()
             writer.save(
-                SaveId("benchmark", 1, 0), RankContents(state, model_files=files, fsdp_version=2)
+                SaveId("benchmark", step, 0), RankContents(state, model_files=files, fsdp_version=2)
             )
         finally:
             dist.destroy_process_group()
+
+
+def write(root: Path, gigabytes: float, layout_name: str, seed: int) -> None:
+    layout = JobLayout(root)
+    for folder in (layout.root, layout.drafts):
+        folder.mkdir(parents=True)
+    named = shapes(gigabytes, layout_name).items()
+    save(
+        layout,
+        1,
+        MESHES[layout_name],  # verl's merger looks at their names
+        lambda: (
+            (name, _whole(seed + number, shape, layout_name))
+            for number, (name, shape) in enumerate(named)
+        ),
+    )
     foreign = layout.actor(2)
     foreign.mkdir(parents=True)
     for shard in layout.actor(1).glob("*.pt"):
         os.link(shard, foreign / shard.name)
-
-
-def _write_config(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "layers": _LAYERS}))
 
 
 def verify(folder: Path, gigabytes: float, layout: str) -> str:

@@ -30,11 +30,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,7 +47,10 @@ from benchmarks.machine import (
     ROOT,
     Report,
     median_ratio,
-    prepare_process,
+    parser,
+    prepared,
+    status,
+    turns,
 )
 from syncd.protocol.layout import JobLayout
 
@@ -64,8 +65,6 @@ _CONTENDERS: Final = {
     "cpu": (CLONE, COPY, HOOK, TORCH_SAVE, ASYNC),
     "cuda": (CLONE, COPY, HOOK, TORCH_SAVE, ASYNC, ASYNC_KEPT),
 }
-_TIMEOUT: Final = 600.0
-_HIGH_WATER: Final = re.compile(r"VmHWM:\s+(\d+) kB")
 
 #: Saves the step with this number; returns a function that waits for its end.
 Save = Callable[[int], Callable[[], object]]
@@ -211,8 +210,7 @@ class _Rank:
                 saves[CAST] = stack.enter_context(self.hook(casts=True))
             step = 0
             for number in range(rounds + 1):
-                first = number % len(names)
-                for name in (*names[first:], *names[:first]):
+                for name in turns(names, number):
                     step += 1
                     self.train()
                     if self._rank == 0:
@@ -259,8 +257,7 @@ class _Rank:
                 self.wait_for_all()
                 if save is not None:
                     save(step)  # without waiting for its end
-        told = _HIGH_WATER.search(Path("/proc/self/status").read_text())
-        return int(told[1]) * 1024 if told else 0
+        return status(Path("/proc/self/status"), "VmHWM") * 1024
 
 
 def _be_rank(given: argparse.Namespace) -> None:
@@ -378,17 +375,15 @@ def _devices() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="how long a sync save stops the training")
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of the model, in bf16")
-    parser.add_argument("--world-sizes", type=int, nargs="+", help="2 and 4; as many as GPUs")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--saves", type=int, default=4, help="of the runs that measure memory")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
-    parser.add_argument("--sync-dtype", choices=("bf16", "fp16"), help="of an fp32 model")
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    options = parser(__doc__, gigabytes=1.0, rounds=7, saves=4)
+    options.add_argument("--world-sizes", type=int, nargs="+", help="2 and 4; as many as GPUs")
+    options.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU"
+    )
+    options.add_argument("--sync-dtype", choices=("bf16", "fp16"), help="of an fp32 model")
     for name, kind in (("what", str), ("work", Path), ("rank", int), ("world-size", int)):
-        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
-    return parser
+        options.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    return options
 
 
 def main() -> None:
@@ -399,15 +394,10 @@ def main() -> None:
     gpus = _devices()
     given.device = given.device or ("cuda" if gpus else "cpu")
     sizes = given.world_sizes or ([2, 4] if given.device == "cpu" else sorted({1, gpus}))
-    with (
-        tempfile.TemporaryDirectory(prefix="syncd-stall-", dir=given.dir) as made,
-        Report(given.dir) as report,
-    ):
+    with prepared(given) as (work, report):
         trained = ", trained in fp32" if given.sync_dtype else ""
         told = f"{given.gigabytes:g} GB in bf16{trained}, {given.rounds} rounds"
         report.say(f"\n{given.device}, {told}")
-        work = Path(made)
-        prepare_process(work)
         for world_size in sizes:
             _print_times(report, world_size, _run("time", world_size, given, work))
         table = report.table(
