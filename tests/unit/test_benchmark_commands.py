@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,4 +57,31 @@ def test_the_merge_benchmark_measures_a_size_once_and_prints_what_it_has_if_a_la
     printed = capsys.readouterr().out
     rows = [re.split(r"\s{2,}", line)[:2] for line in printed.splitlines()]
     assert [row[1] for row in rows if row[0] == "syncd merge, no digests"][1:] == ["0.00", "0.00"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gigabytes", ["0.015", "nan"])
+def test_the_gpu_benchmark_has_rows_of_each_part_and_of_each_failure(
+    tmp_path: Path, gigabytes: str
+) -> None:
+    pytest.importorskip("torch", reason="all of it needs torch")
+    argv = ["--device", "cpu", "--gigabytes", gigabytes, "--dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *argv],
+        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    rows = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    told = {
+        part: [row[1] for row in rows if row[:1] == [part]]
+        for part in ("save", "cast", "load", "copies", "broadcast")
+    }
+    if gigabytes == "nan":
+        assert done.returncode == 1
+        assert {len(some) for some in told.values()} == {1}
+        assert all("failed: ValueError: " in some[0] for some in told.values())
+        assert "failed: save, cast, load, copies, broadcast" in done.stderr
+    else:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [len(some) for some in told.values()] == [4, 4, 2, 2, 2]
     assert list(tmp_path.iterdir()) == []
