@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 from syncd.coordination.explorer import ExplorerSynchronizer
-from syncd.coordination.member import Role
+from syncd.coordination.member import Member, Role
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.participants import SavedState
-from syncd.protocol.policy import RunningStatus, Version
+from syncd.protocol.policy import Version
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 #: Enough for one wait, and for other calls meanwhile.
 _THREADS: Final = 4
+
+
+def in_thread(
+    method: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate[Synchronizer, P], Coroutine[Any, Any, T]]:
+    """Make a coroutine of a method of :attr:`Synchronizer.blocking`.
+
+    A cancellation of the task passes to a method with the parameter ``cancel``, which the coroutine
+    lacks.
+    """
+    signature = inspect.signature(method)
+    kept = [one for one in signature.parameters.values() if one.name != "cancel"]
+
+    @functools.wraps(method)
+    async def coroutine(self: Synchronizer, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        call: Callable[P, T] | None = getattr(self.blocking, method.__name__, None)
+        if call is None:
+            raise self._has_other_role()
+        run = self._run if len(kept) == len(signature.parameters) else self._wait
+        return await run(partial(call, *args, **kwargs))
+
+    vars(coroutine)["__signature__"] = signature.replace(parameters=kept)
+    return coroutine
 
 
 class Synchronizer:
@@ -31,8 +57,8 @@ class Synchronizer:
     Each method runs the method of :attr:`blocking` with the same name in a thread. That method has
     the full documentation: see :class:`~syncd.coordination.member.Member`,
     :class:`~syncd.coordination.trainer.TrainerSynchronizer` and
-    :class:`~syncd.coordination.explorer.ExplorerSynchronizer`. :attr:`blocking` also has methods
-    that Trinity's Synchronizer lacks; call them with ``await asyncio.to_thread(…)``.
+    :class:`~syncd.coordination.explorer.ExplorerSynchronizer`. Call ``open_group`` of
+    :attr:`blocking`, whose arguments depend on the role, with ``await asyncio.to_thread(…)``.
 
     If the task of a wait is cancelled, the wait restores the participant's status before it raises
     the cancellation.
@@ -63,8 +89,7 @@ class Synchronizer:
             self.blocking = TrainerSynchronizer(job_dir, name, **options)
         else:
             self.blocking = ExplorerSynchronizer(job_dir, name, **options)
-        self._threads = Threads()
-        self._run, self._wait = self._threads.run, self._threads.wait
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="syncd-synchronizer")
 
     @classmethod
     async def open(cls, job_dir: str | Path, role: Role, name: str, **options: Any) -> Self:
@@ -82,81 +107,40 @@ class Synchronizer:
 
     # -- participants -------------------------------------------------------------------------
 
-    async def add_module(self) -> None:
-        """Register again after this process was paused for longer than a lease time."""
-        await self._run(self.blocking.add_module)
+    add_module = in_thread(Member.add_module)
+    modules = in_thread(Member.modules)
+    all_modules_gone = in_thread(Member.all_modules_gone)
 
     # -- statuses ------------------------------------------------------------------------------
 
-    async def set_trainer_status(self, status: RunningStatus) -> None:
-        """Set this trainer's status; ``stopped`` wakes all explorers that wait for this trainer."""
-        await self._run(self._trainer.set_trainer_status, status)
-
-    async def get_trainer_status(self) -> RunningStatus:
-        """The trainer's status; ``stopped`` if no trainer has registered or the trainer died."""
-        return await self._run(self.blocking.get_trainer_status)
-
-    async def trainer_requires_weight_sync(self) -> bool | None:
-        """True if the trainer waits for a transfer; None if the trainer has stopped."""
-        return await self._run(self.blocking.trainer_requires_weight_sync)
-
-    async def set_explorer_status(
-        self, status: RunningStatus, old_status: RunningStatus | None = None
-    ) -> None:
-        """Set this explorer's status; ``require_sync`` asks the trainer for another sync."""
-        await self._run(self._explorer.set_explorer_status, status, old_status)
-
-    async def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
-        """The number of explorers by status; dead explorers are not counted."""
-        return await self._run(self.blocking.get_explorer_status_counts)
-
-    async def explorer_requires_sync(self) -> bool:
-        """True if a live explorer waits for a sync that this trainer has not answered yet."""
-        return await self._run(self._trainer.explorer_requires_sync)
+    set_trainer_status = in_thread(TrainerSynchronizer.set_trainer_status)
+    get_trainer_status = in_thread(Member.get_trainer_status)
+    trainer_requires_weight_sync = in_thread(Member.trainer_requires_weight_sync)
+    set_explorer_status = in_thread(ExplorerSynchronizer.set_explorer_status)
+    get_explorer_status_counts = in_thread(Member.get_explorer_status_counts)
+    explorer_requires_sync = in_thread(TrainerSynchronizer.explorer_requires_sync)
+    set_explorer_version = in_thread(ExplorerSynchronizer.set_explorer_version)
+    report = in_thread(ExplorerSynchronizer.report)
+    current_run = in_thread(ExplorerSynchronizer.current_run)
+    may_produce = in_thread(ExplorerSynchronizer.may_produce)
+    wait_for_explorers = in_thread(TrainerSynchronizer.wait_for_explorers)
+    wait_for_trainer = in_thread(ExplorerSynchronizer.wait_for_trainer)
 
     # -- weights -------------------------------------------------------------------------------
 
-    async def set_model_state_dict(
-        self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int
-    ) -> None:
-        """Announce new weights for the daemon to publish; answer the explorers' sync requests."""
-        await self._run(self._trainer.set_model_state_dict, model_state_dict, trainer_step)
-
-    async def set_model_state_dict_with_step_num(
-        self,
-        step: int | None = None,
-        world_size: int | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> Version | None:
-        """Request the publication of a step on disk; wait for it, and return the version."""
-        call = self.blocking.set_model_state_dict_with_step_num
-        return await self._wait(partial(call, step, world_size, timeout=timeout))
-
-    async def notify_no_new_model_state_dict(self) -> None:
-        """Tell waiting explorers that nothing newer than the published version will come."""
-        await self._run(self._trainer.notify_no_new_model_state_dict)
-
-    async def wait_new_model_state_dict(
-        self,
-        current: Version | None,
-        *,
-        no_wait: bool = False,
-        timeout: float | None = None,
-    ) -> Version | None:
-        """Require a sync, and wait until a newer version than ``current`` is published."""
-        call = self._explorer.wait_new_model_state_dict
-        return await self._wait(partial(call, current, no_wait=no_wait, timeout=timeout))
-
-    async def get_latest_model_version(self) -> Version | None:
-        """The version that explorers should serve; None before the first version."""
-        return await self._run(self.blocking.get_latest_model_version)
-
-    async def get_latest_model_path(self, *, use_huggingface: bool = False) -> Path | str | None:
-        """The location of the newest weights."""
-        return await self._run(
-            partial(self.blocking.get_latest_model_path, use_huggingface=use_huggingface)
-        )
+    begin_save = in_thread(TrainerSynchronizer.begin_save)
+    set_model_state_dict = in_thread(TrainerSynchronizer.set_model_state_dict)
+    save_is_on_its_way = in_thread(TrainerSynchronizer.save_is_on_its_way)
+    set_model_state_dict_with_step_num = in_thread(Member.set_model_state_dict_with_step_num)
+    notify_no_new_model_state_dict = in_thread(TrainerSynchronizer.notify_no_new_model_state_dict)
+    wait_new_model_state_dict = in_thread(ExplorerSynchronizer.wait_new_model_state_dict)
+    wait_for_newer = in_thread(ExplorerSynchronizer.wait_for_newer)
+    wait_for_weights = in_thread(ExplorerSynchronizer.wait_for_weights)
+    get_latest_model_version = in_thread(Member.get_latest_model_version)
+    get_latest_model_path = in_thread(Member.get_latest_model_path)
+    get_state_dict_meta = in_thread(Member.get_state_dict_meta)
+    hold = in_thread(Member.hold)
+    hold_step = in_thread(ExplorerSynchronizer.hold_step)
 
     async def get_model_state_dict_iterator(
         self, version: Version | None = None
@@ -167,16 +151,10 @@ class Synchronizer:
         """
         tensors = self.blocking.get_model_state_dict_iterator(version)
         try:
-            while (item := await self._run(next, tensors, None)) is not None:
+            while (item := await self._run(partial(next, tensors, None))) is not None:
                 yield item
         finally:
             await finished(elsewhere(tensors.close))
-
-    async def get_state_dict_meta(
-        self, version: Version | None = None
-    ) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype (for example ``torch.bfloat16``) and shape of each tensor of a version."""
-        return await self._run(self.blocking.get_state_dict_meta, version)
 
     # -- transfers -----------------------------------------------------------------------------
 
@@ -194,50 +172,45 @@ class Synchronizer:
         Returns:
             The trainer's step; None if no transfer takes place.
         """
-        if module == "trainer":
-            call = partial(self._trainer.ready_to_nccl_sync, trainer_step, timeout=timeout)
+        if (module == "trainer") != isinstance(self.blocking, TrainerSynchronizer):
+            raise self._has_other_role()
+        if isinstance(self.blocking, TrainerSynchronizer):
+            call = partial(self.blocking.ready_to_nccl_sync, trainer_step, timeout=timeout)
         else:
-            call = partial(self._explorer.ready_to_nccl_sync, timeout=timeout)
+            call = partial(self.blocking.ready_to_nccl_sync, timeout=timeout)
         return await self._wait(call)
+
+    async def nccl_sync_succeeded(self, step: int) -> None:
+        """Record that a step's weights were sent, or have arrived."""
+        if isinstance(self.blocking, TrainerSynchronizer):
+            await self._run(self.blocking.nccl_sync_succeeded)
+        else:
+            await self._run(partial(self.blocking.nccl_sync_succeeded, step))
+
+    takers = in_thread(TrainerSynchronizer.takers)
+    have_received = in_thread(TrainerSynchronizer.have_received)
+    has_missed = in_thread(TrainerSynchronizer.has_missed)
+    goes_by_files = in_thread(TrainerSynchronizer.goes_by_files)
 
     # -- the weight group --------------------------------------------------------------------------
 
-    async def setup_weight_sync_group(
-        self, master_address: str, master_port: int, state_dict_meta: object = None
-    ) -> None:
-        """Set the trainer's meeting place of future weight groups, and close the open group."""
-        call = self._trainer.setup_weight_sync_group
-        await self._run(call, master_address, master_port, state_dict_meta)
-
-    async def coordinate_weight_sync_setup(
-        self, timeout: float | None = None, *, device: str = "cpu"
-    ) -> None:
-        """Form the weight group, without a transfer; all participants must call this method."""
-        call = self.blocking.coordinate_weight_sync_setup
-        await self._wait(partial(call, timeout, device=device))
-
-    async def coordinate_weight_sync_teardown(self, timeout: float | None = None) -> None:
-        """Leave the weight group. An explorer leaves at once, the trainer after the explorers."""
-        await self._wait(partial(self.blocking.coordinate_weight_sync_teardown, timeout))
+    setup_weight_sync_group = in_thread(TrainerSynchronizer.setup_weight_sync_group)
+    rendezvous = in_thread(ExplorerSynchronizer.rendezvous)
+    group_failed = in_thread(TrainerSynchronizer.group_failed)
+    coordinate_weight_sync_setup = in_thread(TrainerSynchronizer.coordinate_weight_sync_setup)
+    coordinate_weight_sync_teardown = in_thread(TrainerSynchronizer.coordinate_weight_sync_teardown)
 
     # -- the state to resume from, and the end -----------------------------------------------------
 
-    async def save_state(self, iteration: int, state: Mapping[str, Any]) -> None:
-        """Save this participant's latest iteration and state (JSON), atomically."""
-        await self._run(self.blocking.save_state, iteration, state)
-
-    async def load_state(
-        self, role: Role | None = None, name: str | None = None
-    ) -> SavedState | None:
-        """The newest state that this or another participant saved; None if it saved none."""
-        return await self._run(self.blocking.load_state, role, name)
+    save_state = in_thread(Member.save_state)
+    load_state = in_thread(Member.load_state)
 
     async def close(self) -> None:
         """End all waits, report that this participant has stopped, and give its name up."""
         try:
             await finished(elsewhere(self.blocking.close))
         finally:
-            self._threads.close()
+            self._pool.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
         return self
@@ -245,48 +218,21 @@ class Synchronizer:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    @property
-    def _trainer(self) -> TrainerSynchronizer:
-        if isinstance(self.blocking, TrainerSynchronizer):
-            return self.blocking
-        raise InvalidSettingsError(
-            f"{self.blocking.name} is an explorer: this call needs a trainer"
-        )
+    async def _run(self, call: Callable[[], T], cancel: Callable[[], None] = lambda: None) -> T:
+        return await finished(asyncio.get_running_loop().run_in_executor(self._pool, call), cancel)
 
-    @property
-    def _explorer(self) -> ExplorerSynchronizer:
-        if isinstance(self.blocking, ExplorerSynchronizer):
-            return self.blocking
-        raise InvalidSettingsError(
-            f"{self.blocking.name} is the trainer: this call needs an explorer"
-        )
-
-
-class Threads:
-    """A pool of threads for blocking calls."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="syncd-synchronizer")
-
-    async def run(self, call: Callable[..., T], *given: Any) -> T:
-        """Run a call in a thread; return the call's result or raise its error."""
-        return await finished(self._submit(partial(call, *given)))
-
-    async def wait(self, call: Callable[..., T]) -> T:
-        """Run a wait in a thread; a cancellation of the task cancels the wait."""
+    async def _wait(self, call: Callable[..., T]) -> T:
         cancel = Cancellation()
-        return await finished(self._submit(partial(call, cancel=cancel)), cancel.cancel)
+        return await self._run(partial(call, cancel=cancel), cancel.cancel)
 
-    def close(self) -> None:
-        """Accept no more calls."""
-        self._pool.shutdown(wait=False)
-
-    def _submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._pool, call)
+    def _has_other_role(self) -> InvalidSettingsError:
+        is_trainer = isinstance(self.blocking, TrainerSynchronizer)
+        us, needed = ("the trainer", "an explorer") if is_trainer else ("an explorer", "a trainer")
+        return InvalidSettingsError(f"{self.blocking.name} is {us}: this call needs {needed}")
 
 
 def elsewhere(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a call in the event loop's own pool, because :class:`Threads` can be busy or closed."""
+    """Run a call in the event loop's own pool, because ours can be busy or closed."""
     return asyncio.get_running_loop().run_in_executor(None, call)
 
 

@@ -853,6 +853,10 @@ def test_the_awaited_methods_do_what_their_twins_do(members: Members) -> None:
                 explorer.ready_to_nccl_sync("explorer", 0, timeout=LONG),
             )
             assert await both == [2, 2]
+            await asyncio.gather(*(one.nccl_sync_succeeded(2) for one in (trainer, explorer)))
+            await asyncio.gather(*(one.group_failed() for one in (trainer, explorer)))
+            assert [one.name for one in await trainer.modules()] == ["e", "t"]
+            assert await explorer.wait_for_newer(None, asks=False) == version
             await trainer.save_state(2, {"next_task": 16})
             state = await explorer.load_state("trainer")
             assert state is not None
@@ -861,6 +865,8 @@ def test_the_awaited_methods_do_what_their_twins_do(members: Members) -> None:
                 await explorer.set_trainer_status(STOPPED)
             with pytest.raises(InvalidSettingsError, match="is the trainer"):
                 await trainer.set_explorer_status(STOPPED)
+            with pytest.raises(InvalidSettingsError, match="is an explorer"):
+                await explorer.ready_to_nccl_sync("trainer", 2)
 
     asyncio.run(scenario())
 
@@ -884,24 +890,22 @@ def test_the_code_of_the_page_loads_what_is_published(members: Members) -> None:
     assert members.report("explorer-0").step == 3
 
 
-def test_the_awaited_methods_are_those_of_the_original_under_the_names_of_the_twins() -> None:
-    own = {"open", "close", "save_state", "load_state"}
-    original = {
-        "add_module", "coordinate_weight_sync_setup", "coordinate_weight_sync_teardown",
-        "explorer_requires_sync", "get_explorer_status_counts", "get_latest_model_path",
-        "get_latest_model_version", "get_model_state_dict_iterator", "get_state_dict_meta",
-        "get_trainer_status", "notify_no_new_model_state_dict", "ready_to_nccl_sync",
-        "set_explorer_status", "set_model_state_dict", "set_model_state_dict_with_step_num",
-        "set_trainer_status", "setup_weight_sync_group", "trainer_requires_weight_sync",
-        "wait_new_model_state_dict",
-    }  # fmt: skip
+def test_the_awaited_methods_are_those_of_the_twins_with_their_arguments() -> None:
+    twins = (TrainerSynchronizer, ExplorerSynchronizer)
+    methods = {name for twin in twins for name in dir(twin) if not name.startswith("_")}
     awaited = {name for name in dir(Synchronizer) if not name.startswith("_")}
-    assert awaited == original | own
+    assert awaited - methods == {"open"}
+    assert methods - awaited == {"open_group", "session_id", "is_ours"}
     for name in awaited:
         method = getattr(Synchronizer, name)
         assert inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method), name
-    twins = {*dir(TrainerSynchronizer), *dir(ExplorerSynchronizer)}
-    assert awaited - twins == {"open"}
+    for name in awaited - {"open", "ready_to_nccl_sync", "nccl_sync_succeeded"}:
+        for twin in twins:
+            if hasattr(twin, name):
+                taken = inspect.signature(getattr(twin, name)).parameters.keys()
+                assert inspect.signature(getattr(Synchronizer, name)).parameters.keys() == (
+                    taken - {"cancel"}
+                )
 
 
 def test_the_page_has_every_method() -> None:
