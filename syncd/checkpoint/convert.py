@@ -50,7 +50,7 @@ from syncd.protocol.names import (
     parse_part_name,
 )
 from syncd.protocol.records import Manifest
-from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
+from syncd.storage.errnos import again, is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
@@ -60,8 +60,6 @@ log = logging.getLogger(__name__)
 _ROOM: Final = f"{TEMPORARY}{HUGGINGFACE}-"
 #: Seconds between signs of a running merge. After 3 times as long without a sign, it has ended.
 _SIGN: Final = 10.0
-#: Attempts to make the temporary folder, because a daemon may delete it while it is empty.
-_ATTEMPTS: Final = 5
 _INDEX_LIMIT: Final = 64 * 1024 * 1024
 #: The suffixes of a base model's config, tokenizer, chat template, and code.
 _MODEL_SUFFIXES: Final = frozenset({".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"})
@@ -315,14 +313,12 @@ def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> Non
 
 def _make_room(storage: Storage, room: Path, step: Path) -> None:
     """Make the temporary folder with a file in it, because the daemon deletes an empty folder."""
-    for left in reversed(range(_ATTEMPTS)):
+
+    def make() -> None:
         storage.make_folder(room, below=step)
-        try:
-            storage.write_new(room / f"{TEMPORARY}began", b"")
-            break
-        except FileNotFoundError:
-            if not left:
-                raise
+        storage.write_new(room / f"{TEMPORARY}began", b"")
+
+    again(make)
     # Look only after our room exists: if two processes begin at the same time, at least one of
     # them then sees the other's room.
     if _rooms(storage, room.parent).keys() != {room}:

@@ -33,7 +33,6 @@ from syncd.storage.judge import Clock
 
 #: The most seconds between two attempts at a merge that storage refuses.
 _LONGEST_WAIT: Final = 30.0
-_MOST_DOUBLINGS: Final = 16
 #: How many rounds try a rollback that storage refuses.
 _ROLLBACK_ATTEMPTS: Final = 6
 
@@ -67,7 +66,7 @@ class Attempts:
         self.no_room = False
         self._tried: str | None = None
         self._again_at = 0.0
-        self._failures = 0
+        self._wait = 0.0
         self._asked: str | None = None
         self._refusals = 0
 
@@ -82,7 +81,7 @@ class Attempts:
             SyncdError: another daemon took over, a stop was requested, or the job is unavailable.
         """
         if save.identity != self._tried:
-            self._tried, self._failures, self._again_at = save.identity, 0, 0.0
+            self._tried, self._wait, self._again_at = save.identity, 0.0, 0.0
         if self._clock() < self._again_at:
             return self._journal.waiting_for
         if self._steering.is_paused():
@@ -119,7 +118,7 @@ class Attempts:
         except Exception as error:  # noqa: BLE001 - a bug in syncd is logged with its traceback
             self._journal.fault(save, error, self._publisher.outcomes.quarantine(save, error))
             return ""
-        self._failures = 0
+        self._wait = 0.0
         now = self._clock()
         self._journal.published(manifest, seconds=now - begun, latency=now - whole_since)
         self._say_names(manifest)
@@ -188,7 +187,6 @@ class Attempts:
         self._tidying.after(error)
         code = error.errno if isinstance(error, OSError) else None
         self.no_room = isinstance(error, NoRoomError) or code in NO_ROOM
-        wait = min(_LONGEST_WAIT, tick * 2**self._failures)
-        self._failures = min(self._failures + 1, _MOST_DOUBLINGS)
-        self._again_at = self._clock() + wait
-        return f"{why}; trying again in {wait:g} s"
+        self._wait = min(_LONGEST_WAIT, 2 * self._wait or tick)
+        self._again_at = self._clock() + self._wait
+        return f"{why}; trying again in {self._wait:g} s"

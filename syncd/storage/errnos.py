@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Final
+from collections.abc import Callable, Collection
+from typing import Final, TypeVar
 
 from syncd.protocol.errors import JobUnavailableError, NoRoomError, SyncdError
+
+T = TypeVar("T")
 
 #: The name is gone, or the server no longer knows the file behind it (NFS).
 GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
@@ -21,6 +24,20 @@ PASSING: Final = GONE | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
 _NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG})
 #: Errors that concern one name, not the storage. They would come again at the next attempt.
 _REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
+
+#: The most attempts at a small piece of work, with which other processes may interfere.
+ATTEMPTS: Final = 5
+
+
+def again(work: Callable[[], T], passing: Collection[int] = GONE) -> T:
+    """Call ``work`` until it ends without an OSError of ``passing``, at most five times."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in passing:
+                raise
+    return work()
 
 
 def unwritable_storage(error: OSError, path: object) -> SyncdError | None:

@@ -16,7 +16,7 @@ from typing import Final, Self, TypeVar
 
 from syncd.protocol.names import TEMPORARY
 from syncd.storage.calls import Calls, Kind
-from syncd.storage.errnos import NOT_EMPTY, is_gone
+from syncd.storage.errnos import NOT_EMPTY, again, is_gone
 
 #: Errors if one way of copying does not work between two files, but another way may work.
 _REFUSED: Final = frozenset(
@@ -33,8 +33,6 @@ _NO_LINKS: Final = frozenset(
 RECORD_LIMIT: Final = 1024 * 1024
 LONG_RECORD_LIMIT: Final = 256 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
-#: The most attempts to write or read a small file.
-_ATTEMPTS: Final = 5
 #: The depth of folders to which a tree is removed in place; deeper folders are moved up first.
 _DEEPEST: Final = 16
 
@@ -125,17 +123,14 @@ class Storage(Calls):
 
     def replace(self, path: Path, data: bytes, *, room: Path | None = None) -> None:
         """Replace a file durably, by one rename of a :class:`Draft` in ``room``."""
-        for left in reversed(range(_ATTEMPTS)):
-            try:
-                with Draft(self, path, room=room) as draft:
-                    draft.write(data)
-                    draft.commit()
-            except FileNotFoundError:
-                # A daemon may have deleted the draft, if this process was stopped for very long.
-                if not left:
-                    raise
-            else:
-                return
+
+        def write() -> None:
+            with Draft(self, path, room=room) as draft:
+                draft.write(data)
+                draft.commit()
+
+        # A daemon may have deleted the draft, if this process was stopped for very long.
+        again(write, {errno.ENOENT})
 
     def make_folder(self, path: Path, *, below: Path) -> None:
         """Make a folder and its missing parent folders, durably, but never ``below``.
@@ -238,20 +233,15 @@ class Storage(Calls):
 
         If the file was replaced meanwhile, and an NFS 3 server reports ESTALE, open the new file.
         """
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return self._look_once(path, look)
-            except OSError as error:
-                if error.errno != errno.ESTALE:
-                    raise
-        return self._look_once(path, look)
 
-    def _look_once(self, path: Path, look: Callable[[int], T]) -> T:
-        fd = self.open_read(path)
-        try:
-            return look(fd)
-        finally:
-            self.release(fd)
+        def look_once() -> T:
+            fd = self.open_read(path)
+            try:
+                return look(fd)
+            finally:
+                self.release(fd)
+
+        return again(look_once, {errno.ESTALE})
 
     def read(self, path: Path, limit: int = RECORD_LIMIT) -> bytes:
         """All bytes of a regular file. Raises OSError (``EFBIG``) if it exceeds ``limit``."""

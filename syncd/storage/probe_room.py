@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError
-from syncd.storage.errnos import NOT_EMPTY, is_gone, is_no_record
+from syncd.storage.errnos import ATTEMPTS, NOT_EMPTY, again, is_gone, is_no_record
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import has_ended, this_process
 
 _ALIVE: Final = ".alive"
-#: The most attempts to make or empty a room, because other runs and probes may interfere.
-_ATTEMPTS: Final = 5
 
 
 class ProbeRoom:
@@ -38,18 +36,12 @@ class ProbeRoom:
     def make(cls, job: Job, name: str) -> ProbeRoom:
         """Make an empty room."""
         room = cls(job, name)
-        for left in reversed(range(_ATTEMPTS)):
-            try:
-                room._make()
-            except FileNotFoundError:
-                if not left or not job.storage.exists(job.layout.root):
-                    raise
-            except BaseException:
-                with suppress(OSError):  # the error that is being raised says more
-                    room.remove()
-                raise
-            else:
-                break
+        try:
+            again(room._make)
+        except BaseException:
+            with suppress(OSError):  # the error that is being raised says more
+                room.remove()
+            raise
         return room
 
     def _make(self) -> None:
@@ -81,7 +73,7 @@ class ProbeRoom:
         aside = self.path.with_name(f"{self.path.name}.removed")
         if storage.exists(self.path):
             storage.rename(self.path, aside)
-        for _ in range(_ATTEMPTS):  # a call that the probe had already begun may still add a file
+        for _ in range(ATTEMPTS):  # a call that the probe had already begun may still add a file
             storage.remove_tree(aside)
             if not storage.exists(aside):
                 break

@@ -5,17 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 from pathlib import Path
-from typing import Final
 
 from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.names import TEMPORARY, parse_step_folder
-from syncd.storage.errnos import NOT_EMPTY, is_gone, is_refused_here
+from syncd.storage.errnos import NOT_EMPTY, again, is_gone, is_refused_here
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
-
-_ATTEMPTS: Final = 5
 
 
 def step_folders(job: Job) -> list[int]:
@@ -72,7 +69,8 @@ def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
     could replace the folder, because it is empty.
     """
     folder = job.layout.step(step)
-    for left in reversed(range(_ATTEMPTS)):
+
+    def make() -> None:
         draft = job.layout.drafts / f"{TEMPORARY}{folder.name}-{secrets.token_hex(6)}"
         try:
             job.storage.mkdir(draft)
@@ -83,12 +81,10 @@ def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
             _remove(job.storage, draft, mark)
             if error.errno in NOT_EMPTY:
                 return
-            # If this process was paused for long, a daemon may have deleted the draft.
-            if not (is_gone(error) and left):
-                raise
-        else:
-            job.storage.sync_folder(folder.parent)
-            return
+            raise
+        job.storage.sync_folder(folder.parent)
+
+    again(make)  # if this process was paused for long, a daemon may have deleted the draft
 
 
 def _remove(storage: Storage, draft: Path, mark: str | None) -> None:
