@@ -84,7 +84,9 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 # click's signature
         command: click.Command | None = None
         if cmd_name in _COMMANDS.keys() - _OF_HOOKS:
-            command = importlib.import_module(f"syncd.cli.{cmd_name}").command
+            steers = cmd_name in _GROUPS["Steer"]
+            module = importlib.import_module(f"syncd.cli.{'steer' if steers else cmd_name}")
+            command = getattr(module, cmd_name if steers else "command")
         elif cmd_name in (added := _added()):
             command = _loaded(added[cmd_name])
         return command

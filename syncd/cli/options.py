@@ -144,15 +144,13 @@ def given(ctx: click.Context) -> dict[str, GivenValue]:
 
 @dataclass(frozen=True, slots=True)
 class VersionOrStep:
-    """A version or a step from the command line; one field is None."""
+    """The sequence of a version, or a step, from the command line."""
 
-    sequence: int | None = None
-    step: int | None = None
+    number: int
+    is_step: bool
 
     def __str__(self) -> str:
-        if self.sequence is not None:
-            return version_folder(self.sequence)
-        return step_folder(self.step or 0)
+        return (step_folder if self.is_step else version_folder)(self.number)
 
 
 def _version(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
@@ -166,9 +164,9 @@ def _version(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
 
 def _version_or_step(_ctx: click.Context, _param: click.Parameter, value: str) -> VersionOrStep:
     if found := _VERSION.fullmatch(value):
-        return VersionOrStep(sequence=int(found[1]))
+        return VersionOrStep(int(found[1]), is_step=False)
     if found := _STEP.fullmatch(value):
-        return VersionOrStep(step=int(found[1]))
+        return VersionOrStep(int(found[1]), is_step=True)
     raise click.BadParameter(f"{value!r} is neither a version, such as v17, nor a step, such as 17")
 
 

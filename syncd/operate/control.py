@@ -10,6 +10,7 @@ import getpass
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
@@ -27,6 +28,7 @@ from syncd.storage.sessions import new_session_id
 _POLL: Final = 0.1
 
 
+@dataclass
 class Control:
     """Makes one person's requests to one job.
 
@@ -36,21 +38,13 @@ class Control:
         JobUnavailableError: syncd has served no job here.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        timeout: float,
-        clock: Clock = time.monotonic,
-        wall: Clock = time.time,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._job = job
-        self._timeout = timeout
-        self._clock = clock
-        self._wall = wall
-        self._sleep = sleep
-        self._judge = Judge(job.storage, job.lease_time(), clock=clock)
+    job: Job
+    timeout: float
+    clock: Clock = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        self._judge = Judge(self.job.storage, self.job.lease_time(), clock=self.clock)
 
     def pause(self) -> str:
         """Stop publishing and pruning until :meth:`resume` is called.
@@ -61,17 +55,16 @@ class Control:
 
         Returns a message for the user if no daemon has answered, else an empty string.
         """
-        pause = Pause(id=new_session_id(), by=_person(), time=self._wall())
-        self._job.storage.replace(
-            self._job.layout.paused, encode(pause), room=self._job.layout.drafts
-        )
+        pause = Pause(id=new_session_id(), by=_person(), time=time.time())
+        self.job.storage.replace(self.job.layout.paused, encode(pause), room=self.job.layout.drafts)
         return self._await(lambda: self._kept(pause))
 
     def resume(self) -> bool:
         """Let the daemon publish and prune again; return True if the job was paused."""
-        self._job.storage.refresh(self._job.layout.state)
-        was = self._job.storage.unlink_if_there(self._job.layout.paused)
-        self._job.storage.sync_folder(self._job.layout.state)
+        storage, layout = self.job.storage, self.job.layout
+        storage.refresh(layout.state)
+        was = storage.unlink_if_there(layout.paused)
+        storage.sync_folder(layout.state)
         return was
 
     def roll_back(self, sequence: int) -> int | str:
@@ -86,58 +79,59 @@ class Control:
         Raises:
             VersionGoneError: there is no such version, or a daemon refused the rollback.
         """
-        self._job.storage.refresh(self._job.layout.published)
-        if not self._job.storage.exists(self._job.layout.version(sequence)):
+        storage, layout = self.job.storage, self.job.layout
+        storage.refresh(layout.published)
+        if not storage.exists(layout.version(sequence)):
             raise VersionGoneError(
-                f"{self._job.layout.root} has no {version_folder(sequence)}: it was retired, or "
+                f"{layout.root} has no {version_folder(sequence)}: it was retired, or "
                 "never published; 'syncd status' lists the published versions"
             )
         request = RollbackRequest(
-            id=new_session_id(), sequence=sequence, by=_person(), time=self._wall()
+            id=new_session_id(), sequence=sequence, by=_person(), time=time.time()
         )
-        path = self._job.layout.request(request.id)
-        self._job.storage.make_folder(self._job.layout.requests, below=self._job.layout.state)
-        self._job.storage.replace(path, encode(request))
+        path = layout.request(request.id)
+        storage.make_folder(layout.requests, below=layout.state)
+        storage.replace(path, encode(request))
         unanswered = self._await(lambda: self._answer(request).outcome != "asked")
         answer = self._answer(request)
         if answer.outcome == "asked":
             told = f"{unanswered} serve version {sequence} again"
             return f"{told}. To cancel the request, remove {path}"
-        self._job.storage.unlink_if_there(path)
+        storage.unlink_if_there(path)
         if answer.made is None:
             raise VersionGoneError(f"the daemon cannot serve version {sequence}: {answer.why}")
         return answer.made
 
     def working(self) -> bool:
         """True if a daemon seems to be alive, judged by one look at its heartbeat."""
-        return self._judge.look(self._job.layout.daemon_lock) is Liveness.ALIVE
+        return self._judge.look(self.job.layout.daemon_lock) is Liveness.ALIVE
 
     def _await(self, done: Callable[[], bool]) -> str:
         """Wait for a daemon's answer; return a message for the user if none came."""
-        deadline = self._clock() + self._timeout
+        deadline = self.clock() + self.timeout
         while not done():
             if not self.working():
                 # The daemon may have answered just before it ended.
                 return "" if done() else "no daemon runs on this job now; the next daemon will"
-            if self._clock() >= deadline:
-                return f"the daemon has not answered within {self._timeout:g} s, but will"
-            self._sleep(_POLL)
+            if self.clock() >= deadline:
+                return f"the daemon has not answered within {self.timeout:g} s, but will"
+            self.sleep(_POLL)
         return ""
 
     def _kept(self, mine: Pause) -> bool:
         """True if the daemon obeys this pause, or a newer pause."""
-        report = self._job.read(DaemonReport, self._job.layout.daemon_report, SILENT)
+        report = self.job.read(DaemonReport, self.job.layout.daemon_report, SILENT)
         if report is None or report.paused is None:
             return False
         if report.paused == mine.id:
             return True
-        now = self._job.read(Pause, self._job.layout.paused, SILENT)
+        now = self.job.read(Pause, self.job.layout.paused, SILENT)
         return now is not None and now.id == report.paused
 
     def _answer(self, request: RollbackRequest) -> RollbackRequest:
-        path = self._job.layout.request(request.id)
+        path = self.job.layout.request(request.id)
         try:
-            return parse(RollbackRequest, self._job.storage.read(path), path)
+            return parse(RollbackRequest, self.job.storage.read(path), path)
         except OSError as error:
             if not is_gone(error):
                 raise

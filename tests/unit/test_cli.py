@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 
 import syncd.cli as syncd_cli
 from syncd import __version__
-from syncd.cli import cli
+from syncd.cli import cli, steer
 from syncd.daemon.config import DaemonConfig
 from syncd.operate.offline import prune_now
 from syncd.protocol import errors
@@ -77,8 +77,9 @@ def test_the_group_lists_every_command_there_is() -> None:
         for name in modules
         if name != "__init__" and hasattr(import_module(f"syncd.cli.{name}"), "command")
     }
+    steering = {name for name, one in vars(steer).items() if isinstance(one, click.Command)}
     added = {point.name for point in entry_points(group="syncd.commands")}
-    assert set(COMMANDS) == ours | added
+    assert set(COMMANDS) == ours | steering | added
 
 
 def test_the_help_says_of_a_hooks_command_what_it_says_of_itself() -> None:
