@@ -9,21 +9,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from filelock import FileLock, Timeout
 
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.records import SaveId
-from syncd.storage.job import Job
 from trainer_hooks.settings import WriteConcurrency
-from trainer_hooks.writing.notes import Notes
+from trainer_hooks.writing.rank_files import RankFiles
 
 #: Seconds between two looks for another host's files: shared storage sends no events.
 POLL: Final = 0.05
 
 
+@dataclass
 class Pace:
     """Makes a rank wait until it may write. The event ``stopped`` ends the wait.
 
@@ -32,30 +32,17 @@ class Pace:
     order, if each rank takes less than ``timeout`` seconds.
     """
 
-    def __init__(
-        self,
-        concurrency: WriteConcurrency,
-        job: Job,
-        rank: int,
-        world_size: int,
-        *,
-        timeout: float,
-        stopped: threading.Event,
-    ) -> None:
-        self._concurrency = concurrency
-        self._job = job
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout = timeout
-        self._stopped = stopped
+    concurrency: WriteConcurrency
+    timeout: float
+    stopped: threading.Event
 
     @property
     def in_turns(self) -> bool:
         """True if each rank waits for the previous rank."""
-        return self._concurrency is WriteConcurrency.ONE_AT_A_TIME
+        return self.concurrency is WriteConcurrency.ONE_AT_A_TIME
 
     @contextmanager
-    def turn(self, save_id: SaveId, receipt_of: Callable[[int], str]) -> Iterator[None]:
+    def turn(self, files: RankFiles, receipt_of: Callable[[int], str]) -> Iterator[None]:
         """Wait until this rank may write; its turn lasts until the block ends.
 
         ``receipt_of(rank)`` is the name of the receipt that ends a rank's turn.
@@ -64,29 +51,29 @@ class Pace:
             SaveFailedError: the turn did not begin in time, or the save failed before the turn.
             OSError: storage failed.
         """
-        if self._concurrency is WriteConcurrency.PER_NODE:
-            with self._alone_here(save_id):
+        if self.concurrency is WriteConcurrency.PER_NODE:
+            with self._alone_here(files):
                 yield
             return
-        if self.in_turns and self._rank > 0:
-            self._wait_for(self._rank - 1, save_id, receipt_of)
+        if self.in_turns and files.rank > 0:
+            self._wait_for(files, receipt_of)
         yield
 
     @contextmanager
-    def _alone_here(self, save_id: SaveId) -> Iterator[None]:
-        job = hashlib.sha256(os.fsencode(self._job.layout.root)).hexdigest()[:16]
+    def _alone_here(self, files: RankFiles) -> Iterator[None]:
+        job = hashlib.sha256(os.fsencode(files.job.layout.root)).hexdigest()[:16]
         # One per user: in a shared temporary folder, another user's lock could not be opened.
         lock = FileLock(Path(tempfile.gettempdir(), f"syncd-{os.geteuid()}-{job}.lock"))
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + self.timeout
         while True:
             try:
                 lock.acquire(timeout=POLL, poll_interval=POLL)
             except Timeout:
-                if self._stopped.is_set() or time.monotonic() >= until:
+                if self.stopped.is_set() or time.monotonic() >= until:
                     raise SaveFailedError(
-                        f"rank {self._rank} could not write its part of the save of step "
-                        f"{save_id.step}: another process on this host has held "
-                        f"{lock.lock_file} for {self._timeout:g} s"
+                        f"rank {files.rank} could not write its part of the save of step "
+                        f"{files.save_id.step}: another process on this host has held "
+                        f"{lock.lock_file} for {self.timeout:g} s"
                     ) from None
             else:
                 break
@@ -95,12 +82,12 @@ class Pace:
         finally:
             lock.release()
 
-    def _wait_for(self, before: int, save_id: SaveId, receipt_of: Callable[[int], str]) -> None:
-        notes = Notes(self._job, self._job.layout.actor(save_id.step))
+    def _wait_for(self, files: RankFiles, receipt_of: Callable[[int], str]) -> None:
+        before, save_id, notes = files.rank - 1, files.save_id, files.notes
         # Each rank before this one may take the timeout. So may each later rank, because it may
         # still write the weights, or the previous save, when this rank begins the other files.
-        until = time.monotonic() + self._timeout * self._world_size
-        ours = f"rank {self._rank} did not write its part of the save of step {save_id.step}"
+        until = time.monotonic() + self.timeout * files.world_size
+        ours = f"rank {files.rank} did not write its part of the save of step {save_id.step}"
         while notes.written(receipt_of(before)) != save_id:
             for other in {before, 0}:
                 if notes.failed(other) == save_id:
@@ -109,5 +96,5 @@ class Pace:
                 raise SaveFailedError(
                     f"{ours}, because rank {before} had to write first, and took too long"
                 )
-            if self._stopped.wait(POLL):
+            if self.stopped.wait(POLL):
                 raise SaveFailedError(f"{ours}, because training ended before this rank wrote")

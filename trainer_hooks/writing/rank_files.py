@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from syncd.protocol.names import (
     MANIFEST,
     RETIRED,
     SAVING,
+    TEMPORARY,
     extra_state_name,
     failure_name,
     full_receipt_name,
     is_full_receipt_name,
     is_weights_name,
+    master_name,
     optimizer_name,
     receipt_name,
     shard_name,
@@ -47,215 +50,208 @@ from trainer_hooks.writing.spool import Spool
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class RankFiles:
-    """Writes one rank's files. After an OSError, a method can be called again."""
+    """One rank's files of one save. After an OSError, a method can be called again."""
 
-    def __init__(self, job: Job, rank: int, world_size: int) -> None:
-        self._job = job
-        self._rank = rank
-        self._world_size = world_size
+    job: Job
+    rank: int
+    world_size: int
+    save_id: SaveId
 
-    def add_saving(self, save_id: SaveId) -> None:
+    def __post_init__(self) -> None:
+        step = self.save_id.step
+        self.storage = self.job.storage
+        self.folder, self.actor = self.job.layout.step(step), self.job.layout.actor(step)
+        self.notes = Notes(self.job, self.actor)
+
+    def name(self, name_of: Callable[[int, int], str]) -> str:
+        """The name of this rank's file."""
+        return name_of(self.world_size, self.rank)
+
+    def add_saving(self) -> None:
         """Create the step's folders, and ``.saving``, so that the pruner leaves the step alone."""
-        folder, actor, notes = self._places(save_id)
-        make_step_folder(self._job, save_id.step, mark=SAVING)
+        make_step_folder(self.job, self.save_id.step, mark=SAVING)
         # Level by level: with a cached handle, a client could continue in a renamed folder.
-        for made in (actor, notes.folder):
-            self._job.storage.make_folder(made, below=folder)
-        make_mark(self._job.storage, folder / SAVING)
+        for made in (self.actor, self.notes.folder):
+            self.storage.make_folder(made, below=self.folder)
+        make_mark(self.storage, self.folder / SAVING)
 
-    def remove_full_mark(self, save_id: SaveId) -> None:
+    def remove_full_mark(self) -> None:
         """Delete ``.full_checkpoint``, so that no trainer resumes from files that will be replaced.
 
         If there are no full receipts, another trainer made the mark. It is kept then, because
         Trinity deletes a step without a mark.
         """
-        folder, actor, notes = self._places(save_id)
-        if any(map(is_full_receipt_name, self._job.storage.names(notes.folder))):
-            self._job.storage.unlink_if_there(folder / FULL)
-            if self._rank == 0:
-                self._drop_hugging_face(actor / HUGGINGFACE)
+        if any(map(is_full_receipt_name, self.storage.names(self.notes.folder))):
+            self.storage.unlink_if_there(self.folder / FULL)
+            if self.rank == 0:
+                # The old full weights would look like the new checkpoint's.
+                folder = self.actor / HUGGINGFACE
+                weights = filter(is_weights_name, self.storage.names(folder))
+                self._unlink_all(folder, *weights, MANIFEST)
         # Even if the mark is gone: the process that deleted it may not have synced the folder.
-        self._job.storage.sync_folder(folder)
+        self.storage.sync_folder(self.folder)
 
-    def remove_receipts(self, save_id: SaveId) -> None:
+    def remove_receipts(self) -> None:
         """Delete this rank's receipts of the previous save."""
-        _, _, notes = self._places(save_id)
-        names = receipt_name(self._rank), full_receipt_name(self._rank), failure_name(self._rank)
-        self._unlink_all(notes.folder, *names)
-        self._job.storage.sync_folder(notes.folder)
+        self._unlink_all(self.notes.folder, receipt_name(self.rank))
+        self.remove_full_receipt()
+        self.storage.sync_folder(self.notes.folder)
 
-    def remove_full_receipt(self, save_id: SaveId) -> None:
+    def remove_full_receipt(self) -> None:
         """Delete the records of an earlier attempt to complete this save."""
-        _, _, notes = self._places(save_id)
-        self._unlink_all(notes.folder, full_receipt_name(self._rank), failure_name(self._rank))
+        names = full_receipt_name(self.rank), failure_name(self.rank)
+        self._unlink_all(self.notes.folder, *names)
 
-    def write_weights(
-        self, save_id: SaveId, contents: RankContents, nonfinite: NonFinite
-    ) -> list[ReceiptFile]:
+    def write_weights(self, contents: RankContents, nonfinite: NonFinite) -> list[ReceiptFile]:
         """Write this rank's part of the weights."""
-        _, actor, _ = self._places(save_id)
-        shard = actor / shard_name(self._world_size, self._rank)
+        shard = self.actor / self.name(shard_name)
         files: list[ReceiptFile] = []
         if contents.adapter_files:
-            adapter = actor / LORA_ADAPTER
-            files += write_model_files(self._job.storage, adapter, contents.adapter_files)
+            adapter = self.actor / LORA_ADAPTER
+            files += write_model_files(self.storage, adapter, contents.adapter_files)
         if contents.full_model is not None:
             files.append(contents.full_model.commit())
         elif contents.model is not None:
-            file = write_tensors(self._job.storage, shard, contents.model)
+            file = write_tensors(self.storage, shard, contents.model)
             files.append(file.model_copy(update={"nonfinite": nonfinite}))
         elif contents.written_by is not None:
-            files.append(shard_written_by(self._job.storage, shard, contents.written_by))
+            files.append(shard_written_by(self.storage, shard, contents.written_by))
         for file in files:
             if file.nonfinite is not None and file.nonfinite.count:
                 log.warning(
                     "rank %d: %s of step %d has %s",
-                    self._rank,
+                    self.rank,
                     file.name,
-                    save_id.step,
+                    self.save_id.step,
                     file.nonfinite,
                 )
         return files
 
-    def write_configs(self, save_id: SaveId, contents: RankContents) -> list[ReceiptFile]:
+    def write_configs(self, contents: RankContents) -> list[ReceiptFile]:
         """Write ``fsdp_config.json`` and ``huggingface/``, on rank 0."""
-        _, actor, _ = self._places(save_id)
-        config: dict[str, int] = {"world_size": self._world_size}
+        config: dict[str, int] = {"world_size": self.world_size}
         if contents.fsdp_version is not None:
             config["FSDP_version"] = contents.fsdp_version
-        write_small(self._job.storage, actor / FSDP_CONFIG, json.dumps(config).encode())
-        return write_model_files(self._job.storage, actor / HUGGINGFACE, contents.model_files)
+        write_small(self.storage, self.actor / FSDP_CONFIG, json.dumps(config).encode())
+        return write_model_files(self.storage, self.actor / HUGGINGFACE, contents.model_files)
 
-    def vouch(
-        self, save_id: SaveId, name: str, files: list[ReceiptFile], sync_dtype: str | None
-    ) -> None:
+    def vouch(self, name: str, files: list[ReceiptFile], sync_dtype: str | None) -> None:
         """Write a receipt. After an OSError, other ranks may see the receipt nevertheless."""
-        _, _, notes = self._places(save_id)
         receipt = Receipt(
-            save_id=str(save_id),
-            step=save_id.step,
-            rank=self._rank,
-            world_size=self._world_size,
+            save_id=str(self.save_id),
+            step=self.save_id.step,
+            rank=self.rank,
+            world_size=self.world_size,
             files=tuple(files),
             sync_dtype=sync_dtype,
         )
-        notes.write_receipt(name, receipt)
+        self.notes.write_receipt(name, receipt)
 
-    def is_vouched(self, save_id: SaveId, name: str) -> bool:
+    def is_vouched(self, name: str) -> bool:
         """True if other ranks see this rank's receipt, or may see it, because storage fails."""
-        _, _, notes = self._places(save_id)
         try:
-            return notes.written(name) == save_id
+            return self.notes.written(name) == self.save_id
         except OSError:
             return True
 
-    def begin_rest(self, save_id: SaveId) -> list[ReceiptFile]:
+    def begin_rest(self) -> list[ReceiptFile]:
         """Protect an announced save from the pruner; return this rank's receipt entries.
 
         Raises:
             SaveFailedError: the weights were deleted or replaced.
         """
-        folder, _, notes = self._places(save_id)
         try:
-            make_mark(self._job.storage, folder / SAVING)
-            self._job.storage.sync_folder(folder)
-            receipt = notes.receipt(receipt_name(self._rank))
+            self._mark(SAVING)
+            receipt = self.notes.receipt(receipt_name(self.rank))
         except FileNotFoundError:
             receipt = None
-        if receipt is None or receipt.save_id != str(save_id):
+        if receipt is None or receipt.save_id != str(self.save_id):
             raise SaveFailedError(
-                f"the weights of step {save_id.step} are not in {folder} any more. Save the step "
-                "again"
+                f"the weights of step {self.save_id.step} are not in {self.folder} any more. Save "
+                "the step again"
             )
         return list(receipt.files)
 
-    def write_rest(self, save_id: SaveId, contents: RankContents) -> list[ReceiptFile]:
+    def write_rest(self, contents: RankContents) -> list[ReceiptFile]:
         """Write the other files for resuming; return their entries, without ``huggingface/``."""
-        rank, world_size = self._rank, self._world_size
-        _, actor, _ = self._places(save_id)
         rest: list[ReceiptFile] = []
-        for name, part in (
-            (contents.trained_name(world_size, rank), contents.trained),
-            (optimizer_name(world_size, rank), contents.optimizer),
-            (extra_state_name(world_size, rank), contents.extra),
+        for name_of, part in (
+            (contents.trained_name, contents.trained),
+            (optimizer_name, contents.optimizer),
+            (extra_state_name, contents.extra),
         ):
             if part is not None:
-                rest.append(write_tensors(self._job.storage, actor / name, part))
+                rest.append(write_tensors(self.storage, self.actor / self.name(name_of), part))
         if contents.critic is not None:
-            rest += self._write_critic(save_id, contents.critic, contents.critic_optimizer)
-        self._write_hugging_face(save_id, contents)
+            rest += self._write_critic(contents.critic, contents.critic_optimizer)
+        self._write_hugging_face(contents)
         return rest
 
-    def add_full_mark(self, save_id: SaveId) -> None:
+    def add_full_mark(self) -> None:
         """Create ``.full_checkpoint``, so that training can resume. Delete ``.retired``."""
-        folder = self._job.layout.step(save_id.step)
         # Left by an earlier full checkpoint of this step.
-        self._job.storage.unlink_if_there(folder / RETIRED)
-        make_mark(self._job.storage, folder / FULL)
-        self._job.storage.sync_folder(folder)
+        self.storage.unlink_if_there(self.folder / RETIRED)
+        self._mark(FULL)
 
     def _write_critic(
-        self, save_id: SaveId, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None
+        self, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None
     ) -> list[ReceiptFile]:
         """Return entries whose names begin with ``critic/``."""
-        folder = self._job.layout.step(save_id.step)
-        critic = folder / CRITIC
-        self._job.storage.make_folder(critic, below=folder)
-        parts = [(shard_name(self._world_size, self._rank), model)]
+        critic = self.folder / CRITIC
+        self.storage.make_folder(critic, below=self.folder)
+        parts = [(shard_name, model)]
         if optimizer is not None:
-            parts.append((optimizer_name(self._world_size, self._rank), optimizer))
-        files = [write_tensors(self._job.storage, critic / name, state) for name, state in parts]
+            parts.append((optimizer_name, optimizer))
+        files = [
+            write_tensors(self.storage, critic / self.name(name_of), state)
+            for name_of, state in parts
+        ]
         return [file.model_copy(update={"name": f"{CRITIC}/{file.name}"}) for file in files]
 
-    def _write_hugging_face(self, save_id: SaveId, contents: RankContents) -> None:
+    def _write_hugging_face(self, contents: RankContents) -> None:
         """Write full weights for users; the daemon never publishes them."""
-        folder, actor, _ = self._places(save_id)
         if contents.hugging_face is not None:
-            self._job.storage.make_folder(actor / HUGGINGFACE, below=folder)
+            self.storage.make_folder(self.actor / HUGGINGFACE, below=self.folder)
             contents.hugging_face.commit()
         elif contents.links_hugging_face:
-            self._job.storage.make_folder(actor / HUGGINGFACE, below=folder)
-            target = actor / HUGGINGFACE / FULL_STATE_DICT
-            link_or_copy(self._job.storage, actor / FULL_STATE_DICT, target)
+            self.storage.make_folder(self.actor / HUGGINGFACE, below=self.folder)
+            target = self.actor / HUGGINGFACE / FULL_STATE_DICT
+            link_or_copy(self.storage, self.actor / FULL_STATE_DICT, target)
 
-    def _drop_hugging_face(self, folder: Path) -> None:
-        """Delete the old full weights, which would look like the new checkpoint's."""
-        weights = filter(is_weights_name, self._job.storage.names(folder))
-        self._unlink_all(folder, *weights, MANIFEST)
-
-    def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
+    def add_hugging_face(self, weights: Spool) -> None:
         """Add the full weights to a complete full checkpoint."""
-        folder, actor, _ = self._places(save_id)
-        make_mark(self._job.storage, folder / SAVING)
-        self._job.storage.sync_folder(folder)
-        self._job.storage.make_folder(actor / HUGGINGFACE, below=folder)
+        self._mark(SAVING)
+        self.storage.make_folder(self.actor / HUGGINGFACE, below=self.folder)
         weights.commit()
-        self._job.storage.unlink_if_there(folder / SAVING)
+        self.storage.unlink_if_there(self.folder / SAVING)
 
-    def are_weights_there(self, save_id: SaveId) -> bool:
+    def are_weights_there(self) -> bool:
         """True if an announced save still has the weights of all ranks; checks only file names."""
-        _, actor, notes = self._places(save_id)
-        receipt = notes.receipt(receipt_name(0))
-        if receipt is None or receipt.save_id != str(save_id):
+        receipt = self.notes.receipt(receipt_name(0))
+        if receipt is None or receipt.save_id != str(self.save_id):
             return False
-        ranks = range(self._world_size)
-        names, receipts = (
-            set(self._job.storage.names(actor)),
-            set(self._job.storage.names(notes.folder)),
-        )
-        shards = {shard_name(self._world_size, rank) for rank in ranks}
+        ranks = range(self.world_size)
+        names, receipts = map(self.storage.names, (self.actor, self.notes.folder))
         if any(file.name == ADAPTER for file in receipt.files):
-            weights_are = self._job.storage.exists(actor / ADAPTER)
+            weights_are = self.storage.exists(self.actor / ADAPTER)
         else:
-            weights_are = shards <= names or FULL_STATE_DICT in names
-        return weights_are and {receipt_name(rank) for rank in ranks} <= receipts
+            shards = {shard_name(self.world_size, rank) for rank in ranks}
+            weights_are = shards <= set(names) or FULL_STATE_DICT in names
+        return weights_are and {receipt_name(rank) for rank in ranks} <= set(receipts)
 
-    def _places(self, save_id: SaveId) -> tuple[Path, Path, Notes]:
-        step = save_id.step
-        actor = self._job.layout.actor(step)
-        return self._job.layout.step(step), actor, Notes(self._job, actor)
+    def remove_temporaries(self, *folders: Path) -> None:
+        """Delete this rank's temporary files, left by a kill."""
+        parts = (shard_name, master_name, optimizer_name, extra_state_name)
+        ours = tuple(f"{TEMPORARY}{self.name(name_of)}-" for name_of in parts)
+        for folder in folders:
+            self._unlink_all(folder, *(n for n in self.storage.names(folder) if n.startswith(ours)))
+
+    def _mark(self, name: str) -> None:
+        make_mark(self.storage, self.folder / name)
+        self.storage.sync_folder(self.folder)
 
     def _unlink_all(self, folder: Path, *names: str) -> None:
         for name in names:
-            self._job.storage.unlink_if_there(folder / name)
+            self.storage.unlink_if_there(folder / name)

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
 from syncd.protocol.errors import SaveFailedError
@@ -27,10 +28,9 @@ from syncd.storage.step_folders import make_step_folder, point
 from trainer_hooks.settings import WriteConcurrency
 from trainer_hooks.state.host_buffers import nonfinite_names
 from trainer_hooks.writing.contents import RankContents
-from trainer_hooks.writing.notes import Notes
 from trainer_hooks.writing.pace import POLL, Pace
 from trainer_hooks.writing.rank_files import RankFiles
-from trainer_hooks.writing.remains import Attempt, Remains
+from trainer_hooks.writing.remains import Attempt
 from trainer_hooks.writing.spool import Spool
 
 __all__ = ["RankContents", "RankWriter"]
@@ -44,6 +44,7 @@ def _nothing(_: SaveId) -> None:
     pass
 
 
+@dataclass
 class RankWriter:
     """Writes the saves of one rank, one after the other.
 
@@ -63,33 +64,19 @@ class RankWriter:
         pauses: seconds before each retry of an operation that storage refused for a moment.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        rank: int,
-        world_size: int,
-        *,
-        save_timeout: float,
-        concurrency: WriteConcurrency = WriteConcurrency.UNRESTRICTED,
-        weights_announced: Callable[[SaveId], None] = _nothing,
-        checkpoint_announced: Callable[[SaveId], None] = _nothing,
-        pauses: tuple[float, ...] = (0.2, 2.0),
-        stopped: threading.Event | None = None,
-    ) -> None:
-        self._job = job
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout = save_timeout
-        self._pauses = pauses
-        self._stopped = stopped or threading.Event()
-        self._weights_announced = weights_announced
-        self._checkpoint_announced = checkpoint_announced
-        self._pace = Pace(
-            concurrency, job, rank, world_size,
-            timeout=save_timeout, stopped=self._stopped,
-        )  # fmt: skip
-        self._remains = Remains(job, rank, world_size)
-        self._files = RankFiles(job, rank, world_size)
+    job: Job
+    rank: int
+    world_size: int
+    _: KW_ONLY
+    save_timeout: float
+    concurrency: WriteConcurrency = WriteConcurrency.UNRESTRICTED
+    weights_announced: Callable[[SaveId], None] = _nothing
+    checkpoint_announced: Callable[[SaveId], None] = _nothing
+    pauses: tuple[float, ...] = (0.2, 2.0)
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._pace = Pace(self.concurrency, self.save_timeout, self.stopped)
         self._last: Attempt | None = None
 
     def save(self, save_id: SaveId, contents: RankContents) -> int:
@@ -98,15 +85,12 @@ class RankWriter:
         Raises:
             SaveFailedError: the save failed, perhaps after its weights were announced.
         """
+        files = self._files(save_id)
         attempt = Attempt(
-            save_id,
+            files,
             weights_stay=contents.completes,
             rest_stays=not contents.is_full,
-            trained=(
-                None
-                if contents.trained is None
-                else contents.trained_name(self._world_size, self._rank)
-            ),
+            trained=None if contents.trained is None else files.name(contents.trained_name),
         )
         try:
             self._remove_given_up(attempt)
@@ -114,7 +98,7 @@ class RankWriter:
         except OSError as error:
             self._after_failure(attempt)
             raise SaveFailedError(
-                f"rank {self._rank} could not write the save of step {save_id.step}: {error}. "
+                f"rank {self.rank} could not write the save of step {save_id.step}: {error}. "
                 "Explorers never get this save. The previous version stays published"
             ) from error
         except BaseException:
@@ -127,10 +111,11 @@ class RankWriter:
         Raises:
             SaveFailedError: the weights could not be written; the checkpoint is still complete.
         """
+        files = self._files(save_id)
         try:
-            self.again(save_id, lambda: self._files.add_hugging_face(save_id, weights))
+            self.again(save_id, lambda: files.add_hugging_face(weights))
         except BaseException as error:
-            self._remains.unprotect(save_id.step)
+            Attempt(files).unprotect()
             if not isinstance(error, OSError):
                 raise
             raise SaveFailedError(
@@ -143,13 +128,13 @@ class RankWriter:
 
         If storage refuses the record, the other ranks wait until their timeout.
         """
-        notes = Notes(self._job, self._job.layout.actor(save_id.step))
+        files = self._files(save_id)
 
         def record() -> None:
             # There may be no folder yet. If another rank replaces the new, empty folder at this
             # moment, writing the record fails, and record() runs again.
-            make_step_folder(self._job, save_id.step)
-            notes.say_failed(self._rank, save_id)
+            make_step_folder(self.job, save_id.step)
+            files.notes.say_failed(self.rank, save_id)
 
         try:
             self.again(save_id, record)
@@ -157,21 +142,21 @@ class RankWriter:
             log.warning(
                 "rank %d has failed to save step %d, and cannot record this failure in storage: "
                 "%s. The other ranks may wait for rank %d until the save_timeout",
-                self._rank,
+                self.rank,
                 save_id.step,
                 error,
-                self._rank,
+                self.rank,
             )
-        if self._rank == 0:
-            self._remains.unprotect(save_id.step)
+        if self.rank == 0:
+            Attempt(files).unprotect()
 
     def are_weights_there(self, save_id: SaveId) -> bool:
         """True if an announced save still has the weights of all ranks."""
-        return self._files.are_weights_there(save_id)
+        return self._files(save_id).are_weights_there()
 
     def stop_waiting(self) -> None:
         """Stop waiting for other ranks; unfinished saves fail."""
-        self._stopped.set()
+        self.stopped.set()
 
     def again(self, save_id: SaveId, work: Callable[[], T]) -> T:
         """Call ``work``, and call it again a few times if storage fails for a moment.
@@ -179,79 +164,78 @@ class RankWriter:
         ``work`` must write a file again under a new temporary name, because a second fsync after a
         failed one would wrongly succeed. It must also recreate folders that the pruner deleted.
         """
-        for pause in self._pauses:
+        for pause in self.pauses:
             try:
                 return work()
             except OSError as error:
-                if error.errno not in PASSING or self._stopped.wait(0 if is_gone(error) else pause):
+                if error.errno not in PASSING or self.stopped.wait(0 if is_gone(error) else pause):
                     raise
                 log.warning("step %d: storage failed, trying again: %s", save_id.step, error)
         return work()
 
     def _save(self, attempt: Attempt, contents: RankContents) -> int:
         """Write a save in the order of the protocol: files are durable before their receipt."""
-        save_id, step, rank = attempt.save_id, attempt.save_id.step, self._rank
-        layout, files = self._job.layout, self._files
-        actor, critic = layout.actor(step), layout.step(step) / CRITIC
+        files, rank, layout = attempt.files, self.rank, self.job.layout
+        save_id, step = files.save_id, files.save_id.step
 
         def write_weights() -> list[ReceiptFile]:
-            files.add_saving(save_id)
-            files.remove_full_mark(save_id)
-            files.remove_receipts(save_id)
-            self._remains.remove_temporaries(actor, critic)
+            files.add_saving()
+            files.remove_full_mark()
+            files.remove_receipts()
+            files.remove_temporaries(files.actor, files.folder / CRITIC)
             # Reads all tensors; so do it before the turn, while no other rank waits for this one.
             nonfinite = NonFinite.of(nonfinite_names(contents.model or {}))
-            with self._pace.turn(save_id, receipt_name):
-                written = files.write_weights(save_id, contents, nonfinite)
+            with self._pace.turn(files, receipt_name):
+                written = files.write_weights(contents, nonfinite)
                 if rank == 0:
-                    written += files.write_configs(save_id, contents)
+                    written += files.write_configs(contents)
             self._write_receipt(attempt, written, contents.sync_dtype)
             return written
 
         def write_rest() -> list[ReceiptFile]:
             if contents.completes:
-                files.remove_full_receipt(save_id)
-                self._remains.remove_temporaries(actor)
-            with self._pace.turn(save_id, full_receipt_name):
-                written = files.write_rest(save_id, contents)
+                files.remove_full_receipt()
+                files.remove_temporaries(files.actor)
+            with self._pace.turn(files, full_receipt_name):
+                written = files.write_rest(contents)
             kept = weights
             if contents.trained is not None:  # training must not resume from published weights
-                published = {shard_name(self._world_size, rank), FULL_STATE_DICT}
+                published = {files.name(shard_name), FULL_STATE_DICT}
                 kept = [file for file in weights if file.name not in published]
             self._write_receipt(attempt, [*kept, *written], contents.sync_dtype, is_full=True)
             return written
 
         def announce_checkpoint() -> None:
-            files.add_full_mark(save_id)
-            point(self._job, layout.checkpoint_pointer, step)
+            files.add_full_mark()
+            point(self.job, layout.checkpoint_pointer, step)
 
         size = 0
         if contents.completes:  # the first half is done, but .saving is gone
-            weights = self.again(save_id, lambda: files.begin_rest(save_id))
+            weights = self.again(save_id, files.begin_rest)
         else:
             weights = self.again(save_id, write_weights)
             size += sum(file.size for file in weights)
             if rank == 0 and not self.again(
-                save_id, lambda: self._wait_for_all(save_id, receipt_name)
+                save_id, lambda: self._wait_for_all(files, receipt_name)
             ):
                 return size
             attempt.weights_stay = True
             if rank == 0:
-                self.again(save_id, lambda: point(self._job, layout.state_pointer, step))
-                self._weights_announced(save_id)
+                self.again(save_id, lambda: point(self.job, layout.state_pointer, step))
+                self.weights_announced(save_id)
 
         if contents.is_full:
             rest = self.again(save_id, write_rest)
             size += sum(file.size for file in rest)
             if rank == 0:
-                if not self.again(save_id, lambda: self._wait_for_all(save_id, full_receipt_name)):
+                if not self.again(save_id, lambda: self._wait_for_all(files, full_receipt_name)):
                     return size
                 attempt.rest_stays = True
                 self.again(save_id, announce_checkpoint)
-                self._checkpoint_announced(save_id)
+                self.checkpoint_announced(save_id)
 
         if rank == 0:
-            self._remove_saving(save_id)
+            self._remove_saving(files)
         return size
 
     def _write_receipt(
@@ -268,16 +252,16 @@ class RankWriter:
         SaveFailedError means that other ranks can see it, although it may not be durable. Then rank
         0 may have announced the files, so they must not be deleted or rewritten.
         """
-        save_id = attempt.save_id
-        name = full_receipt_name(self._rank) if is_full else receipt_name(self._rank)
+        rank_files, save_id = attempt.files, attempt.files.save_id
+        name = full_receipt_name(self.rank) if is_full else receipt_name(self.rank)
         try:
-            self._files.vouch(save_id, name, files, sync_dtype)
+            rank_files.vouch(name, files, sync_dtype)
         except OSError as error:
-            if self._rank == 0 or not self._files.is_vouched(save_id, name):
+            if self.rank == 0 or not rank_files.is_vouched(name):
                 raise
             log.warning("step %d: storage failed, trying again: %s", save_id.step, error)
             try:
-                self.again(save_id, lambda: self._files.vouch(save_id, name, files, sync_dtype))
+                self.again(save_id, lambda: rank_files.vouch(name, files, sync_dtype))
             except OSError as again:
                 log.warning("step %d: %s", save_id.step, again)
                 if is_full:
@@ -285,17 +269,17 @@ class RankWriter:
                 else:
                     attempt.weights_stay = True
                 raise SaveFailedError(
-                    f"rank {self._rank} has written its part of the save of step {save_id.step}, "
+                    f"rank {self.rank} has written its part of the save of step {save_id.step}, "
                     "but its receipt could not be made durable. See the storage error in the log"
                 ) from None
 
-    def _wait_for_all(self, save_id: SaveId, name_of: Callable[[int], str]) -> bool:
+    def _wait_for_all(self, files: RankFiles, name_of: Callable[[int], str]) -> bool:
         """Return False if a rank has written a newer save of this step."""
-        notes = Notes(self._job, self._job.layout.actor(save_id.step))
-        until = time.monotonic() + self._timeout
-        for rank in range(self._world_size):
+        save_id, notes = files.save_id, files.notes
+        until = time.monotonic() + self.save_timeout
+        for rank in range(self.world_size):
             if self._pace.in_turns:
-                until = time.monotonic() + self._timeout
+                until = time.monotonic() + self.save_timeout
             while (found := notes.written(name_of(rank))) != save_id:
                 if found is not None and found.is_newer_than(save_id):
                     log.info(
@@ -304,62 +288,63 @@ class RankWriter:
                         found,
                     )
                     return False
-                missing = f"rank {rank} of {self._world_size} has not written its part of the save"
+                missing = f"rank {rank} of {self.world_size} has not written its part of the save"
                 if notes.failed(rank) == save_id:
                     raise SaveFailedError(
                         f"{missing} of step {save_id.step}, because that rank failed"
                     )
                 if time.monotonic() >= until:
                     raise SaveFailedError(
-                        f"{missing} of step {save_id.step} within {self._timeout:g} s, so the "
+                        f"{missing} of step {save_id.step} within {self.save_timeout:g} s, so the "
                         f"save was not announced. See the log of rank {rank}. If it has no error, "
                         "check that all ranks make the same calls, with the same steps and the "
                         "same job directory"
                     )
                 # A poll: shared storage sends no events for another host's files.
-                if self._stopped.wait(POLL):
+                if self.stopped.wait(POLL):
                     raise SaveFailedError(f"{missing} of step {save_id.step} before training ended")
         return True
 
-    def _remove_saving(self, save_id: SaveId) -> None:
-        saving = self._job.layout.step(save_id.step) / SAVING
+    def _remove_saving(self, files: RankFiles) -> None:
+        saving = files.folder / SAVING
         try:
-            self.again(save_id, lambda: self._job.storage.unlink_if_there(saving))
+            self.again(files.save_id, lambda: files.storage.unlink_if_there(saving))
         except OSError as error:
             # The save is complete and announced: an error would make the caller write it again.
             log.warning("cannot remove %s, so the step is not pruned: %s", saving, error)
 
     def _after_failure(self, attempt: Attempt) -> None:
-        if self._rank == 0 and attempt.weights_stay and attempt.rest_stays:
+        if self.rank == 0 and attempt.weights_stay and attempt.rest_stays:
             # All files are complete, and pointers may name them; only a later operation failed.
-            self._remains.unprotect(attempt.save_id.step)
+            attempt.unprotect()
         else:
-            self._give_up(attempt)
-
-    def _give_up(self, attempt: Attempt) -> None:
-        self._remains.discard(attempt)
-        self.say_failed(attempt.save_id)
+            attempt.discard()
+            self.say_failed(attempt.files.save_id)
 
     def _remove_given_up(self, attempt: Attempt) -> None:
         """Delete this rank's previous save, if rank 0 gave that save up."""
         last, self._last = self._last, attempt
-        if last is None or last.save_id == attempt.save_id or self._rank == 0:
+        save_id = attempt.files.save_id
+        if last is None or last.files.save_id == save_id or self.rank == 0:
             return
-        notes = Notes(self._job, self._job.layout.actor(last.save_id.step))
+        failed, notes = last.files.save_id, last.files.notes
         try:
-            if notes.failed(0) != last.save_id:
+            if notes.failed(0) != failed:
                 return
             # Without an announcement, rank 0 deletes its receipt before it records the failure.
-            last.weights_stay = notes.written(receipt_name(0)) == last.save_id
+            last.weights_stay = notes.written(receipt_name(0)) == failed
         except OSError as error:
             log.warning(
                 "cannot check whether the save of step %d has failed, so rank %d does not delete "
                 "its files of that save: %s",
-                last.save_id.step,
-                self._rank,
+                failed.step,
+                self.rank,
                 error,
             )
             return
-        self._remains.discard(last)
-        if last.save_id.step != attempt.save_id.step:
-            self._remains.unprotect(last.save_id.step)
+        last.discard()
+        if failed.step != save_id.step:
+            last.unprotect()
+
+    def _files(self, save_id: SaveId) -> RankFiles:
+        return RankFiles(self.job, self.rank, self.world_size, save_id)
