@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -209,6 +210,7 @@ class Sent(NamedTuple):
     nonfinite: NonFinite
 
 
+@dataclass
 class WeightSender:
     """Sends a model to the weight group, with the tensors and names of a published version.
 
@@ -218,18 +220,12 @@ class WeightSender:
     copy of its part. By default, receivers check digests only if the group is on the CPU.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        bucket_bytes: int = BUCKET,
-        digests: bool | None = None,
-        cast: Cast | None = None,
-    ) -> None:
-        self._model = model
-        self._bucket_bytes = bucket_bytes
-        self._digests = digests
-        self._cast: Cast | None = cast
+    model: nn.Module
+    bucket_bytes: int = BUCKET
+    digests: bool | None = None
+    cast: Cast | None = None
+
+    def __post_init__(self) -> None:
         self._buffers = Buffers()
 
     @torch.no_grad()
@@ -244,9 +240,9 @@ class WeightSender:
         """
         begun = time.monotonic()
         ranks = Ranks()
-        state = tensors_of(sharded_state_dict(self._model))
-        tied = ties_embeddings(unwrapped(self._model))
-        plan = agree_on_plan(state, ranks.rank, tied=tied, cast=self._cast)
+        state = tensors_of(sharded_state_dict(self.model))
+        tied = ties_embeddings(unwrapped(self.model))
+        plan = agree_on_plan(state, ranks.rank, tied=tied, cast=self.cast)
         # Small tensors are packed together, so they come last, without large ones between them.
         tensors = sorted(plan.tensors, key=lambda tensor: -tensor.length)
         outgoing = None
@@ -255,7 +251,7 @@ class WeightSender:
             outgoing.greet()
         # Tensors that no receiver takes need not be gathered.
         if ranks.gathered(outgoing is not None and outgoing.error is None)[0]:
-            _gather(state, tensors, ranks.rank, outgoing, self._cast)
+            _gather(state, tensors, ranks.rank, outgoing, self.cast)
         if outgoing is not None:
             try:
                 outgoing.end()
@@ -272,11 +268,11 @@ class WeightSender:
         self._buffers.close()
 
     def _outgoing(self, group: WeightGroup, tensors: Sequence[PlannedTensor]) -> Outgoing:
-        has_digests = self._digests
+        has_digests = self.digests
         if has_digests is None:
             has_digests = group.device.type == "cpu"
         return Outgoing(
-            group, tensors, self._buffers, bucket_bytes=self._bucket_bytes, has_digests=has_digests
+            group, tensors, self._buffers, bucket_bytes=self.bucket_bytes, has_digests=has_digests
         )
 
 

@@ -349,9 +349,8 @@ class TrainerHook:
         written = self._queue.thread.take_written()
         if written is not None:
             metrics["sync/bytes"] = float(written)
-        announced = self._progress.announced_step
-        if announced is not None:
-            metrics["sync/announced_step"] = float(announced)
+        if (announced := self._progress.announced) is not None:
+            metrics["sync/announced_step"] = float(announced.step)
         if self._fast_path is not None and self._job.explorers is not None:
             metrics["sync/broadcasts"] = float(self._fast_path.broadcasts)
             metrics["sync/broadcast_failures"] = float(self._fast_path.failures)

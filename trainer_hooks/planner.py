@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from syncd.protocol.policy import SyncSettings, SyncStyle, trainer_decision
@@ -31,6 +32,7 @@ class Begun(NamedTuple):
     hugging_face: SaveId | None = None
 
 
+@dataclass
 class Planner:
     """Decides what to save. Rank 0 decides for all ranks if ranks could decide differently.
 
@@ -53,36 +55,23 @@ class Planner:
             not count.
     """
 
-    def __init__(
-        self,
-        decisions: Decisions,
-        settings: SyncSettings,
-        saving: SaveSettings,
-        *,
-        run_id: str,
-        one_save: bool,
-        explorers: Explorers | None,
-        fast_path: TrainerBroadcasts | None,
-        thread: SaveThread,
-        progress: Progress,
-        are_weights_there: Callable[[SaveId], bool],
-        patience: float,
-    ) -> None:
+    decisions: Decisions
+    settings: SyncSettings
+    saving: SaveSettings
+    run_id: str
+    one_save: bool
+    explorers: Explorers | None
+    fast_path: TrainerBroadcasts | None
+    thread: SaveThread
+    progress: Progress
+    are_weights_there: Callable[[SaveId], bool]
+    patience: float
+
+    def __post_init__(self) -> None:
         self.synced: SaveId | None = None
         self.last_sync: SaveId | None = None
         self.skipped = 0
         self._skipped_at: int | None = None
-        self._decisions = decisions
-        self._settings = settings
-        self._saving = saving
-        self._run_id = run_id
-        self._one_save = one_save
-        self._explorers = explorers
-        self._fast_path = fast_path
-        self._thread = thread
-        self._progress = progress
-        self._are_weights_there = are_weights_there
-        self._patience = patience
         self._full: SaveId | None = None
         self._hugging_face: SaveId | None = None
         self._owed = Plan.NOTHING
@@ -92,11 +81,11 @@ class Planner:
 
     def by_policy(self, step: int | None, *, waiting: bool) -> Plan:
         """Plan the saves that are due. ``step`` is None before the first step."""
-        driven = self._settings.style is SyncStyle.EXPLORER_DRIVEN
+        driven = self.settings.style is SyncStyle.EXPLORER_DRIVEN
         due = Plan.NOTHING if step is None else self._due(step, waiting=waiting)
         if not (driven or due or (waiting and self._may_leave_some_behind)):
             return Plan.NOTHING
-        return self._decisions.agree(lambda: self._decide(step, due, waiting=waiting), step=step)
+        return self.decisions.agree(lambda: self._decide(step, due, waiting=waiting), step=step)
 
     def wait_for_explorers(self) -> None:
         """Wait while the slowest explorer lags too far.
@@ -106,29 +95,29 @@ class Planner:
         """
 
         def wait() -> Plan:
-            if self._explorers is not None:
-                self._explorers.wait_for_slowest()
+            if self.explorers is not None:
+                self.explorers.wait_for_slowest()
             return Plan.NOTHING
 
-        self._decisions.agree(wait)
+        self.decisions.agree(wait)
 
     def sync(self, step: int) -> Plan:
         """Plan to sync a step now."""
-        return self._decisions.agree(lambda: self._for_sync(step), step=step)
+        return self.decisions.agree(lambda: self._for_sync(step), step=step)
 
     def checkpoint(self, step: int, *, with_hf: bool) -> Plan:
         """Plan to make a step a full checkpoint."""
-        return self._decisions.agree(lambda: self._for_checkpoint(step, with_hf=with_hf), step=step)
+        return self.decisions.agree(lambda: self._for_checkpoint(step, with_hf=with_hf), step=step)
 
     def at_close(self, step: int | None) -> Plan:
         """Plan the last save; ``NOTHING`` if a rank does not call this in time. Collective."""
-        if step is None or not (self._saving.final or self._ends_with_full):
+        if step is None or not (self.saving.final or self._ends_with_full):
             return Plan.NOTHING
-        why_not = self._decisions.meet(
-            self._run_id, timeout=self._settings.save_timeout, act="call close()"
+        why_not = self.decisions.meet(
+            self.run_id, timeout=self.settings.save_timeout, act="call close()"
         )
         if why_not is None:
-            return self._decisions.agree(lambda: self._for_close(step), step=step)
+            return self.decisions.agree(lambda: self._for_close(step), step=step)
         log.warning(
             "close() does not save step %d, because %s. Saves announced earlier are unaffected",
             step,
@@ -138,16 +127,16 @@ class Planner:
 
     def wait_until_told(self) -> None:
         """Wait until all plans are sent."""
-        self._decisions.wait_until_sent(self._settings.save_timeout)
+        self.decisions.wait_until_sent(self.settings.save_timeout)
 
     def stays_away(self) -> None:
         """Tell the other ranks not to wait for this rank in :meth:`at_close`."""
-        self._decisions.call_off(self._run_id, "has ended with an error")
+        self.decisions.call_off(self.run_id, "has ended with an error")
 
     def begin(self, plan: Plan, step: int) -> Begun:
         """Record that a plan is being carried out, and return the saves to make."""
         last = self._last_sync_step
-        due = trainer_decision(self._settings, step=step, last_sync_step=last)
+        due = trainer_decision(self.settings, step=step, last_sync_step=last)
         is_new, before = self._skipped_at != step, self._owed
         for done, skipped, is_due in (
             (Plan.SYNC, Plan.SYNC_SKIPPED, due.sync),
@@ -160,13 +149,13 @@ class Planner:
                 self._owed |= done
                 self._skipped_at = step
         sync = full = None
-        if plan & Plan.SYNC and not (plan & Plan.FULL and self._one_save):
+        if plan & Plan.SYNC and not (plan & Plan.FULL and self.one_save):
             sync = self._goes_to_explorers(self._next_id(step))
         if plan & Plan.FULL:
             reuses = plan & (Plan.COMPLETE | Plan.AGAIN)
             full = self.synced if reuses and self.synced is not None else self._next_id(step)
             self._full = full
-            if self._one_save:
+            if self.one_save:
                 self._goes_to_explorers(full)
         if plan & Plan.HUGGING_FACE:
             self._hugging_face = self._full
@@ -179,7 +168,7 @@ class Planner:
 
     def after_broadcast(self, plan: Plan, sent: SaveId, *, arrived: bool) -> Plan:
         """Return a plan's remaining actions; only rank 0's ``arrived`` counts."""
-        word = self._decisions.agree(lambda: self._after_broadcast(plan, sent.step, arrived))
+        word = self.decisions.agree(lambda: self._after_broadcast(plan, sent.step, arrived))
         if word & Plan.BROADCAST:
             self.last_sync = sent
             self._owed &= ~Plan.SYNC
@@ -187,7 +176,7 @@ class Planner:
 
     def _due(self, step: int, *, waiting: bool) -> Plan:
         last = self._last_sync_step
-        by_step = trainer_decision(self._settings, step=step, last_sync_step=last, waiting=waiting)
+        by_step = trainer_decision(self.settings, step=step, last_sync_step=last, waiting=waiting)
         due = Plan.NOTHING
         if by_step.sync or (self._owed & Plan.SYNC and step != last):
             due |= Plan.SYNC
@@ -198,11 +187,11 @@ class Planner:
 
     @property
     def _ends_with_full(self) -> bool:
-        return bool(self._settings.save_interval) or self._saving.save_as_hf is SaveAsHf.LAST
+        return bool(self.settings.save_interval) or self.saving.save_as_hf is SaveAsHf.LAST
 
     @property
     def _may_leave_some_behind(self) -> bool:
-        return self._fast_path is not None and self._settings.max_staleness is not None
+        return self.fast_path is not None and self.settings.max_staleness is not None
 
     @property
     def _last_sync_step(self) -> int | None:
@@ -210,8 +199,8 @@ class Planner:
 
     def _goes_to_explorers(self, save_id: SaveId) -> SaveId:
         self.synced = self.last_sync = save_id
-        if self._fast_path is not None:
-            self._fast_path.cadence.saved(save_id.step)
+        if self.fast_path is not None:
+            self.fast_path.cadence.saved(save_id.step)
         return save_id
 
     def _next_id(self, step: int) -> SaveId:
@@ -225,7 +214,7 @@ class Planner:
         return save_id
 
     def _coming_id(self, step: int) -> SaveId:
-        return SaveId(self._run_id, step, self._counter)
+        return SaveId(self.run_id, step, self._counter)
 
     # -- on rank 0 ---------------------------------------------------------------------------------
 
@@ -234,16 +223,16 @@ class Planner:
             due |= Plan.SYNC
         if step is None:
             return Plan.NOTHING
-        busy = bool(self._thread.under_way)
+        busy = bool(self.thread.under_way)
         plan = Plan.NOTHING
         if due & Plan.FULL:
-            if busy and self._saving.when_busy_full is WhenBusy.SKIP:
+            if busy and self.saving.when_busy_full is WhenBusy.SKIP:
                 plan |= Plan.FULL_SKIPPED
             else:
-                with_hf = self._saving.save_as_hf is SaveAsHf.ALWAYS
+                with_hf = self.saving.save_as_hf is SaveAsHf.ALWAYS
                 plan |= self._for_checkpoint(step, with_hf=with_hf)
         if due & Plan.SYNC:
-            plan |= self._how_to_sync(step, is_saved=bool(plan & Plan.FULL and self._one_save))
+            plan |= self._how_to_sync(step, is_saved=bool(plan & Plan.FULL and self.one_save))
         elif waiting and not busy and self._is_missed():
             plan |= Plan.SYNC
         return plan
@@ -256,19 +245,19 @@ class Planner:
         sent = self.last_sync
         return (
             self._may_leave_some_behind
-            and self._explorers is not None
+            and self.explorers is not None
             and sent is not None
             and sent != self.synced
-            and self._explorers.has_missed(sent)
+            and self.explorers.has_missed(sent)
         )
 
     def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:
         """Choose a broadcast, files or nothing."""
-        if self._fast_path is None:
+        if self.fast_path is None:
             return self._by_files(is_saved=is_saved)
-        if self._fast_path.has_arrived(self.last_sync, step):
+        if self.fast_path.has_arrived(self.last_sync, step):
             return self._nothing_new()
-        way = self._fast_path.open(step, self._coming_id(step))
+        way = self.fast_path.open(step, self._coming_id(step))
         if way is Way.BROADCAST:
             return Plan.BROADCAST
         if way is Way.NOT_AT_ALL:
@@ -278,21 +267,21 @@ class Planner:
         return self._by_files(is_saved=is_saved or way is Way.FALLBACK)
 
     def _nothing_new(self) -> Plan:
-        if self._explorers is not None:
-            self._explorers.say_nothing_new()
+        if self.explorers is not None:
+            self.explorers.say_nothing_new()
         return Plan.NOTHING
 
     def _by_files(self, *, is_saved: bool) -> Plan:
-        busy = bool(self._thread.under_way)
-        if busy and self._saving.when_busy_sync is WhenBusy.SKIP and not is_saved:
+        busy = bool(self.thread.under_way)
+        if busy and self.saving.when_busy_sync is WhenBusy.SKIP and not is_saved:
             return Plan.SYNC_SKIPPED
         return Plan.SYNC
 
     def _for_sync(self, step: int) -> Plan:
         if self._is_begun(self.last_sync, step):
             return Plan.NOTHING
-        if self._fast_path is not None:
-            way = self._fast_path.open(step, self._coming_id(step))
+        if self.fast_path is not None:
+            way = self.fast_path.open(step, self._coming_id(step))
             if way is Way.BROADCAST:
                 return Plan.BROADCAST
         return Plan.SYNC
@@ -300,11 +289,11 @@ class Planner:
     def _after_broadcast(self, plan: Plan, step: int, arrived: bool) -> Plan:
         """Decide whether to save a broadcast step as files, too."""
         is_saved = self._is_begun(self.synced, step)
-        fast_path = self._fast_path
+        fast_path = self.fast_path
         if not arrived or fast_path is None:
             # Not skipped if the writer is busy, because explorers were told that files come.
             return Plan.NOTHING if is_saved else Plan.SYNC
-        lost = self.synced is not None and self._progress.has_failed(self.synced)
+        lost = self.synced in self.progress.failed
         if plan & Plan.FULL or is_saved or not (fast_path.cadence.is_save_due or lost):
             fast_path.cadence.passed(step)
             return Plan.BROADCAST
@@ -313,15 +302,15 @@ class Planner:
         return Plan.BROADCAST | (by_files & Plan.SYNC)
 
     def _explorers_want(self, step: int | None, *, waiting: bool) -> bool:
-        if self._settings.style is not SyncStyle.EXPLORER_DRIVEN or self._explorers is None:
+        if self.settings.style is not SyncStyle.EXPLORER_DRIVEN or self.explorers is None:
             return False
         if self._is_on_its_way(self.synced):
             return False  # that save will answer all requests
         last = self._last_sync_step
-        if self.synced is not None and self._progress.has_failed(self.synced):
+        if self.synced in self.progress.failed:
             last = None  # no explorer got that save
-        decision = self._explorers.decide(
-            self._settings, step=step or 0, last_sync_step=last, waiting=waiting
+        decision = self.explorers.decide(
+            self.settings, step=step or 0, last_sync_step=last, waiting=waiting
         )
         return decision.sync
 
@@ -330,34 +319,31 @@ class Planner:
         full = self._full
         if full is not None and self._is_begun(full, step):
             lacks_it = not self._is_begun(self._hugging_face, step)
-            if not with_hf or not (lacks_it or self._progress.lacks_hugging_face(full)):
+            if not with_hf or not (lacks_it or full in self.progress.without_hugging_face):
                 return Plan.NOTHING
-            self._thread.wait(most=0, timeout=self._patience)
-            if self._progress.is_checkpoint(full):
+            self.thread.wait(most=0, timeout=self.patience)
+            if self.progress.checkpoint == full:
                 return hugging_face
         plan = Plan.FULL | hugging_face
         synced = self.synced
-        if synced is not None and self._one_save and self._is_begun(synced, step):
-            self._thread.wait(most=0, timeout=self._patience)
-            if self._progress.is_announced(synced) and not self._progress.has_failed(synced):
-                plan |= Plan.COMPLETE if self._are_weights_there(synced) else Plan.AGAIN
+        if synced is not None and self.one_save and self._is_begun(synced, step):
+            self.thread.wait(most=0, timeout=self.patience)
+            if self.progress.announced == synced and synced not in self.progress.failed:
+                plan |= Plan.COMPLETE if self.are_weights_there(synced) else Plan.AGAIN
         return plan
 
     def _for_close(self, step: int) -> Plan:
         plan = Plan.NOTHING
         if self._ends_with_full:
-            with_hf = self._saving.save_as_hf is not SaveAsHf.NEVER
+            with_hf = self.saving.save_as_hf is not SaveAsHf.NEVER
             plan |= self._for_checkpoint(step, with_hf=with_hf)
-        if self._saving.final and not self._is_begun(self.synced, step):
+        if self.saving.final and not self._is_begun(self.synced, step):
             plan |= Plan.SYNC
         return plan
 
     def _is_begun(self, save_id: SaveId | None, step: int) -> bool:
-        return (
-            save_id is not None and save_id.step == step and not self._progress.has_failed(save_id)
-        )
+        return save_id is not None and save_id.step == step and save_id not in self.progress.failed
 
     def _is_on_its_way(self, save_id: SaveId | None) -> bool:
-        return save_id is not None and not (
-            self._progress.has_failed(save_id) or self._progress.is_announced(save_id)
-        )
+        failed, announced = self.progress.failed, self.progress.announced
+        return save_id is not None and save_id not in failed and save_id != announced

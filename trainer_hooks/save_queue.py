@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from syncd.protocol.errors import SaveFailedError
@@ -32,6 +33,7 @@ def patience_of(settings: SyncSettings, saving: SaveSettings, world_size: int) -
     return min(_PATIENCE * settings.save_timeout * turns, _FOREVER)
 
 
+@dataclass
 class SaveQueue:
     """Holds at most two saves, each in its own memory, and writes them in the background.
 
@@ -42,19 +44,18 @@ class SaveQueue:
         begin_save: called with the step, in the writing thread, before the first byte is written.
     """
 
-    def __init__(
-        self, *, patience: float, progress: Progress, begin_save: Callable[[int], None]
-    ) -> None:
+    patience: float
+    progress: Progress
+    begin_save: Callable[[int], None]
+
+    def __post_init__(self) -> None:
         self.thread = SaveThread()
-        self._patience = patience
-        self._progress = progress
-        self._begin_save = begin_save
         # The set used last comes first, so that the second set is filled only when both are needed.
         self._buffers = deque(HostBuffers() for _ in range(LIMIT))
 
     def has_room(self) -> bool:
         """Wait until at most one save is unfinished; return False if that takes too long."""
-        return self.thread.wait(most=LIMIT - 1, timeout=self._patience)
+        return self.thread.wait(most=LIMIT - 1, timeout=self.patience)
 
     def buffers(self) -> HostBuffers:
         """Return free buffers for a copy; :meth:`has_room` must have returned True."""
@@ -73,13 +74,13 @@ class SaveQueue:
             try:
                 try:
                     # Otherwise the pruner could delete a step that a resumed trainer writes again.
-                    writer.again(save_id, lambda: self._begin_save(save_id.step))
+                    writer.again(save_id, lambda: self.begin_save(save_id.step))
                 except BaseException:
                     writer.say_failed(save_id)
                     raise
                 return writer.save(save_id, contents)
             except BaseException:
-                self._progress.failed(save_id)
+                self.progress.failed.add(save_id)
                 raise
             finally:
                 contents.close()
@@ -92,7 +93,7 @@ class SaveQueue:
         self, writer: RankWriter, save_id: SaveId, buffers: HostBuffers | None = None
     ) -> None:
         """Tell the other ranks that this rank will not write its part."""
-        self._progress.failed(save_id)
+        self.progress.failed.add(save_id)
         if buffers is not None:
             self._buffers.append(buffers)
         self.thread.submit(save_id.step, lambda: writer.say_failed(save_id))
@@ -103,7 +104,7 @@ class SaveQueue:
         # An earlier save may have ended by now, while the ranks gathered this one.
         why = _being_written(before) if before else "two saves were unfinished"
         self.thread.fail(
-            SaveFailedError(f"{what} is not saved, because {why} after {self._patience:g} s")
+            SaveFailedError(f"{what} is not saved, because {why} after {self.patience:g} s")
         )
 
     def wait(self) -> None:
@@ -112,7 +113,7 @@ class SaveQueue:
         Raises:
             SaveFailedError: a save has not ended after twice the patience.
         """
-        timeout = LIMIT * self._patience
+        timeout = LIMIT * self.patience
         if not self.thread.wait(most=0, timeout=timeout):
             now = _being_written(self.thread.under_way)
             raise SaveFailedError(f"{now} after {timeout:g} s; syncd goes on writing")
@@ -129,7 +130,7 @@ class SaveQueue:
         ``stop_waiting`` must end the waits for other ranks. It is called if the saves take too
         long.
         """
-        left = self.thread.close(timeout=self._patience)
+        left = self.thread.close(timeout=self.patience)
         if left:
             stop_waiting()
             self.thread.close(timeout=_LAST)
@@ -139,7 +140,7 @@ class SaveQueue:
         if left:
             errors.append(
                 SaveFailedError(
-                    f"{_being_written(left)} after {self._patience:g} s, so syncd cancelled the "
+                    f"{_being_written(left)} after {self.patience:g} s, so syncd cancelled the "
                     "writing. Saves announced earlier are unaffected"
                 )
             )

@@ -20,7 +20,7 @@ from trainer_hooks.progress import Progress
 from trainer_hooks.save_queue import SaveQueue
 from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
 from trainer_hooks.state.full_checkpoint import BASE_MODEL, Stateful, extra_state, optimizer_state
-from trainer_hooks.state.full_file import FullStateStream, OneFile, ties_embeddings
+from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
@@ -58,21 +58,21 @@ class Trained:
     base_vocabulary: int | None = None
 
 
+@dataclass
 class Saver:
     """Copies the contents of saves, and queues them for the writing thread.
 
     At most two copies of this rank's part of the model exist.
     """
 
-    def __init__(
-        self, trained: Trained, *, rank: int, queue: SaveQueue, progress: Progress
-    ) -> None:
-        self._trained = trained
-        self._rank = rank
-        self._queue = queue
-        self._progress = progress
+    trained: Trained
+    rank: int
+    queue: SaveQueue
+    progress: Progress
+
+    def __post_init__(self) -> None:
         self._said_merged = False
-        self._hub_names = HubNames(trained.model)
+        self._hub_names = HubNames(self.trained.model)
         # Reused like the other buffers, because allocating takes longer than copying.
         self._masters: deque[HostBuffers] = deque(maxlen=1)
 
@@ -84,7 +84,7 @@ class Saver:
             InvalidSettingsError: a value in the state could not be loaded again.
             CheckpointError: the model is quantized, so ``sync_dtype`` cannot cast it.
         """
-        queue, writer = self._queue, place.writer
+        queue, writer = self.queue, place.writer
         if writer is None:  # only rank 0 writes there, but all ranks gather
             self._contents(place, save_id.step, plan, None).close()
             return
@@ -109,15 +109,15 @@ class Saver:
             SaveFailedError: the ranks could not gather the weights.
         """
         folder = place.job.layout.actor(save_id.step) / HUGGINGFACE
-        self._progress.adds_hugging_face(save_id)
+        self.progress.without_hugging_face.discard(save_id)
         try:
             with ExitStack() as stack:
-                state = sharded_state_dict(self._trained.model)
-                peft = self._peft(state) if adapters_of(self._trained.model) else None
+                state = sharded_state_dict(self.trained.model)
+                peft = self._peft(state) if adapters_of(self.trained.model) else None
                 spool = self._gathered(place, folder, self._full(state, peft), stack)
                 stack.pop_all()
         except BaseException:
-            self._progress.hugging_face_failed(save_id)
+            self.progress.without_hugging_face.add(save_id)
             raise
         writer = place.writer
         if spool is None or writer is None:
@@ -127,17 +127,17 @@ class Saver:
             try:
                 writer.add_hugging_face(save_id, spool)
             except BaseException:
-                self._progress.hugging_face_failed(save_id)
+                self.progress.without_hugging_face.add(save_id)
                 raise
             finally:
                 spool.close()
 
-        self._queue.thread.submit(save_id.step, work)
+        self.queue.thread.submit(save_id.step, work)
 
     def _contents(
         self, place: SaveFolder, step: int, plan: Plan, buffers: HostBuffers | None
     ) -> RankContents:
-        trained, actor = self._trained, place.job.layout.actor(step)
+        trained, actor = self.trained, place.job.layout.actor(step)
         completes, is_full = bool(plan & Plan.COMPLETE), bool(plan & Plan.FULL)
         is_peft = bool(adapters_of(trained.model))
         sharded = place.weights is SaveLayout.SHARDED and not is_peft
@@ -161,7 +161,7 @@ class Saver:
         with ExitStack() as stack:
             if not (completes or sharded):
                 if peft is not None and is_adapter:
-                    weights = OneFile(peft.adapter(), name=ADAPTER, cast=cast)
+                    weights = FullStateStream(peft.adapter(), self.rank, name=ADAPTER, cast=cast)
                 else:
                     weights = self._full(state, peft, cast)
                 full_model = self._gathered(place, actor, weights, stack)
@@ -182,9 +182,9 @@ class Saver:
                     rest["extra"] |= {} if name is None else {BASE_MODEL: name}
             stack.pop_all()
         name_map: tuple[Callable[[Path], object], ...] = ()
-        if self._rank == 0 and not (completes or is_adapter):
+        if self.rank == 0 and not (completes or is_adapter):
             name_map = self._name_map(state, peft)
-        writes_config = peft is not None and is_adapter and self._rank == 0
+        writes_config = peft is not None and is_adapter and self.rank == 0
         return RankContents(
             model=model,
             model_files=trained.model_files + name_map,
@@ -193,7 +193,7 @@ class Saver:
             full_model=full_model,
             adapter_files=(peft.config_writer(),) if peft and writes_config else (),
             hugging_face=in_hugging_face,
-            links_hugging_face=hugging_face and is_linked and self._rank == 0,
+            links_hugging_face=hugging_face and is_linked and self.rank == 0,
             sync_dtype=cast,
             completes=completes,
             **rest,
@@ -207,7 +207,7 @@ class Saver:
         return self._hub_names.writers(peft.merged()[0], peft.base_model)
 
     def _peft(self, state: Mapping[str, Any]) -> PeftState:
-        trained = self._trained
+        trained = self.trained
         # A parameter that was trained earlier and is frozen now still has a state.
         states = trained.optimizer.state if isinstance(trained.optimizer, Optimizer) else {}
         return PeftState(
@@ -218,24 +218,24 @@ class Saver:
         )
 
     def _publishes_adapter(self, peft: PeftState) -> bool:
-        published = peft.published_as(self._trained.lora)
-        if published is not self._trained.lora and published is SaveLora.MERGED:
-            if self._rank == 0 and not self._said_merged:
+        published = peft.published_as(self.trained.lora)
+        if published is not self.trained.lora and published is SaveLora.MERGED:
+            if self.rank == 0 and not self._said_merged:
                 log.warning("merging adapters into the weights, because %s", peft.not_an_adapter)
             self._said_merged = True
         return published is SaveLora.ADAPTER
 
     def _full(
         self, state: Mapping[str, Any], peft: PeftState | None, cast: SyncDtype | None = None
-    ) -> OneFile:
-        tied = ties_embeddings(unwrapped(self._trained.model))
+    ) -> FullStateStream:
+        tied = ties_embeddings(unwrapped(self.trained.model))
         if peft is None:
-            return OneFile(state, tied=tied, cast=cast)
+            return FullStateStream(state, self.rank, tied=tied, cast=cast)
         merged, derived = peft.merged()
-        return OneFile(merged, derived, tied=tied, cast=cast)
+        return FullStateStream(merged, self.rank, derived=derived, tied=tied, cast=cast)
 
     def _rest(self) -> dict[str, Any]:
-        trained = self._trained
+        trained = self.trained
         rest: dict[str, Any] = {}
         if trained.optimizer is not None:
             rest["optimizer"] = host_copy(optimizer_state(trained.model, trained.optimizer))
@@ -250,22 +250,13 @@ class Saver:
         return rest | {"extra": host_copy(extra)}
 
     def _gathered(
-        self, place: SaveFolder, folder: Path, weights: OneFile, stack: ExitStack
+        self, place: SaveFolder, folder: Path, stream: FullStateStream, stack: ExitStack
     ) -> Spool | None:
         """Gather weights into a file on rank 0, which ``stack`` closes. Collective."""
-        stream = FullStateStream(
-            weights.state,
-            rank=self._rank,
-            tied=weights.tied,
-            derived=weights.derived,
-            name=weights.name,
-            cast=weights.cast,
-        )
         spool = None
-        if self._rank == 0 and place.writer is not None:
-            size = full_bytes(weights.state, weights.cast)
-            path = folder / weights.name
-            spool = Spool(place.job, path, stream, size=size)
+        if self.rank == 0 and place.writer is not None:
+            size = full_bytes(stream.state, stream.cast)
+            spool = Spool(place.job, folder / stream.name, stream, size=size)
             stack.callback(spool.close)
         stream.gather()
         return spool

@@ -176,10 +176,10 @@ class TrainerJob:
         if self.explorers is not None:
             self.explorers.weights_announced(save_id.step)
         # Done last: otherwise explorers that wait for this save could be told that none comes.
-        self._progress.announced(save_id)
+        self._progress.announced = save_id
 
     def _checkpoint_announced(self, save_id: SaveId) -> None:
-        self._progress.checkpointed(save_id)
+        self._progress.checkpoint = save_id
         try:
             retire_old(
                 self.place.job,

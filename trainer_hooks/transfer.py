@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -43,29 +44,25 @@ class _Sending(NamedTuple):
     broadcasting: Broadcasting
 
 
+@dataclass
 class Outgoing:
     """Rank 0's side of one transfer. An error is kept until :meth:`end` raises it.
 
     ``tensors`` are in the order of the :meth:`put` calls.
     """
 
-    def __init__(
-        self,
-        group: WeightGroup,
-        tensors: Sequence[PlannedTensor],
-        buffers: Buffers,
-        *,
-        bucket_bytes: int,
-        has_digests: bool,
-    ) -> None:
-        self._group = group
-        self._tensors = tensors
-        self._meta = WeightMeta.of(tensors)
-        self._header = Header.of(self._meta, bucket_bytes, has_digests=has_digests)
+    group: WeightGroup
+    tensors: Sequence[PlannedTensor]
+    buffers: Buffers
+    bucket_bytes: int
+    has_digests: bool
+
+    def __post_init__(self) -> None:
+        self._meta = WeightMeta.of(self.tensors)
+        self._header = Header.of(self._meta, self.bucket_bytes, has_digests=self.has_digests)
         self.image = Image.of(self._meta, self._header.bucket_bytes)
         self.error: BroadcastError | None = None
         self._fault: str | None = None
-        self._buffers = buffers
         self._pieces = ((bucket, one) for bucket in self.image.buckets for one in bucket.pieces)
         self._room = torch.empty(0)
         self._sources: set[torch.device] = set()
@@ -82,7 +79,7 @@ class Outgoing:
         """Send the tensor with this number. It must not change before :meth:`end`."""
         self._unless_failed(lambda: self._put(number, flat_bytes(whole)))
         if whole.device.type in {"cpu", "cuda"}:  # other devices may lack aminmax for some dtype
-            self._unless_failed(lambda: self._looked.add(self._tensors[number].name, whole))
+            self._unless_failed(lambda: self._looked.add(self.tensors[number].name, whole))
 
     def compare(self, number: int, name: str, whole: Tensor) -> None:
         """Check that a tied tensor equals the tensor that was sent in its place."""
@@ -102,21 +99,21 @@ class Outgoing:
         """The tensors that were sent with NaN or Inf; call it once, after :meth:`end`."""
         wait_for_copies(self._looked.fetch())
         found = self._looked.nonfinite()
-        return NonFinite.of([one.name for one in self._tensors if one.name in found])
+        return NonFinite.of([one.name for one in self.tensors if one.name in found])
 
     def _greet(self) -> None:
         self._say(self._header.encode())
-        if not self._group.agree(ok=True):
+        if not self.group.agree(ok=True):
             self._say(self._meta.encode())
-        if not self._group.agree(ok=True):
+        if not self.group.agree(ok=True):
             raise BroadcastError("an explorer cannot receive the weights. See the explorer's log")
 
     def _put(self, number: int, flat: Tensor) -> None:
-        if self._tensors[number].copies:
+        if self.tensors[number].copies:
             self._tied[number] = _digest(flat)
         for bucket, piece in self._pieces if flat.numel() else ():
             part = flat[piece.first :][: piece.size]
-            if len(bucket.pieces) == 1 and part.device == self._group.device:
+            if len(bucket.pieces) == 1 and part.device == self.group.device:
                 self._send(part, is_buffer=False)
             else:
                 self._pack(bucket, piece, part)
@@ -128,7 +125,7 @@ class Outgoing:
     def _compare(self, number: int, name: str, flat: Tensor) -> None:
         if _digest(flat) != self._tied[number]:
             self._fault = (
-                f"{shown(name)} differs from {shown(self._tensors[number].name)}, but config.json "
+                f"{shown(name)} differs from {shown(self.tensors[number].name)}, but config.json "
                 "has tie_word_embeddings. Tie these tensors, or set tie_word_embeddings to false"
             )
 
@@ -136,7 +133,7 @@ class Outgoing:
         self._wait_while(lambda: True)
         if self._header.has_digests:
             self._say(b"".join(self._digests))
-        if not self._group.agree(self._fault is None):
+        if not self.group.agree(self._fault is None):
             raise BroadcastError(
                 self._fault or "an explorer did not receive the weights. See the explorer's log"
             )
@@ -144,12 +141,12 @@ class Outgoing:
     def _pack(self, bucket: Bucket, piece: BucketPiece, part: Tensor) -> None:
         if piece is bucket.pieces[0]:
             self._wait_while(lambda: sum(one.is_buffer for one in self._under_way) == AT_A_TIME)
-            self._room = self._buffers.next(bucket.size, self._group.device, part.device)
+            self._room = self.buffers.next(bucket.size, self.group.device, part.device)
             self._sources.clear()
         self._room[piece.at :][: piece.size].copy_(part, non_blocking=True)
         self._sources.add(part.device)
         if piece is bucket.pieces[-1]:
-            if self._group.device.type == "cpu":
+            if self.group.device.type == "cpu":
                 wait_for_copies(self._sources)
             self._send(self._room, is_buffer=True)
 
@@ -164,7 +161,7 @@ class Outgoing:
                 or sum(one.memory.numel() for one in self._under_way) > room
             )
         )
-        broadcasting = self._group.broadcast(memory)
+        broadcasting = self.group.broadcast(memory)
         self._under_way.append(_Sending(memory, is_buffer, broadcasting))
 
     def _wait_while(self, true: Callable[[], bool]) -> None:
@@ -174,8 +171,8 @@ class Outgoing:
             self._under_way.popleft()
 
     def _say(self, content: bytes) -> None:
-        told = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._group.device)
-        self._group.broadcast(told).wait()
+        told = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.group.device)
+        self.group.broadcast(told).wait()
 
     def _unless_failed(self, work: Callable[[], None]) -> None:
         """Keep an error until :meth:`end`, because the other ranks still gather."""

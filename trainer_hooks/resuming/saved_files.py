@@ -77,6 +77,7 @@ class OpenFile:
     plain: dict[str, object] = field(default_factory=dict)
 
 
+@dataclass
 class SavedFiles:
     """The files of one kind in one folder; opening a file checks it against its receipt.
 
@@ -89,20 +90,14 @@ class SavedFiles:
         is_optimizer: whether the files also hold values that are not tensors.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        folder: Path,
-        names: Sequence[str],
-        vouched: Mapping[str, ReceiptFile] | None,
-        *,
-        is_optimizer: bool = False,
-    ) -> None:
-        self._storage = storage
-        self._folder = folder
-        self._vouched = vouched
-        self._is_optimizer = is_optimizer
-        self.paths = tuple(folder / name for name in names)
+    storage: Storage
+    folder: Path
+    names: Sequence[str]
+    vouched: Mapping[str, ReceiptFile] | None
+    is_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        self.paths = tuple(self.folder / name for name in self.names)
         self._open: dict[int, OpenFile] = {}
 
     def __enter__(self) -> Self:
@@ -110,7 +105,7 @@ class SavedFiles:
 
     def __exit__(self, *_: object) -> None:
         while self._open:
-            self._storage.release(self._open.popitem()[1].fd)
+            self.storage.release(self._open.popitem()[1].fd)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -130,7 +125,7 @@ class SavedFiles:
         for number in numbers:
             path = self.paths[number]
             told = self._told(path)
-            status = self._storage.status(path)
+            status = self.storage.status(path)
             if status is None:
                 raise missing(path)
             if told is not None and told.size != status.st_size:
@@ -141,10 +136,10 @@ class SavedFiles:
         path = self.paths[number]
         told = self._told(path)
         try:
-            with ShardFile.open(self._storage, path) as file:
+            with ShardFile.open(self.storage, path) as file:
                 _compare(path, told, file.size, file.directory_digest)
                 checks = record_checks([file], check_crc=True)
-                SourceReader(self._storage, [file], checks=checks, cancel=lambda: None).finish()
+                SourceReader(self.storage, [file], checks=checks, cancel=lambda: None).finish()
                 with open(file.fd, "rb", closefd=False) as stream:
                     return torch.load(stream, map_location="cpu", weights_only=True)
         except OSError as error:
@@ -175,13 +170,13 @@ class SavedFiles:
             for number, file in zip(numbers, files, strict=True)
             for check in record_checks([file], check_crc=number in checked)
         ]
-        reader = SourceReader(self._storage, files, checks=checks, cancel=lambda: None)
+        reader = SourceReader(self.storage, files, checks=checks, cancel=lambda: None)
         return reader, {number: at for at, number in enumerate(numbers)}
 
     def _told(self, path: Path) -> ReceiptFile | None:
-        if self._vouched is None:
+        if self.vouched is None:
             return None
-        told = self._vouched.get(path.name)
+        told = self.vouched.get(path.name)
         if told is None:
             raise CheckpointError(
                 f"{path} is not listed in the receipts of this checkpoint, so the file is not part "
@@ -200,17 +195,17 @@ class SavedFiles:
                 raise missing(path) from error
             raise
         except ShardFormatError as error:
-            what = "the state of a torch.optim.Optimizer" if self._is_optimizer else "a state dict"
+            what = "the state of a torch.optim.Optimizer" if self.is_optimizer else "a state dict"
             raise CheckpointError(
                 f"{error}. The file must contain {what}, saved by trainer_hooks. {ADVICE}"
             ) from error
 
     def _shard(self, path: Path, told: ReceiptFile | None) -> OpenFile:
-        shard = ShardFile.open(self._storage, path)
+        shard = ShardFile.open(self.storage, path)
         try:
             _compare(path, told, shard.size, shard.directory_digest)
             opened = OpenFile(path, shard.fd, shard.has_crc, shard.records)
-            plain = opened.plain if self._is_optimizer else None
+            plain = opened.plain if self.is_optimizer else None
 
             def parse(data: bytes, where: str, *, intact: bool) -> dict[str, Piece | Pieces]:
                 return read_pieces(data, where, intact=intact, plain=plain)
@@ -223,7 +218,7 @@ class SavedFiles:
         return opened
 
     def _full(self, path: Path, told: ReceiptFile | None) -> OpenFile:
-        full = SafetensorsFile.open(self._storage, path)
+        full = SafetensorsFile.open(self.storage, path)
         try:
             _compare(path, told, full.size, full.header_digest)
         except BaseException:

@@ -6,8 +6,8 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import xxhash
@@ -30,23 +30,14 @@ from trainer_hooks.state.state_dict import tensors_of
 from trainer_hooks.state.sync_dtype import cast_to
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 LIMIT: Final = 256 * 1024 * 1024
 _PIECES: Final = 8
 
 
-class OneFile(NamedTuple):
-    """The arguments of :class:`FullStateStream`."""
-
-    state: Mapping[str, Any]
-    derived: Mapping[str, Derived] = MappingProxyType({})
-    tied: bool = False
-    name: str = FULL_STATE_DICT
-    cast: Cast | None = None
-
-
+@dataclass
 class FullStateStream:
     """Sends the full state dict of one save, tensor by tensor, from all ranks into rank 0's file.
 
@@ -64,24 +55,17 @@ class FullStateStream:
         cast: None to keep the dtypes.
     """
 
-    def __init__(
-        self,
-        state: Mapping[str, Any],
-        *,
-        rank: int,
-        limit: int = LIMIT,
-        tied: bool = False,
-        derived: Mapping[str, Derived] = MappingProxyType({}),
-        name: str = FULL_STATE_DICT,
-        cast: Cast | None = None,
-    ) -> None:
-        self._state = tensors_of(state)
-        self._rank = rank
-        self._tied = tied
-        self._derived = derived
-        self._name = name
-        self._cast: Cast | None = cast
-        self._pipe = BytePipe(limit)
+    state: Mapping[str, Any]
+    rank: int
+    limit: int = LIMIT
+    tied: bool = False
+    derived: Mapping[str, Derived] = field(default_factory=dict)
+    name: str = FULL_STATE_DICT
+    cast: Cast | None = None
+
+    def __post_init__(self) -> None:
+        self.state = tensors_of(self.state)
+        self._pipe = BytePipe(self.limit)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -93,17 +77,17 @@ class FullStateStream:
         """
         try:
             plan = agree_on_plan(
-                self._state,
-                self._rank,
-                tied=self._tied,
-                derived=self._derived,
-                cast=self._cast,
+                self.state,
+                self.rank,
+                tied=self.tied,
+                derived=self.derived,
+                cast=self.cast,
             )
             self._pipe.announce(plan)
             for name in plan.in_order():
                 # No variable: it would keep the tensor in memory while the next one is gathered.
                 self._hand_over(self._whole(name))
-            if self._rank == 0:
+            if self.rank == 0:
                 self._pipe.flush()
         except RuntimeError as error:
             self.abort(error)
@@ -112,15 +96,15 @@ class FullStateStream:
             self.abort(error)
             raise
         finally:
-            self._state, self._derived = {}, {}
+            self.state, self.derived = {}, {}
 
     def _whole(self, name: str) -> Tensor | None:
-        derived, held = self._derived.get(name), self._state[name]
-        dtype = cast_to(held.dtype, self._cast)
+        derived, held = self.derived.get(name), self.state[name]
+        dtype = cast_to(held.dtype, self.cast)
         if derived is None:
-            return full_tensor(held, rank=self._rank, dtype=dtype)
-        parts = {part: full_tensor(value, rank=self._rank) for part, value in derived.parts.items()}
-        if self._rank > 0:
+            return full_tensor(held, rank=self.rank, dtype=dtype)
+        parts = {part: full_tensor(value, rank=self.rank) for part, value in derived.parts.items()}
+        if self.rank > 0:
             return None
         try:
             made = derived.make({part: one for part, one in parts.items() if one is not None})
@@ -177,7 +161,7 @@ class FullStateStream:
         header = plan.header(content_digest(digests))
         draft.overwrite(header, 0)
         return ReceiptFile(
-            name=self._name,
+            name=self.name,
             size=draft.size,
             digest=xxhash.xxh3_128_hexdigest(header),
             over="header",

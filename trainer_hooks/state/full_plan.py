@@ -6,35 +6,33 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 import xxhash
-from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from syncd.checkpoint.merging.plan import PlannedFile, PlannedTensor, header_entries, plan_merge
+from syncd.checkpoint.merging.plan import PlannedTensor, header_entries, plan_merge
 from syncd.checkpoint.placement import Local
 from syncd.checkpoint.safetensors_file import CONTENT
 from syncd.checkpoint.safetensors_header import header_bytes
 from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, Cast, name_fault, shown
 from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.names import FULL_STATE_DICT
+from trainer_hooks.agreement import Ranks
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.host_buffers import memory_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class FullPlan:
-    """The plan of a full state dict's file."""
+    """The plan of a full state dict's file; ``tensors`` are in the order of the file."""
 
-    file: PlannedFile
-
-    @property
-    def tensors(self) -> Sequence[PlannedTensor]:
-        """The tensors in the order of the file."""
-        return self.file.tensors
+    tensors: Sequence[PlannedTensor]
 
     def in_order(self) -> Iterator[str]:
         """The names in the order of gathering; tied tensors, which are only compared, come last."""
@@ -76,11 +74,7 @@ def agree_on_plan(
         SaveFailedError: on all ranks: their tensors differ, or a tensor cannot be saved.
     """
     outline = _outline(state, rank, tied=tied, derived=derived)
-    outlines = [outline]
-    if dist.is_available() and dist.is_initialized():
-        told: list[_Outline | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, outline)
-        outlines = [one for one in told if one is not None]
+    outlines = Ranks().gathered(outline)
     for number, other in enumerate(outlines):
         if other.fault is not None:
             raise SaveFailedError(f"rank {number} cannot save its full state dict: {other.fault}")
@@ -134,7 +128,7 @@ def _fault(name: object, value: Tensor, rank: int) -> str | None:
 
 def _planned(
     state: Mapping[str, Tensor], memory: tuple[int, ...], *, tied: bool, cast: Cast | None
-) -> PlannedFile:
+) -> Sequence[PlannedTensor]:
     """Plan one file by the merge's own planner, as if one rank had all tensors.
 
     Tensors with the same memory get the same offset, so tied tensors need no comparison.
@@ -146,7 +140,7 @@ def _planned(
         tensors[name] = Local(dtype, tuple(shape), offset, length, "", None)
     plan = plan_merge([(FULL_STATE_DICT, tensors)], max_file_size=sys.maxsize, tied=tied, cast=cast)
     (file,) = plan.files
-    return file
+    return file.tensors
 
 
 def _dtype(value: Tensor) -> str:

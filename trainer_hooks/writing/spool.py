@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Spool:
     """A file that is written, under a temporary name, while its tensors are being gathered.
 
@@ -28,12 +30,13 @@ class Spool:
     ``size`` (bytes) is approximate, for the message on a full disk.
     """
 
-    def __init__(self, job: Job, path: Path, stream: FullStateStream, *, size: int) -> None:
-        self.path = path
-        self._job = job
-        self._stream = stream
-        self._size = size
-        self._draft = Draft(job.storage, path, room=job.layout.drafts)
+    job: Job
+    path: Path
+    stream: FullStateStream
+    size: int
+
+    def __post_init__(self) -> None:
+        self._draft = Draft(self.job.storage, self.path, room=self.job.layout.drafts)
         self._stack = ExitStack()
         self._file: ReceiptFile | None = None
         self._named = False
@@ -45,16 +48,16 @@ class Spool:
         try:
             # Outermost, so that the temporary file is deleted before free space is measured.
             with (
-                saying_which(self._job.storage, self.path, lambda: self._size),
+                saying_which(self.job.storage, self.path, lambda: self.size),
                 ExitStack() as stack,
             ):
                 draft = stack.enter_context(self._draft)
-                self._file = self._stream.write(draft)
+                self._file = self.stream.write(draft)
                 draft.finish()
                 self._stack = stack.pop_all()
         except Exception as error:  # noqa: BLE001 - raised by `commit`, in the thread that saves
             self._error = error
-            self._stream.abort(error)
+            self.stream.abort(error)
 
     def commit(self) -> ReceiptFile:
         """Wait until the file is complete, and rename it. After an OSError, call it again.
@@ -70,19 +73,19 @@ class Spool:
         if self._file is None:
             raise AssertionError("the written stream has no receipt")
         if not self._named:
-            self._job.storage.rename(self._draft.temporary, self.path)
+            self.job.storage.rename(self._draft.temporary, self.path)
             self._named = True
-        elif not self._job.storage.exists(self.path):
+        elif not self.job.storage.exists(self.path):
             raise SaveFailedError(
                 f"{self.path} was deleted during the save, and the gathered tensors are no "
                 "longer in memory. Save the step again"
             )
-        self._job.storage.sync_folder(self.path.parent)
+        self.job.storage.sync_folder(self.path.parent)
         return self._file
 
     def close(self) -> None:
         """Delete the temporary file, if it is still there. Safe to call twice."""
-        self._stream.abort(RuntimeError("the save is over"))
+        self.stream.abort(RuntimeError("the save is over"))
         self._thread.join()
         try:
             self._stack.close()
