@@ -6,9 +6,9 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +28,7 @@ from syncd.checkpoint.model_folder import (
 )
 from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap
 from syncd.checkpoint.open_save import open_save
+from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.remote import write_remote
 from syncd.checkpoint.safetensors_file import SafetensorsFile, content_digest
 from syncd.checkpoint.safetensors_header import broken
@@ -339,7 +340,7 @@ def _copy_small_files(
     save: SavedWeights,
     folder: Path,
     kind: Kind,
-    cancel: Callable[[], None],
+    cancel: Check,
 ) -> tuple[VersionFile, ...]:
     """Copy config and tokenizer; check the files that a receipt lists."""
     copied: dict[str, tuple[VersionFile, ...]] = {}
@@ -413,6 +414,7 @@ def _check_small_files(
             )
 
 
+@dataclass
 class FreeSpace:
     """Checks that the filesystem of a job has enough space for a version.
 
@@ -420,11 +422,12 @@ class FreeSpace:
     checks repeatedly while the disk is full.
     """
 
-    def __init__(self, storage: Storage, folder: Path, root: Path, *, advice: str) -> None:
-        self._storage = storage
-        self._folder = folder
-        self._root = root
-        self._advice = advice
+    storage: Storage
+    folder: Path
+    root: Path
+    advice: str
+
+    def __post_init__(self) -> None:
         self._sized: tuple[tuple[str | None, Cast | None, str | None, Names], int] | None = None
 
     def check(
@@ -432,7 +435,7 @@ class FreeSpace:
         actor: Path,
         save: Save,
         options: MergeOptions,
-        cancel: Callable[[], None],
+        cancel: Check,
     ) -> None:
         """Refuse a merge if its result does not fit on the disk.
 
@@ -445,10 +448,10 @@ class FreeSpace:
         """
         needed = 0
         for name in save.weights:
-            status = self._storage.status(actor / name)
+            status = self.storage.status(actor / name)
             needed += status.st_size if status else 0
         needed = _SMALL_FILES + (2 if options.cast == "fp32" else 1) * needed
-        free = self._storage.free(self._folder)
+        free = self.storage.free(self.folder)
         if (
             free.bytes is not None
             and free.bytes < needed
@@ -457,17 +460,17 @@ class FreeSpace:
             # A merge may need less: it writes no linked files, and only a PEFT model's adapter.
             asked = (save.identity, options.cast, options.prefix, options.names)
             if self._sized is None or self._sized[0] != asked:
-                size = _weights_size(self._storage, actor, save, options, cancel)
+                size = _weights_size(self.storage, actor, save, options, cancel)
                 self._sized = asked, size
             needed = _SMALL_FILES + self._sized[1]
         if free.bytes is not None and free.bytes < needed:
             raise NoRoomError(
                 f"step {save.step} needs {needed / 1e6:.1f} MB, but only "
-                f"{free.bytes / 1e6:.1f} MB are free in {self._root}: {self._advice}"
+                f"{free.bytes / 1e6:.1f} MB are free in {self.root}: {self.advice}"
             )
         if free.inodes is not None and free.inodes < _FEW_INODES:
             raise NoRoomError(
-                f"only {free.inodes} more files can be created in {self._root}, because its "
+                f"only {free.inodes} more files can be created in {self.root}, because its "
                 "filesystem is almost out of inodes. Remove some files"
             )
 
@@ -477,7 +480,7 @@ def _weights_size(
     actor: Path,
     save: SavedWeights,
     options: MergeOptions,
-    cancel: Callable[[], None],
+    cancel: Check,
 ) -> int:
     """The bytes of weights that a merge would write; 0 if it would link the file."""
     with (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from syncd.checkpoint.dcp.hf_dcp import Chunked, whole_shapes
 from syncd.checkpoint.gc_pause import uncollected
 from syncd.checkpoint.merging.plan import ShardIndex
 from syncd.checkpoint.merging.source_reader import Source, SourceFile
+from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry
@@ -61,7 +62,7 @@ class Opening:
     parser: IsolatedParser
     prefix: str | None
     tensor_limit: int
-    cancel: Callable[[], None]
+    cancel: Check
     stack: ExitStack
 
 
@@ -101,9 +102,7 @@ def open_dcp(given: Opening) -> ChunkedSave:
     return ChunkedSave(_indexes(labels, found, whole), files)
 
 
-def holds_model_only(
-    storage: Storage, actor: Path, *, prefix: str | None, cancel: Callable[[], None]
-) -> bool:
+def holds_model_only(storage: Storage, actor: Path, *, prefix: str | None, cancel: Check) -> bool:
     """True if a folder of ``torch.distributed.checkpoint`` certainly holds only a model.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, plan_merge
 from syncd.checkpoint.merging.source_reader import Source, SourceFile
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.open_save import OpenSave
+from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.save import LoraAdapter
@@ -56,7 +57,7 @@ class SaveContents:
         bias: str,
         tied: bool,
         hub: NameMap | None = None,
-        cancel: Callable[[], None],
+        cancel: Check,
     ) -> MergePlan:
         """Plan the merge of the shards. An adapter becomes one file, because PEFT reads only one.
 
@@ -115,7 +116,7 @@ def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
     }
 
 
-def look_inside(opened: OpenSave, cancel: Callable[[], None]) -> SaveContents:
+def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
     """Index the tensors of a save, and find out its kind.
 
     Raises:

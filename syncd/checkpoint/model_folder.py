@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import stat
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -15,6 +15,7 @@ import xxhash
 
 from syncd.checkpoint.merging.merge import Merged
 from syncd.checkpoint.name_map import NameMap
+from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import MANIFEST, MODEL_CONFIG, NAME_MAP, TEMPORARY, is_weights_name
@@ -47,7 +48,7 @@ def copy_model_files(
     source_hf: Path,
     folder: Path,
     *,
-    cancel: Callable[[], None],
+    cancel: Check,
     leave_out: Container[str] = (),
     recursive: bool = True,
 ) -> tuple[VersionFile, ...]:
@@ -179,7 +180,7 @@ def _regular_files(
     storage: Storage,
     root: Path,
     below: PurePosixPath,
-    cancel: Callable[[], None],
+    cancel: Check,
     *,
     recursive: bool,
 ) -> Iterator[PurePosixPath]:
@@ -208,7 +209,7 @@ def _regular_files(
 
 
 def _copy(
-    storage: Storage, source: Path, target: Path, limit: int, cancel: Callable[[], None]
+    storage: Storage, source: Path, target: Path, limit: int, cancel: Check
 ) -> tuple[int, str]:
     hasher = xxhash.xxh3_128()
     size = 0

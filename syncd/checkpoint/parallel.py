@@ -26,7 +26,7 @@ class _StoppedError(Exception):
 
 
 def run_side_by_side(
-    tasks: Sequence[Callable[[Check], T]], *, threads: int, look: Callable[[], None]
+    tasks: Sequence[Callable[[Check], T]], *, threads: int, look: Check
 ) -> list[T]:
     """Run tasks, up to ``threads`` at once, wait for all, and return their results in order.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from syncd.checkpoint.parallel import Check
 from syncd.protocol.errors import VerificationError
 from syncd.protocol.names import MANIFEST
 from syncd.protocol.records import Manifest, encode
@@ -20,7 +20,7 @@ def republish(
     folder: Path,
     manifest: Manifest,
     *,
-    cancel: Callable[[], None],
+    cancel: Check,
 ) -> None:
     """Fill a folder with a published version's files, write the manifest last, and sync the folder.
 
@@ -51,7 +51,7 @@ def republish(
         storage.sync_folder(path)
 
 
-def _copy(storage: Storage, source: Path, target: Path, cancel: Callable[[], None]) -> None:
+def _copy(storage: Storage, source: Path, target: Path, cancel: Check) -> None:
     reading = storage.open_read(source)
     try:
         writing, at = storage.create(target), 0

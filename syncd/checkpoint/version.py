@@ -51,7 +51,7 @@ def verify_version(
     manifest: Manifest,
     *,
     threads: int = 4,
-    cancel: Callable[[], None] = lambda: None,
+    cancel: Check = lambda: None,
     progress: Progress = unheard,
 ) -> None:
     """Compare the sizes, headers and digests of a version's files with the version's manifest.
@@ -91,7 +91,7 @@ def copy_version(
     to: Storage,
     target: Path,
     threads: int = 4,
-    cancel: Callable[[], None] = lambda: None,
+    cancel: Check = lambda: None,
 ) -> None:
     """Copy a version's files, except the manifest, and verify them in the same pass.
 
@@ -117,7 +117,7 @@ def each_file(
     folder: Path,
     manifest: Manifest,
     threads: int,
-    cancel: Callable[[], None],
+    cancel: Check,
 ) -> None:
     """Call ``work`` for each file of a version, several files at a time.
 
@@ -217,7 +217,7 @@ def _verify_weights(
     path: Path,
     file: VersionFile,
     told: Mapping[str, TensorEntry],
-    cancel: Callable[[], None],
+    cancel: Check,
     copy: _Copy | None,
     progress: Progress,
 ) -> None:

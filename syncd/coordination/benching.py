@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +44,7 @@ _UNPUBLISHED: Final = 0
 _MOST: Final = 2
 
 
+@dataclass
 class Bench:
     """Holds steps for one explorer: a published version of a step, or the explorer's own build.
 
@@ -54,16 +56,18 @@ class Bench:
         hub_names: True if the explorer accepts the hub's names.
     """
 
-    def __init__(
-        self, job: Job, versions: Versions, session: str, *, hub_names: bool, clock: Clock
-    ) -> None:
-        self._job = job
-        self._versions = versions
-        self._session = session
-        self._new_names: Names = "hub" if hub_names else "trainer"
-        self._clock = clock
+    job: Job
+    versions: Versions
+    session: str
+    hub_names: bool
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._new_names: Names = "hub" if self.hub_names else "trainer"
         advice = "make room there, or release a step"
-        self._space = FreeSpace(job.storage, job.layout.bench, job.layout.root, advice=advice)
+        self._space = FreeSpace(
+            self.job.storage, self.job.layout.bench, self.job.layout.root, advice=advice
+        )
         self._builds: set[Path] = set()
 
     def hold(self, step: int, wait: Wait) -> LeasedVersion:
@@ -76,14 +80,14 @@ class Bench:
             return published
         identity, since = None, 0.0
         while True:
-            check_on_disk(self._job, step)
+            check_on_disk(self.job, step)
             settings = self._settings()
-            save = look_into_step(self._job.storage, self._job.layout.step(step), step)
+            save = look_into_step(self.job.storage, self.job.layout.step(step), step)
             if save.identity != identity:
-                identity, since = save.identity, self._clock()
+                identity, since = save.identity, self.clock()
             if isinstance(save, Unfinished):
                 reason = save.reason
-            elif not save.receipts and self._clock() - since < settings.tick:
+            elif not save.receipts and self.clock() - since < settings.tick:
                 reason = f"it has no receipts, and may have changed in the last {settings.tick:g} s"
             else:
                 try:
@@ -97,27 +101,27 @@ class Bench:
         """True if a version is of ``step``, and the step was not saved again since."""
         if manifest.step != step:
             return False
-        folder = self._job.layout.step(step)
-        save = look_into_step(self._job.storage, folder, step)
-        return save.identity == manifest.save_id or not self._job.storage.exists(folder)
+        folder = self.job.layout.step(step)
+        save = look_into_step(self.job.storage, folder, step)
+        return save.identity == manifest.save_id or not self.job.storage.exists(folder)
 
     def _lease_published(self, step: int) -> LeasedVersion | None:
-        layout = self._versions.job.layout
-        found = map(parse_version_folder, self._job.storage.names(layout.published))
+        layout = self.versions.job.layout
+        found = map(parse_version_folder, self.job.storage.names(layout.published))
         for sequence in sorted((one for one in found if one is not None), reverse=True):
             try:
                 # Read the manifest before the lease, because others see each lease.
-                manifest = read_manifest(self._job.storage, layout.version(sequence))
+                manifest = read_manifest(self.job.storage, layout.version(sequence))
                 if self.is_of(manifest, step):
-                    return self._versions.holds.hold(sequence)
+                    return self.versions.holds.hold(sequence)
             except (OSError, RecordError, VerificationError, VersionGoneError) as error:
                 log.info("skipping %s: %s", layout.version(sequence), error)
         return None
 
     def _settings(self) -> BuildSettings:
-        daemon = self._job.read(DaemonReport, self._job.layout.daemon_report)
+        daemon = self.job.read(DaemonReport, self.job.layout.daemon_report)
         if daemon is None or daemon.builds is None:
-            root = self._job.layout.root
+            root = self.job.layout.root
             raise JobUnavailableError(
                 f"the daemon of {root} has not reported how it builds versions: start or restart "
                 f"it with syncd {__version__}"
@@ -130,29 +134,29 @@ class Bench:
                 f"step {save.step} cannot be built: this explorer holds {_MOST} built steps "
                 "already. Release one first"
             )
-        layout = self._job.layout
-        folder = layout.bench / self._session / f"{step_folder(save.step)}-{secrets.token_hex(4)}"
+        layout = self.job.layout
+        folder = layout.bench / self.session / f"{step_folder(save.step)}-{secrets.token_hex(4)}"
         options = self._options(settings)
-        build = _Build(self._job.storage, folder, self._builds)
+        build = _Build(self.job.storage, folder, self._builds)
         log.info("building step %d in %s", save.step, folder)
         try:
             with registering(layout):
                 # While the session lives, this folder pins the step.
-                self._job.storage.make_folder(folder, below=layout.state)
+                self.job.storage.make_folder(folder, below=layout.state)
                 self._space.check(layout.actor(save.step), save, options, wait.check)
                 build_step(
-                    self._job.storage, layout.step(save.step), save, folder,
+                    self.job.storage, layout.step(save.step), save, folder,
                     options=options, work=Work(wait.check), sequence=_UNPUBLISHED,
                 )  # fmt: skip
-            return self._versions.holds.share(folder, _UNPUBLISHED, lambda: build)
+            return self.versions.holds.share(folder, _UNPUBLISHED, lambda: build)
         except BaseException as error:
-            self._versions.holds.end(folder, build)
+            self.versions.holds.end(folder, build)
             if isinstance(error, CheckpointError):
                 raise SaveFailedError(f"step {save.step} cannot be built: {error}") from error
             raise
 
     def _options(self, settings: BuildSettings) -> MergeOptions:
-        latest = read_latest(self._job)
+        latest = read_latest(self.job)
         names = self._new_names if latest is None else latest.names or "trainer"
         return MergeOptions(
             max_file_size=settings.max_shard_size,
@@ -164,15 +168,17 @@ class Bench:
         )
 
 
+@dataclass
 class _Build:
     """A hold on a build, which is deleted at the release."""
 
-    def __init__(self, storage: Storage, folder: Path, builds: set[Path]) -> None:
-        self._storage = storage
-        self._folder = folder
-        self._builds = builds
-        builds.add(folder)
+    storage: Storage
+    folder: Path
+    builds: set[Path]
+
+    def __post_init__(self) -> None:
+        self.builds.add(self.folder)
 
     def release(self) -> None:
-        self._storage.remove_tree(self._folder)
-        self._builds.discard(self._folder)
+        self.storage.remove_tree(self.folder)
+        self.builds.discard(self.folder)

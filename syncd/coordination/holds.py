@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from syncd.coordination.leased_version import Hold, LeasedVersion, hold_folder
@@ -27,6 +28,7 @@ class _SharedHold:
         self._release(self)
 
 
+@dataclass
 class Holds:
     """Takes and releases the leases of one participant, whose heartbeat is ``session``.
 
@@ -34,10 +36,11 @@ class Holds:
     the process takes and releases no lease.
     """
 
-    def __init__(self, job: Job, name: str, session: str) -> None:
-        self._job = job
-        self._name = name
-        self._session = session
+    job: Job
+    name: str
+    session: str
+
+    def __post_init__(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         #: Folder → its version, and the holds on it.
@@ -47,7 +50,7 @@ class Holds:
 
     def hold(self, sequence: int) -> LeasedVersion:
         """Hold a version. For errors see :meth:`share`."""
-        folder = self._job.layout.version(sequence)
+        folder = self.job.layout.version(sequence)
         return self.share(folder, sequence, lambda: self._lease(sequence))
 
     def hold_again(self, version: LeasedVersion) -> LeasedVersion:
@@ -74,7 +77,7 @@ class Holds:
         """
         if os.getpid() != self._pid:  # a fork's leases would be its parent's files
             raise InvalidSettingsError(
-                f"{self._name} belongs to process {self._pid}, but this process is a fork of that "
+                f"{self.name} belongs to process {self._pid}, but this process is a fork of that "
                 "process. Create the Reader or the hook again in this process"
             )
         with self._lock:
@@ -83,7 +86,7 @@ class Holds:
                 # A lease that storage refused to release is the same file, which is in use again.
                 self._unreleased.pop(folder, None)
                 try:
-                    version = hold_folder(self._job.storage, folder, sequence, first)
+                    version = hold_folder(self.job.storage, folder, sequence, first)
                 except BaseException:
                     self._end(folder, first)
                     raise
@@ -109,10 +112,10 @@ class Holds:
 
     def _lease(self, sequence: int) -> Lease:
         try:
-            return Lease.take(self._job, sequence, self._name, self._session)
+            return Lease.take(self.job, sequence, self.name, self.session)
         except OSError:  # perhaps the server made the lease nevertheless
-            unsure = Lease(self._job, sequence, self._name, self._session)
-            self._end(self._job.layout.version(sequence), unsure)
+            unsure = Lease(self.job, sequence, self.name, self.session)
+            self._end(self.job.layout.version(sequence), unsure)
             raise
 
     def _release(self, hold: _SharedHold) -> None:

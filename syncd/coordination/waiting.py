@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
@@ -62,49 +63,45 @@ class Cancellation:
             self._wakes.discard(wake)
 
 
+@dataclass
 class Wait:
     """One wait, as a context manager. ``watcher`` ends pauses early; the caller must close it."""
 
-    def __init__(
-        self,
-        watcher: Watcher,
-        *,
-        timeout: float,
-        poll: float,
-        cancels: tuple[Cancellation, ...],
-        clock: Clock,
-    ) -> None:
-        self._watcher = watcher
-        self._deadline = clock() + timeout
-        self._poll = poll
-        self._cancels = cancels
-        self._clock = clock
+    watcher: Watcher
+    timeout: float
+    poll: float
+    cancels: tuple[Cancellation, ...]
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._deadline = self.clock() + self.timeout
 
     def more(self) -> bool:
         """Pause until a file event or the next poll; return False if the timeout has passed."""
         self.check()
-        left = self._deadline - self._clock()
+        left = self._deadline - self.clock()
         if left <= 0:
             return False
-        self._watcher.wait(min(left, self._poll))
+        self.watcher.wait(min(left, self.poll))
         self.check()
         return True
 
     def check(self) -> None:
         """Raise CancelledError if the wait was cancelled."""
-        for cancel in self._cancels:
+        for cancel in self.cancels:
             cancel.check()
 
     def __enter__(self) -> Self:
-        for cancel in self._cancels:
-            cancel.attach(self._watcher.wake)
+        for cancel in self.cancels:
+            cancel.attach(self.watcher.wake)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for cancel in self._cancels:
-            cancel.detach(self._watcher.wake)
+        for cancel in self.cancels:
+            cancel.detach(self.watcher.wake)
 
 
+@dataclass
 class Waits:
     """The waits of one participant: one at a time, because each changes the participant's status.
 
@@ -113,18 +110,12 @@ class Waits:
         poll: seconds between two checks if the filesystem sends no events.
     """
 
-    def __init__(
-        self,
-        name: str,
-        worth_a_look: Callable[[], Mapping[Path, frozenset[str]]],
-        *,
-        poll: float,
-        clock: Clock,
-    ) -> None:
-        self._name = name
-        self._worth_a_look = worth_a_look
-        self._poll = poll
-        self._clock = clock
+    name: str
+    worth_a_look: Callable[[], Mapping[Path, frozenset[str]]]
+    poll: float
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._ending = Cancellation()
         # Re-entrant, because a signal handler on the same thread may call ended().
         self._turn = threading.RLock()
@@ -142,26 +133,26 @@ class Waits:
             CancelledError: the wait was cancelled, or :meth:`ended` was called.
         """
         cancels = (self._ending,) if cancel is None else (self._ending, cancel)
-        deadline = self._clock() + timeout
+        deadline = self.clock() + timeout
         while True:
             for each in cancels:
                 each.check()
-            left = deadline - self._clock()
-            if self._turn.acquire(timeout=max(0.0, min(left, self._poll))):
+            left = deadline - self.clock()
+            if self._turn.acquire(timeout=max(0.0, min(left, self.poll))):
                 break
             if left <= 0:
                 raise WaitTimeoutError(
-                    f"{self._name} timed out while another wait of the same participant was running"
+                    f"{self.name} timed out while another wait of the same participant was running"
                 )
         try:
             for each in cancels:
                 each.check()  # ended() possibly had the turn before us, and closed the watcher
             with Wait(
                 self._hints(),
-                timeout=deadline - self._clock(),
-                poll=self._poll,
+                timeout=deadline - self.clock(),
+                poll=self.poll,
                 cancels=cancels,
-                clock=self._clock,
+                clock=self.clock,
             ) as wait:
                 yield wait
         finally:
@@ -177,7 +168,7 @@ class Waits:
             yield
 
     def _hints(self) -> Watcher:
-        names = self._worth_a_look()
+        names = self.worth_a_look()
         if self._watcher is None or names != self._watched:
             if self._watcher is not None:
                 self._watcher.close()

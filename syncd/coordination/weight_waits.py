@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 Said = tuple[str | None, int] | None
 
 
+@dataclass
 class WeightWaits:
     """One explorer's waits for weights, which come as a newer version or by a transfer.
 
@@ -38,29 +40,18 @@ class WeightWaits:
         unlike: the differences between the settings of the running trainer and of this explorer.
     """
 
-    def __init__(
-        self,
-        me: Participant[ExplorerReport],
-        roster: Roster,
-        versions: Versions,
-        transfer: ExplorerSide,
-        *,
-        compare: Callable[[TrainerReport, ExplorerReport, str | None], str],
-        terms: SyncTerms | None,
-        root: Path,
-        clock: Clock,
-        poll: float,
-    ) -> None:
-        self._me = me
-        self._name = me.record.name
-        self._roster = roster
-        self._versions = versions
-        self._transfer = transfer
-        self._compare = compare
-        self._terms = terms
-        self._root = root
-        self._clock = clock
-        self._poll = poll
+    me: Participant[ExplorerReport]
+    roster: Roster
+    versions: Versions
+    transfer: ExplorerSide
+    compare: Callable[[TrainerReport, ExplorerReport, str | None], str]
+    terms: SyncTerms | None
+    root: Path
+    clock: Clock
+    poll: float
+
+    def __post_init__(self) -> None:
+        self._name = self.me.record.name
         self._warned: Version | Literal["nothing yet"] | None = "nothing yet"
         self.has_seen_trainer = False
         self._has_said_absent = False
@@ -70,12 +61,12 @@ class WeightWaits:
     def for_trainer(self, current: Version | None, wait: Wait) -> None:
         """If the explorer holds no version, wait until a version is published or a trainer runs."""
         while current is None and not self.has_seen_trainer:
-            if self._versions.newest() is not None or not self._has_trainer_stopped():
+            if self.versions.newest() is not None or not self._has_trainer_stopped():
                 return
             self._warn_without_trainer()
             if not wait.more():
                 raise WaitTimeoutError(
-                    f"no trainer has registered in {self._root} in time, and no version is "
+                    f"no trainer has registered in {self.root} in time, and no version is "
                     "published there. Check with `syncd status` that this is the trainer's job "
                     "directory"
                 )
@@ -93,11 +84,11 @@ class WeightWaits:
         """Run the loop of all waits; see :meth:`.ExplorerSynchronizer.wait_for_weights`."""
         if ends_with_trainer:
             self.for_trainer(current, wait)
-        request = SyncRequest(self._me, self._roster, clock=self._clock, poll=self._poll)
+        request = SyncRequest(self.me, self.roster, clock=self.clock, poll=self.poll)
         missed, watches_daemon = True, False
         try:
             ending = (
-                Ending(self._versions, self._roster, request, current, clock=self._clock)
+                Ending(self.versions, self.roster, request, current, clock=self.clock)
                 if ends_with_trainer
                 else None
             )
@@ -106,8 +97,8 @@ class WeightWaits:
                 if offer is not None:
                     missed = False
                     return offer
-                if not self._transfer.has_joined:  # else the offer's members wait for us
-                    newest = self._versions.newest(current, sure=is_over)
+                if not self.transfer.has_joined:  # else the offer's members wait for us
+                    newest = self.versions.newest(current, sure=is_over)
                     if newest != current:
                         missed = False
                         return newest
@@ -118,7 +109,7 @@ class WeightWaits:
                 if asks:
                     request.repeat()
                 if not wait.more():
-                    if (offer := self._transfer.leave()) is not None:
+                    if (offer := self.transfer.leave()) is not None:
                         return offer
                     raise WaitTimeoutError(self._why_nothing(current))
                 if not watches_daemon:  # only a second look detects a killed daemon
@@ -127,7 +118,7 @@ class WeightWaits:
                     self._warn_without_first(current)
         finally:
             try:
-                self._transfer.leave()
+                self.transfer.leave()
             finally:
                 request.end(missed=missed)
 
@@ -137,7 +128,7 @@ class WeightWaits:
             log.warning(
                 "%s waits for a trainer, or a first version: no trainer works in %s yet",
                 self._name,
-                self._root,
+                self.root,
             )
 
     def _warn_without_first(self, current: Version | None) -> None:
@@ -147,16 +138,16 @@ class WeightWaits:
     def _lacks_trainer(self) -> bool:
         """True if it is certain that no trainer is running."""
         try:
-            return self._roster.trainer_status() is RunningStatus.STOPPED
+            return self.roster.trainer_status() is RunningStatus.STOPPED
         except (OSError, SyncdError) as error:
-            log.debug("cannot check whether a trainer works in %s: %s", self._root, error)
+            log.debug("cannot check whether a trainer works in %s: %s", self.root, error)
             return False
 
     def _warn_without_daemon(self) -> None:
         try:
-            lives = self._versions.daemon_lives()
+            lives = self.versions.daemon_lives()
         except OSError as error:
-            log.debug("cannot check whether a daemon works in %s: %s", self._root, error)
+            log.debug("cannot check whether a daemon works in %s: %s", self.root, error)
             return
         if lives or self._has_said_alone:
             return
@@ -164,12 +155,12 @@ class WeightWaits:
         log.warning(
             "%s waits for weights from %s, but %s",
             self._name,
-            self._root,
-            self._versions.daemon_hint(),
+            self.root,
+            self.versions.daemon_hint(),
         )
 
     def _why_nothing(self, current: Version | None) -> str:
-        versions = self._versions
+        versions = self.versions
         root = versions.job.layout.root
         why = f"no version was published in {root} in time"
         if current is not None:
@@ -181,7 +172,7 @@ class WeightWaits:
             )
         why += f"; {versions.daemon_hint()}"
         if self._lacks_trainer():
-            why += f"; no trainer works in {self._root}"
+            why += f"; no trainer works in {self.root}"
         if self.unlike:
             why += f"; the SyncSettings of trainer and explorer differ: {self.unlike}"
         return why
@@ -203,18 +194,18 @@ class WeightWaits:
         return offer, is_over
 
     def _has_trainer_stopped(self) -> bool:
-        trainer = self._roster.trainer()
+        trainer = self.roster.trainer()
         stopped = trainer is None or trainer.status == RunningStatus.STOPPED.value
         if trainer is not None and not stopped:
-            me = self._me.record
+            me = self.me.record
             if me.sync is None:
-                me = me.model_copy(update={"sync": self._terms})
-            self.unlike = self._compare(trainer, me, trainer.session)
+                me = me.model_copy(update={"sync": self.terms})
+            self.unlike = self.compare(trainer, me, trainer.session)
         self.has_seen_trainer |= not stopped
         return stopped
 
     def _offered(self, *, joins: bool, has_stopped: bool) -> Offer | None:
-        transfer = self._transfer
+        transfer = self.transfer
         offer = transfer.look() if joins or transfer.has_joined else None
         return offer or (transfer.leave() if has_stopped else None)
 
@@ -232,22 +223,22 @@ class WeightWaits:
             )
 
 
+@dataclass
 class SyncRequest:
     """One wait's request to the trainer for a sync."""
 
-    def __init__(
-        self, me: Participant[ExplorerReport], roster: Roster, *, clock: Clock, poll: float
-    ) -> None:
-        self._me = me
-        self._roster = roster
-        self._clock = clock
-        self._poll = poll
+    me: Participant[ExplorerReport]
+    roster: Roster
+    clock: Clock
+    poll: float
+
+    def __post_init__(self) -> None:
         self._looked = -math.inf
         self._said: Said | str = "not asked yet"
 
     def said(self) -> Said:
         """The trainer's latest answer that nothing newer will come."""
-        trainer = self._roster.trainer()
+        trainer = self.roster.trainer()
         return (trainer.session, trainer.nothing_new) if trainer and trainer.nothing_new else None
 
     def repeat(self) -> None:
@@ -256,11 +247,11 @@ class SyncRequest:
         A call does nothing if the last check is less than ``poll`` seconds ago. If storage refuses
         the request, the next check tries again.
         """
-        now = self._clock()
-        if now - self._looked < self._poll:
+        now = self.clock()
+        if now - self._looked < self.poll:
             return
         self._looked = now
-        me = self._me
+        me = self.me
         try:
             said = self.said()
             if said == self._said:
@@ -281,7 +272,7 @@ class SyncRequest:
 
         If ``missed``, the explorer's report counts one more wait without newer weights.
         """
-        me = self._me
+        me = self.me
         count = me.record.nothing_new + missed
         if me.record.status == RunningStatus.REQUIRE_SYNC.value:
             back_to_running(me, nothing_new=count, joined=None)
@@ -296,6 +287,7 @@ class SyncRequest:
                 )
 
 
+@dataclass
 class Ending:
     """Decides when one wait is over although nothing newer was published.
 
@@ -310,49 +302,40 @@ class Ending:
     no trainer has ever registered (for example with verl), the wait is over at once.
     """
 
-    def __init__(
-        self,
-        versions: Versions,
-        roster: Roster,
-        request: SyncRequest,
-        current: Version | None,
-        *,
-        clock: Clock,
-    ) -> None:
-        self._current = current
-        self._versions = versions
-        self._roster = roster
-        self._request = request
-        self._clock = clock
+    versions: Versions
+    roster: Roster
+    request: SyncRequest
+    current: Version | None
+    clock: Clock
+
+    def __post_init__(self) -> None:
         # Read before the sync is required, so that each later answer is an answer to this wait.
-        self._said = request.said()
+        self._said = self.request.said()
         self._alone_since: float | None = None
 
     def is_over(self, *, has_stopped: bool) -> bool:
         """True if the wait is over; ``has_stopped`` means that no trainer is running."""
-        if not has_stopped and (
-            self._current is None or self._request.said() in {None, self._said}
-        ):
+        if not has_stopped and (self.current is None or self.request.said() in {None, self._said}):
             return False
-        if has_stopped and not self._roster.has_had_trainer():
+        if has_stopped and not self.roster.has_had_trainer():
             return True
-        step = self._versions.on_its_way()
+        step = self.versions.on_its_way()
         return step is None or self._is_given_up(step)
 
     def _is_given_up(self, step: int) -> bool:
-        if self._versions.daemon_lives():
+        if self.versions.daemon_lives():
             self._alone_since = None
             return False
-        now = self._clock()
+        now = self.clock()
         if self._alone_since is None:
             self._alone_since = now
-        if now - self._alone_since < self._versions.lease_time:
+        if now - self._alone_since < self.versions.lease_time:
             return False
         log.warning(
             "step %d is saved but not published, and no daemon has worked in %s for %g s: "
             "not waiting for this step any longer. Start a daemon with `syncd run`",
             step,
-            self._versions.job.layout.root,
-            self._versions.lease_time,
+            self.versions.job.layout.root,
+            self.versions.lease_time,
         )
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,7 @@ def apply_chain(
     to: Storage,
     draft: Path,
     threads: int = 4,
-    cancel: Callable[[], None] = lambda: None,
+    cancel: Check = lambda: None,
     progress: Progress = unheard,
 ) -> None:
     """Make all files of a version except the manifest, and verify them in the same pass.

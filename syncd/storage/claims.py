@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
@@ -35,6 +36,7 @@ _MISSING_LOOKS: Final = 2
 _SHOWN: Final = 200
 
 
+@dataclass
 class HeldName:
     """The name of a participant, held by this process's session.
 
@@ -43,11 +45,12 @@ class HeldName:
     :meth:`check` then raises an error, but an earlier write can still take effect.
     """
 
-    def __init__(self, job: Job, path: Path, session: str, name: str) -> None:
-        self._job = job
-        self._path = path
-        self._session = session
-        self._name = name
+    job: Job
+    path: Path
+    session: str
+    name: str
+
+    def __post_init__(self) -> None:
         self._given_up = False
 
     @classmethod
@@ -72,7 +75,7 @@ class HeldName:
         held = cls(job, job.layout.claim(role, name), session.id, name)
         # Parent folders are not made, because nothing may be made in an unmounted job.
         job.storage.make_folder(job.layout.claims, below=job.layout.state)
-        watch = _Holder(job, held._path, session.lease_time, clock)
+        watch = _Holder(job, held.path, session.lease_time, clock)
         has_said = False
         while not held._create():
             if watch.is_dead():
@@ -86,7 +89,7 @@ class HeldName:
                     "%s, or has died. Waiting about %g s to find out",
                     held._told(role, watch.session),
                     session.lease_time,
-                    extra=Event.NAME_AWAITED(session=watch.session, path=held._path),
+                    extra=Event.NAME_AWAITED(session=watch.session, path=held.path),
                 )
             pause(session.lease_time / (LOOKS_PER_LEASE + 1))
         return held
@@ -99,12 +102,12 @@ class HeldName:
             CancelledError: this process released the name.
         """
         if self._given_up:
-            raise CancelledError(f"{self._path} was released, because this participant is closed")
-        holder = read_claim(self._job.storage, self._path)
-        if holder == self._session or (holder is None and self._create()):
+            raise CancelledError(f"{self.path} was released, because this participant is closed")
+        holder = read_claim(self.job.storage, self.path)
+        if holder == self.session or (holder is None and self._create()):
             return
         raise NameTakenError(
-            f"session {read_claim(self._job.storage, self._path)} now holds {self._path}. This "
+            f"session {read_claim(self.job.storage, self.path)} now holds {self.path}. This "
             "process was paused, or its storage did not answer, for longer than a lease time. "
             "Start this process again"
         )
@@ -112,8 +115,8 @@ class HeldName:
     def release(self) -> None:
         """Release the name, if this process still has it."""
         self._given_up = True
-        if read_claim(self._job.storage, self._path) == self._session:
-            self._job.storage.unlink_if_there(self._path)
+        if read_claim(self.job.storage, self.path) == self.session:
+            self.job.storage.unlink_if_there(self.path)
 
     def _why_taken(self, role: str, session: str | None) -> str:
         # A job has only one trainer, so another name does not help.
@@ -121,38 +124,38 @@ class HeldName:
         other = "give this trainer another job directory" if trainer else "use another name"
         return (
             f"{self._told(role, session)}. Stop that process, or {other}. If that process has "
-            f"certainly ended, remove {self._path}"
+            f"certainly ended, remove {self.path}"
         )
 
     def _told(self, role: str, session: str | None) -> str:
         try:
-            holder = name_in(self._job.storage.read(self._path))
+            holder = name_in(self.job.storage.read(self.path))
         except OSError:  # the claim is gone or unreadable: only the session is known
             holder = None
         if role == "trainer":
             who = "a trainer" if holder is None else f"trainer {holder[:_SHOWN]!r}"
         else:
-            who = f"{role} {self._name!r}"
+            who = f"{role} {self.name!r}"
         process = "" if session is None else process_of(session)
         return (
-            f"{who} works in {self._job.layout.root} already ({process}session "
+            f"{who} works in {self.job.layout.root} already ({process}session "
             f"{session or 'unknown'})"
         )
 
     def _create(self) -> bool:
         """Make the claim, with all its content at once; True if this session has the name now."""
-        draft = self._job.layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
+        draft = self.job.layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
         try:
-            self._job.storage.write_new(
-                draft, encode(Claim(session=self._session, name=self._name, process=this_process()))
+            self.job.storage.write_new(
+                draft, encode(Claim(session=self.session, name=self.name, process=this_process()))
             )
-            self._job.storage.link(draft, self._path)
+            self.job.storage.link(draft, self.path)
         except FileExistsError:
             # The claim is ours if the server made the link, but its answer was lost.
-            return read_claim(self._job.storage, self._path) == self._session
+            return read_claim(self.job.storage, self.path) == self.session
         finally:
-            self._job.storage.unlink_if_there(draft)
-        self._job.storage.sync_folder(self._job.layout.claims)
+            self.job.storage.unlink_if_there(draft)
+        self.job.storage.sync_folder(self.job.layout.claims)
         return True
 
 

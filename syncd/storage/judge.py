@@ -48,6 +48,7 @@ class _Watch:
     beats: bool
 
 
+@dataclass
 class Judge:
     """Decides whether a heartbeat is alive or dead, only by this process's monotonic clock.
 
@@ -57,25 +58,19 @@ class Judge:
     caller must then tolerate that a live heartbeat is judged dead.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        lease_time: float,
-        *,
-        clock: Clock = time.monotonic,
-        counts_pauses: bool = False,
-    ) -> None:
-        self._storage = storage
-        self.lease_time = lease_time
-        self._clock = clock
-        self._counts_pauses = counts_pauses
+    storage: Storage
+    lease_time: float
+    clock: Clock = time.monotonic
+    counts_pauses: bool = False
+
+    def __post_init__(self) -> None:
         self._watched: dict[Path, _Watch] = {}
-        self._repeats = Repeats(clock=clock)
+        self._repeats = Repeats(clock=self.clock)
 
     def look(self, path: Path) -> Liveness:
         """Check a heartbeat once. Call this at least three times in a lease time."""
         try:
-            fd = self._storage.open_read(path)
+            fd = self.storage.open_read(path)
         except OSError as error:
             if is_unreadable(error):
                 # The file is not a heartbeat, or this user may not read it. Its owner may be alive,
@@ -94,16 +89,16 @@ class Judge:
             self._watched.pop(path, None)
             return Liveness.MISSING
         try:
-            key = signature(self._storage.fstat(fd))
+            key = signature(self.storage.fstat(fd))
         finally:
-            self._storage.release(fd)
-        now = self._clock()
+            self.storage.release(fd)
+        now = self.clock()
         watch = self._watched.get(path)
         if watch is None or watch.key != key:
             self._watched[path] = _Watch(key, 0.0, now, beats=watch is not None)
             return Liveness.ALIVE  # the first look, or the file changed since the last look
         longest = self.lease_time / LOOKS_PER_LEASE
-        if now - watch.looked <= longest or self._counts_pauses:
+        if now - watch.looked <= longest or self.counts_pauses:
             watch.still += min(now - watch.looked, longest)
         watch.looked, watch.beats = now, False
         return Liveness.DEAD if watch.still >= self.lease_time else Liveness.ALIVE
@@ -115,33 +110,33 @@ class Judge:
 
     def look_again(self, path: Path) -> Liveness:
         """Check a missing heartbeat on the server, because the client's cache may be old."""
-        self._storage.refresh(path.parent)
+        self.storage.refresh(path.parent)
         return self.look(path)
 
     def break_dead(self, path: Path) -> bool:
         """Remove the file that the last check found dead; False if its owner has refreshed it."""
         watch = self._watched.pop(path, None)
         if watch is None:
-            return not self._storage.exists(path)
+            return not self.storage.exists(path)
         aside = path.with_name(f"{path.name}.broken-{secrets.token_hex(6)}")
         try:
-            self._storage.rename(path, aside)
+            self.storage.rename(path, aside)
         except OSError as error:
             if is_gone(error):
                 return True
             raise
-        status = self._storage.status(aside)
+        status = self.storage.status(aside)
         # A rename changes ctime, a heartbeat changes mtime.
         same = status is not None and signature(status)[:4] == watch.key[:4]
         if not same:
             try:
-                self._storage.link(aside, path)
+                self.storage.link(aside, path)
             except OSError as error:
                 # Another process took the free name meanwhile, or removed the moved file. The owner
                 # of the moved file has lost the name, and will notice that.
                 if error.errno != errno.EEXIST and not is_gone(error):
                     raise
-        self._storage.unlink_if_there(aside)
+        self.storage.unlink_if_there(aside)
         return same
 
     def forget(self, path: Path) -> None:
@@ -181,6 +176,7 @@ def sweep_broken(job: Job) -> None:
                     )
 
 
+@dataclass
 class Lookout:
     """Judges many heartbeats: each call checks some of them, and returns the results for all.
 
@@ -190,14 +186,13 @@ class Lookout:
     Do not use ``judge`` for anything else. You can change ``tick``, the seconds between two calls.
     """
 
-    def __init__(
-        self, judge: Judge, layout: JobLayout, *, tick: float, clock: Clock = time.monotonic
-    ) -> None:
-        self._judge = judge
-        self._layout = layout
-        self._clock = clock
-        self.tick = tick
-        self._at = clock()
+    judge: Judge
+    layout: JobLayout
+    tick: float
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._at = self.clock()
         self._owed = 0.0
         self._order: deque[str] = deque()
         self._last: dict[str, Liveness] = {}
@@ -212,7 +207,7 @@ class Lookout:
         left = self._last.keys() - wanted
         for session in left:
             del self._last[session]
-            self._judge.forget(self._layout.session(session))
+            self.judge.forget(self.layout.session(session))
         if left:
             self._order = deque(session for session in self._order if session not in left)
         for _ in range(self._share()):
@@ -233,10 +228,10 @@ class Lookout:
     def _share(self) -> int:
         """The number of heartbeats that are due."""
         count = len(self._order)
-        now = self._clock()
+        now = self.clock()
         since, self._at = now - self._at, now
         # Look at all heartbeats within a third of a lease time, less two ticks for a late call.
-        turn = max(0.0, self._judge.lease_time / LOOKS_PER_LEASE - 2 * self.tick)
+        turn = max(0.0, self.judge.lease_time / LOOKS_PER_LEASE - 2 * self.tick)
         if count <= _FEW or since >= turn:
             self._owed = 0.0
             return count
@@ -246,10 +241,10 @@ class Lookout:
         return due
 
     def _look(self, session: str) -> None:
-        path, before = self._layout.session(session), self._last.get(session)
-        seen = self._judge.look(path)
+        path, before = self.layout.session(session), self._last.get(session)
+        seen = self.judge.look(path)
         if seen is Liveness.MISSING and before is not Liveness.MISSING:
-            seen = self._judge.look_again(path)
+            seen = self.judge.look_again(path)
         if before is Liveness.ALIVE and seen is not Liveness.ALIVE:
             log.log(
                 logging.WARNING if seen is Liveness.DEAD else logging.INFO,

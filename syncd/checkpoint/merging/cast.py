@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Final, Self
 
+from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 
@@ -89,7 +90,7 @@ class Caster:
         given: str,
         wanted: str,
         *,
-        cancel: Callable[[], None],
+        cancel: Check,
     ) -> Iterator[memoryview]:
         """Cast ``count`` elements from dtype ``given`` to ``wanted``. ``read`` fills input buffers.
 
@@ -120,7 +121,7 @@ class Caster:
         # Not reached if the caller stops half way: answers for these slots may still come.
         self._free.put(first)
 
-    def _ask(self, request: bytes, cancel: Callable[[], None]) -> None:
+    def _ask(self, request: bytes, cancel: Check) -> None:
         with self._asking:
             if not self._started:
                 with self._hearing:
@@ -132,7 +133,7 @@ class Caster:
             except EndedError:
                 raise self._failed() from None
 
-    def _wait(self, slot: int, cancel: Callable[[], None]) -> None:
+    def _wait(self, slot: int, cancel: Check) -> None:
         """Wait for a slot's answer; keep earlier answers for the other threads."""
         with self._hearing:
             while slot not in self._answered:
@@ -142,7 +143,7 @@ class Caster:
                 self._answered.add(answer[0])
             self._answered.remove(slot)
 
-    def _hear(self, cancel: Callable[[], None]) -> bytes:
+    def _hear(self, cancel: Check) -> bytes:
         self._child.expect(self._where)
         try:
             return self._child.read(1, cancel=cancel)

@@ -14,6 +14,7 @@ Each range is written in the cheapest possible way (``docs/performance.md`` has 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import xxhash
@@ -23,6 +24,7 @@ from syncd.checkpoint.merging.options import Checked, MergeOptions
 from syncd.checkpoint.merging.plan import PlannedFile, PlannedTensor
 from syncd.checkpoint.merging.source_reader import Source, SourceReader, shorter
 from syncd.checkpoint.merging.tiling import Bytes, Part, Run, Weave, leaves, source_at
+from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.safetensors_header import PAGE
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.protocol.errors import CoverageError, SyncdError
@@ -41,6 +43,7 @@ _SYNC_EVERY: Final = 256 * 1024 * 1024
 _WORTH_A_CALL: Final = 512 * 1024
 
 
+@dataclass
 class FileCopy:
     """Copies bytes from the shards to one output file.
 
@@ -48,27 +51,18 @@ class FileCopy:
     ``advanced`` is called after each write with the number of bytes.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        reader: SourceReader,
-        sources: Sequence[Source],
-        *,
-        options: MergeOptions,
-        checked: Checked,
-        caster: Caster | None,
-        cancel: Callable[[], None],
-        advanced: Callable[[int], None],
-    ) -> None:
-        self._storage = storage
-        self._reader = reader
-        self._sources = sources
-        self._options = options
-        self._computes = options.digests or checked == "crc32"
-        self._shares = checked == "receipt"
-        self._caster = caster
-        self._cancel = cancel
-        self._advanced = advanced
+    storage: Storage
+    reader: SourceReader
+    sources: Sequence[Source]
+    options: MergeOptions
+    checked: Checked
+    caster: Caster | None
+    cancel: Check
+    advanced: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        self._computes = self.options.digests or self.checked == "crc32"
+        self._shares = self.checked == "receipt"
         self._view = memoryview(bytearray(BUFFER))
         self._filled = 0  # bytes of the buffer that are not written yet
         self._unsynced = 0
@@ -77,12 +71,12 @@ class FileCopy:
     def write(self, file: PlannedFile, fd: int) -> list[bytes]:
         """Write the file; return each tensor's 16-byte digest, or ``[]`` if digests are off."""
         self._fd, self._at = fd, len(file.header)
-        self._storage.pwrite_all(fd, file.header, 0)
-        in_kernel = not self._computes and self._options.in_kernel(fd)
+        self.storage.pwrite_all(fd, file.header, 0)
+        in_kernel = not self._computes and self.options.in_kernel(fd)
         found = []
         for tensor in file.tensors:
-            self._cancel()
-            hasher = xxhash.xxh3_128() if self._options.digests else None
+            self.cancel()
+            hasher = xxhash.xxh3_128() if self.options.digests else None
             if tensor.dtype != tensor.source_dtype:
                 self._cast(tensor, hasher)
             elif tensor.copies:
@@ -105,7 +99,7 @@ class FileCopy:
                 if in_kernel:
                     self._kernel_copies(left)
                     continue
-            self._gather(TensorStream(self._reader, (left,)), left.length, hasher)
+            self._gather(TensorStream(self.reader, (left,)), left.length, hasher)
 
     def _share(self, run: Run, hasher: xxhash.xxh3_128 | None) -> int:
         """Share the first blocks of a run with the output; return the number of shared bytes."""
@@ -114,13 +108,13 @@ class FileCopy:
         if not self._shares or run.offset % PAGE or to % PAGE:
             return 0
         self._flush()
-        stream = TensorStream(self._reader, (run,))
-        source = self._sources[run.source].fd
+        stream = TensorStream(self.reader, (run,))
+        source = self.sources[run.source].fd
         done = 0
         while done < count:
-            self._cancel()
+            self.cancel()
             part = min(count - done, _SYNC_EVERY)
-            if not self._storage.share_range(source, self._fd, part, run.offset + done, self._at):
+            if not self.storage.share_range(source, self._fd, part, run.offset + done, self._at):
                 self._shares = False  # the next call would fail too
                 break
             if hasher is not None:
@@ -132,7 +126,7 @@ class FileCopy:
     def _digest(self, stream: TensorStream, length: int, hasher: xxhash.xxh3_128) -> None:
         left = length
         while left:
-            self._cancel()
+            self.cancel()
             view = self._view[:left]
             stream.read_into(view)
             hasher.update(view)
@@ -140,11 +134,11 @@ class FileCopy:
 
     def _kernel_copies(self, run: Run) -> None:
         self._flush()
-        source = self._sources[run.source]
+        source = self.sources[run.source]
         _, offset, left = run
         while left:
-            self._cancel()
-            count = self._storage.copy_range(
+            self.cancel()
+            count = self.storage.copy_range(
                 source.fd, self._fd, min(left, _CHUNK), offset, self._at
             )
             if count == 0:
@@ -154,12 +148,12 @@ class FileCopy:
             self._advance(count)
 
     def _compared(self, tensor: PlannedTensor) -> TensorStream | ComparedStream:
-        stream = TensorStream(self._reader, tensor.parts)
+        stream = TensorStream(self.reader, tensor.parts)
         if not tensor.copies:
             return stream
-        copies = [TensorStream(self._reader, copy.parts) for copy in tensor.copies]
+        copies = [TensorStream(self.reader, copy.parts) for copy in tensor.copies]
         return ComparedStream(
-            stream, copies, lambda *found: self._differs(tensor, *found), self._cancel
+            stream, copies, lambda *found: self._differs(tensor, *found), self.cancel
         )
 
     def _gather(
@@ -180,11 +174,11 @@ class FileCopy:
                 self._flush()
 
     def _cast(self, tensor: PlannedTensor, hasher: xxhash.xxh3_128 | None) -> None:
-        assert self._caster is not None  # noqa: S101 - run_plan requires it
+        assert self.caster is not None  # noqa: S101 - run_plan requires it
         stream = self._compared(tensor)
         count = tensor.length // ITEMSIZE[tensor.dtype]
         dtypes = tensor.source_dtype, tensor.dtype
-        for tile in self._caster.cast(stream.read_into, count, *dtypes, cancel=self._cancel):
+        for tile in self.caster.cast(stream.read_into, count, *dtypes, cancel=self.cancel):
             if hasher is not None:
                 hasher.update(tile)
             if len(tile) > BUFFER - self._filled or len(tile) >= BUFFER // 4:
@@ -207,20 +201,20 @@ class FileCopy:
         first, other = source_at(tensor.parts, offset), source_at(copy.parts, offset)
         return CoverageError(
             f"{name} differs between ranks {first} and {other}, in "
-            f"{self._sources[first].path} and {self._sources[other].path}, but must be the "
+            f"{self.sources[first].path} and {self.sources[other].path}, but must be the "
             "same on all ranks. Broadcast the tensor before saving. If the ranks hold different "
             "tensors on purpose, give each tensor its own name, or shard one tensor over a device "
             "mesh with all of these ranks"
         )
 
     def _flush(self) -> None:
-        self._cancel()
+        self.cancel()
         if self._filled:
             filled, self._filled = self._filled, 0
             self._write(self._view[:filled])
 
     def _write(self, view: memoryview) -> None:
-        self._storage.pwrite_all(self._fd, view, self._at)
+        self.storage.pwrite_all(self._fd, view, self._at)
         self._advance(len(view))
 
     def _advance(self, count: int) -> None:
@@ -228,10 +222,10 @@ class FileCopy:
         self._unsynced += count
         if self._unsynced >= _SYNC_EVERY:
             # One fsync of gigabytes at the end could not be interrupted.
-            self._cancel()
-            self._storage.fsync(self._fd)
+            self.cancel()
+            self.storage.fsync(self._fd)
             self._unsynced = 0
-        self._advanced(count)
+        self.advanced(count)
 
 
 class TensorStream:
@@ -284,6 +278,7 @@ class TensorStream:
         return rows * width
 
 
+@dataclass
 class ComparedStream:
     """A stream of bytes that is compared with copies, which must be equal.
 
@@ -291,29 +286,24 @@ class ComparedStream:
     ``cancel`` is called for each copy, because there can be thousands.
     """
 
-    def __init__(
-        self,
-        stream: TensorStream,
-        copies: Sequence[TensorStream],
-        differs: Callable[[int, int], SyncdError],
-        cancel: Callable[[], None],
-    ) -> None:
-        self._cancel = cancel
-        self._stream = stream
-        self._copies = copies
-        self._differs = differs
+    stream: TensorStream
+    copies: Sequence[TensorStream]
+    differs: Callable[[int, int], SyncdError]
+    cancel: Check
+
+    def __post_init__(self) -> None:
         self._done = 0
 
     def read_into(self, view: memoryview) -> None:
         """Fill ``view`` with the next bytes; raise the error of ``differs`` if a copy differs."""
-        self._stream.read_into(view)
+        self.stream.read_into(view)
         other = memoryview(bytearray(len(view)))
-        for number, copy in enumerate(self._copies):
-            self._cancel()
+        for number, copy in enumerate(self.copies):
+            self.cancel()
             copy.read_into(other)
             if other != view:
                 at = next(at for at in range(len(view)) if other[at] != view[at])
-                raise self._differs(number, self._done + at)
+                raise self.differs(number, self._done + at)
         self._done += len(view)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,7 +148,7 @@ def digest_safetensors(
     source: SafetensorsFile,
     *,
     digests: bool = True,
-    cancel: Callable[[], None],
+    cancel: Check,
     copy_to: Path | None = None,
     progress: Progress = unheard,
 ) -> Merged:
@@ -179,7 +179,7 @@ def _stream(
     storage: Storage,
     source: SafetensorsFile,
     target: int | None,
-    cancel: Callable[[], None],
+    cancel: Check,
     progress: Progress,
 ) -> list[bytes]:
     view = memoryview(bytearray(BUFFER))

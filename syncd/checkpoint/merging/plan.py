@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from syncd.checkpoint.gc_pause import uncollected
 from syncd.checkpoint.merging.tiling import Block, Part, Run, Tiled, Transposed, cut, ends, tile
 from syncd.checkpoint.name_map import HubPart, NameMap
+from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_header import PAGE, HeaderEntry, header_bytes
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, refuse_cast, shown
@@ -91,7 +92,7 @@ def plan_merge(
     tied: bool = False,
     hub: NameMap | None = None,
     cast: Cast | None = None,
-    cancel: Callable[[], None] = lambda: None,
+    cancel: Check = lambda: None,
 ) -> MergePlan:
     """Plan how to make one model from the shards (:class:`ShardIndex`) of all ranks, in rank order.
 
@@ -167,14 +168,14 @@ def _split(tensors: Sequence[PlannedTensor], max_file_size: int) -> Iterator[lis
     yield group
 
 
-def _file(name: str, group: list[PlannedTensor], cancel: Callable[[], None]) -> PlannedFile:
+def _file(name: str, group: list[PlannedTensor], cancel: Check) -> PlannedFile:
     group = sorted(group, key=lambda one: (one.length % PAGE > 0, -ITEMSIZE[one.dtype]))
     header = header_bytes(header_entries(group, cancel))
     return PlannedFile(name, header, sum(tensor.length for tensor in group), tuple(group))
 
 
 def header_entries(
-    tensors: Iterable[PlannedTensor], cancel: Callable[[], None] = lambda: None
+    tensors: Iterable[PlannedTensor], cancel: Check = lambda: None
 ) -> Iterator[HeaderEntry]:
     """The entries of a file's header; the tensors follow each other without gaps."""
     at = 0
@@ -196,7 +197,7 @@ def is_output_embedding(name: str) -> bool:
     return _module(name) in _HEADS
 
 
-def _without_tied(tensors: list[PlannedTensor], cancel: Callable[[], None]) -> list[PlannedTensor]:
+def _without_tied(tensors: list[PlannedTensor], cancel: Check) -> list[PlannedTensor]:
     kept = {tensor.name: tensor for tensor in tensors}
     for head in tensors:
         cancel()
@@ -221,7 +222,7 @@ def _without_tied(tensors: list[PlannedTensor], cancel: Callable[[], None]) -> l
 
 
 def _by_hub_names(
-    tensors: Iterable[PlannedTensor], names: NameMap, cancel: Callable[[], None]
+    tensors: Iterable[PlannedTensor], names: NameMap, cancel: Check
 ) -> list[PlannedTensor]:
     found: dict[str, list[tuple[HubPart, PlannedTensor]]] = {}
     for tensor in tensors:
@@ -322,7 +323,7 @@ def _whole(
     renamed: str,
     shards: Sequence[ShardIndex],
     labels: Sequence[str],
-    cancel: Callable[[], None],
+    cancel: Check,
 ) -> PlannedTensor:
     """Prove that a tensor is whole, and find its parts."""
     cancel()

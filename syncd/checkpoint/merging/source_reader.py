@@ -47,6 +47,7 @@ class SourceFile:
     records: Mapping[str, ZipRecord] = field(default_factory=dict)
 
 
+@dataclass
 class SourceReader:
     """Reads the sources, and checks the CRC-32 of the records that ``checks`` lists.
 
@@ -57,24 +58,18 @@ class SourceReader:
     does not match its CRC-32.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        sources: Sequence[Source],
-        *,
-        checks: Sequence[RecordChecks | None],
-        cancel: Callable[[], None],
-    ) -> None:
-        self._storage = storage
-        self._sources = sources
-        self._cancel = cancel
-        self._checks = checks
-        self._scratch = memoryview(bytearray(_BUFFER if any(checks) else 0))
+    storage: Storage
+    sources: Sequence[Source]
+    checks: Sequence[RecordChecks | None]
+    cancel: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._scratch = memoryview(bytearray(_BUFFER if any(self.checks) else 0))
 
     def read_into(self, source: int, offset: int, part: memoryview) -> None:
         """Fill ``part`` with bytes of the source with this index; all must lie in one record."""
         self._pread(source, offset, part)
-        checks = self._checks[source]
+        checks = self.checks[source]
         if checks is not None:
             number = checks.find(offset)
             if checks.owners.setdefault(number, self) is self:  # atomic: threads share this
@@ -83,7 +78,7 @@ class SourceReader:
 
     def finish(self) -> None:
         """Check the bytes that were not read yet. All other readers must have finished."""
-        for source, checks in enumerate(self._checks):
+        for source, checks in enumerate(self.checks):
             if checks is not None:
                 for number, end in enumerate(checks.ends):
                     self._check_up_to(source, checks, number, end)
@@ -91,14 +86,14 @@ class SourceReader:
     def _check_up_to(self, source: int, checks: RecordChecks, number: int, end: int) -> None:
         """Check a record's unchecked bytes before the offset ``end``."""
         while checks.at[number] < end:
-            self._cancel()
+            self.cancel()
             part = self._scratch[: end - checks.at[number]]
             self._pread(source, checks.at[number], part)
             checks.extend(number, checks.at[number], part)
 
     def _pread(self, source: int, offset: int, part: memoryview) -> None:
-        file = self._sources[source]
-        if self._storage.pread_fully(file.fd, part, offset) < len(part):
+        file = self.sources[source]
+        if self.storage.pread_fully(file.fd, part, offset) < len(part):
             raise shorter(file.path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
@@ -213,31 +214,31 @@ def _rows(shape: Shape, blocks: Sequence[Block]) -> tuple[Run, ...] | None:
     return tuple([block.run for block in blocks]) if at == shape[0] else None
 
 
+@dataclass
 class _Tiling:
-    def __init__(self, name: str, shape: Shape, labels: Sequence[str]) -> None:
-        self._name = name
-        self._shape = shape
-        self._labels = labels
+    name: str
+    shape: Shape
+    labels: Sequence[str]
 
     def parts(self, blocks: list[Block], dim: int, rows: int) -> tuple[Bytes, ...]:
         """The bytes, in order, of blocks that are equal in all dimensions before ``dim``.
 
         ``rows`` is the number of turns if the bytes are interleaved in a :class:`Weave`.
         """
-        if dim == len(self._shape):
+        if dim == len(self.shape):
             if not blocks:
                 raise self._gap("no file has any part of this tensor")
             return (blocks[0].run,)
         bands: dict[tuple[int, int], list[Block]] = {}
         for block in blocks:
             bands.setdefault((block.offsets[dim], block.shape[dim]), []).append(block)
-        size = self._shape[dim]
+        size = self.shape[dim]
         if bands.keys() == {(0, size)}:
             return self.parts(blocks, dim + 1, rows * size)
         parts: list[Bytes] = []
         at, before = 0, "the beginning"
         for (start, count), band in sorted(bands.items()):
-            label = self._labels[band[0].run.source]
+            label = self.labels[band[0].run.source]
             if start > at:
                 raise self._gap(
                     f"{self._span(dim, at, start)} in no file (between {before} and {label})"
@@ -268,4 +269,4 @@ class _Tiling:
         )
 
     def _wrong(self, what: str) -> CoverageError:
-        return CoverageError(f"{self._name}: {what}")
+        return CoverageError(f"{self.name}: {what}")

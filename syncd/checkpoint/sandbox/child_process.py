@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from syncd.checkpoint.parallel import Check
 from syncd.storage.errnos import GONE
 
 _PACKAGE: Final = str(Path(__file__).resolve().parents[3])
@@ -57,7 +58,7 @@ class ChildProcess:
         task: str,
         flags: str,
         pass_fds: Sequence[int] = (),
-        cancel: Callable[[], None],
+        cancel: Check,
         wall_seconds: float,
         python: str = sys.executable,
         clock: Callable[[], float] = time.monotonic,
@@ -104,7 +105,7 @@ class ChildProcess:
         self._where = where
         self._deadline = self._clock() + self._wall_seconds
 
-    def write(self, data: bytes, *, cancel: Callable[[], None] | None = None) -> None:
+    def write(self, data: bytes, *, cancel: Check | None = None) -> None:
         """Send bytes to the child."""
         view = memoryview(data)
         while view:
@@ -115,7 +116,7 @@ class ChildProcess:
             except BrokenPipeError:
                 raise EndedError from None
 
-    def read(self, count: int, *, cancel: Callable[[], None] | None = None) -> bytes:
+    def read(self, count: int, *, cancel: Check | None = None) -> bytes:
         """Receive ``count`` bytes from the child."""
         parts: list[bytes] = []
         while count:
@@ -130,7 +131,7 @@ class ChildProcess:
             count -= len(part)
         return b"".join(parts)
 
-    def _wait(self, fd: int, event: int, cancel: Callable[[], None]) -> None:
+    def _wait(self, fd: int, event: int, cancel: Check) -> None:
         poll = select.poll()
         poll.register(fd, event)
         cancel()

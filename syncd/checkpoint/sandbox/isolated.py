@@ -66,6 +66,7 @@ class _MemoryError(EndedError):
     """The child has no memory left."""
 
 
+@dataclass
 class IsolatedParser:
     """Reads pickles and headers in a child process, which starts with the first request.
 
@@ -78,20 +79,13 @@ class IsolatedParser:
     the child cannot be started, or does not answer; the file may be intact.
     """
 
-    def __init__(
-        self,
-        *,
-        cancel: Callable[[], None],
-        limits: ParseLimits | None = None,
-        python: str = sys.executable,
-        clock: Callable[[], float] = time.monotonic,
-        job: Path | None = None,
-    ) -> None:
-        self._cancel = cancel
-        self._job = job
-        self._limits = limits or ParseLimits()
-        self._python = python
-        self._clock = clock
+    cancel: Callable[[], None]
+    limits: ParseLimits = ParseLimits()
+    python: str = sys.executable
+    clock: Callable[[], float] = time.monotonic
+    job: Path | None = None
+
+    def __post_init__(self) -> None:
         self._child: ChildProcess | None = None
         self._answered = 0
 
@@ -108,13 +102,13 @@ class IsolatedParser:
 
     def close(self) -> None:
         """Leave the child to the next parser of the job, or kill it if it may need much memory."""
-        if self._child is None or self._job is None or self._answered > _MIB:
+        if self._child is None or self.job is None or self._answered > _MIB:
             self._kill()
             return
         for job in list(_waiting):
             if (other := _waiting.pop(job, None)) is not None:
                 other.close()
-        _waiting[self._job], self._child = self._child, None
+        _waiting[self.job], self._child = self._child, None
 
     def _kill(self) -> None:
         child, self._child = self._child, None
@@ -209,7 +203,7 @@ class IsolatedParser:
     def _rows(self, child: ChildProcess, where: str, limit: int) -> Iterator[wire.Row]:
         count = size = 0
         while True:
-            self._cancel()
+            self.cancel()
             tag, content = _frame(child)
             if tag == wire.DONE:
                 return
@@ -223,10 +217,10 @@ class IsolatedParser:
                 raise ValueError(
                     f"the answer has over {limit} bytes, the limit for a file of this size"
                 )
-            if self._answered > self._limits.answers:
+            if self._answered > self.limits.answers:
                 raise ValueError(
                     "all answers about this save are together longer than "
-                    f"{self._limits.answers // _MIB} MiB"
+                    f"{self.limits.answers // _MIB} MiB"
                 )
             rows = wire.read_rows(content)
             count += len(rows)
@@ -235,11 +229,11 @@ class IsolatedParser:
             yield from rows
 
     def _start(self, where: str) -> ChildProcess:
-        waiting = _waiting.pop(self._job, None)
+        waiting = _waiting.pop(self.job, None)
         if waiting is not None and waiting.is_running:
-            waiting.cancel, self._child = self._cancel, waiting
+            waiting.cancel, self._child = self.cancel, waiting
             return waiting
-        given = self._limits
+        given = self.limits
         # Without ``site``, which may run code of other packages.
         self._child = child = ChildProcess(
             "checkpoint.sandbox.parser_child",
@@ -247,10 +241,10 @@ class IsolatedParser:
             where,
             task="read",
             flags="-I -S",
-            cancel=self._cancel,
+            cancel=self.cancel,
             wall_seconds=given.wall_seconds,
-            python=self._python,
-            clock=self._clock,
+            python=self.python,
+            clock=self.clock,
         )
         try:
             tag, _ = _frame(child)
@@ -260,7 +254,7 @@ class IsolatedParser:
             raise OSError(
                 errno.EAGAIN,
                 "the process that should read this file failed when it started "
-                f"({described(child.end())}): check that '{self._python} -c \"import "
+                f"({described(child.end())}): check that '{self.python} -c \"import "
                 "syncd\"' works, and that memory is free",
                 where,
             )
@@ -277,7 +271,7 @@ class IsolatedParser:
 
     def _fault(self, child: ChildProcess, error: EndedError) -> str:
         """End the child; return the fault of the file as a verb phrase for a message."""
-        limits = self._limits
+        limits = self.limits
         status = child.end()
         if status == -signal.SIGXCPU:
             return f"takes more than {limits.cpu_seconds} s of processor time to read"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -30,6 +31,7 @@ class ReadPieces(Protocol):
         """See ``read_pieces``. The caller may change the returned dict."""
 
 
+@dataclass
 class ShardFile:
     """An open shard file with a valid zip directory.
 
@@ -43,23 +45,16 @@ class ShardFile:
         has_crc: False if the trainer switched CRC-32 off. Then the CRC-32 of every record is 0.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        path: Path,
-        fd: int,
-        signature_: Signature,
-        directory_digest: str,
-        records: Mapping[str, ZipRecord],
-    ) -> None:
-        self._storage = storage
-        self.path = path
-        self.fd = fd
-        self.signature = signature_
-        self.size = signature_[2]
-        self.directory_digest = directory_digest
-        self.records = records
-        self.has_crc = any(record.crc32 for record in records.values())
+    storage: Storage
+    path: Path
+    fd: int
+    signature: Signature
+    directory_digest: str
+    records: Mapping[str, ZipRecord]
+
+    def __post_init__(self) -> None:
+        self.size = self.signature[2]
+        self.has_crc = any(record.crc32 for record in self.records.values())
         self._tensors: dict[str, Local | Chunks] | None = None
         # Most tensors have one of a few shapes, so shapes and lengths are kept once.
         self._kinds: dict[tuple[str, Shape], tuple[str, Shape, int]] = {}
@@ -89,14 +84,14 @@ class ShardFile:
         order = self.records.get("byteorder")
         if order is None:
             return
-        if self._storage.pread_all(self.fd, min(order.size, 16), order.offset) != b"little":
+        if self.storage.pread_all(self.fd, min(order.size, 16), order.offset) != b"little":
             raise ShardFormatError(
                 f"{self.path} is not little-endian: save the file on a little-endian machine"
             )
 
     def close(self) -> None:
         """Close the descriptor."""
-        self._storage.release(self.fd)
+        self.storage.release(self.fd)
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +129,7 @@ class ShardFile:
                 f"{self.path} has no data.pkl, or its data.pkl is larger than 256 MiB. Save "
                 "the file again"
             )
-        data = self._storage.pread_all(self.fd, record.size, record.offset)
+        data = self.storage.pread_all(self.fd, record.size, record.offset)
         if len(data) != record.size or (self.has_crc and crc32(data) != record.crc32):
             raise ShardFormatError(
                 f"{self.path}: data.pkl does not match its CRC-32. The file is damaged, or still "

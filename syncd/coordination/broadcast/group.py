@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -52,6 +53,7 @@ class Broadcasting:
         self._finish()
 
 
+@dataclass
 class WeightGroup:
     """One rank's membership in one generation of a weight group; made by :meth:`join`.
 
@@ -66,26 +68,18 @@ class WeightGroup:
     Only one thread at a time may call methods; any thread may call :meth:`close`.
     """
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        rank: int,
-        backend: Any,
-        stores: list[Store],
-        *,
-        deadline: float,
-        device: torch.device,
-    ) -> None:
-        self.rank = rank
-        self.world_size = rendezvous.world_size
-        self.generation = rendezvous.generation
-        self.name = rendezvous.group_name
-        self.device = device
-        self._rendezvous = rendezvous
-        self._backend = backend
-        self._stores = stores
-        self._patience = deadline
-        self._deadline = time.monotonic() + deadline
+    rendezvous: Rendezvous
+    rank: int
+    backend: Any
+    stores: list[Store]
+    deadline: float
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.world_size = self.rendezvous.world_size
+        self.generation = self.rendezvous.generation
+        self.name = self.rendezvous.group_name
+        self._deadline = time.monotonic() + self.deadline
         self._unfinished: list[dist.Work] = []
         self._agreements = 0
         self._failure: str | None = None
@@ -152,7 +146,7 @@ class WeightGroup:
 
     def begin(self) -> None:
         """Begin a transfer, with a new deadline."""
-        self._deadline = time.monotonic() + self._patience
+        self._deadline = time.monotonic() + self.deadline
 
     def broadcast(self, tensor: Tensor) -> Broadcasting:
         """Begin to broadcast a tensor from rank 0.
@@ -165,7 +159,7 @@ class WeightGroup:
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = torch_time(self._left())
         try:
-            work = self._backend.broadcast([tensor], options)
+            work = self.backend.broadcast([tensor], options)
         except RuntimeError as error:
             raise self._fail(f"a broadcast failed: {in_words(error)}") from error
         self._unfinished.append(work)
@@ -184,7 +178,7 @@ class WeightGroup:
         self._check()
         key = f"agree/{self._agreements}"
         self._agreements += 1
-        store = self._stores[0]
+        store = self.stores[0]
         try:
             verdict, late = within(
                 self._deadline + _GRACE,
@@ -216,8 +210,8 @@ class WeightGroup:
         """Leave the group, without waiting for anybody. Safe to call twice."""
         with self._lock:
             self._failure = self._failure or "the group was closed"
-            backend, self._backend = self._backend, None
-            self._stores.clear()  # rank 0's store frees its port with its last reference
+            backend, self.backend = self.backend, None
+            self.stores.clear()  # rank 0's store frees its port with its last reference
         if backend is not None:
             backends = [backend]
             del backend  # the last reference goes in the background
@@ -230,7 +224,7 @@ class WeightGroup:
         try:
             while not work.is_completed():
                 if self._left() <= 0:
-                    raise self._fail(f"a broadcast did not end within {self._patience:g} s")
+                    raise self._fail(f"a broadcast did not end within {self.deadline:g} s")
                 time.sleep(pause)
                 pause = min(_LOOK, pause + _LOOK / 50)
             work.wait()
@@ -264,7 +258,7 @@ class WeightGroup:
     def _named(self, ranks: list[int]) -> str:
         names = {0: "the trainer"} | {
             member.rank_offset + worker: f"explorer {member.name} (worker {worker})"
-            for member in self._rendezvous.members
+            for member in self.rendezvous.members
             for worker in range(member.workers)
         }
         return ", ".join(names[rank] for rank in ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncd.coordination.broadcast.addresses import listen, own_address
@@ -51,6 +52,7 @@ class Meetings:
         self._job.storage.replace(self._path, encode(rendezvous), room=self._room)
 
 
+@dataclass
 class TrainerGroup:
     """The weight group of the trainer's rank 0; one group can serve several transfers.
 
@@ -58,12 +60,13 @@ class TrainerGroup:
     transfer in the group has failed. Each new group has a higher generation.
     """
 
-    def __init__(self, meetings: Meetings, run: str, place: MeetingPlace) -> None:
-        self._meetings = meetings
-        self._run = run
+    meetings: Meetings
+    run: str
+    place: MeetingPlace
+
+    def __post_init__(self) -> None:
         self._group: WeightGroup | None = None
         self._rendezvous: Rendezvous | None = None
-        self.place = place
 
     @property
     def rendezvous(self) -> Rendezvous | None:
@@ -94,7 +97,7 @@ class TrainerGroup:
             ):
                 changes = {"offer": agreed.offer.offer, "save_id": save_id}
                 self._rendezvous = known.model_copy(update=changes)
-                self._meetings.put(self._rendezvous)
+                self.meetings.put(self._rendezvous)
                 group.begin()
                 return group
             self.close()
@@ -120,7 +123,7 @@ class TrainerGroup:
         from syncd.coordination.broadcast.group import WeightGroup  # noqa: PLC0415 # it needs torch
         from syncd.coordination.broadcast.group_backends import backend_for  # noqa: PLC0415 # likewise
 
-        before = self._meetings.current()
+        before = self.meetings.current()
         generation = 1 if before is None else before.generation + 1
         address = self.place.address or own_address()
         with listen(address, self.place.port) as listening:
@@ -128,7 +131,7 @@ class TrainerGroup:
             self._rendezvous = rendezvous = Rendezvous(
                 offer=offer.offer,
                 generation=generation,
-                group_name=f"{self._run}-{generation}-{secrets.token_hex(6)}",
+                group_name=f"{self.run}-{generation}-{secrets.token_hex(6)}",
                 address=address,
                 port=port,
                 world_size=1 + sum(member.workers for member in members),
@@ -136,7 +139,7 @@ class TrainerGroup:
                 members=members,
                 save_id=save_id,
             )
-            self._meetings.put(rendezvous)
+            self.meetings.put(rendezvous)
             return WeightGroup.join(
                 rendezvous, 0, deadline=deadline, device=device, listening=listening
             )

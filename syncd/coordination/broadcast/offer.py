@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -110,6 +111,7 @@ class Offers:
             raise
 
 
+@dataclass
 class TrainerSide:
     """Makes an offer and decides it.
 
@@ -117,10 +119,11 @@ class TrainerSide:
         agreed: the latest offer's transfer, if it takes place; else None.
     """
 
-    def __init__(self, offers: Offers, roster: Roster, me: Participant[TrainerReport]) -> None:
-        self._offers = offers
-        self._roster = roster
-        self._me = me
+    offers: Offers
+    roster: Roster
+    me: Participant[TrainerReport]
+
+    def __post_init__(self) -> None:
         self._open: Offer | None = None
         self.agreed: Agreed | None = None
 
@@ -131,7 +134,7 @@ class TrainerSide:
 
     def by_files(self, step: int) -> None:
         """Tell waiting explorers to get the weights of a step from the published files."""
-        self._offers.make(self._me.session.id, step, (), decided="files")
+        self.offers.make(self.me.session.id, step, (), decided="files")
 
     def agree(self, step: int, wait: Wait) -> int | None:
         """Offer a transfer, and wait until all live explorers have joined the offer.
@@ -140,7 +143,7 @@ class TrainerSide:
         all explorers that take part join in time, or if no explorer takes part.
         """
         self.agreed = None
-        require_sync(self._me)
+        require_sync(self.me)
         try:
             while True:
                 working = [one for one in self._working() if one.workers > 0]
@@ -162,11 +165,11 @@ class TrainerSide:
             try:
                 self._withdraw()
             finally:
-                back_to_running(self._me)
+                back_to_running(self.me)
 
     def _working(self) -> list[ExplorerReport]:
-        self._roster.refresh()
-        return self._roster.working()
+        self.roster.refresh()
+        return self.roster.working()
 
     def _try(self, step: int, working: list[ExplorerReport]) -> bool:
         members = tuple(
@@ -179,7 +182,7 @@ class TrainerSide:
         if not waiting:
             return False
         if self._open is None:
-            self._open = self._offers.make(self._me.session.id, step, members)
+            self._open = self.offers.make(self.me.session.id, step, members)
         if not all(map(self._has_joined, working)):
             return False
         offer, groups = self._open, {one.group for one in working}
@@ -198,11 +201,11 @@ class TrainerSide:
     def _decide(self, offer: Offer, wish: Decision) -> Decision:
         """Decide the open offer; return the decision that counts, possibly an explorer's."""
         self._open = None
-        decided = self._offers.decide(offer.offer, wish, self._me.session.id)
+        decided = self.offers.decide(offer.offer, wish, self.me.session.id)
         try:
             # The verdict file decides. The offer repeats the verdict, because an explorer's client
             # can have cached that the verdict file does not exist.
-            self._offers.put(offer.model_copy(update={"decided": decided}))
+            self.offers.put(offer.model_copy(update={"decided": decided}))
         except OSError as error:
             log.warning(
                 "cannot write the outcome of a transfer, so explorers wait until their "
@@ -212,6 +215,7 @@ class TrainerSide:
         return decided
 
 
+@dataclass
 class ExplorerSide:
     """Joins an offer, and leaves the offer if the transfer does not take place.
 
@@ -219,16 +223,17 @@ class ExplorerSide:
         agreed: the latest offer, if its transfer takes place; else None.
     """
 
-    def __init__(self, offers: Offers, roster: Roster, me: Participant[ExplorerReport]) -> None:
-        self._offers = offers
-        self._roster = roster
-        self._me = me
+    offers: Offers
+    roster: Roster
+    me: Participant[ExplorerReport]
+
+    def __post_init__(self) -> None:
         self._over: set[str] = set()
         self._joined: Offer | None = None
         self._called_off = 0
         self.agreed: Offer | None = None
         try:
-            past = offers.current()
+            past = self.offers.current()
         except OSError as error:
             log.debug("cannot read the trainer's current offer of a transfer: %s", error)
         else:
@@ -238,11 +243,11 @@ class ExplorerSide:
     def agree(self, wait: Wait) -> int | None:
         """Join an offer; return its step, or None if the transfer does not take place."""
         self.agreed = None
-        require_sync(self._me, requests=self._me.record.requests + 1)
+        require_sync(self.me, requests=self.me.record.requests + 1)
         called_off, found = self._called_off, None
         try:
             while True:
-                trainer = self._roster.trainer_status()
+                trainer = self.roster.trainer_status()
                 if (found := self.look()) is not None or self._goes_by_files():
                     break
                 if trainer is RunningStatus.STOPPED:
@@ -260,7 +265,7 @@ class ExplorerSide:
             try:
                 found = self.leave() or found
             finally:
-                back_to_running(self._me, joined=None)
+                back_to_running(self.me, joined=None)
         return found.step if found is not None else None
 
     @property
@@ -273,14 +278,14 @@ class ExplorerSide:
 
         If the offer is open and names this explorer, the explorer joins it.
         """
-        offer, joined = self._offers.current(), self._joined
+        offer, joined = self.offers.current(), self._joined
         other = joined is not None and offer is not None and offer.offer != joined.offer
         # The trainer called the offer off, or another trainer has come.
         if other and (decided := self.leave()) is not None:
             return decided
         if self._joined is None and offer is not None and self._concerns_us(offer):
             self._joined = offer  # first, because a later update can still write a failed update
-            self._me.update(joined=offer.offer)
+            self.me.update(joined=offer.offer)
         elif self._joined is not None and offer is not None and offer.decided is not None:
             joined, self._joined = self._joined, None
             self._over.add(joined.offer)
@@ -300,18 +305,18 @@ class ExplorerSide:
         if joined is None:
             return None
         self._over.add(joined.offer)
-        if self._offers.decide(joined.offer, "off", self._me.session.id) != "go":
+        if self.offers.decide(joined.offer, "off", self.me.session.id) != "go":
             return None
         self.agreed = joined
         return joined
 
     def _concerns_us(self, offer: Offer) -> bool:
-        us = (self._me.record.name, self._me.session.id)
+        us = (self.me.record.name, self.me.session.id)
         ours = any((one.name, one.session) == us for one in offer.members)
         return ours and offer.decided is None and offer.offer not in self._over
 
     def _goes_by_files(self) -> bool:
-        offer = self._offers.current()
+        offer = self.offers.current()
         if self.has_joined or offer is None or offer.decided != "files":
             return False
         is_new = offer.offer not in self._over
