@@ -127,27 +127,22 @@ class _WholeSave:
         return NonFinite.of_all(found) if found else None
 
 
-@dataclass(frozen=True, slots=True)
 class Shards(_WholeSave):
     """A ``torch.save`` file of each rank."""
 
 
-@dataclass(frozen=True, slots=True)
 class FullStateDict(_WholeSave):
     """A single ``model.safetensors``."""
 
 
-@dataclass(frozen=True, slots=True)
 class LoraAdapter(_WholeSave):
     """The adapter in ``lora_adapter/``. Other weights may be beside that folder."""
 
 
-@dataclass(frozen=True, slots=True)
 class Dcp(_WholeSave):
     """A folder of ``torch.distributed.checkpoint``; the first file is its ``.metadata``."""
 
 
-@dataclass(frozen=True, slots=True)
 class HuggingFaceParts(_WholeSave):
     """Several safetensors files, of whole tensors or of chunks."""
 

@@ -59,7 +59,6 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             settings=settings,
             memory_dir=memory_dir,
             seams=seams,
-            path=lambda layout: layout.explorer(name),
             first=lambda session: ExplorerReport(
                 name=name,
                 session=session,

@@ -172,10 +172,6 @@ _LATEST: Final = ReadPolicy(damaged=is_no_record, newer=False, say=_say)
 
 def hold_folder(storage: Storage, folder: Path, sequence: int, hold: Hold) -> LeasedVersion:
     """Make a :class:`LeasedVersion` of a held folder. For errors see :meth:`.Holds.share`."""
-    return LeasedVersion(storage, folder, _manifest(storage, sequence, folder), hold)
-
-
-def _manifest(storage: Storage, sequence: int, folder: Path) -> Manifest:
     try:
         manifest = read_manifest(storage, folder)
     except OSError as error:
@@ -194,4 +190,4 @@ def _manifest(storage: Storage, sequence: int, folder: Path) -> Manifest:
             f"{manifest.sequence}",
             sequence=sequence,
         )
-    return manifest
+    return LeasedVersion(storage, folder, manifest, hold)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from syncd.protocol.errors import (
     SyncdError,
     WaitTimeoutError,
 )
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import checked_name, printable
 from syncd.protocol.participants import SavedState
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, given_or_default
@@ -107,7 +106,6 @@ class Member(Generic[Report]):
         settings: SyncSettings | None,
         memory_dir: str | Path | None,
         seams: Seams | None,
-        path: Callable[[JobLayout], Path],
         first: FirstReport[Report],
     ) -> None:
         self.role: Role = role
@@ -128,7 +126,9 @@ class Member(Generic[Report]):
         with registering(layout), ExitStack() as stack:
             job.storage.make_folder(layout.offer.parent, below=layout.state)
             self._me: Participant[Report] = Participant(
-                job, role, name, lease_time, path=path(layout), first=first,
+                job, role, name, lease_time,
+                path=layout.trainer_report if role == "trainer" else layout.explorer(name),
+                first=first,
                 clock=seams.clock, wall=seams.wall,
             )  # fmt: skip
             stack.callback(self._me.close)

@@ -27,6 +27,7 @@ from syncd.protocol.policy import (
 from syncd.protocol.records import SaveId
 from syncd.protocol.reports import ExplorerReport, SyncTerms, TrainerReport
 from syncd.storage.record_files import IF_ANY
+from syncd.storage.step_folders import make_step_folder
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
@@ -68,7 +69,6 @@ class TrainerSynchronizer(Member[TrainerReport]):
             settings=settings,
             memory_dir=memory_dir,
             seams=seams,
-            path=lambda layout: layout.trainer_report,
             first=lambda session: TrainerReport(
                 run_id=run_id or session,
                 world_size=world_size,
@@ -154,7 +154,11 @@ class TrainerSynchronizer(Member[TrainerReport]):
         asked = dict(self._asked)
         self.begin_save(trainer_step)
         if isinstance(model_state_dict, str):
-            self._write_remote_path(model_state_dict, trainer_step)
+            job = self._versions.job
+            make_step_folder(job, trainer_step)
+            path = job.layout.step(trainer_step) / REMOTE_PATH
+            job.storage.replace(path, f"{model_state_dict}\n".encode())
+            self._versions.point(trainer_step)
         elif model_state_dict is not None:
             if self._writer is None:
                 raise InvalidSettingsError(
@@ -164,10 +168,6 @@ class TrainerSynchronizer(Member[TrainerReport]):
             self._writer(model_state_dict, trainer_step)
         self._saved_step = trainer_step
         self._answered |= asked
-
-    def _write_remote_path(self, remote_path: str, step: int) -> None:
-        self._versions.write_step(step, REMOTE_PATH, f"{remote_path}\n".encode())
-        self._versions.point(step)
 
     def save_is_on_its_way(self) -> bool:
         """True if the daemon has neither published nor refused the last announced save.

@@ -29,12 +29,12 @@ from syncd.protocol.names import (
 from syncd.protocol.policy import Pull, Version, pull_decision
 from syncd.protocol.records import Receipt, SaveOutcome, SaveOutcomes, encode
 from syncd.protocol.reports import DaemonReport, TrainerReport
-from syncd.storage.errnos import is_gone, is_refused_here
+from syncd.storage.errnos import GONE, Ignoring, is_refused_here
 from syncd.storage.fsio import LONG_RECORD_LIMIT
 from syncd.storage.job import Job, daemon_hint
 from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.sessions import Session
-from syncd.storage.step_folders import ask_server, make_step_folder, point
+from syncd.storage.step_folders import ask_server, point
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
@@ -237,12 +237,9 @@ class Versions:
 
     def pointed(self) -> int | None:
         """The step that the daemon's pointer names; None if it names none."""
-        try:
+        with Ignoring(GONE):
             return parse_pointer(self.job.storage.read(self._pointer()))
-        except OSError as error:
-            if is_gone(error):
-                return None
-            raise
+        return None
 
     def check_may_point(self, step: int) -> None:
         """Raise InvalidSettingsError if the daemon does not follow :meth:`point`'s pointer."""
@@ -262,11 +259,6 @@ class Versions:
     def point(self, step: int) -> None:
         """Write the step into the pointer."""
         point(self.job, self.job.layout.state_pointer, step)
-
-    def write_step(self, step: int, name: str, content: bytes) -> None:
-        """Write a file into a step's folder; create the folder if it is missing."""
-        make_step_folder(self.job, step)
-        self.job.storage.replace(self.job.layout.step(step) / name, content)
 
     def copy_report(self, report: TrainerReport) -> None:
         """Copy ``report`` into the memory directory, if there is one."""

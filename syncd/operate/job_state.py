@@ -99,19 +99,20 @@ def check_is_job(job: Job) -> None:
 
 def _look(job: Job) -> dict[str, Any]:
     check_is_job(job)
-    daemon = job.read(DaemonReport, job.layout.daemon_report, _NOT_NEWER)
-    latest = job.read(Latest, job.layout.latest, _NOT_NEWER)
-    trainer = job.read(TrainerReport, job.layout.trainer_report, IF_ANY)
+    storage, layout = job.storage, job.layout
+    daemon = job.read(DaemonReport, layout.daemon_report, _NOT_NEWER)
+    latest = job.read(Latest, layout.latest, _NOT_NEWER)
+    trainer = job.read(TrainerReport, layout.trainer_report, IF_ANY)
     pause = Steering(job).pause()
-    form = job.read(Format, job.layout.format, _NOT_NEWER)
-    making = job.read(DeltaProgress, job.layout.delta_progress, IF_ANY)
+    form = job.read(Format, layout.format, _NOT_NEWER)
+    making = job.read(DeltaProgress, layout.delta_progress, IF_ANY)
     lease_time = form.lease_time if form else DEFAULT_LEASE_TIME
     return {
-        "job": str(job.layout.root),
+        "job": str(layout.root),
         "lease_time": form.lease_time if form else None,
         "daemon": _process(job, daemon, lease_time),
-        "daemon_lock_held": job.storage.exists(job.layout.daemon_lock),
-        "publishing": job.storage.exists(job.layout.publish_lock),
+        "daemon_lock_held": storage.exists(layout.daemon_lock),
+        "publishing": storage.exists(layout.publish_lock),
         "paused": pause.model_dump() if pause else None,
         "rollbacks": _rollbacks(job),
         "latest": latest.model_dump() if latest else None,
@@ -119,26 +120,26 @@ def _look(job: Job) -> dict[str, Any]:
         "versions": [
             {
                 "sequence": sequence,
-                "leases": _leases(job, sequence),
-                "pinned": _is_there(job.storage, job.layout.lease_folder(sequence) / PINNED),
+                "leases": _leases(_names(storage, layout.lease_folder(sequence))),
+                "pinned": _is_there(storage, layout.lease_folder(sequence) / PINNED),
             }
-            for name in _names(job.storage, job.layout.published)
+            for name in _names(storage, layout.published)
             if (sequence := parse_version_folder(name)) is not None
         ],
         "deltas": deltas_on_disk(job),
         "delta_progress": making.model_dump() if making else None,
         "pinned_steps": [
             step
-            for name in _names(job.storage, job.layout.root)
+            for name in _names(storage, layout.root)
             if (step := parse_step_folder(name)) is not None
-            and _is_there(job.storage, job.layout.step(step) / PINNED)
+            and _is_there(storage, layout.step(step) / PINNED)
         ],
         "explorers": [
             _explorer(report, latest, _process(job, report, lease_time) or {})
-            for report in job.explorer_reports(_names(job.storage, job.layout.explorers), IF_ANY)
+            for report in job.explorer_reports(_names(storage, layout.explorers), IF_ANY)
         ],
-        "quarantined": _names(job.storage, job.layout.quarantine),
-        "free": _free(job.storage, job.layout.root),
+        "quarantined": _names(storage, layout.quarantine),
+        "free": _free(storage, layout.root),
         "events": _events(job),
     }
 
@@ -230,9 +231,9 @@ def _rollbacks(job: Job) -> list[dict[str, Any]]:
     return [request.model_dump(include={"id", "sequence", "by", "time"}) for request in asked]
 
 
-def _leases(job: Job, sequence: int) -> list[str]:
-    markers = set(_names(job.storage, job.layout.lease_folder(sequence))) - {PINNED}
-    return sorted((parse_lease_marker(marker) or (marker, ""))[0] for marker in markers)
+def _leases(markers: list[str]) -> list[str]:
+    leases = (marker for marker in markers if marker != PINNED)
+    return sorted((parse_lease_marker(marker) or (marker, ""))[0] for marker in leases)
 
 
 def _free(storage: Storage, folder: Path) -> dict[str, int | None] | None:

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.layout import older_lines
-from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
+from syncd.storage.errnos import (
+    GONE,
+    NO_RECORD,
+    REFUSED_HERE,
+    Ignoring,
+    is_no_record,
+)
 from syncd.storage.fsio import Storage, named
 from syncd.storage.record_files import move_away
 
@@ -75,9 +81,6 @@ def _tail(storage: Storage, path: Path, limit: int) -> list[bytes]:
         lines = storage.pread_all(fd, size - at, at).splitlines()
         return lines[1:] if at else lines  # the first line may be cut
 
-    try:
+    with Ignoring(GONE | NO_RECORD | REFUSED_HERE):
         return storage.look_into(path, read)
-    except OSError as error:
-        if is_gone(error) or is_no_record(error) or is_refused_here(error):
-            return []
-        raise
+    return []

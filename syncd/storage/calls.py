@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from syncd.storage.errnos import is_gone
+from syncd.storage.errnos import GONE, Ignoring, is_gone
 
 #: The last name of a path and a descriptor of its folder, or the whole path and None.
 Place = tuple[str, int | None]
@@ -218,13 +218,9 @@ class Calls:
 
     def status(self, path: Path) -> os.stat_result | None:
         """The status of a name; None if it does not exist. Links are not followed."""
-        try:
-            with self._beneath.at(path) as (name, folder):
-                return os.stat(name, dir_fd=folder, follow_symlinks=False)
-        except OSError as error:
-            if is_gone(error):
-                return None
-            raise
+        with Ignoring(GONE), self._beneath.at(path) as (name, folder):
+            return os.stat(name, dir_fd=folder, follow_symlinks=False)
+        return None
 
     def may_change(self, path: Path) -> bool:
         """True if this user may make and delete names in a folder; False if the check fails."""

@@ -19,7 +19,7 @@ from syncd.protocol.events import Event
 from syncd.protocol.names import TEMPORARY
 from syncd.protocol.participants import Claim, name_in, process_in, session_of
 from syncd.protocol.records import encode
-from syncd.storage.errnos import is_gone, is_no_record
+from syncd.storage.errnos import GONE, NO_RECORD, Ignoring
 from syncd.storage.fsio import Signature, Storage, signature
 from syncd.storage.job import Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
@@ -161,18 +161,15 @@ class HeldName:
 
 def read_claim(storage: Storage, path: Path) -> str | None:
     """The session in a claim, if any."""
-    try:
+    session: str | None = None
+    with Ignoring(GONE | NO_RECORD):
         session = session_of(storage.read(path))
-    except OSError as error:
-        if is_gone(error) or is_no_record(error):
-            return None
-        raise
-    if session is None:
-        log.warning(
-            "ignoring %s: it is not a claim, because it names no session",
-            path,
-            extra=Event.LEFT_ALONE(path=path, reason="it names no session"),
-        )
+        if session is None:
+            log.warning(
+                "ignoring %s: it is not a claim, because it names no session",
+                path,
+                extra=Event.LEFT_ALONE(path=path, reason="it names no session"),
+            )
     return session
 
 

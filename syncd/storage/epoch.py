@@ -14,13 +14,14 @@ import re
 import secrets
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError, SupersededError
 from syncd.protocol.names import version_folder
 from syncd.storage.calls import Kind
-from syncd.storage.errnos import NOT_EMPTY, is_gone
+from syncd.storage.errnos import GONE, NOT_EMPTY, Ignoring, is_gone
 from syncd.storage.fsio import Draft, Storage
 from syncd.storage.job import Job
 from syncd.storage.record_files import move_away
@@ -51,7 +52,7 @@ class Epoch:
     """
 
     def __init__(self, job: Job, room: str) -> None:
-        self._job = job
+        self._job, self._storage = job, job.storage
         self.number = _order(room)[0]
         self._room = job.layout.epochs / room
         self.building = self._room / "building"
@@ -81,12 +82,8 @@ class Epoch:
         # the rooms before ours existed.
         rooms = _rooms(job)
         if any(_order(room) > _order(epoch._room.name) for room in rooms):
-            try:
+            with Ignoring(GONE):  # the other daemon may have removed our room already
                 job.storage.rmdir(epoch._room)
-            except OSError as error:
-                if not is_gone(error):
-                    raise
-                # else: the other daemon has already removed our room
             raise SupersededError(f"another daemon took over epoch {number} of {job.layout.root}")
         try:
             for folder in (epoch._doomed, epoch._trash, epoch.building):
@@ -109,9 +106,9 @@ class Epoch:
     def start_build(self, name: str) -> Path:
         """Make an empty folder for a build."""
         folder = self.building / name
-        if self._job.storage.exists(folder):
-            self._job.storage.remove_tree(folder)
-        self._within(self._job.storage.mkdir, folder)
+        if self._storage.exists(folder):
+            self._storage.remove_tree(folder)
+        self._within(self._storage.mkdir, folder)
         return folder
 
     def open_leasing(self, sequence: int) -> None:
@@ -121,20 +118,20 @@ class Epoch:
         """
         source = self.building / f"leases-{version_folder(sequence)}"
         target = self._job.layout.lease_folder(sequence)
-        if not self._job.storage.exists(source):  # it may exist from an earlier attempt
-            self._within(self._job.storage.mkdir, source)
+        if not self._storage.exists(source):  # it may exist from an earlier attempt
+            self._within(self._storage.mkdir, source)
         try:
             self._rename(
                 source,
                 target,
-                lambda: not self._job.storage.exists(source) and self._job.storage.exists(target),
+                lambda: not self._storage.exists(source) and self._storage.exists(target),
             )
         except OSError as error:
             if error.errno not in NOT_EMPTY:
                 raise
-            self._job.storage.rmdir(source)  # the target exists, and has a lease in it
+            self._storage.rmdir(source)  # the target exists, and has a lease in it
             return
-        self._job.storage.sync_folder(target.parent)
+        self._storage.sync_folder(target.parent)
 
     def publish_version(self, sequence: int) -> Path:
         """Commit a built version: rename it to ``published/``, which uses up its sequence."""
@@ -147,10 +144,10 @@ class Epoch:
             SupersededError: another daemon took over, or made ``target``.
         """
         source = self.building / name
-        before = self._job.storage.status(source)
+        before = self._storage.status(source)
 
         def ours() -> bool:
-            now = self._job.storage.status(target)
+            now = self._storage.status(target)
             return before is not None and now is not None and now.st_ino == before.st_ino
 
         try:
@@ -159,7 +156,7 @@ class Epoch:
             if error.errno in NOT_EMPTY:
                 raise SupersededError(f"{target} exists: another daemon published it") from error
             raise
-        self._job.storage.sync_folder(target.parent)
+        self._storage.sync_folder(target.parent)
         return target
 
     def replace_file(self, target: Path, data: bytes, *, durable: bool = True) -> None:
@@ -168,19 +165,19 @@ class Epoch:
         If ``durable`` is False, a power loss can lose or tear the file; use this for hints only.
         """
         try:
-            with Draft(self._job.storage, target, room=self._room) as draft:
+            with Draft(self._storage, target, room=self._room) as draft:
                 draft.write(data)
                 draft.finish(durable=durable)
                 self._rename(draft.temporary, target, lambda: self._reads(target, data))
         except IsADirectoryError:
-            move_away(self._job.storage, target)
+            move_away(self._storage, target)
             self.replace_file(target, data, durable=durable)
             return
         except OSError as error:
             self.raise_if_superseded(error)
             raise
         if durable:
-            self._job.storage.sync_folder(target.parent)
+            self._storage.sync_folder(target.parent)
 
     def set_aside(self, path: Path) -> Path:
         """Hide a folder in ``trash/``, so that it can be checked once more.
@@ -202,21 +199,21 @@ class Epoch:
 
     def undecided(self) -> list[Path]:
         """The folders in ``trash/``, including those of earlier daemons."""
-        return [self._trash / name for name in self._job.storage.names(self._trash)]
+        return [self._trash / name for name in self._storage.names(self._trash)]
 
     def condemned(self) -> list[Path]:
         """The folders in ``doomed/``."""
-        return [self._doomed / name for name in self._job.storage.names(self._doomed)]
+        return [self._doomed / name for name in self._storage.names(self._doomed)]
 
     def sweep(self) -> None:
         """Delete condemned folders, and half-built folders on which no other thread works."""
         refused: OSError | None = None
         for folder in (self._doomed, self.building):
-            for name in self._job.storage.names(folder):
+            for name in self._storage.names(folder):
                 if folder == self.building and name in self.in_background:
                     continue
                 try:
-                    self._job.storage.remove_tree(folder / name)
+                    self._storage.remove_tree(folder / name)
                 except OSError as error:
                     refused = refused or error
         if refused is not None:
@@ -225,15 +222,11 @@ class Epoch:
     def is_live(self) -> bool:
         """True if this room still exists. It can disappear right after the call."""
         folders = (self.building, self._trash, self._doomed)
-        return all(self._job.storage.exists(folder) for folder in folders)
+        return all(self._storage.exists(folder) for folder in folders)
 
     def raise_if_superseded(self, error: OSError) -> None:
         """Raise SupersededError if ``error`` occurred because another daemon removed this room."""
-        if (
-            is_gone(error)
-            and not self.is_live()
-            and self._job.storage.exists(self._job.layout.epochs)
-        ):
+        if is_gone(error) and not self.is_live() and self._storage.exists(self._job.layout.epochs):
             raise SupersededError(
                 f"another daemon has taken over {self._job.layout.root}: this daemon's epoch "
                 f"{self.number} is gone"
@@ -243,7 +236,7 @@ class Epoch:
         """Remove the empty folders of this room, so that failed take-overs do not fill the disk."""
         for folder in (self.building, self._trash, self._doomed, self._room):
             try:
-                self._job.storage.rmdir(folder)
+                self._storage.rmdir(folder)
             except OSError as error:
                 log.debug("cannot remove %s: %s", folder, error)
 
@@ -260,12 +253,12 @@ class Epoch:
             room / "doomed": self._doomed,
             room: self._doomed,
         }
-        if not _is_folder(self._job.storage, room):
+        if not _is_folder(self._storage, room):
             return  # a room that is not a folder was never a daemon's
         gone = False
         for _ in range(_ROUNDS):  # the room's daemon may make new files in it, but not for ever
             for folder, home in homes.items():
-                if folder != room and not _is_folder(self._job.storage, folder):
+                if folder != room and not _is_folder(self._storage, folder):
                     continue  # for example a link: it is moved with the other names in the room
                 for name, kind in self._found(folder):
                     if kind is not Kind.FOLDER or folder / name not in homes:
@@ -275,55 +268,40 @@ class Epoch:
                 break
         else:
             raise JobUnavailableError(f"{room} cannot be emptied: its files cannot be removed")
-        self._job.storage.sync_folder(room.parent)
+        self._storage.sync_folder(room.parent)
 
     def _found(self, folder: Path) -> list[tuple[str, Kind]]:
-        try:
-            return list(self._job.storage.kinds(folder).items())
-        except OSError as error:
-            if is_gone(error):
-                return []
-            raise
+        with Ignoring(GONE):
+            return list(self._storage.kinds(folder).items())
+        return []
 
     def _removed(self, folder: Path) -> bool:
-        try:
-            self._job.storage.rmdir(folder)
-        except FileNotFoundError:
+        with Ignoring(NOT_EMPTY | GONE):
+            with suppress(FileNotFoundError):
+                self._storage.rmdir(folder)
             return True
-        except OSError as error:
-            if error.errno not in NOT_EMPTY and not is_gone(error):
-                raise
-        else:
-            return True
-        try:
-            self._job.storage.refresh(folder)
-        except OSError as error:
-            if not is_gone(error):
-                raise
+        with Ignoring(GONE):
+            self._storage.refresh(folder)
         return False
 
     def _take(self, path: Path, into: Path) -> None:
-        try:
+        with Ignoring(GONE):  # the room's daemon, or a third daemon, may have moved it already
             self._move(path, into)
-        except OSError as error:
-            if not is_gone(error):
-                raise
-            # else: the room's daemon, or a third daemon, has already moved or removed it
 
     def _move(self, path: Path, into: Path) -> Path:
         # The name may have the maximum length, so it is cut to have space for the suffix.
         name = os.fsdecode(os.fsencode(path.name)[:_LONGEST])
         target = into / f"{name}-{secrets.token_hex(6)}"
-        self._rename(path, target, lambda: self._job.storage.exists(target))
+        self._rename(path, target, lambda: self._storage.exists(target))
         # Sync before any deletion: a power loss could bring back a folder with half its content.
         for folder in (into, path.parent):
-            self._job.storage.sync_folder(folder)
+            self._storage.sync_folder(folder)
         return target
 
     def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:
         """Rename; ignore an error if ``ours()`` shows that the rename has succeeded anyway."""
         try:
-            self._job.storage.rename(source, target)
+            self._storage.rename(source, target)
         except OSError as error:
             if is_gone(error):
                 self._ask_anew(target.parent)
@@ -333,7 +311,7 @@ class Epoch:
 
     def _ask_anew(self, folder: Path) -> None:
         try:
-            self._job.storage.refresh(folder)
+            self._storage.refresh(folder)
         except OSError:
             pass  # the folder is gone, or this user may not change it: use the cached state
 
@@ -347,7 +325,7 @@ class Epoch:
     def _reads(self, target: Path, data: bytes) -> bool:
         for _ in range(2):  # the first open may still see the old file
             try:
-                if self._job.storage.read(target) == data:
+                if self._storage.read(target) == data:
                     return True
             except OSError:
                 pass  # counts as not ours; the caller raises the rename's own error

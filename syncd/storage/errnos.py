@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from syncd.protocol.errors import JobUnavailableError, NoRoomError, SyncdError
@@ -21,9 +22,9 @@ NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 PASSING: Final = GONE | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
 #: Errors of a read if the name cannot have a record: the name is a link, a pipe, a socket or a
 #: folder, or the file is far too long. Waiting does not help.
-_NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG})
+NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG})
 #: Errors that concern one name, not the storage. They would come again at the next attempt.
-_REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
+REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 
 #: The most attempts at a small piece of work, with which other processes may interfere.
 ATTEMPTS: Final = 5
@@ -38,6 +39,19 @@ def again(work: Callable[[], T], passing: Collection[int] = GONE) -> T:
             if error.errno not in passing:
                 raise
     return work()
+
+
+@dataclass(frozen=True)
+class Ignoring:
+    """A context that ends its block at an OSError of ``errnos``, and does not raise it."""
+
+    errnos: Collection[int]
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        return isinstance(error, OSError) and error.errno in self.errnos
 
 
 def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
@@ -68,12 +82,12 @@ def is_gone(error: OSError) -> bool:
 
 def is_no_record(error: OSError) -> bool:
     """True if a read failed because of a link, a folder, a pipe, or a file that is too long."""
-    return error.errno in _NO_RECORD
+    return error.errno in NO_RECORD
 
 
 def is_refused_here(error: OSError) -> bool:
     """True if an error concerns only one name: a link, or a name that this user may not use."""
-    return error.errno in _REFUSED_HERE
+    return error.errno in REFUSED_HERE
 
 
 def is_unreadable(error: OSError) -> bool:

@@ -16,7 +16,7 @@ from typing import Final, Self, TypeVar
 
 from syncd.protocol.names import TEMPORARY
 from syncd.storage.calls import Calls, Kind
-from syncd.storage.errnos import NOT_EMPTY, again, is_gone
+from syncd.storage.errnos import GONE, NOT_EMPTY, Ignoring, again, is_gone
 
 #: Errors if one way of copying does not work between two files, but another way may work.
 _REFUSED: Final = frozenset(
@@ -163,13 +163,10 @@ class Storage(Calls):
 
     def unlink_if_there(self, path: Path) -> bool:
         """Remove a file's name; False if the name did not exist."""
-        try:
+        with Ignoring(GONE):
             self.unlink(path)
-        except OSError as error:
-            if is_gone(error):
-                return False
-            raise
-        return True
+            return True
+        return False
 
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and its content. Follow no link, and ignore missing files."""

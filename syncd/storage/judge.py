@@ -18,7 +18,7 @@ from typing import Final
 
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
-from syncd.storage.errnos import is_gone, is_refused_here, is_unreadable
+from syncd.storage.errnos import GONE, Ignoring, is_gone, is_refused_here, is_unreadable
 from syncd.storage.fsio import Signature, Storage, signature
 from syncd.storage.job import Job
 from syncd.storage.repeats import Repeats
@@ -129,13 +129,10 @@ class Judge:
         # A rename changes ctime, a heartbeat changes mtime.
         same = status is not None and signature(status)[:4] == watch.key[:4]
         if not same:
-            try:
+            # Another process took the free name meanwhile, or removed the moved file. The owner of
+            # the moved file has lost the name, and will notice that.
+            with Ignoring({errno.EEXIST, *GONE}):
                 self.storage.link(aside, path)
-            except OSError as error:
-                # Another process took the free name meanwhile, or removed the moved file. The owner
-                # of the moved file has lost the name, and will notice that.
-                if error.errno != errno.EEXIST and not is_gone(error):
-                    raise
         self.storage.unlink_if_there(aside)
         return same
 

@@ -20,7 +20,7 @@ from typing import Final
 from syncd.protocol.errors import InvalidSettingsError, VersionGoneError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import MANIFEST, PINNED, lease_marker, step_folder, version_folder
-from syncd.storage.errnos import is_gone, is_no_record
+from syncd.storage.errnos import GONE, Ignoring, is_gone, is_no_record
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
@@ -115,16 +115,13 @@ def pin_step(
     """
     marker = job.layout.step(step) / PINNED
     for pause in (*_PAUSES, None):
-        try:
+        with Ignoring(GONE):
             job.storage.refresh(job.layout.root)
             _make(job.storage, marker)
             job.storage.refresh(job.layout.root)
             # A daemon may have moved the folder while the pin was written.
             if job.storage.exists(marker):
                 return
-        except OSError as error:
-            if not is_gone(error):
-                raise
         if pause is not None:
             sleep(pause)
     raise InvalidSettingsError(

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError
-from syncd.storage.errnos import ATTEMPTS, NOT_EMPTY, again, is_gone, is_no_record
+from syncd.storage.errnos import (
+    ATTEMPTS,
+    GONE,
+    NO_RECORD,
+    NOT_EMPTY,
+    Ignoring,
+    again,
+    is_gone,
+)
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 from syncd.storage.sessions import has_ended, this_process
@@ -120,18 +128,12 @@ def left_rooms(job: Job) -> list[Path]:
 
 
 def _remove_if_empty(storage: Storage, folder: Path) -> None:
-    try:
+    with Ignoring(GONE | NOT_EMPTY):
         storage.rmdir(folder)
-    except OSError as error:
-        if not is_gone(error) and error.errno not in NOT_EMPTY:
-            raise
 
 
 def _has_ended(storage: Storage, mark: Path) -> bool:
     """True if the process that made a mark ran on this host, and has ended."""
-    try:
+    with Ignoring(GONE | NO_RECORD):
         return has_ended(storage.read(mark).decode(errors="replace"))
-    except OSError as error:
-        if is_gone(error) or is_no_record(error):
-            return False
-        raise
+    return False

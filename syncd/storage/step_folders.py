@@ -8,7 +8,7 @@ from pathlib import Path
 
 from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.names import TEMPORARY, parse_step_folder
-from syncd.storage.errnos import NOT_EMPTY, again, is_gone, is_refused_here
+from syncd.storage.errnos import GONE, NOT_EMPTY, Ignoring, again, is_refused_here
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
@@ -88,13 +88,10 @@ def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
 
 
 def _remove(storage: Storage, draft: Path, mark: str | None) -> None:
-    try:
+    with Ignoring(GONE):
         if mark is not None:
             storage.unlink_if_there(draft / mark)
         storage.rmdir(draft)
-    except OSError as error:
-        if not is_gone(error):
-            raise
 
 
 def point(job: Job, pointer: Path, step: int) -> None:

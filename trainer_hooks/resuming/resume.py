@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,16 +147,20 @@ def load_checkpoint(
     if step is not None:
         check_step(step)
     job = Job.at(Path(job_dir).absolute(), storage)
-    layout = job.layout
     ranks = Ranks()
     chosen = ranks.of_first(lambda: _chosen(job, step))
     if chosen is None:
         return None
+    saved = job.layout.step(chosen.step)
     is_exact = chosen.world_size == ranks.world_size
     own = ranks.rank if is_exact else None
     checked = range(ranks.rank, chosen.world_size, ranks.world_size)
     with ExitStack() as stack:
         parts: list[Loading] = []
+
+        def files(folder: str, names: Sequence[str], *, is_optimizer: bool = False) -> SavedFiles:
+            vouched = chosen.vouched.get(folder)
+            return SavedFiles(job.storage, saved / folder, names, vouched, is_optimizer)
 
         def open_parts() -> dict[str, Any]:
             for folder, module, its in (
@@ -165,17 +169,19 @@ def load_checkpoint(
             ):
                 if module is None:
                     continue
-                part = _model_part(job, chosen, folder, module)
+                part = ModelLoading(module, files(folder, chosen.weights_in(folder)))
                 parts.append(part)
                 stack.enter_context(part.files)
                 part.files.check_there([n for n in checked if n < len(part.files)])
                 if its is None:
                     continue
-                parts.insert(0, _optimizer_part(job, chosen, folder, module, its, own))
+                states = files(folder, chosen.optimizers, is_optimizer=True)
+                parts.insert(0, _optimizer_part(module, its, states, own))
                 stack.enter_context(parts[0].files)
                 parts[0].files.check_there(checked)
-            extra = _extra_state(job, chosen, own)
-            _check_base(extra, model, layout.step(chosen.step))
+            name = extra_state_name(chosen.world_size, own or 0)
+            extra = _extra_state(files(ACTOR, [name]))
+            _check_base(extra, model, saved)
             return extra
 
         extra = ranks.together(open_parts)
@@ -190,15 +196,15 @@ def load_checkpoint(
         for part in parts:
             part.load()
         undo.pop_all()
-        ranks.together(lambda: _restore(extra, scheduler, layout.step(chosen.step), own))
+        ranks.together(lambda: _restore(extra, scheduler, saved, own))
     if not is_exact:
         warnings.warn(
-            f"{layout.step(chosen.step)} was saved by {chosen.world_size} ranks and is resumed by "
+            f"{saved} was saved by {chosen.world_size} ranks and is resumed by "
             f"{ranks.world_size} ranks. Random number generators are not restored. All ranks get "
             "the user state and the scheduler of rank 0",
             stacklevel=2,
         )
-    log.info("resumed from %s", layout.step(chosen.step))
+    log.info("resumed from %s", saved)
     return Resumed(chosen.step, extra.get(USER_STATE), chosen.save_id, chosen.world_size, is_exact)
 
 
@@ -224,38 +230,16 @@ def _chosen(job: Job, step: int | None) -> FullCheckpoint | None:
     return checkpoint
 
 
-def _model_part(job: Job, chosen: FullCheckpoint, folder: str, module: nn.Module) -> ModelLoading:
-    files = SavedFiles(
-        job.storage,
-        job.layout.step(chosen.step) / folder,
-        chosen.weights_in(folder),
-        chosen.vouched.get(folder),
-    )
-    return ModelLoading(module, files)
-
-
 def _optimizer_part(
-    job: Job,
-    chosen: FullCheckpoint,
-    folder: str,
-    module: nn.Module,
-    optimizer: Resumable,
-    own: int | None,
+    module: nn.Module, optimizer: Resumable, files: SavedFiles, own: int | None
 ) -> Loading:
-    files = SavedFiles(
-        job.storage,
-        job.layout.step(chosen.step) / folder,
-        chosen.optimizers,
-        chosen.vouched.get(folder),
-        is_optimizer=True,
-    )
     if isinstance(optimizer, torch.optim.Optimizer):
         return OptimizerLoading(module, optimizer, files)
     if own is None:
         raise CheckpointError(
             f"{files.paths[0]} holds the state of an optimizer that is not a "
             "torch.optim.Optimizer. syncd cannot split such a state for another number of ranks. "
-            f"Resume with {chosen.world_size} ranks, as many as at the save"
+            f"Resume with {len(files)} ranks, as many as at the save"
         )
     return RawOptimizerLoading(optimizer, files, own)
 
@@ -273,13 +257,11 @@ def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
             raise part.too_many(sorted(left))
 
 
-def _extra_state(job: Job, chosen: FullCheckpoint, own: int | None) -> dict[str, Any]:
-    name = extra_state_name(chosen.world_size, own or 0)
-    folder = job.layout.actor(chosen.step)
-    found = SavedFiles(job.storage, folder, [name], chosen.vouched.get(ACTOR)).loaded(0)
+def _extra_state(files: SavedFiles) -> dict[str, Any]:
+    found = files.loaded(0)
     if not isinstance(found, dict) or RNG not in found:
         raise CheckpointError(
-            f"{folder / name} does not contain the extra state that trainer_hooks saves (such as "
+            f"{files.paths[0]} does not contain the extra state that trainer_hooks saves (such as "
             "the states of random number generators). Load another save"
         )
     return found

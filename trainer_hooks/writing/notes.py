@@ -6,7 +6,7 @@ from pathlib import Path
 
 from syncd.protocol.names import RECEIPTS, failure_name
 from syncd.protocol.records import Receipt, SaveId, encode
-from syncd.storage.errnos import is_gone
+from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.job import Job
 
 
@@ -32,13 +32,10 @@ class Notes:
 
     def failed(self, rank: int) -> SaveId | None:
         """The save that a rank failed to write, or that rank 0 gave up, or None."""
-        try:
+        with Ignoring(GONE):
             content = self._job.storage.read(self.folder / failure_name(rank))
-        except OSError as error:
-            if is_gone(error):
-                return None
-            raise
-        return SaveId.parse(content.decode(errors="replace").strip())
+            return SaveId.parse(content.decode(errors="replace").strip())
+        return None
 
     def write_receipt(self, name: str, receipt: Receipt) -> None:
         """Write a receipt. Its files must be complete and durable."""

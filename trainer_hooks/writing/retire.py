@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection
 
 from syncd.protocol.names import FULL, RETIRED, SAVING, parse_pointer
-from syncd.storage.errnos import is_gone
+from syncd.storage.errnos import GONE, Ignoring, is_gone
 from syncd.storage.job import Job
 from syncd.storage.step_folders import step_folders
 
@@ -75,10 +75,7 @@ def full_steps(job: Job) -> list[int]:
 
 def pointed_step(job: Job) -> int | None:
     """The step that ``latest_checkpointed_iteration.txt`` names, or None."""
-    try:
+    with Ignoring(GONE):
         step = parse_pointer(job.storage.read(job.layout.checkpoint_pointer))
-    except OSError as error:
-        if is_gone(error):
-            return None
-        raise
-    return step if step is not None and step >= 0 else None
+        return step if step is not None and step >= 0 else None
+    return None

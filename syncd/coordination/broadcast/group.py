@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,15 +42,14 @@ _LOOK: Final = 0.001
 _GRACE: Final = 1.0
 
 
-class Broadcasting:
-    """A broadcast in progress."""
+class Broadcasting(NamedTuple):
+    """A broadcast in progress.
 
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
+    Attributes:
+        wait: waits until the tensor can be used again (rank 0) or has arrived (other ranks).
+    """
 
-    def wait(self) -> None:
-        """Wait until the tensor can be used again (rank 0) or has arrived (other ranks)."""
-        self._finish()
+    wait: Callable[[], None]
 
 
 @dataclass
@@ -289,7 +288,6 @@ class KeptGroup:
         *,
         deadline: float,
         device: torch.device,
-        listening: socket.socket | None = None,
     ) -> WeightGroup:
         """Open a rendezvous's group, and begin a transfer in it; see :meth:`WeightGroup.join`."""
         group = self._group
@@ -297,9 +295,7 @@ class KeptGroup:
             group.begin()
             return group
         self.close()
-        self._group = WeightGroup.join(
-            rendezvous, rank, deadline=deadline, device=device, listening=listening
-        )
+        self._group = WeightGroup.join(rendezvous, rank, deadline=deadline, device=device)
         return self._group
 
     def close(self) -> None:

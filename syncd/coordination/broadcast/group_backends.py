@@ -9,9 +9,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,18 +44,6 @@ _exiting: Final = threading.Event()
 _PATIENCE: Final = 10.0
 
 Name = Literal["nccl", "gloo"]
-
-
-class _Maker(Protocol):
-    def __call__(
-        self,
-        rendezvous: Rendezvous,
-        rank: int,
-        store: Store,
-        *,
-        deadline: float,
-        device: torch.device,
-    ) -> Any: ...
 
 
 def backend_for(device: torch.device) -> Name:
@@ -95,7 +83,9 @@ def make_backend(
     rendezvous: Rendezvous, rank: int, store: Store, *, deadline: float, device: torch.device
 ) -> Any:
     """Make a backend that is connected to all other ranks."""
-    return _MAKERS[rendezvous.backend](rendezvous, rank, store, deadline=deadline, device=device)
+    if rendezvous.backend == "nccl":
+        return _nccl(rendezvous, rank, store, deadline, device)
+    return _gloo(rendezvous, rank, store, deadline)
 
 
 def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
@@ -160,14 +150,7 @@ def in_words(error: Exception) -> str:
     return said
 
 
-def _gloo(
-    rendezvous: Rendezvous,
-    rank: int,
-    store: Store,
-    *,
-    deadline: float,
-    device: torch.device,  # noqa: ARG001 # gloo takes tensors of any
-) -> Any:
+def _gloo(rendezvous: Rendezvous, rank: int, store: Store, deadline: float) -> Any:
     # By address, because this host's name cannot always be resolved.
     address = address_towards(rendezvous.address, rendezvous.port) if rank else rendezvous.address
     gloo: Any = dist.ProcessGroupGloo
@@ -178,7 +161,7 @@ def _gloo(
 
 
 def _nccl(
-    rendezvous: Rendezvous, rank: int, store: Store, *, deadline: float, device: torch.device
+    rendezvous: Rendezvous, rank: int, store: Store, deadline: float, device: torch.device
 ) -> Any:
     if device.type != "cuda" or not torch.cuda.is_available() or not dist.is_nccl_available():
         raise ValueError("the weight group uses nccl, and this process has no GPU for the weights")
@@ -200,9 +183,6 @@ def _nccl(
             release(backends, [])
             raise
     return backend
-
-
-_MAKERS: Final[Mapping[Name, _Maker]] = {"gloo": _gloo, "nccl": _nccl}
 
 
 @contextlib.contextmanager

@@ -35,21 +35,20 @@ class MeetingPlace(NamedTuple):
     port: int = 0
 
 
+@dataclass
 class Meetings:
     """``group.json``: the meeting place of an offer's members. Only the trainer writes the file."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._path = job.layout.rendezvous
-        self._room = job.layout.drafts
+    job: Job
 
     def current(self) -> Rendezvous | None:
         """The newest rendezvous; None if ``group.json`` is missing or unreadable."""
-        return self._job.read(Rendezvous, self._path)
+        return self.job.read(Rendezvous, self.job.layout.rendezvous)
 
     def put(self, rendezvous: Rendezvous) -> None:
         """Write a rendezvous."""
-        self._job.storage.replace(self._path, encode(rendezvous), room=self._room)
+        layout = self.job.layout
+        self.job.storage.replace(layout.rendezvous, encode(rendezvous), room=layout.drafts)
 
 
 @dataclass
@@ -58,6 +57,9 @@ class TrainerGroup:
 
     A group is used again while its members stay the same, all members have the group open, and no
     transfer in the group has failed. Each new group has a higher generation.
+
+    Attributes:
+        rendezvous: the rendezvous of the open group; None if no group is open.
     """
 
     meetings: Meetings
@@ -66,12 +68,7 @@ class TrainerGroup:
 
     def __post_init__(self) -> None:
         self._group: WeightGroup | None = None
-        self._rendezvous: Rendezvous | None = None
-
-    @property
-    def rendezvous(self) -> Rendezvous | None:
-        """The rendezvous of the open group; None if no group is open."""
-        return self._rendezvous
+        self.rendezvous: Rendezvous | None = None
 
     def open(
         self, agreed: Agreed, save_id: str, *, deadline: float, device: torch.device
@@ -84,7 +81,7 @@ class TrainerGroup:
             BroadcastError: the group cannot be formed, or not all members connected. No group is
                 open then.
         """
-        group, known = self._group, self._rendezvous
+        group, known = self._group, self.rendezvous
         members = _with_ranks(agreed.offer)
         try:
             if (
@@ -96,8 +93,8 @@ class TrainerGroup:
                 and group.device == device
             ):
                 changes = {"offer": agreed.offer.offer, "save_id": save_id}
-                self._rendezvous = known.model_copy(update=changes)
-                self.meetings.put(self._rendezvous)
+                self.rendezvous = known.model_copy(update=changes)
+                self.meetings.put(self.rendezvous)
                 group.begin()
                 return group
             self.close()
@@ -128,7 +125,7 @@ class TrainerGroup:
         address = self.place.address or own_address()
         with listen(address, self.place.port) as listening:
             address, port = listening.getsockname()[:2]
-            self._rendezvous = rendezvous = Rendezvous(
+            self.rendezvous = rendezvous = Rendezvous(
                 offer=offer.offer,
                 generation=generation,
                 group_name=f"{self.run}-{generation}-{secrets.token_hex(6)}",
@@ -146,7 +143,7 @@ class TrainerGroup:
 
     def close(self) -> None:
         """Leave the group. Safe to call twice."""
-        group, self._group, self._rendezvous = self._group, None, None
+        group, self._group, self.rendezvous = self._group, None, None
         if group is not None:
             group.close()
 

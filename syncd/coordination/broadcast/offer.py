@@ -22,7 +22,7 @@ from syncd.protocol.participants import Offer, OfferedMember, OfferVerdict
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import encode, parse
 from syncd.protocol.reports import ExplorerReport, TrainerReport
-from syncd.storage.errnos import is_gone
+from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
@@ -103,12 +103,9 @@ class Offers:
         return wish
 
     def _verdict(self, path: Path) -> Decision:
-        try:
+        with Ignoring(GONE):
             return parse(OfferVerdict, self._job.storage.read(path), path).verdict
-        except OSError as error:
-            if is_gone(error):
-                return "off"  # the trainer has made another offer since
-            raise
+        return "off"  # the trainer has made another offer since
 
 
 @dataclass
