@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
@@ -29,8 +29,7 @@ from trainer_hooks.writing.writer import RankWriter
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveFolder:
+class SaveFolder(NamedTuple):
     """A folder for saves. ``writer`` is None if this rank writes nothing into it."""
 
     job: Job

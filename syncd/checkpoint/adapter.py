@@ -25,8 +25,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import pydantic
 
@@ -108,8 +107,7 @@ def read_config(content: bytes, where: object) -> AdapterConfig:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
+class Adapter(NamedTuple):
     """A LoRA adapter that was found in a state dict.
 
     Attributes:

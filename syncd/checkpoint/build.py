@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -146,7 +146,7 @@ def build_model_folder(
             else:
                 sources = contents.sources(opened, bias=bias)
                 # The plan has the needed part of these indexes, which take much memory.
-                contents = replace(contents, indexes=())
+                contents = contents._replace(indexes=())
                 opened.forget_tensors()
                 merged = run_plan(
                     storage,
@@ -488,7 +488,7 @@ def _weights_size(
         open_save(storage, actor, save, prefix=options.prefix, cancel=cancel) as opened,
     ):
         contents = look_inside(opened, cancel)
-        one_file = replace(options, max_file_size=sys.maxsize)
+        one_file = options._replace(max_file_size=sys.maxsize)
         plan = contents.plan(one_file, bias="all", tied=False, cancel=cancel)
         renamed = options.names == "hub" and f"{HUGGINGFACE}/{NAME_MAP}" in save.vouched()
         linked = opened.full is not None and save.receipts and not (plan.casts or renamed)

@@ -10,9 +10,8 @@ import errno
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from syncd.checkpoint.dcp.dcp_file import DcpFile, OneByOne
 from syncd.checkpoint.dcp.dcp_metadata import Chunk, Stored, StoredModel
@@ -36,16 +35,14 @@ _METADATA_MIB: Final = PICKLE_LIMIT // (1024 * 1024)
 _NO_MODEL: Final = ("optim.", "optimizer.", "optimizers.")
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkedSave:
+class ChunkedSave(NamedTuple):
     """The open files, and their indexes in the same order."""
 
     indexes: Sequence[ShardIndex]
     sources: Sequence[Source]
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
+class Opening(NamedTuple):
     """The arguments for opening a save of either kind.
 
     Attributes:

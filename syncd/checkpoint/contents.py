@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from syncd.checkpoint.adapter import Adapter, find_adapter, is_peft_model
 from syncd.checkpoint.merging.options import MergeOptions
@@ -23,8 +23,7 @@ from syncd.protocol.names import ADAPTER_WEIGHTS, LORA_ADAPTER
 from syncd.protocol.records import Kind
 
 
-@dataclass(frozen=True, slots=True)
-class SaveContents:
+class SaveContents(NamedTuple):
     """The content of a save.
 
     Attributes:

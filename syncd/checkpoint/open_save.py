@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from syncd.checkpoint.chunked_save import ChunkedSave, Opening, open_dcp, open_hugging_face
@@ -30,7 +30,7 @@ from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
 
-@dataclass(slots=True)
+@dataclass
 class OpenSave:
     """A save with its files of weights open.
 
@@ -82,7 +82,7 @@ class OpenSave:
         for shard in self.shards:
             shard.forget_tensors()
         if self.chunked is not None:
-            self.chunked = replace(self.chunked, indexes=())
+            self.chunked = self.chunked._replace(indexes=())
 
 
 @contextmanager

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import xxhash
 
@@ -43,8 +42,7 @@ def content_digest(tensor_digests: Iterable[bytes]) -> bytes:
     return xxhash.xxh3_128_digest(b"".join(tensor_digests))
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsFile:
+class SafetensorsFile(NamedTuple):
     """An open safetensors file whose header fits the size of the file.
 
     Close it, or use it as a context manager.

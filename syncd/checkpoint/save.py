@@ -65,7 +65,7 @@ LOOKED_FOR: Final = (
 PICKLED_ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_PICKLE}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Unfinished:
     """A step's folder without a whole save.
 
@@ -87,7 +87,7 @@ class Unfinished:
         return "no-remote-path" if self.awaits_path else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _WholeSave:
     """The base of all saves that are whole.
 
@@ -147,7 +147,7 @@ class HuggingFaceParts(_WholeSave):
     """Several safetensors files, of whole tensors or of chunks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Remote(_WholeSave):
     """A save that has only the path of weights elsewhere (:mod:`.remote`)."""
 

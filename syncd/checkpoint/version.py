@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Container, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -173,8 +172,7 @@ def copy_file(
     _verify(storage, folder, file, told, cancel, None if linked else _Copy(to, copy))
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(NamedTuple):
     storage: Storage
     path: Path
 

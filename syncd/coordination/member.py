@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Self
 
 from syncd.coordination.broadcast.meeting import Meetings
 from syncd.coordination.broadcast.offer import Offers
@@ -53,8 +53,7 @@ class Module:
     alive: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seams:
+class Seams(NamedTuple):
     """Substitutes that tests use for the real storage, clocks and poll interval."""
 
     storage: Storage | None = None

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from syncd.protocol.errors import (
     InvalidSettingsError,
@@ -39,15 +39,14 @@ SLICES_PER_LEASE: Final = 16
 _SLICES_PER_ROUND: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Newer:
+class _Newer(NamedTuple):
     """A report that a newer syncd wrote: an error until its writer is known to be dead."""
 
     session: str | None
     error: str
 
 
-@dataclass(slots=True)
+@dataclass
 class _Cached(Generic[R]):
     record: R | _Newer | None
     signature: Signature

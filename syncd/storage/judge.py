@@ -40,7 +40,7 @@ class Liveness(Enum):
     MISSING = "missing"
 
 
-@dataclass(slots=True)
+@dataclass
 class _Watch:
     key: Signature
     still: float

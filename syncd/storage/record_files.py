@@ -22,7 +22,7 @@ def _warn(path: Path, error: Exception) -> None:
     log.warning("%s", error, extra=Event.RECORD_LOST(path=path, reason=error))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ReadPolicy:
     """The failures of a read that raise no error: by default, a missing file and a damaged record.
 

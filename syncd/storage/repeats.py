@@ -16,7 +16,7 @@ _LONGEST: Final = 3600.0
 _MOST: Final = 1000
 
 
-@dataclass(slots=True)
+@dataclass
 class _Said:
     since: float
     window: float

@@ -118,7 +118,7 @@ class Rank(Told):
         """Close the hook; returns the warnings that this logs."""
         with _warnings() as logged:
             self.hook.close()
-            assert not self.hook._planner._decisions._sent, "this process may end now"
+            assert not self.hook._planner.decisions._sent, "this process may end now"
         return logged
 
     def fail(self) -> None:

@@ -83,7 +83,7 @@ class Actor:
     def begin(self, deadline: float) -> None:
         """Begin a transfer with less time than there was to form the group: CI may be slow."""
         group = self.group
-        group._patience = deadline
+        group.deadline = deadline
         group.begin()
 
     def send(self, value: int, buckets: int = 1, ok: bool = True) -> list[int] | None:

@@ -54,7 +54,7 @@ from trainer_hooks.writing.retire import full_steps, pointed_step
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FullCheckpoint:
     """A whole full checkpoint.
 

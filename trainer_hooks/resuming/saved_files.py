@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 
@@ -31,8 +31,7 @@ ADVICE: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """The content of one file for one tensor.
 
     Attributes:
@@ -65,7 +64,7 @@ def _placed(local: Local) -> tuple[Box, Local]:
     return Box(local.position.offsets, local.local_shape), local
 
 
-@dataclass(slots=True)
+@dataclass
 class OpenFile:
     """An open ``Source``; ``plain`` has the values that are not tensors."""
 

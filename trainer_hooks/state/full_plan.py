@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class FullPlan:
+class FullPlan(NamedTuple):
     """The plan of a full state dict's file; ``tensors`` are in the order of the file."""
 
     tensors: Sequence[PlannedTensor]
@@ -44,7 +43,7 @@ class FullPlan:
         return header_bytes(header_entries(self.tensors), {CONTENT: content.hex()})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Outline:
     """A summary of a rank's tensors, to compare with other ranks.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,7 @@ _MOVED_AS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Derived:
+class Derived(NamedTuple):
     """A tensor that rank 0 computes from other tensors, after these are gathered.
 
     Attributes:

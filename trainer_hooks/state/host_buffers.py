@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -136,8 +135,7 @@ class _Buffer:
         self.copy.copy_(tensor, non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _Kept(NamedTuple):
     """The copy of a value, and the layout of a sharded tensor."""
 
     buffers: Sequence[_Buffer]

@@ -119,7 +119,7 @@ class _Layer(NamedTuple):
         return found.detach()
 
 
-@dataclass(slots=True)
+@dataclass
 class _Base:
     """The base model inside a PEFT model.
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncd.protocol.names import shard_name
 from trainer_hooks.writing.spool import Spool
 
 
-@dataclass(frozen=True, slots=True)
-class RankContents:
+class RankContents(NamedTuple):
     """Everything that one rank writes in one save. Its tensors, on the host, must not change.
 
     Only rank 0 has ``full_model``, ``hugging_face`` and the functions that write small files into a

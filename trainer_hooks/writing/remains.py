@@ -22,7 +22,7 @@ from trainer_hooks.writing.rank_files import RankFiles
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass
 class Attempt:
     """The state of a save, as far as this rank knows it. Its methods log errors, and raise none.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 import xxhash
 
@@ -23,8 +23,7 @@ from syncd.protocol.records import TensorEntry, VersionFile
 from syncd.storage.fsio import Storage
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
+class Merged(NamedTuple):
     """The files, the tensors in file order, and the tensors' total bytes."""
 
     files: tuple[VersionFile, ...]

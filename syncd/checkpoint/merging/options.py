@@ -6,8 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.protocol.records import Names
@@ -31,8 +30,7 @@ def may_copy_remotely(fd: int) -> bool:
     return os.major(os.fstat(fd).st_dev) == 0
 
 
-@dataclass(frozen=True, slots=True)
-class MergeOptions:
+class MergeOptions(NamedTuple):
     """The settings of a merge.
 
     Attributes:
@@ -59,8 +57,7 @@ class MergeOptions:
     in_kernel: Callable[[int], bool] = may_copy_remotely
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """The callbacks of a merge's caller.
 
     Attributes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from typing import Final, NamedTuple
 
@@ -36,8 +35,7 @@ class Duplicate(NamedTuple):
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedTensor:
+class PlannedTensor(NamedTuple):
     """A tensor of an output file.
 
     Attributes:
@@ -57,8 +55,7 @@ class PlannedTensor:
     copies: tuple[Duplicate, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
+class PlannedFile(NamedTuple):
     """An output file. ``tensors`` are in the order of the data."""
 
     name: str
@@ -67,8 +64,7 @@ class PlannedFile:
     tensors: tuple[PlannedTensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class MergePlan:
+class MergePlan(NamedTuple):
     """The output files, and the size of all tensors in bytes."""
 
     files: tuple[PlannedFile, ...]
@@ -148,7 +144,7 @@ def _cast(tensor: PlannedTensor, cast: Cast | None) -> PlannedTensor:
     if dtype == tensor.dtype:
         return tensor
     length = tensor.length // ITEMSIZE[tensor.dtype] * ITEMSIZE[dtype]
-    return replace(tensor, dtype=dtype, length=length)
+    return tensor._replace(dtype=dtype, length=length)
 
 
 def _split(tensors: Sequence[PlannedTensor], max_file_size: int) -> Iterator[list[PlannedTensor]]:
@@ -216,7 +212,7 @@ def _without_tied(tensors: list[PlannedTensor], cancel: Check) -> list[PlannedTe
             known = {same.parts, *(copy.parts for copy in same.copies)}
             told = dict.fromkeys((head.parts, *(copy.parts for copy in head.copies)))
             more = tuple(Duplicate(head.name, parts) for parts in told if parts not in known)
-            kept[same.name] = replace(same, copies=same.copies + more)
+            kept[same.name] = same._replace(copies=same.copies + more)
             del kept[head.name]
     return list(kept.values())
 
@@ -265,8 +261,7 @@ class _Stacked:
                 columns, rows = part.shape[-2:]
                 own = (Transposed(rows, columns, itemsize, own),)
             cuts.append(own)
-        return replace(
-            tensor,
+        return tensor._replace(
             name=part.name,
             shape=part.shape,
             length=length,
@@ -296,8 +291,7 @@ def _joined(
         for copy in tensor.copies
     ]
     shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
-    return replace(
-        tensors[0],
+    return tensors[0]._replace(
         name=name,
         shape=shape,
         length=sum(tensor.length for tensor in tensors),

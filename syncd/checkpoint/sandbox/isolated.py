@@ -36,7 +36,7 @@ _waiting: dict[Path | None, ChildProcess] = {}
 os.register_at_fork(after_in_child=_waiting.clear)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParseLimits:
     """The limits on reading one file's pickle or header, and on a save.
 

@@ -54,7 +54,7 @@ class ZipRecord(NamedTuple):
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Directory:
     """A central directory: its raw bytes, its offset, and the number of its entries."""
 

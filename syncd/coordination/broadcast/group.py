@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,8 @@ _LOOK: Final = 0.001
 _GRACE: Final = 1.0
 
 
-class Broadcasting(NamedTuple):
+@dataclass
+class Broadcasting:
     """A broadcast in progress.
 
     Attributes:

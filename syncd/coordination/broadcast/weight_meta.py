@@ -11,7 +11,6 @@ import json
 import math
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, Self
 
 import xxhash
@@ -80,8 +79,7 @@ class WeightSpec(NamedTuple):
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class WeightMeta:
+class WeightMeta(NamedTuple):
     """The tensors of a transfer, in the order of the transfer."""
 
     tensors: tuple[WeightSpec, ...]
@@ -194,8 +192,7 @@ class Bucket(NamedTuple):
     pieces: tuple[BucketPiece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
+class Image(NamedTuple):
     """The image of a transfer, and its buckets.
 
     Attributes:
