@@ -6,8 +6,8 @@ import logging
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
 
+from syncd.closing import Closing
 from syncd.coordination.holds import Holds
 from syncd.coordination.leased_version import LeasedVersion, read_latest
 from syncd.protocol.errors import (
@@ -30,7 +30,7 @@ __all__ = ["LeasedVersion", "Reader"]
 log = logging.getLogger(__name__)
 
 
-class Reader:
+class Reader(Closing):
     """Lets one explorer read the versions of a job: always the newest version, not every version.
 
     Promised: a version from :meth:`next_version` is complete, and newer than the given version. It
@@ -197,9 +197,3 @@ class Reader:
         """End the session. Release all leases before you call this."""
         self._closed = True
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from syncd.checkpoint.boxes import Box, extents, holds, whole
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.closing import Closing
 from syncd.coordination.tensors import bytes_of, check_header, fill, torch_dtype
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
 from syncd.protocol.records import Names
@@ -63,7 +64,7 @@ class _OtherNames(NamedTuple):
 _NO_OTHERS: Final = _OtherNames({}, {})
 
 
-class WeightsReader:
+class WeightsReader(Closing):
     """Reads the tensors of a leased version. A ``with`` block closes the files at its end.
 
     Promised: each file is opened once, when its first tensor is requested. Its header is then
@@ -89,12 +90,6 @@ class WeightsReader:
         self._told = {entry.name: entry for entry in version.manifest.tensors}
         self._others: _OtherNames | None = None
         self._open: dict[str, _OpenFile] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the files. You can call this twice."""

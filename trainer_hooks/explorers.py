@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-from syncd.coordination.broadcast.offer import Takers
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import BroadcastError, SaveFailedError, SyncdError
 from syncd.protocol.policy import (
@@ -25,19 +25,38 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def tried(
+    method: Callable[Concatenate[TrainerSynchronizer, P], T],
+) -> Callable[Concatenate[Explorers, P], T | None]:
+    """Make a method of rank 0's Synchronizer log storage errors, and then return None."""
+
+    @functools.wraps(method)
+    def call(self: Explorers, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        if self.is_closed:
+            return None  # a save ended late; another trainer may have this name by now
+        try:
+            return method(self.synchronizer, *args, **kwargs)
+        except (OSError, SyncdError) as error:
+            log.warning("cannot communicate with explorers now: %s", error)
+            return None
+
+    return call
 
 
 class Explorers:
     """Calls rank 0's Synchronizer so that storage errors do not end the training.
 
     The constructor and :meth:`begin_save` raise storage errors. The other methods log them, and the
-    next call tries again.
+    next call tries again. For most of them see :class:`.TrainerSynchronizer`.
     """
 
     def __init__(self, synchronizer: TrainerSynchronizer) -> None:
         self.synchronizer = synchronizer
-        self._closed = False
+        self.is_closed = False
         synchronizer.set_trainer_status(RunningStatus.RUNNING)
 
     def decide(
@@ -46,8 +65,8 @@ class Explorers:
         """Decide whether to sync; tell explorers if no new weights will come."""
         requested = on_its_way = False
         if settings.style is SyncStyle.EXPLORER_DRIVEN:
-            asked = self._tried(self.synchronizer.explorer_requires_sync)
-            coming = self._tried(self.synchronizer.save_is_on_its_way) if asked else None
+            asked = self.explorer_requires_sync()
+            coming = self.save_is_on_its_way() if asked else None
             if asked is not None and coming is not None:
                 requested, on_its_way = asked, coming
         due = trainer_decision(
@@ -59,7 +78,7 @@ class Explorers:
             waiting=waiting,
         )
         if due.nothing_new:
-            self._tried(self.synchronizer.notify_no_new_model_state_dict)
+            self.say_nothing_new()
         return due
 
     def begin_save(self, step: int) -> None:
@@ -70,29 +89,22 @@ class Explorers:
             NameTakenError: another trainer works in this job.
             SaveFailedError: this trainer has stopped.
         """
-        if self._closed:
+        if self.is_closed:
             raise SaveFailedError(f"step {step} is not saved, because this trainer has stopped")
         self.synchronizer.begin_save(step)
 
-    def weights_announced(self, step: int) -> None:
-        """Answer the explorers' requests: the pointer names the step."""
-        self._tried(lambda: self.synchronizer.set_model_state_dict(None, step))
-
-    def say_nothing_new(self) -> None:
-        """Tell waiting explorers that no newer weights come."""
-        self._tried(self.synchronizer.notify_no_new_model_state_dict)
-
-    def takers(self) -> Takers | None:
-        """The explorers that take broadcasts; None if storage fails."""
-        return self._tried(self.synchronizer.takers)
-
-    def have_received(self, save_id: SaveId) -> bool:
-        """True if all receivers of broadcasts serve this save."""
-        return self._tried(lambda: self.synchronizer.have_received(save_id)) is True
-
-    def has_missed(self, save_id: SaveId) -> bool:
-        """True if an explorer missed this broadcast and is too stale."""
-        return self._tried(lambda: self.synchronizer.has_missed(save_id)) is True
+    set_model_state_dict = tried(TrainerSynchronizer.set_model_state_dict)
+    explorer_requires_sync = tried(TrainerSynchronizer.explorer_requires_sync)
+    save_is_on_its_way = tried(TrainerSynchronizer.save_is_on_its_way)
+    say_nothing_new = tried(TrainerSynchronizer.notify_no_new_model_state_dict)
+    takers = tried(TrainerSynchronizer.takers)
+    have_received = tried(TrainerSynchronizer.have_received)
+    has_missed = tried(TrainerSynchronizer.has_missed)
+    ready_to_nccl_sync = tried(TrainerSynchronizer.ready_to_nccl_sync)
+    nccl_sync_succeeded = tried(TrainerSynchronizer.nccl_sync_succeeded)
+    group_failed = tried(TrainerSynchronizer.group_failed)
+    goes_by_files = tried(TrainerSynchronizer.goes_by_files)
+    wait_for_explorers = tried(TrainerSynchronizer.wait_for_explorers)
 
     def open_group(self, step: int, save_id: SaveId, device: torch.device) -> WeightGroup:
         """Wait until all receivers are ready, and form the weight group.
@@ -102,7 +114,7 @@ class Explorers:
         """
         synchronizer = self.synchronizer
         timeout = synchronizer.settings.broadcast_timeout
-        agreed = self._tried(lambda: synchronizer.ready_to_nccl_sync(step, timeout=timeout))
+        agreed = self.ready_to_nccl_sync(step, timeout=timeout)
         if agreed is None:
             raise BroadcastError(
                 f"not all explorers were ready for the broadcast within {timeout:g} s"
@@ -116,32 +128,7 @@ class Explorers:
                 f"cannot announce the address of the weight group to explorers: {error}"
             ) from error
 
-    def transferred(self) -> None:
-        """Answer the explorers' requests: the broadcast weights have arrived."""
-        self._tried(self.synchronizer.nccl_sync_succeeded)
-
-    def group_failed(self) -> None:
-        """Note that the next broadcast needs another weight group."""
-        self._tried(self.synchronizer.group_failed)
-
-    def goes_by_files(self, step: int) -> None:
-        """Tell explorers that the weights of a step come as files."""
-        self._tried(lambda: self.synchronizer.goes_by_files(step))
-
-    def wait_for_slowest(self) -> None:
-        """Wait while the slowest explorer lags too far."""
-        self._tried(self.synchronizer.wait_for_explorers)
-
     def close(self) -> None:
         """Report that this trainer has stopped. Safe to call twice."""
-        self._closed = True
+        self.is_closed = True
         self.synchronizer.close()
-
-    def _tried(self, work: Callable[[], T]) -> T | None:
-        if self._closed:
-            return None  # a save ended late; another trainer may have this name by now
-        try:
-            return work()
-        except (OSError, SyncdError) as error:
-            log.warning("cannot communicate with explorers now: %s", error)
-            return None

@@ -125,7 +125,7 @@ class TrainerBroadcasts:
         """On rank 0: True if all receivers serve ``sent``, and it is of this step."""
         if sent is None or sent.step != step or self._explorers is None:
             return False
-        return self._explorers.have_received(sent)
+        return self._explorers.have_received(sent) is True
 
     def open(self, step: int, save_id: SaveId) -> Way:
         """On rank 0: choose a sync's route. For a broadcast, wait until all receivers are ready."""
@@ -179,7 +179,7 @@ class TrainerBroadcasts:
                 nonfinite,
             )
         if self._explorers is not None:
-            self._explorers.transferred()
+            self._explorers.nccl_sync_succeeded()
         self.cadence.succeeded()
         self.broadcasts += 1
         return True

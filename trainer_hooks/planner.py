@@ -96,7 +96,7 @@ class Planner:
 
         def wait() -> Plan:
             if self.explorers is not None:
-                self.explorers.wait_for_slowest()
+                self.explorers.wait_for_explorers()
             return Plan.NOTHING
 
         self.decisions.agree(wait)
@@ -248,7 +248,7 @@ class Planner:
             and self.explorers is not None
             and sent is not None
             and sent != self.synced
-            and self.explorers.has_missed(sent)
+            and self.explorers.has_missed(sent) is True
         )
 
     def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:

@@ -173,7 +173,7 @@ class TrainerJob:
 
     def _weights_announced(self, save_id: SaveId) -> None:
         if self.explorers is not None:
-            self.explorers.weights_announced(save_id.step)
+            self.explorers.set_model_state_dict(None, save_id.step)
         # Done last: otherwise explorers that wait for this save could be told that none comes.
         self._progress.announced = save_id
 

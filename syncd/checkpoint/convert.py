@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -50,7 +50,15 @@ from syncd.protocol.names import (
     parse_part_name,
 )
 from syncd.protocol.records import Manifest
-from syncd.storage.errnos import again, is_gone, is_no_record, is_refused_here
+from syncd.storage.errnos import (
+    GONE,
+    NO_RECORD,
+    REFUSED_HERE,
+    Ignoring,
+    again,
+    is_gone,
+    is_no_record,
+)
 from syncd.storage.fsio import Storage
 from syncd.storage.job import Job
 
@@ -247,15 +255,12 @@ def _is_whole_model(storage: Storage, folder: Path) -> bool:
         return True
     if INDEX not in names:
         return False
-    try:
+    # The index may be cut off, or no index at all.
+    no_index = suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError)
+    with no_index, Ignoring(GONE | NO_RECORD):
         index = json.loads(storage.read(folder / INDEX, _INDEX_LIMIT))
         return bool(index["weight_map"]) and names.issuperset(index["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return False  # the index is cut off, or is no index at all
-    except OSError as error:
-        if is_gone(error) or is_no_record(error):
-            return False
-        raise
+    return False
 
 
 def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest) -> None:
@@ -280,15 +285,10 @@ def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest
 
 
 def _listed(storage: Storage, folder: Path) -> set[str]:
-    try:
+    with suppress(RecordError), Ignoring(GONE | NO_RECORD):
         files = read_manifest(storage, folder).files
-    except RecordError:
-        return set()
-    except OSError as error:
-        if is_gone(error) or is_no_record(error):
-            return set()
-        raise
-    return {file.name for file in files if is_weights_name(file.name)}
+        return {file.name for file in files if is_weights_name(file.name)}
+    return set()
 
 
 def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> None:
@@ -349,11 +349,8 @@ def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int
 
 def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
     """Open a file for its status, because network filesystems cache the status."""
-    try:
+    with Ignoring(GONE | NO_RECORD | REFUSED_HERE):
         return storage.look_into(path, storage.fstat)
-    except OSError as error:
-        if not (is_gone(error) or is_no_record(error) or is_refused_here(error)):
-            raise
     return storage.status(path)
 
 

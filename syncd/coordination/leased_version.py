@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
 from syncd.checkpoint.name_map import NameMap
-from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import WEIGHTS, copy_version, read_manifest, verify_version
 from syncd.protocol.errors import (
@@ -74,7 +73,7 @@ class LeasedVersion:
         self.kind = manifest.kind
         self.remote_path = manifest.remote
 
-    def verify(self, *, cancel: Check = lambda: None) -> None:
+    def verify(self, *, cancel: Callable[[], None] = lambda: None) -> None:
         """Read all files, and compare their sizes, headers and digests with the manifest.
 
         If the manifest has no digests, only sizes and headers are compared. For kind ``remote``
@@ -85,7 +84,9 @@ class LeasedVersion:
         """
         verify_version(self.storage, self.folder, self.manifest, cancel=cancel)
 
-    def copy_to(self, storage: Storage, folder: Path, *, cancel: Check = lambda: None) -> None:
+    def copy_to(
+        self, storage: Storage, folder: Path, *, cancel: Callable[[], None] = lambda: None
+    ) -> None:
         """Verify and copy the version in one pass, so that each byte is read once.
 
         The target ``folder`` must be empty, and only this process may write to it. ``cancel`` is

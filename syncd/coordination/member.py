@@ -8,8 +8,9 @@ from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple
 
+from syncd.closing import Closing
 from syncd.coordination.broadcast.meeting import Meetings
 from syncd.coordination.broadcast.offer import Offers
 from syncd.coordination.leased_version import LeasedVersion
@@ -62,7 +63,7 @@ class Seams(NamedTuple):
     poll: float = POLL
 
 
-class Member(Generic[Report]):
+class Member(Closing, Generic[Report]):
     """One participant of a job. It communicates with the other participants only through files.
 
     Promised:
@@ -373,12 +374,6 @@ class Member(Generic[Report]):
                     self.name,
                     error,
                 )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _wait(
         self, timeout: float | None, cancel: Cancellation | None

@@ -29,7 +29,7 @@ from syncd.protocol.names import (
 from syncd.protocol.policy import Pull, Version, pull_decision
 from syncd.protocol.records import Receipt, SaveOutcome, SaveOutcomes, encode
 from syncd.protocol.reports import DaemonReport, TrainerReport
-from syncd.storage.errnos import GONE, Ignoring, is_refused_here
+from syncd.storage.errnos import GONE, REFUSED_HERE, Ignoring
 from syncd.storage.fsio import LONG_RECORD_LIMIT
 from syncd.storage.job import Job, daemon_hint
 from syncd.storage.judge import Clock, Judge, Liveness
@@ -178,13 +178,10 @@ class Versions:
     def _is_of_now(self, step: int, outcome: SaveOutcome) -> bool:
         """True unless the step folder's receipt shows that the outcome is of another save."""
         path = self.job.layout.actor(step) / RECEIPTS / receipt_name(0)
-        try:
+        with Ignoring(REFUSED_HERE):
             receipt = self.job.read(Receipt, path)
-        except OSError as error:
-            if not is_refused_here(error):
-                raise
-            return True
-        return receipt is None or receipt.save_id == outcome.identity
+            return receipt is None or receipt.save_id == outcome.identity
+        return True
 
     def on_its_way(self) -> int | None:
         """The pointer's step, if it is on disk but not yet published or refused; else None."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import xxhash
 
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.closing import Closing
 from syncd.deltas.delta_folder import BLOCK, BLOCKS, ENTRY, INDEX, checked_files
 from syncd.deltas.encoding import BlockError, Decoder, Elements
 from syncd.deltas.ends import NoDeltaError, elements_of
@@ -29,7 +30,7 @@ _ENTRIES: Final = np.dtype(
 )
 
 
-class DeltaReader:
+class DeltaReader(Closing):
     """An open delta with a checked index. Close it, or use it in ``with``.
 
     ``tensors`` must be the target's tensors, sorted by name. Methods take a tensor's index in this
@@ -93,12 +94,6 @@ class DeltaReader:
                 f"the numbers of elements in {DELTA} do not fit the index or the version"
             )
         return np.cumsum(lengths) - lengths
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file of blocks."""

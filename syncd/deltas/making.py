@@ -6,13 +6,14 @@ import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import xxhash
 
 from syncd.checkpoint.merging.options import Work
 from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.closing import Closing
 from syncd.deltas.delta_folder import BLOCKS, ENTRY, INDEX
 from syncd.deltas.delta_wire import CHANGED, DIFFERS, DONE, MESSAGE, PLAN, REFUSED, TENSOR
 from syncd.deltas.ends import NoDeltaError, delta_end, elements_of, in_order, why_no_delta
@@ -43,7 +44,7 @@ def why_not_here() -> str | None:
     return f"{' and '.join(missing)} cannot be imported: pip install 'syncd[deltas]'"
 
 
-class DeltaChild:
+class DeltaChild(Closing):
     """A child process that compares two versions. Close it, or use it in ``with``.
 
     Only the child imports NumPy. Nobody may delete the base while the child works.
@@ -115,12 +116,6 @@ class DeltaChild:
                 bytes.fromhex(tensor.digest or ""),
             )
         return bytes(plan)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def pid(self) -> int:

@@ -13,11 +13,12 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import xxhash
 from filelock import LeaseCompromise, LeaseSettingsMismatch, SoftFileLease, Timeout
 
+from syncd.closing import Closing
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import LONGEST_LEASE_TIME
@@ -73,7 +74,7 @@ def process_of(session: str) -> str:
     return f"process {found[2]} on host {found[1]}, " if found else ""
 
 
-class Session:
+class Session(Closing):
     """This process's heartbeat in one job.
 
     Promised: while the process runs and its storage answers, other processes see the session alive.
@@ -127,12 +128,6 @@ class Session:
                 extra=Event.HEARTBEAT_RESUMED(session=self.id),
             )
             return
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class DaemonLock:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from watchdog.events import (
     DirCreatedEvent,
@@ -28,6 +28,7 @@ from watchdog.events import (
 )
 from watchdog.observers.inotify import InotifyEmitter, InotifyObserver
 
+from syncd.closing import Closing
 from syncd.protocol.events import Event
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ _CHANGES: Final[list[type[FileSystemEvent]]] = [
 _PATIENCE: Final = 10.0
 
 
-class Watcher:
+class Watcher(Closing):
     """Wakes its owner when a watched name in a watched folder changes.
 
     ``names``: folder → the names in it to watch; links are followed. If a folder's storage
@@ -109,12 +110,6 @@ class Watcher:
                 # The watch stays, and wakes this watcher, on which nobody waits any more.
                 self._watched.append(watched)
                 return
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Hints(FileSystemEventHandler):

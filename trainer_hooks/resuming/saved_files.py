@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -135,16 +136,12 @@ class SavedFiles:
         path = self.paths[number]
         told = self._told(path)
         try:
-            with ShardFile.open(self.storage, path) as file:
+            with _being_there(path), ShardFile.open(self.storage, path) as file:
                 _compare(path, told, file.size, file.directory_digest)
                 checks = record_checks([file], check_crc=True)
                 SourceReader(self.storage, [file], checks=checks, cancel=lambda: None).finish()
                 with open(file.fd, "rb", closefd=False) as stream:
                     return torch.load(stream, map_location="cpu", weights_only=True)
-        except OSError as error:
-            if is_gone(error):
-                raise missing(path) from error
-            raise
         except ShardFormatError as error:
             raise CheckpointError(f"{error}. {ADVICE}") from error
         except (pickle.UnpicklingError, RuntimeError) as error:
@@ -186,13 +183,9 @@ class SavedFiles:
     def _opened(self, path: Path) -> OpenFile:
         told = self._told(path)
         try:
-            if path.name == FULL_STATE_DICT:
-                return self._full(path, told)
-            return self._shard(path, told)
-        except OSError as error:
-            if is_gone(error):
-                raise missing(path) from error
-            raise
+            with _being_there(path):
+                open_file = self._full if path.name == FULL_STATE_DICT else self._shard
+                return open_file(path, told)
         except ShardFormatError as error:
             what = "the state of a torch.optim.Optimizer" if self.is_optimizer else "a state dict"
             raise CheckpointError(
@@ -235,6 +228,16 @@ class SavedFiles:
 def missing(path: Path) -> CheckpointError:
     """The error for a file that does not exist."""
     return CheckpointError(f"{path} is missing. {ADVICE}")
+
+
+@contextmanager
+def _being_there(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if is_gone(error):
+            raise missing(path) from error
+        raise
 
 
 def _compare(path: Path, told: ReceiptFile | None, size: int, digest: str) -> None:

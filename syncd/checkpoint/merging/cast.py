@@ -16,11 +16,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Final, Self
+from typing import Final
 
 from syncd.checkpoint.parallel import Check
 from syncd.checkpoint.sandbox.child_process import SAME_MODULES, ChildProcess, EndedError, described
 from syncd.checkpoint.tensor_rules import ITEMSIZE
+from syncd.closing import Closing
 
 #: The most bytes of a tile, before and after the cast.
 TILE: Final = 1024 * 1024
@@ -38,7 +39,7 @@ READY: Final = b"\xff"
 _WALL_SECONDS: Final = 300.0
 
 
-class Caster:
+class Caster(Closing):
     """A child process that casts tensors, for :data:`THREADS` threads. The caller must close it.
 
     Raises:
@@ -72,12 +73,6 @@ class Caster:
             )
             stack.callback(self._child.close)
             self._stack = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Kill the child."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from syncd.checkpoint.dcp.dcp_metadata import StoredModel
 from syncd.checkpoint.dcp.hf_dcp import Chunked
@@ -24,6 +24,7 @@ from syncd.checkpoint.sandbox.child_process import ChildProcess, EndedError, des
 from syncd.checkpoint.sandbox.parser_child import EXIT_MEMORY
 from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, shown
 from syncd.checkpoint.torch_files.pieces import Piece, Pieces
+from syncd.closing import Closing
 from syncd.protocol.errors import CheckpointError, ShardFormatError
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class _MemoryError(EndedError):
 
 
 @dataclass
-class IsolatedParser:
+class IsolatedParser(Closing):
     """Reads pickles and headers in a child process, which starts with the first request.
 
     Use it as a context manager, or close it. After a failure, the next request starts another
@@ -88,12 +89,6 @@ class IsolatedParser:
     def __post_init__(self) -> None:
         self._child: ChildProcess | None = None
         self._answered = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def pid(self) -> int | None:

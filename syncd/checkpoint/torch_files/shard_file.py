@@ -20,6 +20,7 @@ from syncd.checkpoint.torch_files.torch_zip import (
     read_directory,
     read_records,
 )
+from syncd.closing import Closing
 from syncd.protocol.errors import ShardFormatError
 from syncd.storage.fsio import Signature, Storage, signature
 
@@ -32,7 +33,7 @@ class ReadPieces(Protocol):
 
 
 @dataclass
-class ShardFile:
+class ShardFile(Closing):
     """An open shard file with a valid zip directory.
 
     Close it, or use it as a context manager. It keeps its descriptor, so renaming or deleting the
@@ -92,12 +93,6 @@ class ShardFile:
     def close(self) -> None:
         """Close the descriptor."""
         self.storage.release(self.fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def tensors(self, *, parse: ReadPieces = read_pieces) -> Mapping[str, Local | Chunks]:
         """The tensors by name, in the order of the state dict. Later calls return the same dict.
