@@ -100,8 +100,9 @@ class TrainerHook:
         self._saving = given_or_default("saving", SaveSettings, saving)
         check_stateful(optimizer=optimizer, scheduler=scheduler, critic_optimizer=critic_optimizer)
         patience = patience_of(self._settings, self._saving, Ranks().world_size)
-        decisions = Decisions(
-            timeout=_longest_wait(self._settings, patience),
+        broadcast = _BROADCAST_WAITS * self._settings.broadcast_timeout
+        decisions = Decisions(  # the timeout is the longest wait for rank 0's decision
+            timeout=self._settings.sync_timeout + patience + broadcast + _TORCH_TIMEOUT,
             save_timeout=self._settings.save_timeout,
         )
         self._progress = Progress()
@@ -365,9 +366,3 @@ class TrainerHook:
             self._fast_path.close()
         self._job.close()
         return errors
-
-
-def _longest_wait(settings: SyncSettings, patience: float) -> float:
-    """The longest wait for rank 0's decision, in seconds."""
-    broadcast = _BROADCAST_WAITS * settings.broadcast_timeout
-    return settings.sync_timeout + patience + broadcast + _TORCH_TIMEOUT

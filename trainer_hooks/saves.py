@@ -181,13 +181,14 @@ class Saver:
                     name = base_name(unwrapped(trained.model)) if peft.frozen_base else None
                     rest["extra"] |= {} if name is None else {BASE_MODEL: name}
             stack.pop_all()
-        name_map: tuple[Callable[[Path], object], ...] = ()
+        model_files = trained.model_files
         if self.rank == 0 and not (completes or is_adapter):
-            name_map = self._name_map(state, peft)
+            names = (state,) if peft is None else (peft.merged()[0], peft.base_model)
+            model_files += self._hub_names.writers(*names)
         writes_config = peft is not None and is_adapter and self.rank == 0
         return RankContents(
             model=model,
-            model_files=trained.model_files + name_map,
+            model_files=model_files,
             fsdp_version=fsdp_version(trained.model),
             is_full=is_full,
             full_model=full_model,
@@ -198,13 +199,6 @@ class Saver:
             completes=completes,
             **rest,
         )
-
-    def _name_map(
-        self, state: Mapping[str, Any], peft: PeftState | None
-    ) -> tuple[Callable[[Path], object], ...]:
-        if peft is None:
-            return self._hub_names.writers(state)
-        return self._hub_names.writers(peft.merged()[0], peft.base_model)
 
     def _peft(self, state: Mapping[str, Any]) -> PeftState:
         trained = self.trained

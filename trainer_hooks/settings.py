@@ -98,9 +98,13 @@ class SaveSettings:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, StrEnum):
-                object.__setattr__(
-                    self, field.name, _choice(field.name, type(field.default), value)
-                )
+                kind = type(field.default)
+                try:
+                    object.__setattr__(self, field.name, kind(str(value).lower()))
+                except ValueError:
+                    raise InvalidSettingsError(
+                        f"{field.name} is {value!r}: it must be {' or '.join(kind)}"
+                    ) from None
             elif field.default is None:
                 value = short_dtype(value)
                 object.__setattr__(self, field.name, value)
@@ -114,10 +118,3 @@ class SaveSettings:
                     raise InvalidSettingsError(f"{field.name} is {value!r}: it must be a bool")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise InvalidSettingsError(f"{field.name} is {value!r}: it must be 0 or more")
-
-
-def _choice(name: str, kind: type[StrEnum], value: object) -> StrEnum:
-    try:
-        return kind(str(value).lower())
-    except ValueError:
-        raise InvalidSettingsError(f"{name} is {value!r}: it must be {' or '.join(kind)}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -93,14 +94,13 @@ class SyncdCallback(TrainerCallback):
         name: str = "trainer",
         storage: Storage | None = None,
     ) -> None:
-        self._job_dir = job_dir
         self._settings = given_or_default("settings", SyncSettings, settings)
         self._saving = given_or_default("saving", SaveSettings, saving)
-        self._memory_dir = memory_dir
         self._publish_first = publish_first
         self._stop_on_failure = stop_on_failure
-        self._name = name
-        self._storage = storage
+        self._make_hook = partial(
+            TrainerHook, job_dir, memory_dir=memory_dir, name=name, storage=storage
+        )
         self._hook: TrainerHook | None = None
         self._metrics: dict[str, float] = {}
         if self._settings.save_interval or self._saving.save_as_hf is not SaveAsHf.NEVER:
@@ -155,15 +155,8 @@ class SyncdCallback(TrainerCallback):
         # Ranks must agree, so the arguments decide: hosts need not share output_dir.
         if args.load_best_model_at_end:
             saving = replace(saving, final=False)
-        self._hook = TrainerHook(
-            self._job_dir,
-            _trained(model),
-            tokenizer=processing_class,
-            settings=self._settings,
-            saving=saving,
-            memory_dir=self._memory_dir,
-            name=self._name,
-            storage=self._storage,
+        self._hook = self._make_hook(
+            _trained(model), tokenizer=processing_class, settings=self._settings, saving=saving
         )
         if self._publish_first:
             self._call(self._hook.save_state_dict, state.global_step)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -151,11 +151,13 @@ def fsdp_sync_weight_nccl(engine: FSDPEngine, model_update_group: dist.ProcessGr
         RuntimeError: a collective of torch failed.
     """
     device: torch.device | None = None
-    for _, weight in _full_weights(engine):
-        if weight is not None and model_update_group is not None:
-            device = weight.device
-            dist.broadcast(weight.contiguous(), 0, group=model_update_group)
-    if model_update_group is None and Ranks().rank == 0:
+    rank = Ranks().rank
+    for _, weight in _weights(engine):
+        whole = full_tensor(weight, rank=rank)
+        if whole is not None and model_update_group is not None:
+            device = whole.device
+            dist.broadcast(whole.detach().contiguous(), 0, group=model_update_group)
+    if model_update_group is None and rank == 0:
         # For torch, None is the default group, in which there are no receivers.
         raise InvalidSettingsError(
             "the weights cannot be broadcast: rank 0 has no model_update_group with the receivers"
@@ -229,14 +231,6 @@ class StateDictWriter:
         if self._hub_names is not None:
             files += self._hub_names.writers(state_dict)
         self._writer.save(save_id, RankContents(model=dict(state_dict), model_files=files))
-
-
-def _full_weights(engine: FSDPEngine) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield each weight's name, and on rank 0 the whole tensor. Collective."""
-    rank = Ranks().rank
-    for name, weight in _weights(engine):
-        whole = full_tensor(weight, rank=rank)
-        yield name, None if whole is None else whole.detach()
 
 
 def _weights(engine: FSDPEngine) -> Iterable[tuple[str, Tensor]]:

@@ -17,8 +17,7 @@ from syncd.checkpoint.contents import SaveContents, look_inside
 from syncd.checkpoint.hub_tables import map_by_type
 from syncd.checkpoint.merging.cast import Caster
 from syncd.checkpoint.merging.merge import Merged, digest_safetensors, run_plan
-from syncd.checkpoint.merging.options import Checked, MergeOptions, Work
-from syncd.checkpoint.merging.source_reader import Source
+from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.model_folder import (
     copy_model_files,
     read_model_config,
@@ -101,7 +100,11 @@ def build_model_folder(
             checked = opened.checked
             contents = look_inside(opened, cancel)
             caster = None
-            if _has_to_cast(contents, options.cast):
+            if options.cast is not None and any(
+                cast_dtype(tensor.dtype, options.cast) != tensor.dtype
+                for index in contents.indexes
+                for tensor in index.tensors.values()
+            ):
                 if save.sync_dtype is not None:
                     log.warning(
                         "%s: the trainer has already cast the weights to %s "
@@ -154,7 +157,11 @@ def build_model_folder(
                     sources,
                     folder,
                     options=options,
-                    checked=_worth_checking(checked, sources),
+                    checked=(
+                        "crc32"
+                        if checked == "stillness" and any(source.has_crc for source in sources)
+                        else checked
+                    ),
                     work=work,
                     caster=caster,
                 )
@@ -268,20 +275,6 @@ def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
         if is_floating(tensor.dtype):
             sizes[tensor.dtype] += math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
     return ", ".join(dtype for dtype, _ in sizes.most_common()) or None
-
-
-def _worth_checking(checked: Checked, sources: Sequence[Source]) -> Checked:
-    if checked == "stillness" and any(source.has_crc for source in sources):
-        return "crc32"
-    return checked
-
-
-def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
-    return cast is not None and any(
-        cast_dtype(tensor.dtype, cast) != tensor.dtype
-        for index in contents.indexes
-        for tensor in index.tensors.values()
-    )
 
 
 @contextmanager

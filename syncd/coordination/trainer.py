@@ -352,7 +352,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
         if open_now is not None:
             timeout = self.settings.broadcast_timeout if timeout is None else timeout
             with self._wait(timeout, cancel) as wait:
-                while late := self._in_group(open_now.group_name):
+                name = open_now.group_name
+                while late := [one.name for one in self._roster.working() if one.group == name]:
                     if not wait.more():
                         log.warning(
                             "closing a weight group that these explorers have not left: %s",
@@ -360,9 +361,6 @@ class TrainerSynchronizer(Member[TrainerReport]):
                         )
                         break
         self._group.close()
-
-    def _in_group(self, name: str) -> list[str]:
-        return [one.name for one in self._roster.working() if one.group == name]
 
     def _point(self, step: int) -> None:
         self.begin_save(step)

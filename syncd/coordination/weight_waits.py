@@ -185,7 +185,9 @@ class WeightWaits:
             return None, False
         try:
             stopped = self._has_trainer_stopped()
-            offer = self._offered(joins=joins is not None and joins(), has_stopped=stopped)
+            may_join, transfer = joins is not None and joins(), self.transfer
+            offer = transfer.look() if may_join or transfer.has_joined else None
+            offer = offer or (transfer.leave() if stopped else None)
             is_over = ending is not None and offer is None and ending.is_over(has_stopped=stopped)
         except JobUnavailableError:
             if ending is not None:
@@ -203,11 +205,6 @@ class WeightWaits:
             self.unlike = self.compare(trainer, me, trainer.session)
         self.has_seen_trainer |= not stopped
         return stopped
-
-    def _offered(self, *, joins: bool, has_stopped: bool) -> Offer | None:
-        transfer = self.transfer
-        offer = transfer.look() if joins or transfer.has_joined else None
-        return offer or (transfer.leave() if has_stopped else None)
 
     def _warn_once(self, current: Version | None) -> None:
         if current == self._warned:

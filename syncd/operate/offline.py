@@ -11,7 +11,6 @@ from typing import Final
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
-    Decision,
     Learn,
     Pruning,
     Skip,
@@ -52,7 +51,7 @@ def would_prune(job: Job, config: DaemonConfig) -> list[Pruning]:
     while True:
         seen = scanner.scan(replace(known, outcomes=outcomes), config)
         decision = decide(seen, config)
-        found.update(dict.fromkeys(_prunings(decision)))
+        found.update((one, None) for one in decision.actions if isinstance(one, Pruning))
         skips = [action for action in decision.actions if isinstance(action, Skip)]
         for skip in skips:
             outcomes[skip.step] = SaveOutcome(identity=skip.identity, outcome="skipped")
@@ -141,10 +140,6 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
         sleep(pause)
         waited += pause
     return lock
-
-
-def _prunings(decision: Decision) -> list[Pruning]:
-    return [action for action in decision.actions if isinstance(action, Pruning)]
 
 
 def _known(job: Job) -> Known:

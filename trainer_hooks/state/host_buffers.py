@@ -59,12 +59,12 @@ def nonfinite_names(state: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, value in tensors_of(state).items()
-        if not (known[name] if name in known else _is_finite(value))
+        if not (
+            known[name]
+            if name in known
+            else all(is_finite(part) for part in _parts(value) if _is_ordinary(part))
+        )
     ]
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return all(is_finite(part) for part in _parts(tensor) if _is_ordinary(part))
 
 
 class HostBuffers:

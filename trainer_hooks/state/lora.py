@@ -55,7 +55,8 @@ class PeftState:
     ) -> None:
         self._state = tensors_of(state)
         self._trained = trained_names(model, updated)
-        self._plain = _like_peft(plain_model(model, on_meta(self._state)))
+        plain: Any = plain_model(model, on_meta(self._state))
+        self._plain = plain
         configs: dict[str, Any] = self._plain.peft_config
         check_methods(configs)
         self._configs = configs
@@ -272,11 +273,6 @@ def base_name(model: nn.Module) -> str | None:
     """The name that the adapters' base model was loaded from, or None."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     return getattr(base, "name_or_path", None) or None
-
-
-def _like_peft(model: nn.Module) -> Any:
-    """Cast for the type checker: PEFT's attributes are no part of a module's type."""
-    return model
 
 
 def _method(config: Any) -> str:

@@ -145,7 +145,8 @@ class _Base:
             layered: Any = module
             self.look_into(layered.base_layer, joined(path, "base_layer"), out)
         else:
-            for name in _own_tensors(module):
+            parameters, buffers = module.named_parameters, module.named_buffers
+            for name, _ in (*parameters(recurse=False), *buffers(recurse=False)):
                 held = joined(path, name)
                 if held in self.state:
                     self.published[held] = joined(out, name)
@@ -209,13 +210,6 @@ def _targets(module: Any, active: set[str]) -> Iterator[str]:
     yield getattr(module, "parameter_name", "weight")
     if any(module.lora_bias.get(adapter) for adapter in active if hasattr(module, "lora_bias")):
         yield "bias"
-
-
-def _own_tensors(module: nn.Module) -> Iterator[str]:
-    for name, _ in module.named_parameters(recurse=False):
-        yield name
-    for name, _ in module.named_buffers(recurse=False):
-        yield name
 
 
 def _check_allowed(plain: Any) -> None:
