@@ -145,18 +145,11 @@ class HeldName:
     def _create(self) -> bool:
         """Make the claim, with all its content at once; True if this session has the name now."""
         draft = self.job.layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
-        try:
-            self.job.storage.write_new(
-                draft, encode(Claim(session=self.session, name=self.name, process=this_process()))
-            )
-            self.job.storage.link(draft, self.path)
-        except FileExistsError:
-            # The claim is ours if the server made the link, but its answer was lost.
-            return read_claim(self.job.storage, self.path) == self.session
-        finally:
-            self.job.storage.unlink_if_there(draft)
-        self.job.storage.sync_folder(self.job.layout.claims)
-        return True
+        claim = Claim(session=self.session, name=self.name, process=this_process())
+        # The claim is ours too if the server made the link, but its answer was lost.
+        return self.job.storage.write_first(self.path, encode(claim), draft) or (
+            read_claim(self.job.storage, self.path) == self.session
+        )
 
 
 def read_claim(storage: Storage, path: Path) -> str | None:

@@ -71,38 +71,27 @@ class Storage(Calls):
             The number of copied bytes; 0 only at the end of the source.
         """
         for copy in (self.copy_file_range, self.sendfile):
-            try:
-                copied = copy(source, target, count, at, to)
-            except OSError as error:
-                if error.errno not in _REFUSED:
-                    raise
-                continue
-            if copied:
-                return copied
-            # Some filesystems return 0 if they cannot copy, so only a read finds the end.
+            with Ignoring(_REFUSED):
+                # Some filesystems return 0 if they cannot copy, so only a read finds the end.
+                if copied := copy(source, target, count, at, to):
+                    return copied
         data = self.pread(source, min(count, _BUFFER), at)
         self.pwrite_all(target, data, to)
         return len(data)
 
     def share_range(self, source: int, target: int, count: int, at: int, to: int) -> bool:
         """Let ``target`` share blocks of ``source``; False if the caller should copy them."""
-        try:
+        with Ignoring(_NOT_SHARED):
             self.clone_range(source, target, count, at, to)
-        except OSError as error:
-            if error.errno in _NOT_SHARED:
-                return False
-            raise
-        return True
+            return True
+        return False
 
     def link_if_possible(self, source: Path, target: Path) -> bool:
         """Give a file a second name; False if the storage cannot link it."""
-        try:
+        with Ignoring(_NO_LINKS):
             self.link(source, target)
-        except OSError as error:
-            if error.errno in _NO_LINKS:
-                return False
-            raise
-        return True
+            return True
+        return False
 
     def write_new(self, path: Path, data: bytes) -> None:
         """Write a new file with durable content. The caller has to sync the folder."""
@@ -110,6 +99,18 @@ class Storage(Calls):
         with named(path), self.closing(fd):
             self.write_all(fd, data)
             self.fsync(fd)
+
+    def write_first(self, path: Path, data: bytes, draft: Path) -> bool:
+        """Make a durable file by a link of ``draft``; False if the path exists already."""
+        try:
+            self.write_new(draft, data)
+            self.link(draft, path)
+        except FileExistsError:
+            return False
+        finally:
+            self.unlink_if_there(draft)
+        self.sync_folder(path.parent)
+        return True
 
     @contextmanager
     def closing(self, fd: int) -> Iterator[int]:

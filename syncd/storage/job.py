@@ -53,29 +53,26 @@ class Job:
         """
         storage, layout = self.storage, self.layout
         try:
-            status = storage.status(layout.root)
-            if status is None or not os.path.isdir(layout.root):
-                raise no_folder(layout.root)
-            self._check_is_no_part()
-            for folder in (
-                layout.published,
-                layout.epochs,
-                layout.leases,
-                layout.sessions,
-                layout.explorers,
-                layout.quarantine,
-                layout.requests,
-                layout.bench,
-                layout.drafts,
-            ):
-                storage.make_folder(folder, below=layout.root)
-            self.check_folders()
-            return self._agree(lease_time)
-        except PermissionError as error:
-            raise _no_rights(error) from error
+            with registering(layout):
+                status = storage.status(layout.root)
+                if status is None or not os.path.isdir(layout.root):
+                    raise no_folder(layout.root)
+                self._check_is_no_part()
+                for folder in (
+                    layout.published,
+                    layout.epochs,
+                    layout.leases,
+                    layout.sessions,
+                    layout.explorers,
+                    layout.quarantine,
+                    layout.requests,
+                    layout.bench,
+                    layout.drafts,
+                ):
+                    storage.make_folder(folder, below=layout.root)
+                self.check_folders()
+                return self._agree(lease_time)
         except OSError as error:
-            if (unwritable := unwritable_storage(error, layout.root)) is not None:
-                raise unwritable from error
             if not (is_no_record(error) or is_gone(error)):
                 raise
             raise JobUnavailableError(
@@ -150,14 +147,8 @@ class Job:
         if not storage.exists(layout.format):
             ours = Format(lease_time=DEFAULT_LEASE_TIME if lease_time is None else lease_time)
             mine = layout.state / f"{TEMPORARY}format-{secrets.token_hex(6)}"
-            storage.write_new(mine, encode(ours))
-            try:
-                storage.link(mine, layout.format)
-            except FileExistsError:
-                pass  # another process was first, so its format counts
-            finally:
-                storage.unlink_if_there(mine)
-            storage.sync_folder(layout.state)
+            if not storage.write_first(layout.format, encode(ours), mine):
+                storage.sync_folder(layout.state)  # another process was first: its format counts
         return self.read_format()
 
     def read_format(self) -> Format:

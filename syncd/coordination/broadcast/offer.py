@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from syncd.coordination.participant import Participant, back_to_running, require_sync
@@ -92,17 +91,9 @@ class Offers:
         """Decide an offer; return the first decision, which counts."""
         path = self._job.layout.verdict(offer)
         draft = self._job.layout.drafts / f"{TEMPORARY}verdict-{secrets.token_hex(6)}"
-        try:
-            self._job.storage.write_new(draft, encode(OfferVerdict(verdict=wish, session=session)))
-            self._job.storage.link(draft, path)
-        except FileExistsError:
-            return self._verdict(path)
-        finally:
-            self._job.storage.unlink_if_there(draft)
-        self._job.storage.sync_folder(path.parent)
-        return wish
-
-    def _verdict(self, path: Path) -> Decision:
+        content = encode(OfferVerdict(verdict=wish, session=session))
+        if self._job.storage.write_first(path, content, draft):
+            return wish
         with Ignoring(GONE):
             return parse(OfferVerdict, self._job.storage.read(path), path).verdict
         return "off"  # the trainer has made another offer since
