@@ -14,7 +14,6 @@ from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.background import raise_first
 from trainer_hooks.decisions import Decisions
-from trainer_hooks.progress import Progress
 from trainer_hooks.save_queue import SaveQueue, patience_of
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.hub_names import HubNames
@@ -68,14 +67,11 @@ class CheckpointCoordinator:
                 f"CheckpointCoordinator supports only method checkpoint, not {settings.method}"
             )
         patience = patience_of(settings, saving, Ranks().world_size)
-        progress = Progress()
         ranks = Decisions(timeout=patience, save_timeout=settings.save_timeout).ranks
         self._rank = ranks.rank
-        self._job = TrainerJob(
-            job_dir, None, name, ranks, settings, saving, progress, storage=storage
-        )
+        self._job = TrainerJob(job_dir, None, name, ranks, settings, saving, storage=storage)
         self._queue = SaveQueue(
-            patience=patience, progress=progress, begin_save=self._job.begin_save
+            patience=patience, progress=self._job.progress, begin_save=self._job.begin_save
         )
         self._counter = 0
         self._hub_names: HubNames | None = None

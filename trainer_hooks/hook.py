@@ -18,7 +18,6 @@ from trainer_hooks.background import raise_first
 from trainer_hooks.decisions import Decisions, Plan
 from trainer_hooks.fast_path import TrainerBroadcasts
 from trainer_hooks.planner import Planner
-from trainer_hooks.progress import Progress
 from trainer_hooks.save_queue import SaveQueue, patience_of
 from trainer_hooks.saves import Saver, Trained
 from trainer_hooks.settings import SaveAsHf, SaveSettings
@@ -105,7 +104,6 @@ class TrainerHook:
             timeout=self._settings.sync_timeout + patience + broadcast + _TORCH_TIMEOUT,
             save_timeout=self._settings.save_timeout,
         )
-        self._progress = Progress()
         self._job = TrainerJob(
             job_dir,
             memory_dir,
@@ -113,7 +111,6 @@ class TrainerHook:
             decisions.ranks,
             self._settings,
             self._saving,
-            self._progress,
             storage=storage,
         )
         trained = Trained(
@@ -129,10 +126,10 @@ class TrainerHook:
             base_vocabulary=self._job.base_vocabulary(model),
         )
         self._queue = SaveQueue(
-            patience=patience, progress=self._progress, begin_save=self._job.begin_save
+            patience=patience, progress=self._job.progress, begin_save=self._job.begin_save
         )
         self._saves = Saver(
-            trained, rank=decisions.ranks.rank, queue=self._queue, progress=self._progress
+            trained, rank=decisions.ranks.rank, queue=self._queue, progress=self._job.progress
         )
         self._fast_path: TrainerBroadcasts | None = None
         if self._settings.method is SyncMethod.NCCL:
@@ -148,7 +145,7 @@ class TrainerHook:
             explorers=self._job.explorers,
             fast_path=self._fast_path,
             thread=self._queue.thread,
-            progress=self._progress,
+            progress=self._job.progress,
             are_weights_there=self._job.are_weights_there,
             patience=patience,
         )
@@ -350,7 +347,7 @@ class TrainerHook:
         written = self._queue.thread.take_written()
         if written is not None:
             metrics["sync/bytes"] = float(written)
-        if (announced := self._progress.announced) is not None:
+        if (announced := self._job.progress.announced) is not None:
             metrics["sync/announced_step"] = float(announced.step)
         if self._fast_path is not None and self._job.explorers is not None:
             metrics["sync/broadcasts"] = float(self._fast_path.broadcasts)

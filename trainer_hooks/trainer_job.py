@@ -42,6 +42,7 @@ class TrainerJob:
 
     If the constructor fails on one rank, it raises an error on all ranks, and releases the
     trainer's name. ``run_id`` is the same on all ranks. Only rank 0 has ``explorers``.
+    ``progress`` has the outcomes of saves.
 
     Raises:
         JobUnavailableError, NoRoomError: a folder cannot be written.
@@ -56,40 +57,55 @@ class TrainerJob:
         ranks: Ranks,
         settings: SyncSettings,
         saving: SaveSettings,
-        progress: Progress,
         *,
         storage: Storage | None,
     ) -> None:
         self._ranks = ranks
         self._settings = settings
         self._saving = saving
-        self._progress = progress
+        self.progress = Progress()
         self._in_memory = memory_dir is not None
         self.explorers: Explorers | None = None
         self.memory: SaveFolder | None = None
         run_id = secrets.token_hex(6)
+
+        def register() -> Explorers:
+            synchronizer = TrainerSynchronizer(
+                job_dir,
+                name,
+                settings=settings,
+                memory_dir=memory_dir,
+                run_id=run_id,
+                world_size=ranks.world_size,
+                seams=Seams(storage=storage),
+            )
+            try:
+                return Explorers(synchronizer)
+            except BaseException:
+                synchronizer.close()
+                raise
 
         def open_here() -> None:
             try:
                 self.place = self._open(Path(job_dir), storage)
                 if memory_dir is not None:
                     self.memory = self._open_memory(Path(memory_dir), storage)
-                if self._ranks.rank == 0:
-                    self.explorers = self._register(job_dir, memory_dir, name, run_id, storage)
+                if ranks.rank == 0:
+                    self.explorers = register()
             except OSError as error:
                 raise unwritable_storage(error, job_dir) or JobUnavailableError(
                     f"cannot use {job_dir} now: {error}"
                 ) from error
 
         try:
-            self._ranks.together(open_here)
-            told = self._ranks.gathered((run_id, str(self.place.job.layout.root)))
+            ranks.together(open_here)
+            told = ranks.gathered((run_id, str(self.place.job.layout.root)))
         except BaseException:
             self.close()
             raise
         self.run_id, root = told[0]
         for rank, (_, other) in enumerate(told):
-            if self._ranks.rank == 0 and other != root:  # perhaps another mount of the same folder
+            if ranks.rank == 0 and other != root:  # perhaps another mount of the same folder
                 log.warning(
                     "rank 0 saves in %s, but rank %d saves in %s. If these are not the same "
                     "folder, no save is announced: give all ranks the same job directory",
@@ -137,29 +153,6 @@ class TrainerJob:
         )
         return SaveFolder(job, writer, SaveLayout.FULL)
 
-    def _register(
-        self,
-        job_dir: str | Path,
-        memory_dir: str | Path | None,
-        name: str,
-        run_id: str,
-        storage: Storage | None,
-    ) -> Explorers:
-        synchronizer = TrainerSynchronizer(
-            job_dir,
-            name,
-            settings=self._settings,
-            memory_dir=memory_dir,
-            run_id=run_id,
-            world_size=self._ranks.world_size,
-            seams=Seams(storage=storage),
-        )
-        try:
-            return Explorers(synchronizer)
-        except BaseException:
-            synchronizer.close()
-            raise
-
     def base_vocabulary(self, model: nn.Module) -> int | None:
         """The number of tokens of the adapters' base model, if rank 0 can find it."""
         if not adapters_of(model):
@@ -175,10 +168,10 @@ class TrainerJob:
         if self.explorers is not None:
             self.explorers.set_model_state_dict(None, save_id.step)
         # Done last: otherwise explorers that wait for this save could be told that none comes.
-        self._progress.announced = save_id
+        self.progress.announced = save_id
 
     def _checkpoint_announced(self, save_id: SaveId) -> None:
-        self._progress.checkpoint = save_id
+        self.progress.checkpoint = save_id
         try:
             retire_old(
                 self.place.job,

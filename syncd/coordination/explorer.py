@@ -72,7 +72,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         )
         self._transfer = ExplorerSide(self._offers, self._roster, self._me)
         self._met: Rendezvous | None = None
-        self._group = ExplorerGroup(self._meetings, self._offers, name, self._me.session.id)
+        self._group = ExplorerGroup(self._offers, name, self._me.session.id)
         self._stack.callback(self._group.close)
         self._weights = WeightWaits(
             self._me, self._roster, self._versions, self._transfer, compare=self._compare_settings,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple
 
 from syncd.closing import Closing
-from syncd.coordination.broadcast.meeting import Meetings
 from syncd.coordination.broadcast.offer import Offers
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.participant import FirstReport, Participant, Report, become
@@ -121,7 +120,6 @@ class Member(Closing, Generic[Report]):
         self._poll = min(seams.poll, lease_time / 4)
         self._waits = Waits(name, self._worth_a_look, poll=self._poll, clock=seams.clock)
         self._offers = Offers(job)
-        self._meetings = Meetings(job)
         self._state = StateFile(job, layout.saved_state(role, name))
         with registering(layout), ExitStack() as stack:
             job.storage.make_folder(layout.offer.parent, below=layout.state)

@@ -82,7 +82,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._writer = writer
         self._transfer = TrainerSide(self._offers, self._roster, self._me)
         self._group = TrainerGroup(
-            self._meetings, self._me.session.id, MeetingPlace(self.settings.master_address)
+            self._offers, self._me.session.id, MeetingPlace(self.settings.master_address)
         )
         self._stack.callback(self._group.close)
         self._asked: dict[tuple[str, str], int] = {}

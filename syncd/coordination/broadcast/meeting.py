@@ -12,8 +12,6 @@ from syncd.coordination.broadcast.offer import Agreed, Offers
 from syncd.coordination.waiting import Wait
 from syncd.protocol.errors import BroadcastError
 from syncd.protocol.participants import GroupMember, Offer, Rendezvous
-from syncd.protocol.records import encode
-from syncd.storage.job import Job
 
 if TYPE_CHECKING:
     import torch
@@ -36,22 +34,6 @@ class MeetingPlace(NamedTuple):
 
 
 @dataclass
-class Meetings:
-    """``group.json``: the meeting place of an offer's members. Only the trainer writes the file."""
-
-    job: Job
-
-    def current(self) -> Rendezvous | None:
-        """The newest rendezvous; None if ``group.json`` is missing or unreadable."""
-        return self.job.read(Rendezvous, self.job.layout.rendezvous)
-
-    def put(self, rendezvous: Rendezvous) -> None:
-        """Write a rendezvous."""
-        layout = self.job.layout
-        self.job.storage.replace(layout.rendezvous, encode(rendezvous), room=layout.drafts)
-
-
-@dataclass
 class TrainerGroup:
     """The weight group of the trainer's rank 0; one group can serve several transfers.
 
@@ -62,7 +44,7 @@ class TrainerGroup:
         rendezvous: the rendezvous of the open group; None if no group is open.
     """
 
-    meetings: Meetings
+    offers: Offers
     run: str
     place: MeetingPlace
 
@@ -94,7 +76,7 @@ class TrainerGroup:
             ):
                 changes = {"offer": agreed.offer.offer, "save_id": save_id}
                 self.rendezvous = known.model_copy(update=changes)
-                self.meetings.put(self.rendezvous)
+                self.offers.put_rendezvous(self.rendezvous)
                 group.begin()
                 return group
             self.close()
@@ -120,7 +102,7 @@ class TrainerGroup:
         from syncd.coordination.broadcast.group import WeightGroup  # noqa: PLC0415 # it needs torch
         from syncd.coordination.broadcast.group_backends import backend_for  # noqa: PLC0415 # likewise
 
-        before = self.meetings.current()
+        before = self.offers.rendezvous()
         generation = 1 if before is None else before.generation + 1
         address = self.place.address or own_address()
         with listen(address, self.place.port) as listening:
@@ -136,7 +118,7 @@ class TrainerGroup:
                 members=members,
                 save_id=save_id,
             )
-            self.meetings.put(rendezvous)
+            self.offers.put_rendezvous(rendezvous)
             return WeightGroup.join(
                 rendezvous, 0, deadline=deadline, device=device, listening=listening
             )
@@ -148,22 +130,24 @@ class TrainerGroup:
             group.close()
 
 
+@dataclass
 class ExplorerGroup:
     """An explorer's meeting with the trainer, and the weight group of a worker in this process."""
 
-    def __init__(self, meetings: Meetings, offers: Offers, name: str, session: str) -> None:
-        self._meetings = meetings
-        self._offers = offers
-        self._us = (name, session)
+    offers: Offers
+    name: str
+    session: str
+
+    def __post_init__(self) -> None:
         self._kept: KeptGroup | None = None
 
     def rendezvous(self, offer: Offer, wait: Wait) -> tuple[Rendezvous, int]:
         """Wait for an offer's meeting place; see :meth:`.ExplorerSynchronizer.rendezvous`."""
         while True:
-            found = self._meetings.current()
+            found = self.offers.rendezvous()
             if found is not None and found.offer == offer.offer:
                 break
-            now = self._offers.current()
+            now = self.offers.current()
             if now is not None and now.offer != offer.offer:
                 raise BroadcastError(
                     "the trainer has cancelled this broadcast and offered a new one"
@@ -173,9 +157,9 @@ class ExplorerGroup:
                     "the trainer did not announce the address of the weight group in time"
                 )
         for member in found.members:
-            if (member.name, member.session) == self._us:
+            if (member.name, member.session) == (self.name, self.session):
                 return found, member.rank_offset
-        raise BroadcastError(f"the weight group {found.group_name} does not include {self._us[0]}")
+        raise BroadcastError(f"the weight group {found.group_name} does not include {self.name}")
 
     def open(
         self, rendezvous: Rendezvous, rank: int, *, deadline: float, device: torch.device

@@ -17,7 +17,7 @@ from syncd.coordination.participant import Participant, back_to_running, require
 from syncd.coordination.roster import Roster
 from syncd.coordination.waiting import Wait
 from syncd.protocol.names import TEMPORARY
-from syncd.protocol.participants import Offer, OfferedMember, OfferVerdict
+from syncd.protocol.participants import Offer, OfferedMember, OfferVerdict, Rendezvous
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import encode, parse
 from syncd.protocol.reports import ExplorerReport, TrainerReport
@@ -48,15 +48,15 @@ class Agreed(NamedTuple):
     group: str | None
 
 
+@dataclass
 class Offers:
-    """The offers of a job, and their outcomes."""
+    """The offers of a job, their outcomes, and the meeting places of their members."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    job: Job
 
     def current(self) -> Offer | None:
         """The newest offer; None if there is none, or it is unreadable."""
-        return self._job.read(Offer, self._job.layout.offer)
+        return self.job.read(Offer, self.job.layout.offer)
 
     def make(
         self,
@@ -66,11 +66,11 @@ class Offers:
         decided: Literal["files"] | None = None,
     ) -> Offer:
         """Make an offer, and delete the verdicts on earlier offers."""
-        folder = self._job.layout.offer.parent
-        self._job.storage.make_folder(folder, below=self._job.layout.state)
-        for name in self._job.storage.names(folder):
+        folder = self.job.layout.offer.parent
+        self.job.storage.make_folder(folder, below=self.job.layout.state)
+        for name in self.job.storage.names(folder):
             if name.endswith(_VERDICT):
-                self._job.storage.unlink_if_there(folder / name)
+                self.job.storage.unlink_if_there(folder / name)
         offer = Offer(
             offer=secrets.token_hex(6),
             session=session,
@@ -83,19 +83,26 @@ class Offers:
 
     def put(self, offer: Offer) -> None:
         """Write the offer; only the trainer does this."""
-        self._job.storage.replace(
-            self._job.layout.offer, encode(offer), room=self._job.layout.drafts
-        )
+        self.job.storage.replace(self.job.layout.offer, encode(offer), room=self.job.layout.drafts)
+
+    def rendezvous(self) -> Rendezvous | None:
+        """The newest meeting place, in ``group.json``; None if that is missing or unreadable."""
+        return self.job.read(Rendezvous, self.job.layout.rendezvous)
+
+    def put_rendezvous(self, rendezvous: Rendezvous) -> None:
+        """Write a meeting place; only the trainer does this."""
+        layout = self.job.layout
+        self.job.storage.replace(layout.rendezvous, encode(rendezvous), room=layout.drafts)
 
     def decide(self, offer: str, wish: Decision, session: str) -> Decision:
         """Decide an offer; return the first decision, which counts."""
-        path = self._job.layout.verdict(offer)
-        draft = self._job.layout.drafts / f"{TEMPORARY}verdict-{secrets.token_hex(6)}"
+        path = self.job.layout.verdict(offer)
+        draft = self.job.layout.drafts / f"{TEMPORARY}verdict-{secrets.token_hex(6)}"
         content = encode(OfferVerdict(verdict=wish, session=session))
-        if self._job.storage.write_first(path, content, draft):
+        if self.job.storage.write_first(path, content, draft):
             return wish
         with Ignoring(GONE):
-            return parse(OfferVerdict, self._job.storage.read(path), path).verdict
+            return parse(OfferVerdict, self.job.storage.read(path), path).verdict
         return "off"  # the trainer has made another offer since
 
 
