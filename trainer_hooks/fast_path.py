@@ -247,7 +247,10 @@ class WeightSender:
         tensors = sorted(plan.tensors, key=lambda tensor: -tensor.length)
         outgoing = None
         if group is not None:
-            outgoing = self._outgoing(group, tensors)
+            has_digests = self.digests
+            if has_digests is None:
+                has_digests = group.device.type == "cpu"
+            outgoing = Outgoing(group, tensors, self._buffers, self.bucket_bytes, has_digests)
             outgoing.greet()
         # Tensors that no receiver takes need not be gathered.
         if ranks.gathered(outgoing is not None and outgoing.error is None)[0]:
@@ -266,14 +269,6 @@ class WeightSender:
     def close(self) -> None:
         """Release the buckets. Safe to call twice."""
         self._buffers.close()
-
-    def _outgoing(self, group: WeightGroup, tensors: Sequence[PlannedTensor]) -> Outgoing:
-        has_digests = self.digests
-        if has_digests is None:
-            has_digests = group.device.type == "cpu"
-        return Outgoing(
-            group, tensors, self._buffers, bucket_bytes=self.bucket_bytes, has_digests=has_digests
-        )
 
 
 def _gather(

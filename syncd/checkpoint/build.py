@@ -453,8 +453,7 @@ class FreeSpace:
             # A merge may need less: it writes no linked files, and only a PEFT model's adapter.
             asked = (save.identity, options.cast, options.prefix, options.names)
             if self._sized is None or self._sized[0] != asked:
-                size = _weights_size(self.storage, actor, save, options, cancel)
-                self._sized = asked, size
+                self._sized = asked, _weights_size(self.storage, actor, save, options, cancel)
             needed = _SMALL_FILES + self._sized[1]
         if free.bytes is not None and free.bytes < needed:
             raise NoRoomError(

@@ -124,7 +124,12 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
     if opened.full is not None:
         is_adapter = isinstance(opened.save, LoraAdapter)
         _check_one_file(opened.full, is_adapter=is_adapter)
-        return SaveContents("adapter" if is_adapter else "full", [_index(opened.full)])
+        tensors = {
+            name: Local(dtype, shape, begin, end - begin, "", None)
+            for name, dtype, shape, begin, end in opened.full.entries
+        }
+        index = ShardIndex(opened.full.path.name, tensors)
+        return SaveContents("adapter" if is_adapter else "full", [index])
     indexes = list(opened.chunked.indexes) if opened.chunked is not None else []
     for shard in opened.shards:
         cancel()
@@ -139,14 +144,6 @@ def look_inside(opened: OpenSave, cancel: Check) -> SaveContents:
     if adapter is None and is_peft_model(names):
         raise _of_another_method(opened.sources[0].path.parent)
     return SaveContents("full" if adapter is None else "adapter", indexes, adapter)
-
-
-def _index(file: SafetensorsFile) -> ShardIndex:
-    tensors = {
-        name: Local(dtype, shape, begin, end - begin, "", None)
-        for name, dtype, shape, begin, end in file.entries
-    }
-    return ShardIndex(file.path.name, tensors)
 
 
 def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:

@@ -207,7 +207,10 @@ def convert_step(
         nonlocal said_at
         if clock() - said_at >= _SIGN:
             said_at = clock()
-            _refresh_all(job.storage, room)
+            # The daemon deletes such folders if they do not change.
+            for path in (room, *(room / name for name in job.storage.names(room))):
+                with Ignoring(GONE):
+                    job.storage.refresh(path)
 
     FreeSpace(job.storage, actor, job.layout.root, advice="make room there").check(
         actor, save, options, sign
@@ -352,16 +355,6 @@ def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
     with Ignoring(GONE | NO_RECORD | REFUSED_HERE):
         return storage.look_into(path, storage.fstat)
     return storage.status(path)
-
-
-def _refresh_all(storage: Storage, room: Path) -> None:
-    """Touch the temporary folder, because the daemon deletes such folders if they do not change."""
-    for path in (room, *(room / name for name in storage.names(room))):
-        try:
-            storage.refresh(path)
-        except OSError as error:
-            if not is_gone(error):
-                raise
 
 
 @contextmanager

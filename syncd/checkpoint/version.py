@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -131,30 +131,19 @@ def each_file(
                 f"the manifest of {folder} must give a digest for each file, but gives none for "
                 f"{shown(listed_file.name)}: the manifest is damaged, or somebody has changed it"
             )
-    _check_nothing_else(storage, folder, manifest, told)
+    # A server would load weights that the manifest does not list. A folder that was never published
+    # is not checked: it may be the trainer's own ``huggingface/``, with ``training_args.bin``.
+    for name in storage.names(folder) if manifest.sequence else ():
+        if name not in told and is_weights_name(name):
+            raise VerificationError(
+                f"{folder / printable(name)} is not in the version's manifest, and a server would "
+                "load it. Remove this file, and find out who put it there"
+            )
     run_side_by_side(
         [partial(work, file, told[file.name]) for file in manifest.files],
         threads=threads_here(threads),
         look=cancel,
     )
-
-
-def _check_nothing_else(
-    storage: Storage, folder: Path, manifest: Manifest, listed: Container[str]
-) -> None:
-    """Refuse weights that the manifest does not list, because a server would load them.
-
-    A folder that was never published (sequence 0) is not checked: it may be the trainer's own
-    ``huggingface/``, with files like ``training_args.bin``.
-    """
-    if manifest.sequence == 0:
-        return
-    for name in storage.names(folder):
-        if name not in listed and is_weights_name(name):
-            raise VerificationError(
-                f"{folder / printable(name)} is not in the version's manifest, and a server would "
-                "load it. Remove this file, and find out who put it there"
-            )
 
 
 def copy_file(

@@ -250,7 +250,14 @@ class Roster:
             if cached is not None and settled and cached.settled:
                 return cached
             content = self._job.storage.pread_all(fd, min(status.st_size, RECORD_LIMIT), 0)
-            return _Cached(self._parsed(model, content, path), now, settled)
+            record: R | _Newer | None = None
+            try:
+                record = parse(model, content, path)
+            except ProtocolMismatchError as error:
+                record = _Newer(session_of(content), str(error))
+            except RecordError as error:
+                self._say(path, error)
+            return _Cached(record, now, settled)
 
         try:
             found = cache[path] = self._job.storage.look_into(path, look)
@@ -262,15 +269,6 @@ class Roster:
             cache.pop(path, None)
             return None
         return found.record
-
-    def _parsed(self, model: type[R], content: bytes, path: Path) -> R | _Newer | None:
-        try:
-            return parse(model, content, path)
-        except ProtocolMismatchError as error:
-            return _Newer(session_of(content), str(error))
-        except RecordError as error:
-            self._say(path, error)
-            return None
 
     def _say(self, path: Path, error: Exception) -> None:
         if self._repeats.due(path):

@@ -19,38 +19,37 @@ _LOOK: Final = 0.05
 
 
 class Cancellation:
-    """Ends present and future waits from another thread."""
+    """Ends present and future waits from another thread.
+
+    Attributes:
+        is_done: True if :meth:`cancel` was called.
+    """
 
     def __init__(self) -> None:
         # Re-entrant, because a signal handler on the same thread may call cancel().
         self._lock = threading.RLock()
         self._wakes: set[Callable[[], None]] = set()
-        self._done = False
+        self.is_done = False
 
     def cancel(self) -> None:
         """End the waits. Safe to call twice."""
         with self._lock:
-            self._done = True
+            self.is_done = True
             for wake in self._wakes:
                 wake()
 
-    @property
-    def is_done(self) -> bool:
-        """True if :meth:`cancel` was called."""
-        return self._done
-
     def check(self) -> None:
         """Raise CancelledError if :meth:`cancel` was called."""
-        if self._done:
+        if self.is_done:
             raise CancelledError("the wait was cancelled, or its synchronizer closed")
 
     def pause(self, seconds: float) -> bool:
         """Sleep for ``seconds`` or until :meth:`cancel`; return :attr:`is_done`."""
         # Polls, because a signal handler that cancels could deadlock on the lock of an Event.
         deadline = time.monotonic() + seconds
-        while not self._done and (left := deadline - time.monotonic()) > 0:
+        while not self.is_done and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK))
-        return self._done
+        return self.is_done
 
     def attach(self, wake: Callable[[], None]) -> None:
         """Register ``wake`` to be called at a cancellation."""

@@ -69,18 +69,14 @@ def last_lines(storage: Storage, path: Path, limit: int = 2 * LIMIT) -> list[byt
     found: list[bytes] = []
     for part in (path, older_lines(path)):
         left = limit - sum(map(len, found))
-        if left > 0:
-            found = _tail(storage, part, left) + found
+
+        def read(fd: int, left: int = left) -> list[bytes]:
+            size = storage.fstat(fd).st_size
+            at = max(0, size - left)
+            lines = storage.pread_all(fd, size - at, at).splitlines()
+            return lines[1:] if at else lines  # the first line may be cut
+
+        with Ignoring(GONE | NO_RECORD | REFUSED_HERE):
+            if left > 0:
+                found = storage.look_into(part, read) + found
     return found
-
-
-def _tail(storage: Storage, path: Path, limit: int) -> list[bytes]:
-    def read(fd: int) -> list[bytes]:
-        size = storage.fstat(fd).st_size
-        at = max(0, size - limit)
-        lines = storage.pread_all(fd, size - at, at).splitlines()
-        return lines[1:] if at else lines  # the first line may be cut
-
-    with Ignoring(GONE | NO_RECORD | REFUSED_HERE):
-        return storage.look_into(path, read)
-    return []

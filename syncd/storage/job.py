@@ -245,20 +245,16 @@ def no_folder(path: object) -> JobUnavailableError:
     return JobUnavailableError(f"no such folder: {path}. Create the folder, or mount its storage")
 
 
-def _no_rights(error: PermissionError) -> JobUnavailableError:
-    return JobUnavailableError(
-        f"{error.filename} cannot be written by user {os.geteuid()}. Run as the trainers' user, or "
-        "give the folder a group that both users are in"
-    )
-
-
 @contextmanager
 def registering(layout: JobLayout) -> Iterator[None]:
     """Turn an OSError of read-only or full storage, or of missing rights, into a SyncdError."""
     try:
         yield
     except PermissionError as error:
-        raise _no_rights(error) from error
+        raise JobUnavailableError(
+            f"{error.filename} cannot be written by user {os.geteuid()}. Run as the trainers' "
+            "user, or give the folder a group that both users are in"
+        ) from error
     except OSError as error:
         if (unwritable := unwritable_storage(error, layout.root)) is not None:
             raise unwritable from error

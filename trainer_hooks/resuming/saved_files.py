@@ -88,6 +88,9 @@ class SavedFiles:
         names: the names in the folder, in rank order; or only ``model.safetensors``.
         vouched: file name → the file's entry in a receipt; None if there are no receipts.
         is_optimizer: whether the files also hold values that are not tensors.
+
+    Attributes:
+        opened: the open files, by rank.
     """
 
     storage: Storage
@@ -98,27 +101,22 @@ class SavedFiles:
 
     def __post_init__(self) -> None:
         self.paths = tuple(self.folder / name for name in self.names)
-        self._open: dict[int, OpenFile] = {}
+        self.opened: dict[int, OpenFile] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._open:
-            self.storage.release(self._open.popitem()[1].fd)
+        while self.opened:
+            self.storage.release(self.opened.popitem()[1].fd)
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    @property
-    def opened(self) -> dict[int, OpenFile]:
-        """The open files, by rank."""
-        return self._open
-
     def __getitem__(self, number: int) -> OpenFile:
-        if number not in self._open:
-            self._open[number] = self._opened(self.paths[number])
-        return self._open[number]
+        if number not in self.opened:
+            self.opened[number] = self._opened(self.paths[number])
+        return self.opened[number]
 
     def check_there(self, numbers: Sequence[int]) -> None:
         """Check that the files exist, with the sizes in their receipts."""
@@ -159,8 +157,8 @@ class SavedFiles:
         """
         for number in checked:
             _ = self[number]
-        numbers = sorted(self._open)
-        files = [self._open[number] for number in numbers]
+        numbers = sorted(self.opened)
+        files = [self.opened[number] for number in numbers]
         checks = [
             check
             for number, file in zip(numbers, files, strict=True)

@@ -240,8 +240,24 @@ def _layout(tensor: Tensor) -> object:
 
 
 def _with_parts(tensor: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    if isinstance(tensor, ShardedTensor):
-        return _sharded_tensor(tensor, parts, dtype)
+    if isinstance(tensor, ShardedTensor):  # like ``ShardedTensor.cpu``, without communication
+        metadata = tensor.metadata()
+        of_parts = ShardedTensorMetadata(
+            shards_metadata=[_on_cpu(one) for one in metadata.shards_metadata],
+            size=metadata.size,
+            tensor_properties=TensorProperties(
+                dtype=dtype, pin_memory=any(part.is_pinned() for part in parts)
+            ),
+        )
+        shards = [
+            Shard(part, _on_cpu(shard.metadata))
+            for part, shard in zip(parts, tensor.local_shards(), strict=True)
+        ]
+        return ShardedTensor._init_from_local_shards_and_global_metadata(  # noqa: SLF001 - as torch's .cpu()
+            shards,
+            sharded_tensor_metadata=of_parts,
+            process_group=tensor._process_group,  # noqa: SLF001 - there is no other way to know it
+        )
     if isinstance(tensor, DTensor):
         return with_local(tensor, parts[0])
     return parts[0]
@@ -273,29 +289,6 @@ def _retyped(told: Any, dtype: torch.dtype) -> Any:
         told = copy.copy(told)
         told.tensor_meta = _retyped(told.tensor_meta, dtype)
     return told
-
-
-def _sharded_tensor(
-    tensor: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype
-) -> ShardedTensor:
-    """Like ``ShardedTensor.cpu``, over the given parts; no communication."""
-    metadata = tensor.metadata()
-    of_parts = ShardedTensorMetadata(
-        shards_metadata=[_on_cpu(one) for one in metadata.shards_metadata],
-        size=metadata.size,
-        tensor_properties=TensorProperties(
-            dtype=dtype, pin_memory=any(part.is_pinned() for part in parts)
-        ),
-    )
-    shards = [
-        Shard(part, _on_cpu(shard.metadata))
-        for part, shard in zip(parts, tensor.local_shards(), strict=True)
-    ]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(  # noqa: SLF001 - as torch's .cpu()
-        shards,
-        sharded_tensor_metadata=of_parts,
-        process_group=tensor._process_group,  # noqa: SLF001 - there is no other way to know it
-    )
 
 
 def _on_cpu(shard: ShardMetadata) -> ShardMetadata:

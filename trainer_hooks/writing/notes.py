@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from syncd.protocol.names import RECEIPTS, failure_name
-from syncd.protocol.records import Receipt, SaveId, encode
+from syncd.protocol.records import Receipt, SaveId
 from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.job import Job
 
@@ -36,10 +36,6 @@ class Notes:
             content = self._job.storage.read(self.folder / failure_name(rank))
             return SaveId.parse(content.decode(errors="replace").strip())
         return None
-
-    def write_receipt(self, name: str, receipt: Receipt) -> None:
-        """Write a receipt. Its files must be complete and durable."""
-        self._job.storage.replace(self.folder / name, encode(receipt))
 
     def say_failed(self, rank: int, save_id: SaveId) -> None:
         """Record that this rank failed."""

@@ -32,7 +32,7 @@ from syncd.protocol.names import (
     receipt_name,
     shard_name,
 )
-from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, SaveId
+from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, SaveId, encode
 from syncd.storage.job import Job
 from syncd.storage.step_folders import make_step_folder
 from trainer_hooks.writing.contents import RankContents
@@ -138,7 +138,7 @@ class RankFiles:
         return write_model_files(self.storage, self.actor / HUGGINGFACE, contents.model_files)
 
     def vouch(self, name: str, files: list[ReceiptFile], sync_dtype: str | None) -> None:
-        """Write a receipt. After an OSError, other ranks may see the receipt nevertheless."""
+        """Write a receipt of durable files. After an OSError, other ranks may see it."""
         receipt = Receipt(
             save_id=str(self.save_id),
             step=self.save_id.step,
@@ -147,7 +147,7 @@ class RankFiles:
             files=tuple(files),
             sync_dtype=sync_dtype,
         )
-        self.notes.write_receipt(name, receipt)
+        self.storage.replace(self.notes.folder / name, encode(receipt))
 
     def is_vouched(self, name: str) -> bool:
         """True if other ranks see this rank's receipt, or may see it, because storage fails."""

@@ -85,7 +85,13 @@ def make_backend(
     """Make a backend that is connected to all other ranks."""
     if rendezvous.backend == "nccl":
         return _nccl(rendezvous, rank, store, deadline, device)
-    return _gloo(rendezvous, rank, store, deadline)
+    # By address, because this host's name cannot always be resolved.
+    address = address_towards(rendezvous.address, rendezvous.port) if rank else rendezvous.address
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001 # torch has no other name for it
+    options._timeout = torch_time(deadline)  # noqa: SLF001 # likewise
+    options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001 # likewise
+    return gloo(store, rank, rendezvous.world_size, options)
 
 
 def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
@@ -148,16 +154,6 @@ def in_words(error: Exception) -> str:
     if isinstance(error, dist.DistStoreError):
         return f"not all ranks connected to the trainer's store in time ({said})"
     return said
-
-
-def _gloo(rendezvous: Rendezvous, rank: int, store: Store, deadline: float) -> Any:
-    # By address, because this host's name cannot always be resolved.
-    address = address_towards(rendezvous.address, rendezvous.port) if rank else rendezvous.address
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()  # noqa: SLF001 # torch has no other name for it
-    options._timeout = torch_time(deadline)  # noqa: SLF001 # likewise
-    options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001 # likewise
-    return gloo(store, rank, rendezvous.world_size, options)
 
 
 def _nccl(
