@@ -141,8 +141,10 @@ class TrainerBroadcasts:
         if not self.cadence.may_try():
             explorers.goes_by_files(step)
             return Way.FILES
+        devices = (parameter.device for parameter in self._model.parameters())
+        device = next((one for one in devices if one.type != "meta"), torch.device("cpu"))
         try:
-            self._group = explorers.open_group(step, save_id, _device_of(self._model))
+            self._group = explorers.open_group(step, save_id, device)
         except Exception as error:  # noqa: BLE001 - after any error the step is saved as files
             self._failed(step, error)
             explorers.goes_by_files(step)
@@ -295,8 +297,3 @@ def _gather(
             if whole is not None and outgoing is not None:
                 outgoing.compare(number, str(copy.tied), whole)
             del whole
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = (parameter.device for parameter in model.parameters())
-    return next((one for one in devices if one.type != "meta"), torch.device("cpu"))

@@ -24,6 +24,7 @@ class _Said:
     held_back: int = 0
 
 
+@dataclass
 class Repeats:
     """Decides whether a repeated message is logged now, or held back. Safe to use from any thread.
 
@@ -31,9 +32,10 @@ class Repeats:
     the message continues to occur, the interval doubles each time, up to an hour.
     """
 
-    def __init__(self, *, burst: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
-        self._burst = burst
-        self._clock = clock
+    burst: int = 1
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._said: OrderedDict[Hashable, _Said] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -44,11 +46,11 @@ class Repeats:
     def held_back(self, key: Hashable) -> int | None:
         """How often a message was held back since it was last logged; None if held back now."""
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             said = self._said.get(key)
             if said is None or now - said.since >= said.window:
                 return self._begin(key, said, now)
-            if said.times < self._burst:
+            if said.times < self.burst:
                 said.times += 1
                 return 0
             said.held_back += 1

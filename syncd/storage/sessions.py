@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -130,15 +131,17 @@ class Session(Closing):
             return
 
 
+@dataclass
 class DaemonLock:
     """The lock that elects the working daemon; :mod:`.epoch` fences off a daemon that lost it."""
 
-    def __init__(self, job: Job, lease_time: float, judge: Judge) -> None:
-        self._job = job
-        self._path = job.layout.daemon_lock
-        self._judge = judge
-        self._lease_time = lease_time
-        self._lock = _lease_file(job.layout, self._path, lease_time)
+    job: Job
+    lease_time: float
+    judge: Judge
+
+    def __post_init__(self) -> None:
+        self._path = self.job.layout.daemon_lock
+        self._lock = _lease_file(self.job.layout, self._path, self.lease_time)
 
     def try_acquire(self) -> bool:
         """Take the lock if it is free, or if its holder is dead. Never waits.
@@ -149,8 +152,8 @@ class DaemonLock:
             OSError: the job folder is missing, for example unmounted; or the lock's folder is a
                 link (``ELOOP``).
         """
-        if self._judge.look(self._path) is Liveness.DEAD:
-            self._judge.break_dead(self._path)
+        if self.judge.look(self._path) is Liveness.DEAD:
+            self.judge.break_dead(self._path)
         try:
             # filelock itself breaks a lock whose process has provably gone from this host.
             self._lock.take()
@@ -162,7 +165,7 @@ class DaemonLock:
             owner = self._lock.owner
             if owner is not None and owner.lease_duration is not None:
                 theirs = min(owner.lease_duration, LONGEST_LEASE_TIME)
-                self._judge.lease_time = max(self._lease_time, theirs)
+                self.judge.lease_time = max(self.lease_time, theirs)
             return False
         return True
 

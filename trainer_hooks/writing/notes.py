@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from syncd.protocol.names import RECEIPTS, failure_name
@@ -10,20 +11,22 @@ from syncd.storage.errnos import GONE, Ignoring
 from syncd.storage.job import Job
 
 
+@dataclass
 class Notes:
     """The receipts and failures in the ``actor/`` or ``critic/`` folder of a step.
 
     A rank writes only its own files. All methods raise an OSError if storage fails.
     """
 
-    def __init__(self, job: Job, part: Path) -> None:
-        self._job = job
-        self._part = part
-        self.folder = part / RECEIPTS
+    job: Job
+    part: Path
+
+    def __post_init__(self) -> None:
+        self.folder = self.part / RECEIPTS
 
     def receipt(self, name: str) -> Receipt | None:
         """A receipt; None if the file is missing or not a receipt."""
-        return self._job.read(Receipt, self.folder / name)
+        return self.job.read(Receipt, self.folder / name)
 
     def written(self, name: str) -> SaveId | None:
         """The save that a receipt belongs to, or None."""
@@ -33,11 +36,11 @@ class Notes:
     def failed(self, rank: int) -> SaveId | None:
         """The save that a rank failed to write, or that rank 0 gave up, or None."""
         with Ignoring(GONE):
-            content = self._job.storage.read(self.folder / failure_name(rank))
+            content = self.job.storage.read(self.folder / failure_name(rank))
             return SaveId.parse(content.decode(errors="replace").strip())
         return None
 
     def say_failed(self, rank: int, save_id: SaveId) -> None:
         """Record that this rank failed."""
-        self._job.storage.make_folder(self.folder, below=self._part.parent)
-        self._job.storage.replace(self.folder / failure_name(rank), f"{save_id}\n".encode())
+        self.job.storage.make_folder(self.folder, below=self.part.parent)
+        self.job.storage.replace(self.folder / failure_name(rank), f"{save_id}\n".encode())

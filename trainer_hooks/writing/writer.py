@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from syncd.protocol.errors import SaveFailedError
@@ -29,8 +30,7 @@ from trainer_hooks.settings import WriteConcurrency
 from trainer_hooks.state.host_buffers import nonfinite_names
 from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.pace import POLL, Pace
-from trainer_hooks.writing.rank_files import RankFiles
-from trainer_hooks.writing.remains import Attempt
+from trainer_hooks.writing.rank_files import Attempt, RankFiles
 from trainer_hooks.writing.spool import Spool
 
 __all__ = ["RankContents", "RankWriter"]
@@ -177,6 +177,7 @@ class RankWriter:
         """Write a save in the order of the protocol: files are durable before their receipt."""
         files, rank, layout = attempt.files, self.rank, self.job.layout
         save_id, step = files.save_id, files.save_id.step
+        again = partial(self.again, save_id)
 
         def write_weights() -> list[ReceiptFile]:
             files.add_saving()
@@ -211,27 +212,25 @@ class RankWriter:
 
         size = 0
         if contents.completes:  # the first half is done, but .saving is gone
-            weights = self.again(save_id, files.begin_rest)
+            weights = again(files.begin_rest)
         else:
-            weights = self.again(save_id, write_weights)
+            weights = again(write_weights)
             size += sum(file.size for file in weights)
-            if rank == 0 and not self.again(
-                save_id, lambda: self._wait_for_all(files, receipt_name)
-            ):
+            if rank == 0 and not again(lambda: self._wait_for_all(files, receipt_name)):
                 return size
             attempt.weights_stay = True
             if rank == 0:
-                self.again(save_id, lambda: point(self.job, layout.state_pointer, step))
+                again(lambda: point(self.job, layout.state_pointer, step))
                 self.weights_announced(save_id)
 
         if contents.is_full:
-            rest = self.again(save_id, write_rest)
+            rest = again(write_rest)
             size += sum(file.size for file in rest)
             if rank == 0:
-                if not self.again(save_id, lambda: self._wait_for_all(files, full_receipt_name)):
+                if not again(lambda: self._wait_for_all(files, full_receipt_name)):
                     return size
                 attempt.rest_stays = True
-                self.again(save_id, announce_checkpoint)
+                again(announce_checkpoint)
                 self.checkpoint_announced(save_id)
 
         if rank == 0:

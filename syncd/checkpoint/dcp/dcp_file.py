@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, Self
 
@@ -35,6 +36,7 @@ class ReadTensor(Protocol):
         """See :func:`syncd.checkpoint.torch_files.pieces.read_tensor`."""
 
 
+@dataclass
 class DcpFile:
     """An open ``.distcp`` file whose items are looked up one by one.
 
@@ -45,11 +47,13 @@ class DcpFile:
         has_crc: False if the trainer switched CRC-32 off. Then the CRC-32 of every record is 0.
     """
 
-    def __init__(self, storage: Storage, path: Path, fd: int, size: int) -> None:
-        self._size = size
-        self._windows = _Windows(storage, fd)
-        self.path = path
-        self.fd = fd
+    storage: Storage
+    path: Path
+    fd: int
+    size: int
+
+    def __post_init__(self) -> None:
+        self._windows = _Windows(self.storage, self.fd)
         self.records: dict[str, ZipRecord] = {}
         self.has_crc = False
 
@@ -76,8 +80,8 @@ class DcpFile:
             CheckpointError: the chunk's item is no whole zip of torch.save, or contradicts the
                 metadata.
         """
-        if chunk.at + chunk.length > self._size:
-            raise self._broken(name, chunk, f"the file has only {self._size} bytes")
+        if chunk.at + chunk.length > self.size:
+            raise self._broken(name, chunk, f"the file has only {self.size} bytes")
         window = _Item(self._windows, chunk)
         try:
             directory = read_directory(window, self.fd, chunk.length, self.path)
@@ -141,12 +145,14 @@ class OneByOne:
         return piece
 
 
+@dataclass
 class _Windows:
     """A cache of the two latest reads: beginnings and ends of items, a few KB each."""
 
-    def __init__(self, storage: Storage, fd: int) -> None:
-        self.storage = storage
-        self._fd = fd
+    storage: Storage
+    fd: int
+
+    def __post_init__(self) -> None:
         self._windows: deque[tuple[int, bytes]] = deque(maxlen=2)
 
     def pread_all(self, count: int, offset: int) -> bytes:
@@ -154,9 +160,9 @@ class _Windows:
             if begin <= offset and offset + count <= begin + len(data):
                 return data[offset - begin : offset - begin + count]
         if count > _AFTER:
-            return self.storage.pread_all(self._fd, count, offset)
+            return self.storage.pread_all(self.fd, count, offset)
         begin = max(offset - _BEFORE, 0)
-        data = self.storage.pread_all(self._fd, offset + count + _AFTER - begin, begin)
+        data = self.storage.pread_all(self.fd, offset + count + _AFTER - begin, begin)
         self._windows.append((begin, data))
         return data[offset - begin : offset - begin + count]
 
