@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from os.path import commonprefix
+from itertools import chain, takewhile
 from typing import Final, NamedTuple
 
 from syncd.checkpoint.gc_pause import uncollected
@@ -208,7 +207,7 @@ def _without_tied(tensors: list[PlannedTensor], cancel: Check) -> list[PlannedTe
         ]
         if alike:
             # If there are several, take the most similar name, because one model may wrap another.
-            same = max(alike, key=lambda tensor: len(commonprefix((tensor.name, head.name))))  # noqa: RUF071 - of names, not of paths
+            same = max(alike, key=lambda tensor: _begins_alike(tensor.name, head.name))
             same = next((tensor for tensor in alike if tensor.parts == head.parts), same)
             known = {same.parts, *(copy.parts for copy in same.copies)}
             told = dict.fromkeys((head.parts, *(copy.parts for copy in head.copies)))
@@ -216,6 +215,12 @@ def _without_tied(tensors: list[PlannedTensor], cancel: Check) -> list[PlannedTe
             kept[same.name] = same._replace(copies=same.copies + more)
             del kept[head.name]
     return list(kept.values())
+
+
+def _begins_alike(name: str, other: str) -> int:
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False))
+    )
 
 
 def _by_hub_names(
