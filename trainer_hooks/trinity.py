@@ -82,7 +82,8 @@ def fsdp_save_state_dict(
         return
     coordinator.check_path(local_path, global_step)
     _without_nameless_code(engine.module)
-    files = model_files(engine.module, _processing_class(engine))
+    checkpoints = getattr(engine, "checkpoint_manager", None)
+    files = model_files(engine.module, getattr(checkpoints, "processing_class", None))
     coordinator.save_model(engine.module, global_step, model_files=files)
     logger.info("the state dict of step %d is being written to %s", global_step, local_path)
 
@@ -244,11 +245,6 @@ def _weights(engine: FSDPEngine) -> Iterable[tuple[str, Tensor]]:
     for name, value in sharded_state_dict(engine.module).items():
         if isinstance(value, Tensor):
             yield name, value
-
-
-def _processing_class(engine: FSDPEngine) -> Pretrained | None:
-    checkpoint_manager = getattr(engine, "checkpoint_manager", None)
-    return getattr(checkpoint_manager, "processing_class", None)
 
 
 def _without_nameless_code(model: nn.Module) -> None:

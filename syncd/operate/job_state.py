@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -210,25 +211,22 @@ def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _names(storage: Storage, folder: Path) -> list[str]:
-    try:
+    with suppress(OSError):
         return storage.names(folder)
-    except OSError:
-        return []
+    return []
 
 
 def _is_there(storage: Storage, path: Path) -> bool:
-    try:
+    with suppress(OSError):
         return storage.exists(path)
-    except OSError:
-        return False
+    return False
 
 
 def _rollbacks(job: Job) -> list[dict[str, Any]]:
-    try:
+    with suppress(OSError):
         asked = Steering(job).asked()
-    except OSError:
-        return []
-    return [request.model_dump(include={"id", "sequence", "by", "time"}) for request in asked]
+        return [request.model_dump(include={"id", "sequence", "by", "time"}) for request in asked]
+    return []
 
 
 def _leases(markers: list[str]) -> list[str]:
@@ -237,10 +235,9 @@ def _leases(markers: list[str]) -> list[str]:
 
 
 def _free(storage: Storage, folder: Path) -> dict[str, int | None] | None:
-    try:
+    with suppress(OSError):
         return storage.free(folder)._asdict()
-    except OSError:
-        return None
+    return None
 
 
 def _events(job: Job) -> list[dict[str, Any]]:

@@ -53,13 +53,6 @@ class Loading(ABC):
         """The names in the files that this rank does not use."""
         return set(names_in(self.files.opened)) - self.taken()
 
-    def too_many(self, names: Sequence[str]) -> CheckpointError:
-        """The error for names that no rank uses."""
-        return CheckpointError(
-            f"{self.files.paths[0]} and the files beside it have {told_names(names)}, which "
-            f"{self.whose} does not have. The files belong to another model or optimizer"
-        )
-
     def fill(self, checked: Sequence[int]) -> None:
         """Fill the tensors; check all bytes of the files in ``checked``."""
         there = [number for number in checked if number < len(self.files)]

@@ -33,7 +33,7 @@ from trainer_hooks.resuming.resumable import (
     latest_checkpoint,
     look_at_checkpoint,
 )
-from trainer_hooks.resuming.saved_files import SavedFiles
+from trainer_hooks.resuming.saved_files import SavedFiles, told_names
 from trainer_hooks.state.full_checkpoint import (
     BASE_MODEL,
     RNG,
@@ -254,7 +254,10 @@ def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
         left = set().union(*(names[number] for names in unused))
         left -= set().union(*(names[number] for names in taken))
         if left:
-            raise part.too_many(sorted(left))
+            raise CheckpointError(
+                f"{part.files.paths[0]} and the files beside it have {told_names(sorted(left))}, "
+                f"which {part.whose} does not have. The files belong to another model or optimizer"
+            )
 
 
 def _extra_state(files: SavedFiles) -> dict[str, Any]:
