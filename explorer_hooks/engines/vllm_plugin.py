@@ -11,18 +11,14 @@ from typing import Final
 
 #: The value of ``backend`` in ``--weight-transfer-config``.
 BACKEND: Final = "syncd"
-#: The beginning of the vLLM releases that the transfer is written for.
-INTERFACE: Final = "0.32."
 _ENGINES: Final = "explorer_hooks.engines.vllm_transfer"
 
 
 def register() -> None:
     """Register the transfer in this process. Raises no error, even when called twice."""
     try:
-        version: str = importlib.import_module("vllm").__version__
         factory = importlib.import_module("vllm.distributed.weight_transfer.factory")
-        name = "FolderTransfer" if version.startswith(INTERFACE) else "OtherInterface"
-        factory.WeightTransferEngineFactory.register_engine(BACKEND, _ENGINES, name)
+        factory.WeightTransferEngineFactory.register_engine(BACKEND, _ENGINES, "make_transfer")
     except ValueError:
         pass  # registered before
     except (ImportError, AttributeError, TypeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -18,13 +18,13 @@ def reload_whole(
     vLLM itself only logs the names of tensors that no file has.
     """
     load = model.load_weights
-    wanted = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+    wanted = _plain(name for name, _ in model.named_parameters())
 
     def load_all(weights: object) -> set[str] | None:
         loaded: set[str] | None = load(weights)
         # As vLLM does at its start, trust the names of models without quantization only.
         if loaded is not None and vllm_config.model_config.quantization is None:
-            missing = sorted(wanted - loaded)
+            missing = sorted(wanted - _plain(loaded))
             if missing:
                 raise RuntimeError(
                     f"the version lacks weights of {len(missing)} tensors of this vLLM's model, "
@@ -45,8 +45,13 @@ def reload_whole(
         del model.load_weights
 
 
+def _plain(names: Iterable[str]) -> set[str]:
+    """Names without the levels that vLLM, or a vLLM below 0.32, does not report as loaded."""
+    return {name.replace(".base_layer.", ".").replace(".routed_experts.", ".") for name in names}
+
+
 def _end_reload(model: Any, vllm_config: Any) -> None:
-    """End a failed reload, because vLLM 0.32 would count its layers as part of the next reload."""
+    """End a failed reload, because vLLM would count its layers as part of the next reload."""
     try:
         # Importable only in vLLM's own environment.
         config = importlib.import_module("vllm.config")
@@ -58,7 +63,7 @@ def _end_reload(model: Any, vllm_config: Any) -> None:
 
 
 def _reload_packed(reload_weights: Callable[[], object], model: Any, vllm_config: Any) -> None:
-    """Reload on a CPU, including the weights that vLLM 0.32 packs for its CPU kernels at its start.
+    """Reload on a CPU, including the weights that vLLM packs for its CPU kernels at its start.
 
     vLLM's own reload has two faults. If an output layer is tied to the embedding, its packed copy
     stays old, because nothing is loaded under the layer's name. And unpacked experts are copied

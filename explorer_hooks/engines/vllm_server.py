@@ -1,4 +1,4 @@
-"""The engine for vLLM's OpenAI-compatible server, over HTTP, tested with vLLM 0.32.
+"""The engine for vLLM's OpenAI-compatible server, over HTTP, tested with vLLM 0.28 to 0.32.
 
 For full models, start the server with ``VLLM_SERVER_DEV_MODE=1``. For adapters, start it with
 ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``.
@@ -51,11 +51,12 @@ _UNLABELLED: Final = "default"
 class VLLMServer(ServerEngine):
     """Loads versions into a vLLM server.
 
-    New requests wait during a load. The mode decides what happens to running requests:
+    New requests wait during a load (from vLLM 0.33 on they get HTTP 503, except in mode ``keep``).
+    The mode decides what happens to running requests:
 
     - ``keep``: they are held. After the load the server computes their prefixes again, and they
       continue with the new weights. If the server has an adapter, or will get one, ``keep`` works
-      like ``wait``.
+      like ``wait``. New requests are aborted when the adapter is replaced.
     - ``wait``: they are finished with the old weights before the load.
     - ``abort``: they are returned unfinished.
 
@@ -282,7 +283,7 @@ class VLLMServer(ServerEngine):
 
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
         if kind == "adapter":
-            # Not load_inplace: vLLM 0.32 would read the folder for each batch, even once deleted.
+            # Not load_inplace: vLLM below 0.33 would read the folder for each batch, for ever.
             self._unload_adapter()
             body: dict[str, object] = {"lora_name": self._lora_name, "lora_path": folder}
             self._server.ask(_LOAD_ADAPTER, body, timeout=self._load_timeout)
@@ -299,6 +300,9 @@ class VLLMServer(ServerEngine):
         """Unload syncd's adapter, whose folder is not leased any more."""
         if self._serves_adapter():
             self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
+            # Requests that came in since the pause would be finished with this adapter.
+            params = {"mode": "abort", "clear_cache": "false"}
+            self._server.ask(_PAUSE, params=params, timeout=self._load_timeout)
 
     def _models(self) -> list[dict[str, Any]]:
         told = self._server.ask(_MODELS)

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from explorer_hooks.engines.http_server import HttpServer
-from explorer_hooks.engines.vllm_plugin import BACKEND, INTERFACE
-from syncd.protocol.errors import ServerError, ServerRefusedError
+from explorer_hooks.engines.vllm_plugin import BACKEND
+from syncd.protocol.errors import ServerRefusedError
 
 log = logging.getLogger(__name__)
 
-_VERSION: Final = "GET /version"
 _INIT: Final = "POST /init_weight_transfer_engine"
 _START: Final = "POST /start_weight_update"
 _UPDATE: Final = "POST /update_weights"
@@ -43,10 +42,6 @@ class TransferSession:
         return why is None
 
     def _why_not(self, config: Mapping[str, Any]) -> str | None:
-        told = self._server.ask(_VERSION) if self._server.has(_VERSION) else None
-        version = told.get("version") if isinstance(told, dict) else None
-        if not str(version).startswith(INTERFACE):
-            return f"runs vLLM {version}, but syncd's weight transfer needs vLLM {INTERFACE}x"
         for route in (_INIT, _START, _UPDATE, _FINISH):
             if not self._server.has(route):
                 return f"has no route {route}"
@@ -55,7 +50,11 @@ class TransferSession:
                 "has --data-parallel-size above 1, but only one of the server's replicas reports "
                 "its state"
             )
-        return None
+        try:
+            differences = self._state()[0].get("differences")
+        except ServerRefusedError as error:
+            return f"does not report the state of its weight transfer ({error})"
+        return f"has a vLLM with another interface ({differences})" if differences else None
 
     def load(self, folder: str, name: str) -> None:
         """Let all workers load a folder, and label the weights with ``name``.
@@ -100,7 +99,7 @@ class TransferSession:
         states = told.get("results") if isinstance(told, dict) else None
         wanted = {"is_open", "holds"}
         if not states or not all(isinstance(one, dict) and wanted <= one.keys() for one in states):
-            raise ServerError(
+            raise ServerRefusedError(
                 f"{self._whose} gave an unexpected answer about its weight transfer: {told}"
             )
         return list(states)

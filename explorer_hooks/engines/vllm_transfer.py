@@ -1,7 +1,6 @@
 """syncd's weight transfer inside vLLM's workers: loads a version's folder into all workers.
 
-The transfer uses the interface of vLLM 0.32. :mod:`.vllm_plugin` registers the transfer, and
-:mod:`.vllm_session` drives it.
+:mod:`.vllm_plugin` registers :func:`make_transfer`, and :mod:`.vllm_session` drives the transfer.
 """
 
 from __future__ import annotations
@@ -15,17 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from explorer_hooks.engines.vllm_interface import find_differences
 from explorer_hooks.engines.vllm_reload import reload_whole
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.protocol.names import MANIFEST
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TransferInit:
-    """The arguments of ``/init_weight_transfer_engine``: none."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +45,20 @@ class FolderTransfer:
     If any worker fails, only the last worker raises the error. Otherwise vLLM would stop reading at
     the first error, and take the other answers for answers to the next call. So a client asks for
     the workers' state through ``/collective_rpc``, which calls this object.
+
+    The other methods and the attributes without values are those of vLLM's own base class, which
+    :func:`make_transfer` adds.
     """
 
-    init_info_cls: ClassVar[type] = TransferInit
+    init_info_cls: ClassVar[type] = dict
     update_info_cls: ClassVar[type] = FolderUpdate
     supports_draft_weight_update: ClassVar[bool] = False
-    defers_processing: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        config: object,  # noqa: ARG002 # vLLM passes it
-        vllm_config: Any,
-        device: torch.device,
-        model: Any,
-    ) -> None:
-        self._vllm_config = vllm_config
-        self._device = device
-        self._model = model
-        self._is_open = False
-        self._holds: str | None = None
+    vllm_config: Any
+    device: torch.device
+    model: Any
+    _is_open = False
+    _holds: str | None = None
 
     def __call__(self) -> dict[str, object]:
         """Report the state of this worker.
@@ -79,12 +69,7 @@ class FolderTransfer:
         """
         return {"is_open": self._is_open, "holds": self._holds}
 
-    def parse_init_info(self, init_dict: Mapping[str, object]) -> TransferInit:
-        """Ignore all arguments."""
-        del init_dict
-        return TransferInit()
-
-    def init_transfer_engine(self, init_info: TransferInit) -> None:
+    def init_transfer_engine(self, init_info: object) -> None:
         """Do nothing."""
 
     def start_weight_update(self) -> None:
@@ -107,7 +92,7 @@ class FolderTransfer:
         self._holds = None
         try:
             self.receive_weights(update)
-            if self._device.type != "cpu":
+            if self.device.type != "cpu":
                 torch.accelerator.synchronize()
         except Exception as error:
             log.exception("the load of %s failed", update.folder)
@@ -117,29 +102,28 @@ class FolderTransfer:
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
         """Load a folder by vLLM's own loader, which reads only this worker's parts."""
-        inplace = importlib.import_module("vllm.model_executor.model_loader.reload.inplace")
+        loaders = importlib.import_module("vllm.model_executor.model_loader")
+        reload = importlib.import_module("vllm.model_executor.model_loader.reload")
+        config = self.vllm_config.model_config
+        # The other two say where to find the model that vLLM was started with.
+        config.model, config.model_weights, config.revision = update_info.folder, "", None
+        loader = loaders.get_model_loader(self.vllm_config.load_config)
+
+        def load() -> None:
+            reload.initialize_layerwise_reload(self.model)
+            self.model.load_weights(loader.get_all_weights(config, self.model))
+            reload.finalize_layerwise_reload(self.model, config)
+
         reload_whole(
-            lambda: inplace.reload_weights(
-                self._vllm_config,
-                self._model,
-                weights_iterator=None,
-                weights_path=update_info.folder,
-                is_checkpoint_format=True,
-            ),
-            model=self._model,
-            vllm_config=self._vllm_config,
-            on_cpu=self._device.type == "cpu",
+            load,
+            model=self.model,
+            vllm_config=self.vllm_config,
+            on_cpu=self.device.type == "cpu",
         )
 
     def finish_weight_update(self) -> None:
         """Record that the update is finished."""
         self._is_open = False
-
-    def reset_weight_update_target(self) -> None:
-        """Do nothing, because the target is always the main model."""
-
-    def drain_pending(self) -> None:
-        """Do nothing, because an update is complete when its call returns."""
 
     def shutdown(self) -> None:
         """Do nothing."""
@@ -182,15 +166,31 @@ def check_files(update: FolderUpdate) -> None:
 
 
 class OtherInterface:
-    """Replaces the transfer in other vLLM releases, where ``reload_weights`` loads versions."""
+    """Replaces the transfer if vLLM's interface differs, so ``reload_weights`` loads versions."""
 
     supports_draft_weight_update: ClassVar[bool] = False
 
-    def __init__(self, *_: object, **__: object) -> None:
-        log.warning(
-            "syncd's weight transfer is for vLLM 0.32, but this is another release, so versions "
-            "are loaded by reload_weights"
-        )
+    def __init__(self, differences: str) -> None:
+        self._differences = differences
+
+    def __call__(self) -> dict[str, object]:
+        """Report the differences, beside the state of a transfer that loads nothing."""
+        return {"is_open": False, "holds": None, "differences": self._differences}
 
     def shutdown(self) -> None:
         """Do nothing."""
+
+
+def make_transfer(*args: object, **kwargs: object) -> object:
+    """Return this worker's transfer, with the arguments of vLLM's ``WeightTransferEngine``."""
+    differences = find_differences(Path(importlib.import_module("vllm").__path__[0]))
+    if differences:
+        log.warning(
+            "this vLLM's interface differs from the one that syncd's weight transfer needs, so "
+            "versions are loaded by reload_weights: %s",
+            differences,
+        )
+        return OtherInterface(differences)
+    base = importlib.import_module("vllm.distributed.weight_transfer.base")
+    # vLLM cannot be imported before its worker has begun, so its class is added here.
+    return type("SyncdTransfer", (FolderTransfer, base.WeightTransferEngine), {})(*args, **kwargs)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 EXTENSION: Final = "explorer_hooks.engines.vllm_worker.SyncdWorker"
 
 
-#: The model types whose experts vLLM 0.32 also loads by the names of transformers' modules, as
+#: The model types whose experts vLLM also loads by the names of transformers' modules, as
 #: tests showed.
 _BY_BOTH: Final = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
 
@@ -90,7 +90,7 @@ class VLLMWorkers:
     def check_reload(self, version: LeasedVersion, vllm_config: object) -> None:
         """Check that a reload will change the whole model, and choose how the workers load it.
 
-        On a CPU, the reload of vLLM 0.32 is wrong for experts, and for an output layer that is tied
+        On a CPU, vLLM's own reload is wrong for experts, and for an output layer that is tied
         to the embedding. syncd's extension reloads both correctly. ``vllm_config`` is vLLM's
         VllmConfig, a dict with its fields, or None.
 
@@ -126,7 +126,7 @@ class VLLMWorkers:
         """Let all workers load a model folder, with ``timeout`` seconds for each load.
 
         After an error the model may have parts of two versions. The next call then loads twice,
-        because vLLM 0.32 counts the failed load's layers as part of the next load, and could skip
+        because vLLM counts the failed load's layers as part of the next load, and could skip
         layers.
         """
         times = 2 if self.half_loaded else 1

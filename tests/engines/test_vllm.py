@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import Qwen2Config
 
@@ -35,6 +34,7 @@ from tests.engines.broadcast_trainer import DEADLINE, trainer
 from tests.engines.pages import IN_PROCESS
 from tests.engines.tiny_models import (
     CONFIG,
+    adapter,
     model,
     publish_adapter,
     publish_model,
@@ -252,11 +252,7 @@ def test_a_load_that_fails_in_the_server_is_taken_back(
 def test_an_adapter_is_served_under_its_name_until_a_full_model_comes(
     job: SmallJob, vllm: VLLMProcess
 ) -> None:
-    base = get_peft_model(model(0), LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj"]))
-    with torch.no_grad():
-        for name, parameter in base.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.5)
+    base = adapter(1)
     publish_model(job, 1, state(0))
     with hook_of(job, vllm) as hook:
         hook.pull(LONG)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from explorer_hooks.engines.http_server import HttpServer
@@ -16,27 +14,28 @@ from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.engines.vllm_session import TransferSession
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import ServerRefusedError
+from tests.engines.agreement import ROWS, serves
 from tests.engines.broadcast_trainer import DEADLINE, trainer
-from tests.engines.tiny_models import EXPERTS, TIED, model, publish_model, save_model
+from tests.engines.environment import RELEASES
+from tests.engines.tiny_models import EXPERTS, TIED, publish_model, save_model
 from tests.engines.vllm_process import WAYS, VLLMProcess, why_not
 from tests.engines.waiting import LONG
 from tests.jobs import SmallJob
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+from tests.products import product
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 MODELS = {"tied": TIED, "experts": EXPERTS}
 #: One of the two servers has several workers.
 RANKS = {"tied": 2, "experts": 1}
-ROWS = torch.randint(0, 256, (8, 24), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VLLMProcess]]:
-    """A server of each model, with seed 0; they begin side by side."""
-    missing = why_not()
+@pytest.fixture(scope="module", params=product(RELEASES, usual=RELEASES[0].__eq__))
+def servers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, VLLMProcess]]:
+    """A server of each model, with seed 0, of a release of vLLM; they begin side by side."""
+    missing = why_not(request.param)
     if missing is not None:
         pytest.skip(missing)
     with ExitStack() as stack:
@@ -46,25 +45,16 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VLLM
             base = save_model(folder / "base", 0, config)
             # Without Triton vLLM has no adapters of experts.
             found[name] = VLLMProcess(
-                base, folder / "log.txt", takes_adapters=False, ranks=RANKS[name]
+                base,
+                folder / "log.txt",
+                takes_adapters=False,
+                ranks=RANKS[name],
+                release=request.param,
             )
             stack.callback(found[name].kill)
         for server in found.values():
             server.wait_until_up()
         yield found
-
-
-def agreement(server: VLLMProcess, seed: int, config: PreTrainedConfig) -> float:
-    """Of how many tokens the server finds the same ones most probable, given all before them."""
-    with torch.no_grad():
-        truth = model(seed, config).float()(ROWS).logits.argmax(-1)[:, :-1]
-    said = torch.tensor([server.forced(row) for row in ROWS.tolist()])
-    return float((said == truth).float().mean())
-
-
-def serves(server: VLLMProcess, seed: int, config: PreTrainedConfig) -> bool:
-    """Whether it has these weights: the kernels of a CPU agree in 0.94 to 0.99 with float32."""
-    return agreement(server, seed, config) > 0.85
 
 
 @pytest.mark.parametrize("name", MODELS)

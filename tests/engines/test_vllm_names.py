@@ -11,7 +11,7 @@ import pytest
 from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import EngineMismatchError
-from tests.engines.test_vllm_cpu import serves
+from tests.engines.agreement import serves
 from tests.engines.tiny_models import EXPERTS, MIXTRAL, model, publish_model
 from tests.engines.vllm_process import VLLMProcess, why_not
 from tests.engines.waiting import LONG

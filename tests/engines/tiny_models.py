@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import xxhash
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save
 from torch import Tensor
 from transformers import (
@@ -94,7 +94,18 @@ def publish_model(
     _publish(job, step, names)
 
 
-def publish_adapter(job: SmallJob, step: int, peft: Any) -> None:
+def adapter(seed: int) -> PeftModel:
+    """Model 0 with an adapter that changes what it says."""
+    made = get_peft_model(model(0), LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj"]))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.5)
+    return made
+
+
+def publish_adapter(job: SmallJob, step: int, peft: PeftModel) -> None:
     """Save the adapter of a PEFT model alone, and let a daemon publish it."""
     config = peft.peft_config["default"].to_dict() | {"target_modules": ["q_proj"]}
     told = json.dumps(config, default=str).encode()

@@ -20,6 +20,7 @@ import httpx2
 
 from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.engines.vllm_workers import EXTENSION
+from tests.engines.environment import RELEASES, python_of
 from tests.ports import free_port
 
 #: Names the Python of the environment that tests/engines/environment.py makes.
@@ -31,15 +32,20 @@ MODEL: Final = "policy"
 _ROOT: Final = Path(__file__).resolve().parents[2]
 
 
-def why_not() -> str | None:
-    """Why there is no vLLM here; None where there is."""
-    python = os.environ.get(PYTHON)
-    if not python:
+def python(release: str) -> Path:
+    """The Python that has a release of vLLM."""
+    return Path(os.environ[PYTHON]) if release == RELEASES[0] else python_of(release)
+
+
+def why_not(release: str = RELEASES[0]) -> str | None:
+    """Why a release of vLLM is not here; None if it is."""
+    if not os.environ.get(PYTHON):
         return (
             f"vLLM is not here: {PYTHON} names the Python of an environment with it; "
             f"{PYTHON}=$(python -m tests.engines.environment) makes one, of 3.5 GB"
         )
-    return None if Path(python).exists() else f"{PYTHON}={python} is not there"
+    there = python(release)
+    return None if there.exists() else f"{there} is not there: vLLM {release}"
 
 
 @cache
@@ -56,8 +62,12 @@ def _entry_points() -> Path:
     return folder
 
 
-def environment() -> dict[str, str]:
-    """What vLLM needs of its environment, on two cores that others use too."""
+def environment(overlay: Path | None = None) -> dict[str, str]:
+    """What vLLM needs of its environment, on two cores that others use too.
+
+    Packages in the overlay's folder are found first.
+    """
+    paths = (_entry_points(), _ROOT, *([overlay] if overlay else []))
     return os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -67,7 +77,7 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": "syncd",
-        "PYTHONPATH": f"{_entry_points()}{os.pathsep}{_ROOT}",
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
     }
 
 
@@ -110,6 +120,9 @@ class VLLMProcess:
         log: what it says goes to its end.
         takes_adapters: whether it is started for them.
         ranks: its workers, each with a part of each tensor.
+        release: of vLLM, whose environment it runs in; else in the one that PYTHON names.
+        more: further options.
+        overlay: a folder with packages to use instead of installed ones.
     """
 
     def __init__(
@@ -119,9 +132,15 @@ class VLLMProcess:
         *,
         takes_adapters: bool = True,
         ranks: int = 1,
+        release: str = RELEASES[0],
+        more: Sequence[str] = (),
+        overlay: Path | None = None,
     ) -> None:
         self._takes_adapters = takes_adapters
         self._ranks = ranks
+        self._release = release
+        self._more = more
+        self._overlay = overlay
         self._port = str(free_port())
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = log
@@ -147,15 +166,17 @@ class VLLMProcess:
             "--worker-extension-cls": EXTENSION,
             "--weight-transfer-config": '{"backend": "syncd"}',
         }
-        flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out"]
+        flags = ["--skip-tokenizer-init", "--enforce-eager", *self._more]
+        if self._release not in {"0.29.0", "0.28.0"}:  # which always have its routes
+            flags.append("--enable-scale-out")
         if self._takes_adapters:
             flags += ["--enable-lora", "--max-lora-rank", "8"]
         words = (word for pair in options.items() for word in pair)
-        program = (os.environ[PYTHON], "-m", "vllm.entrypoints.openai.api_server")
+        program = (python(self._release), "-m", "vllm.entrypoints.openai.api_server")
         with self._log.open("ab") as out:
             return subprocess.Popen(
                 (*program, *words, *flags),
-                env=environment(),
+                env=environment(self._overlay),
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
@@ -203,7 +224,7 @@ class VLLMProcess:
         return Answer(
             choice["token_ids"] or [],
             [{one["token_id"]: one["logprob"] for one in at["top_logprobs"]} for at in content],
-            [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or []],
+            [(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or []],
         )
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
@@ -217,6 +238,13 @@ class VLLMProcess:
     def label(self) -> str:
         """The label of its weights."""
         return str(self.ask("/weight_info", method="GET")["weight_version"])
+
+    def metric(self, name: str) -> float:
+        """The value of one of its metrics."""
+        page = httpx2.get(f"{self.url}/metrics", trust_env=False).text
+        return sum(
+            float(line.split()[-1]) for line in page.splitlines() if line.startswith(f"{name}{{")
+        )
 
     @property
     def is_paused(self) -> bool:

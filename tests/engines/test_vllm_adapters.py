@@ -1,0 +1,100 @@
+"""Adapters that follow each other under one name: vLLM says what it says of each one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from explorer_hooks.engines.http_server import HttpServer
+from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.hook import ExplorerHook
+from tests.engines.agreement import serves
+from tests.engines.environment import RELEASES
+from tests.engines.tiny_models import (
+    CONFIG,
+    adapter,
+    publish_adapter,
+    publish_model,
+    save_model,
+    state,
+)
+from tests.engines.vllm_process import Answer, VLLMProcess, why_not
+from tests.engines.waiting import LONG, wait_for
+from tests.jobs import SmallJob
+from tests.products import product
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+SWAPS = 10
+BLOCKS = ("--block-size", "32")
+#: Of 3 blocks each. Two begin with the same 2 blocks.
+PROMPTS = torch.randint(0, 256, (3, 100), generator=torch.Generator().manual_seed(1)).tolist()
+PROMPTS[1][:64] = PROMPTS[0][:64]
+
+
+@pytest.fixture(params=product(RELEASES, usual=RELEASES[0].__eq__))
+def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[VLLMProcess]]:
+    """One that the adapters follow each other in, and one that has each under a name of its own."""
+    missing = why_not(request.param)
+    if missing is not None:
+        pytest.skip(missing)
+    modules = []
+    for seed in range(SWAPS + 1):
+        adapter(seed).save_pretrained(tmp_path / f"{seed}")
+        modules.append(f"{seed}={tmp_path / str(seed)}")
+    with ExitStack() as stack:
+        started = []
+        for more in (
+            (*BLOCKS, "--enable-prefix-caching"),
+            (*BLOCKS, "--no-enable-prefix-caching", "--lora-modules", *modules),
+        ):
+            base, log = save_model(tmp_path / "base", 0), tmp_path / f"log-{len(started)}.txt"
+            started.append(VLLMProcess(base, log, release=request.param, more=more))
+            stack.callback(started[-1].kill)
+        for server in started:
+            server.wait_until_up()
+        yield started
+
+
+def answers(server: VLLMProcess, name: str) -> list[Answer]:
+    said = [server.generate(prompt, model=name, logprobs=5) for prompt in PROMPTS]
+    return [Answer(one.tokens, one.logprobs, []) for one in said]  # one server has no labels
+
+
+def test_after_each_of_ten_swaps_all_log_probabilities_are_those_of_a_fresh_server(
+    job: SmallJob, servers: list[VLLMProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, fresh = servers
+    truths = [answers(fresh, str(seed)) for seed in range(SWAPS + 1)]
+    assert len({tuple(each[0].tokens) for each in truths}) == SWAPS + 1
+    held: list[Future[Answer]] = []
+    ask = HttpServer.ask
+
+    def ask_in_pause(http: HttpServer, route: str, *args: Any, **options: Any) -> Any:
+        if route == "POST /v1/unload_lora_adapter":
+            held.append(clients.submit(server.generate, PROMPTS[0], model="syncd", logprobs=5))
+            wait_for(lambda: server.metric("vllm:num_requests_waiting"))
+        return ask(http, route, *args, **options)
+
+    monkeypatch.setattr(HttpServer, "ask", ask_in_pause)
+    with (
+        ThreadPoolExecutor() as clients,
+        ExplorerHook(job.layout.root, "explorer", VLLMServer(server.url), poll=0.05) as hook,
+    ):
+        for seed, truth in enumerate(truths):
+            publish_adapter(job, seed + 1, adapter(seed))
+            assert hook.pull(LONG).step == seed + 1
+            for _ in range(2):
+                assert answers(server, "syncd") == truth
+        publish_model(job, SWAPS + 2, state(3))
+        assert hook.pull(LONG).step == SWAPS + 2
+        assert serves(server, 3, CONFIG)
+    assert server.metric("vllm:prefix_cache_hits") > 64 * SWAPS
+    # vLLM would finish them with the adapter that was served when they came.
+    assert [one.result().tokens for one in held] == [[]] * SWAPS
