@@ -27,7 +27,7 @@ from tests.multiprocess.processes import DEADLINE
 from tests.ports import free_port
 from tests.rank_programs import ENVIRONMENT
 
-PROBE: Final = blocks("kubernetes.md", "sh")[2]
+PROBE: Final = blocks("kubernetes.md", "sh")[-1]
 PROMPT: Final = (1, 2, 3)
 #: As ``syncd follow``, whose entry point is there only where syncd is installed.
 FOLLOW: Final = (sys.executable, "-c", "from explorer_hooks.follow import command; command()")
