@@ -124,14 +124,16 @@ class DcpFile:
         )
 
 
+@dataclass
 class OneByOne:
     """Reads the pickles of items, and reads equal pickles only once.
 
     Chunks of the same dtype and shape have equal pickles: 20,000 tensors need about a dozen.
     """
 
-    def __init__(self, parse: Callable[[bytes, str, str], Piece]) -> None:
-        self._parse = parse
+    parse: Callable[[bytes, str, str], Piece]
+
+    def __post_init__(self) -> None:
         self._known: dict[bytes, Piece] = {}
 
     def __call__(self, data: bytes, where: str, name: str, *, intact: bool) -> Piece:
@@ -141,7 +143,7 @@ class OneByOne:
         if piece is None:
             if len(self._known) >= _KNOWN:
                 self._known.clear()
-            piece = self._known[data] = self._parse(data, where, name)
+            piece = self._known[data] = self.parse(data, where, name)
         return piece
 
 
