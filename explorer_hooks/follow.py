@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, Literal
 
 import click
+from annotated_types import Ge, Gt
 
 from explorer_hooks.bench import serve
 from explorer_hooks.engines.base import Engine, InProcessEngine
@@ -32,6 +33,7 @@ from explorer_hooks.ready import ready_file
 from explorer_hooks.server_fit import Fits
 from explorer_hooks.staging import Staging
 from syncd.cli import options
+from syncd.daemon.config import Bytes, Count, Seconds
 from syncd.protocol.errors import CommandFailedError, InvalidSettingsError
 from syncd.protocol.names import TEMPORARY
 from syncd.protocol.policy import SyncMethod, SyncSettings, SyncStyle, Version
@@ -40,162 +42,101 @@ from syncd.storage.fsio import Storage
 log = logging.getLogger(__name__)
 _SHELL: Final = "/bin/sh"
 _SERVERS: Mapping[str, type[ServerEngine]] = {"vllm": VLLMServer, "sglang": SGLangServer}
-_FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
-@click.command(
-    "follow",
-    epilog="Example: syncd follow /shared/jobs/qwen-grpo --name server-0 --stage /dev/shm "
-    "--link /srv/model",
-)
-@click.argument("job", type=_FOLDER)
-@click.option("--name", required=True, help="The explorer's name, unique in the job.")
-@click.option(
-    "--command",
-    "run",
-    help=(
-        "The shell command to run for each version. To accept the version, the command exits "
-        "with 0."
-    ),
-)
-@click.option(
-    "--link",
-    type=click.Path(path_type=Path),
-    help="A symbolic link. syncd points the link to the folder of each new version.",
-)
-@click.option(
-    "--engine",
-    "server",
-    type=click.Choice(list(_SERVERS)),
-    help="The kind of server at --url. syncd lets the server load each version.",
-)
-@click.option(
-    "--url",
-    "urls",
-    multiple=True,
-    help=(
-        "The address of the server, e.g. http://127.0.0.1:8000. Repeat --url for several servers "
-        "of this host. The servers become the explorers NAME-0, NAME-1 and so on."
-    ),
-)
-@click.option(
-    "--start-timeout",
-    type=options.SecondsRange(min=0),
-    default=600.0,
-    show_default=True,
-    help="How long to wait at the start for the --engine to answer.",
-)
-@click.option(
-    "--cacert",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="The certificate (PEM) of the authority that signed the server's certificate.",
-)
-@click.option(
-    "--in-flight",
-    metavar="MODE",
-    help="How to treat running requests during a load. With vllm: keep, wait or abort. With "
-    "sglang: retract or abort.  [default: keep for vllm, retract for sglang]",
-)
-@click.option(
-    "--lora-name",
-    default="syncd",
-    show_default=True,
-    help="The model name under which the server serves adapters.",
-)
-@click.option(
-    "--spans-hosts",
-    is_flag=True,
-    help="Use this option if the server also reads weights on other hosts. syncd then ignores "
-    "--stage.",
-)
-@click.option(
-    "--stage",
-    type=_FOLDER,
-    help="Copy each version into this folder of this host before the load.",
-)
-@click.option(
-    "--budget",
-    type=options.BytesRange(min=1),
-    help="The limit in bytes for all copies in --stage together.  [default: the free space]",
-)
-@click.option(
-    "--base",
-    type=_FOLDER,
-    help="The model folder that the server was started with. syncd refuses versions that do not "
-    "fit this model.",
-)
-@click.option(
-    "--timeout",
-    type=options.SecondsRange(min=0, min_open=True),
-    default=600.0,
-    show_default=True,
-    help="The time limit for the command, or for a load by the server.",
-)
-@click.option(
-    "--ask", is_flag=True, help="Request syncs from a trainer with style explorer_driven."
-)
-@click.option(
-    "--broadcast",
-    is_flag=True,
-    help=(
-        "Receive broadcasts from a trainer with method nccl. The server must also be started "
-        "with support for broadcasts."
-    ),
-)
-@click.option(
-    "--broadcast-timeout",
-    type=options.SecondsRange(min=0, min_open=True),
-    help="How long to wait for a broadcast to begin, and then for its end. Give the same value "
-    "as in the trainer's settings.  "
-    f"[default: {SyncSettings().broadcast_timeout:g}]",
-)
-@click.option(
-    "--memory-dir",
-    type=_FOLDER,
-    help="The memory directory of a job with method memory. The versions are in this directory.",
-)
-@click.option(
-    "--ready-file",
-    "ready",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Touch this file every 2 s while the server at --url is ready, and remove it otherwise. "
-    "With several --url: FILE-0, FILE-1 and so on.",
-)
-@click.option(
-    "--max-behind",
-    type=click.IntRange(min=0),
-    help="By how many versions a ready server may be behind.  [default: any number]",
-)
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one line with a JSON object to stdout for each version.",
+@options.as_command(
+    "follow /shared/jobs/qwen-grpo --name server-0 --stage /dev/shm --link /srv/model"
 )
 def command(
     job: Path,
     *,
-    name: str,
-    run: str | None,
-    link: Path | None,
-    server: str | None,
-    urls: tuple[str, ...],
-    start_timeout: float,
-    cacert: Path | None,
-    in_flight: str | None,
-    lora_name: str,
-    spans_hosts: bool,
-    stage: Path | None,
-    budget: int | None,
-    base: Path | None,
-    timeout: float,
-    ask: bool,
-    broadcast: bool,
-    broadcast_timeout: float | None,
-    memory_dir: Path | None,
-    ready: Path | None,
-    max_behind: int | None,
-    as_json: bool,
+    name: Annotated[str, "The explorer's name, unique in the job."],
+    run: Annotated[
+        str | None,
+        "--command",
+        "The shell command to run for each version. To accept the version, the command exits with "
+        "0.",
+    ] = None,
+    link: Annotated[
+        options.AnyPath | None,
+        "A symbolic link. syncd points the link to the folder of each new version.",
+    ] = None,
+    server: Annotated[
+        Literal["vllm", "sglang"] | None,
+        "--engine",
+        "The kind of server at --url. syncd lets the server load each version.",
+    ] = None,
+    urls: Annotated[
+        tuple[str, ...],
+        "--url",
+        "The address of the server, e.g. http://127.0.0.1:8000. Repeat --url for several servers "
+        "of this host. The servers become the explorers NAME-0, NAME-1 and so on.",
+    ] = (),
+    start_timeout: Annotated[
+        Seconds, Ge(0), "How long to wait at the start for the --engine to answer."
+    ] = 600.0,
+    cacert: Annotated[
+        options.File | None,
+        "The certificate (PEM) of the authority that signed the server's certificate.",
+    ] = None,
+    in_flight: Annotated[
+        str | None,
+        "--in-flight MODE",
+        "How to treat running requests during a load. With vllm: keep, wait or abort. With "
+        "sglang: retract or abort.  [default: keep for vllm, retract for sglang]",
+    ] = None,
+    lora_name: Annotated[str, "The model name under which the server serves adapters."] = "syncd",
+    spans_hosts: Annotated[
+        bool,
+        "Use this option if the server also reads weights on other hosts. syncd then ignores "
+        "--stage.",
+    ] = False,
+    stage: Annotated[
+        Path | None, "Copy each version into this folder of this host before the load."
+    ] = None,
+    budget: Annotated[
+        Bytes | None,
+        Ge(1),
+        "The limit in bytes for all copies in --stage together.  [default: the free space]",
+    ] = None,
+    base: Annotated[
+        Path | None,
+        "The model folder that the server was started with. syncd refuses versions that do not "
+        "fit this model.",
+    ] = None,
+    timeout: Annotated[
+        Seconds, Gt(0), "The time limit for the command, or for a load by the server."
+    ] = 600.0,
+    ask: Annotated[bool, "Request syncs from a trainer with style explorer_driven."] = False,
+    broadcast: Annotated[
+        bool,
+        "Receive broadcasts from a trainer with method nccl. The server must also be started with "
+        "support for broadcasts.",
+    ] = False,
+    broadcast_timeout: Annotated[
+        Seconds | None,
+        Gt(0),
+        "How long to wait for a broadcast to begin, and then for its end. Give the same value as "
+        f"in the trainer's settings.  [default: {SyncSettings().broadcast_timeout:g}]",
+    ] = None,
+    memory_dir: Annotated[
+        Path | None,
+        "The memory directory of a job with method memory. The versions are in this directory.",
+    ] = None,
+    ready: Annotated[
+        options.File | None,
+        "--ready-file FILE",
+        "Touch this file every 2 s while the server at --url is ready, and remove it otherwise. "
+        "With several --url: FILE-0, FILE-1 and so on.",
+    ] = None,
+    max_behind: Annotated[
+        Count | None,
+        Ge(0),
+        "By how many versions a ready server may be behind.  [default: any number]",
+    ] = None,
+    as_json: Annotated[
+        bool, "--json", "Print one line with a JSON object to stdout for each version."
+    ] = False,
 ) -> None:
     """Load the versions of JOB into a running server (--engine, --command or --link).
 

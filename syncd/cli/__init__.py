@@ -128,7 +128,9 @@ def _described(point: EntryPoint) -> tuple[str, str]:
         return point.name, str(error)
 
 
-@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+)
 @click.version_option(__version__, prog_name="syncd")
 def cli() -> None:
     """Move RL weights from trainers to explorers over shared storage.

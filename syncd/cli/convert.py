@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
-from pathlib import Path
+from typing import Annotated
 
 import click
 
@@ -28,35 +27,26 @@ from syncd.protocol.names import (
     parse_step_folder,
     printable,
 )
-from syncd.protocol.records import Names
 from syncd.storage.job import Job
 from syncd.torch_extra import require_torch
 
 
-@click.command("convert", epilog="Example: syncd convert /shared/jobs/qwen-grpo/global_step_100")
-@click.argument("step_dir", type=options.folder)
-@click.option(
-    "--base-model-dir",
-    "base",
-    type=options.folder,
-    default=None,
-    help=f"A folder with {MODEL_CONFIG} and the tokenizer, if the trainer saved no {MODEL_CONFIG}.",
+@options.as_command(
+    "convert /shared/jobs/qwen-grpo/global_step_100", keys=("cast", "max_shard_size")
 )
-@options.dtype
-@options.max_shard_size
-@options.prefix
-@options.names
-@options.as_json
 def command(
-    step_dir: Path,
-    base: Path | None,
+    step_dir: options.Existing,
+    *,
+    base: Annotated[
+        options.Existing | None,
+        "--base-model-dir",
+        f"A folder with {MODEL_CONFIG} and the tokenizer, if the trainer saved no {MODEL_CONFIG}.",
+    ] = None,
     cast: Cast | None,
     max_shard_size: int,
-    prefix: str | None,
-    names: Names,
-    *,
-    as_json: bool,
-) -> None:
+    prefix: options.Prefix = None,
+    names: options.TensorNames = "hub",
+) -> options.Answer:
     """Merge the full checkpoint in STEP_DIR (global_step_N) into its actor/huggingface/ folder.
 
     With the config and the tokenizer that the trainer saved in this folder, the result is a
@@ -90,9 +80,6 @@ def command(
             seconds = round(manifest.timings["build"], 3)
             result |= {"outcome": "converted", "bytes": written, "seconds": seconds}
             said += f", {size(written)} in {span(seconds)}"
-    if as_json:
-        click.echo(json.dumps(result, indent=2))
-        return
     if lacks_config(job.storage, actor):
         said += f" (no {MODEL_CONFIG} there: give the base model's folder with --base-model-dir)"
-    click.echo(f"step {step}: {result['outcome']}{printable(said)}")
+    return result, f"step {step}: {result['outcome']}{printable(said)}"

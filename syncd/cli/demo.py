@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
 
 import click
+from annotated_types import Ge, Le
 from rich.console import Console, Group
 from rich.live import Live
 from rich.spinner import Spinner
@@ -29,6 +30,7 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import read_manifest
 from syncd.cli import options
 from syncd.cli.signals import cleaned_up
+from syncd.daemon.config import Count
 from syncd.operate.job_state import look
 from syncd.protocol.errors import JobUnavailableError, RecordError, VerificationError
 from syncd.protocol.journal_lines import AuditLine
@@ -55,18 +57,14 @@ _DOES: Final = {
 }
 
 
-@click.command("demo", epilog="Example: syncd demo --no-tty --keep")
-@click.option(
-    "--steps",
-    type=options.CountRange(min=2, max=200),
-    default=8,
-    show_default=True,
-    help="Training steps; each one is saved.",
-)
-@click.option("--keep", is_flag=True, help="Keep the job directory and the logs.")
-@click.option("--no-tty", is_flag=True, help="Print plain lines, even if stdout is a terminal.")
-@options.as_json
-def command(steps: int, *, keep: bool, no_tty: bool, as_json: bool) -> None:
+@options.as_command("demo --no-tty --keep")
+def command(
+    *,
+    steps: Annotated[Count, Ge(2), Le(200), "Training steps; each one is saved."] = 8,
+    keep: Annotated[bool, "Keep the job directory and the logs."] = False,
+    no_tty: Annotated[bool, "Print plain lines, even if stdout is a terminal."] = False,
+    as_json: options.Json = False,
+) -> None:
     """Train on 2 FSDP ranks, merge, publish, reload in 2 explorers, prune; then compare the bits.
 
     Exits with 0 if both explorers hold exactly the trainer's last weights.

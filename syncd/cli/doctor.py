@@ -7,14 +7,16 @@ import socket
 import textwrap
 from collections import Counter
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import click
+from annotated_types import Ge, Le
 from rich.console import Console
 from rich.text import Text
 
 from syncd.cli import options
 from syncd.cli.signals import cleaned_up
+from syncd.daemon.config import Count, Seconds
 from syncd.doctor.deadlines import Deadlines
 from syncd.doctor.examination import Examination
 from syncd.doctor.finding import Finding, Severity, worst
@@ -29,34 +31,27 @@ _LIMITS: Final = Deadlines()
 _INDENT: Final = 18
 
 
-@click.command("doctor", epilog="Example: syncd doctor /shared/jobs/qwen-grpo --peer 0")
-@options.job
-@click.option(
-    "--peer",
-    type=options.CountRange(min=0, max=1),
-    default=None,
-    metavar="HOST_NUMBER",
-    help="Test between two hosts: give 0 on this host, and at the same time 1 on the other host.",
-)
-@click.option(
-    "--wait",
-    type=options.SecondsRange(min=1),
-    default=_LIMITS.meeting,
-    show_default=True,
-    help="How long to wait for the other host.",
-)
-@click.option(
-    "--limit",
-    type=options.SecondsRange(min=1, max=600),
-    default=_LIMITS.look,
-    show_default=True,
-    help=(
+@options.as_command("doctor /shared/jobs/qwen-grpo --peer 0")
+def command(
+    job: Path,
+    *,
+    peer: Annotated[
+        Count | None,
+        Ge(0),
+        Le(1),
+        "--peer HOST_NUMBER",
+        "Test between two hosts: give 0 on this host, and at the same time 1 on the other host.",
+    ] = None,
+    wait: Annotated[Seconds, Ge(1), "How long to wait for the other host."] = _LIMITS.meeting,
+    limit: Annotated[
+        Seconds,
+        Ge(1),
+        Le(600),
         "How long to wait until another process sees a change. A change that is not seen within "
-        "this time counts as not visible."
-    ),
-)
-@options.as_json
-def command(job: Path, peer: int | None, wait: float, limit: float, *, as_json: bool) -> None:
+        "this time counts as not visible.",
+    ] = _LIMITS.look,
+    as_json: options.Json = False,
+) -> None:
     """Test the storage of JOB with processes on one host, or on two hosts.
 
     JOB is a job directory, or an empty directory for a new job. The command creates files

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-import click
+from annotated_types import Ge
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from syncd.cli import options
+from syncd.daemon.config import Count
 from syncd.operate.history import DeltaHistory, Live, VersionHistory, history, told
 from syncd.protocol.amounts import moment, size, span
 from syncd.protocol.names import printable
@@ -23,17 +23,13 @@ _HEADS: Final = ("version", "step", "published", "after", "merge", "delta", "pru
 _GAP: Final = "  "
 
 
-@click.command("history", epilog="Example: syncd history /shared/jobs/qwen-grpo --limit 50")
-@options.job
-@click.option(
-    "--limit",
-    type=options.CountRange(min=1),
-    default=20,
-    show_default=True,
-    help="Show this many of the newest versions.",
-)
-@options.as_json
-def command(job: Path, limit: int, *, as_json: bool) -> None:
+@options.as_command("history /shared/jobs/qwen-grpo --limit 50")
+def command(
+    job: Path,
+    *,
+    limit: Annotated[Count, Ge(1), "Show this many of the newest versions."] = 20,
+    as_json: options.Json = False,
+) -> options.Answer | None:
     """Show the history of the versions of JOB, including pruned versions.
 
     'published' is the time at which LATEST began to name the version. 'after' is the time from the
@@ -47,12 +43,10 @@ def command(job: Path, limit: int, *, as_json: bool) -> None:
     """
     opened = Job.at(job)
     if as_json:
-        click.echo(json.dumps(told(opened, limit), indent=2))
-        return
+        return told(opened, limit), ""
     found = history(opened, limit)
     if not found:
-        click.echo("nothing is published yet")
-        return
+        return {}, "nothing is published yet"
     console = Console(highlight=False)
     heads, rows = list(_HEADS), [list(_cells(version)) for version in found]
     if all(version.delta is None for version in found):
@@ -66,6 +60,7 @@ def command(job: Path, limit: int, *, as_json: bool) -> None:
     for version, row in zip(found, rows, strict=True):
         table.add_row(*map(Text, (*row[:-1], _live(version.live, room), row[-1])))
     console.print(table)
+    return None
 
 
 def _cells(version: VersionHistory) -> tuple[str, ...]:

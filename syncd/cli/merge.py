@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from pathlib import Path
-
-import click
+from typing import Annotated
 
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merging.options import MergeOptions, Work
@@ -17,39 +15,25 @@ from syncd.cli.bars import bar
 from syncd.cli.signals import cleaned_up
 from syncd.protocol.errors import InvalidSettingsError, SaveNotReadyError
 from syncd.protocol.names import ACTOR, TEMPORARY, parse_step_folder, printable
-from syncd.protocol.records import Names
 from syncd.storage.errnos import NOT_EMPTY
 from syncd.storage.fsio import Storage
 from syncd.torch_extra import require_torch
 
 
-@click.command("merge", epilog="Example: syncd merge global_step_100/actor /tmp/step-100")
-@click.argument("actor_dir", type=options.folder)
-@click.argument("out_dir", type=click.Path(path_type=Path, file_okay=False))
-@options.digest
-@options.dtype
-@options.max_shard_size
-@options.prefix
-@options.names
-@click.option(
-    "--fsync/--no-fsync",
-    default=True,
-    show_default=True,
-    help="Wait until the result is durable, so that it survives a power loss.",
+@options.as_command(
+    "merge global_step_100/actor /tmp/step-100", keys=("digests", "cast", "max_shard_size")
 )
-@options.as_json
 def command(
-    actor_dir: Path,
+    actor_dir: options.Existing,
     out_dir: Path,
-    digest: str,
+    *,
+    digests: str,
     cast: Cast | None,
     max_shard_size: int,
-    prefix: str | None,
-    names: Names,
-    *,
-    fsync: bool,
-    as_json: bool,
-) -> None:
+    prefix: options.Prefix = None,
+    names: options.TensorNames = "hub",
+    fsync: Annotated[bool, "Wait until the result survives a power loss."] = True,
+) -> options.Answer:
     """Merge the shards in ACTOR_DIR into OUT_DIR, a complete Hugging Face model folder.
 
     ACTOR_DIR can also be a checkpoint of torch.distributed.checkpoint.
@@ -79,7 +63,7 @@ def command(
                     room,
                     options=MergeOptions(
                         max_file_size=max_shard_size,
-                        digests=digest == "on",
+                        digests=digests == "on",
                         cast=cast,
                         prefix=prefix,
                         names=names,
@@ -99,24 +83,21 @@ def command(
             storage.remove_tree(room)
     merged = sum(file.size for file in manifest.files)
     base = manifest.base_model
-    if as_json:
-        told = {
-            "folder": str(out),
-            "step": manifest.step,
-            "kind": manifest.kind,
-            "base_model": None if base is None else base.name,
-            "tensors": len(manifest.tensors),
-            "files": [file.name for file in manifest.files],
-            "bytes": merged,
-            "seconds": round(manifest.timings["build"], 3),
-            "checked": manifest.checked,
-            "names": manifest.names,
-        }
-        click.echo(json.dumps(told, indent=2))
-        return
+    answer = {
+        "folder": str(out),
+        "step": manifest.step,
+        "kind": manifest.kind,
+        "base_model": None if base is None else base.name,
+        "tensors": len(manifest.tensors),
+        "files": [file.name for file in manifest.files],
+        "bytes": merged,
+        "seconds": round(manifest.timings["build"], 3),
+        "checked": manifest.checked,
+        "names": manifest.names,
+    }
     of = "" if base is None else f" for {printable(base.name)}"
     what = "" if manifest.kind == "full" else f", a LoRA {manifest.kind}{of},"
-    click.echo(
+    return answer, (
         f"merged {len(manifest.tensors)} tensors, {merged / 1e6:.1f} MB, into {out_dir}{what} in "
         f"{manifest.timings['build']:.2f} s (checked by {manifest.checked})"
     )

@@ -1,33 +1,45 @@
-"""Options that several commands share, and their types."""
+"""The parameters of commands, from annotated functions and from the keys of the configuration."""
 
 from __future__ import annotations
 
-import math
+import functools
+import inspect
+import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar, get_args
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    get_args,
+    get_origin,
+)
 
 import click
+from annotated_types import Ge
 from click.core import ParameterSource
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from syncd.checkpoint.tensor_rules import Cast, short_dtype
-from syncd.daemon.config import BYTES, SECONDS, Quantity, RunConfig
-from syncd.daemon.configuration import KEYS, GivenValue, load
+from syncd.daemon.config import KEYS, Annotation, Quantity, RunConfig, Seconds
+from syncd.daemon.configuration import GivenValue, load
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, step_folder, version_folder
+from syncd.protocol.names import step_folder, version_folder
+from syncd.protocol.records import Names
 from syncd.storage.job import no_folder
 
-_DEFAULTS = RunConfig()
 #: The folder with the configurations of this host's services.
 CONFIGURATIONS: Final = Path("/etc/syncd")
 
 job = click.argument("job", type=click.Path(path_type=Path, file_okay=False))
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
-_Number = TypeVar("_Number", int, float)
+#: A link of a Markdown page, of which ``--help`` shows only the text.
+_LINK: Final = re.compile(r"\[(.*?)\]\(.*?\)", re.DOTALL)
 
 
 class ExistingFolder(click.Path):
@@ -40,76 +52,145 @@ class ExistingFolder(click.Path):
         return super().convert(value, param, ctx)
 
 
-folder = ExistingFolder(path_type=Path, file_okay=False, exists=True)
+class Amount(click.ParamType):  # type: ignore[type-arg] # generic since click 8.4
+    """A number, which may be written with a unit, as in a configuration."""
 
-
-class CountRange(click.IntRange):
-    """A whole number in a range."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Convert and check a value."""
-        try:
-            number = int(value)
-        except ValueError:
-            raise click.BadParameter(
-                f"{value!r} is not a whole number. Give only digits, such as "
-                f"{self.max or self.min or 1}",
-                ctx,
-                param,
-            ) from None
-        return super().convert(number, param, ctx)
-
-
-class SecondsRange(click.FloatRange):
-    """A duration: a number of seconds, or a number with a unit, such as ``500ms`` or ``5min``."""
-
-    name = "seconds"
+    def __init__(self, hint: Annotation) -> None:
+        quantity = hint.marked(Quantity)
+        self.name = (quantity and quantity.unit) or "integer"
+        self._hint = hint
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Convert a value to seconds, and check it."""
-        return super().convert(_amount(SECONDS, float, value, param, ctx), param, ctx)
+        """Convert and check a value."""
+        kind: Any = Annotated[self._hint.base, *self._hint.marks]
+        try:
+            return TypeAdapter[float](kind).validate_python(value)
+        except ValidationError:
+            self.fail(f"{value!r} must be {self._hint.allowed}", param, ctx)
 
 
-class BytesRange(click.IntRange):
-    """A size: a number of bytes, or a number with a unit, such as ``64GB`` or ``1GiB``."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Convert a value to bytes, and check it."""
-        return super().convert(_amount(BYTES, int, value, param, ctx), param, ctx)
+class _Dtype(click.Choice):  # type: ignore[type-arg] # generic since click 8.2
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(short_dtype(value), param, ctx)
 
 
-def _amount(
-    quantity: Quantity,
-    kind: type[_Number],
-    value: Any,
-    param: click.Parameter | None,
-    ctx: click.Context | None,
-) -> _Number:
-    read: Any = quantity.read(value)
-    try:
-        found = kind(read)
-        if not math.isnan(found) and (isinstance(read, str) or found == read):  # no half byte
-            return found
-    except (ValueError, OverflowError):
-        pass
-    raise click.BadParameter(
-        f"{value!r} is neither a number of {quantity.unit} nor a number with a unit, such as "
-        f"{quantity.examples}",
-        ctx,
-        param,
+def _type(hint: Annotation) -> click.ParamType[Any]:
+    if type_ := hint.marked(click.ParamType):
+        return type_
+    if hint.base == Cast:
+        return _Dtype(get_args(Cast))
+    if get_origin(hint.base) is Literal:
+        return click.Choice(get_args(hint.base))
+    if hint.base is Path:
+        is_file = hint.marked(AfterValidator) is not None
+        return click.Path(path_type=Path, file_okay=is_file, dir_okay=not is_file)
+    if hint.marked(Quantity):
+        return Amount(hint)
+    return click.BOOL if hint.base is bool else click.STRING
+
+
+#: A file; a bare ``Path`` is a folder, which need not exist.
+File = Annotated[Path, click.Path(path_type=Path, dir_okay=False)]
+AnyPath = Annotated[Path, click.Path(path_type=Path)]
+Existing = Annotated[Path, ExistingFolder(path_type=Path, file_okay=False, exists=True)]
+Json = Annotated[bool, "--json", "Print one JSON object on stdout."]
+ConfigFile = Annotated[
+    File | None,
+    "--config FILE",
+    "A TOML file that can set the job and these options; see docs/configuration.md.",
+]
+Prefix = Annotated[
+    str | None,
+    "For a torch.distributed.checkpoint save: the beginning of the names of the model's tensors, "
+    "such as 'model.'.  [default: detect]",
+]
+TensorNames = Annotated[
+    Names,
+    "The names of tensors: as on the Hugging Face hub (one tensor for each expert), or as saved.",
+]
+
+
+#: What a command prints: with ``--json`` the object, otherwise the text.
+Answer = tuple[Mapping[str, object], str]
+
+
+def as_command(
+    example: str, keys: Iterable[str] = (), group: click.Group | None = None
+) -> Callable[[Callable[..., Answer | None]], click.Command]:
+    """Make a command of a function, whose annotations say what its parameters may be.
+
+    A parameter that can only be given by name is an option, another one an argument. In
+    ``Annotated`` the last text is the help; a text before it is the option's name, if that is not
+    the parameter's, and the word for its value. Every command has the option ``--json``, and prints
+    the function's answer, if there is one.
+
+    Args:
+        example: the name after that of the group, and an example's arguments.
+        keys: the keys of the configuration that are also options.
+        group: the group of the command.
+    """
+
+    def made(function: Callable[..., Answer | None]) -> click.Command:
+        given = inspect.signature(function, eval_str=True).parameters
+        parameters = [
+            _parameter(
+                name, Annotation.of(one.annotation), one.default, one.kind is one.KEYWORD_ONLY
+            )
+            for name, one in given.items()
+            if one.kind in {one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD} and name not in keys
+        ]
+        fields = RunConfig.model_fields
+        parameters += [_parameter(key, KEYS[key], fields[key].default) for key in keys]
+        if "as_json" not in given:
+            parameters.append(_parameter("as_json", Annotation.of(Json), default=False))
+
+        @functools.wraps(function)
+        def printing(*arguments: object, as_json: bool, **values: object) -> None:
+            if "as_json" in given:
+                values["as_json"] = as_json
+            answer = function(*arguments, **values)
+            if answer is not None:
+                click.echo(json.dumps(answer[0], indent=2) if as_json else answer[1])
+
+        name = example.split()[0 if group is None else 1]
+        decorate = click.command if group is None else group.command
+        return decorate(name, params=parameters, epilog=f"Example: syncd {example}")(printing)
+
+    return made
+
+
+def _parameter(
+    name: str, hint: Annotation, default: object, is_option: bool = True
+) -> click.Parameter:
+    type_, many = _type(hint), ... in hint.marks
+    required = default is inspect.Parameter.empty and not many
+    if not is_option:
+        return click.Argument([name], type=type_, required=required, nargs=-1 if many else 1)
+    *flags, text = (mark for mark in hint.marks if isinstance(mark, str))
+    flag, _, metavar = (flags or [f"--{name.replace('_', '-')}"])[0].partition(" ")
+    is_flag = hint.base is bool and not metavar
+    if is_flag and (default or KEYS.get(name) is hint):
+        flag += f"/--no-{flag.removeprefix('--')}"
+    elif metavar == "on|off":
+        type_, default, metavar = click.Choice(["on", "off"]), "on" if default else "off", ""
+    limits = f"  [{hint.limits}]" if hint.limits else ""
+    # A default of None would also count as given.
+    make = click.Option if required else functools.partial(click.Option, default=default)
+    return make(
+        [flag, name],
+        type=type_,
+        is_flag=is_flag,
+        metavar=metavar or None,
+        required=required,
+        multiple=many,
+        help=_LINK.sub(r"\1", text).replace("`", "") + limits,
     )
 
 
 _VERSION = re.compile(r"v0*([1-9][0-9]{0,17})", re.ASCII)
 _STEP = re.compile(r"(?:global_step_)?(0|[1-9][0-9]{0,17})", re.ASCII)
-
-
-#: The name of an option → the key of the configuration, if they differ.
-_KEY_OF = {"digest": "digests"}
 
 
 def configured_folders() -> list[Path]:
@@ -131,15 +212,13 @@ def configured_folders() -> list[Path]:
 
 def given(ctx: click.Context) -> dict[str, GivenValue]:
     """The settings on the command line: key of the configuration → value and option."""
-    found = {}
+    values = {}
     for parameter in ctx.command.params:
-        name = parameter.name or ""
-        key = _KEY_OF.get(name, name)
-        source = ctx.get_parameter_source(name)
-        if key in KEYS and source is ParameterSource.COMMANDLINE:
-            option = parameter.opts[0] if isinstance(parameter, click.Option) else name.upper()
-            found[key] = GivenValue(ctx.params[name], option, is_local=True)
-    return found
+        key = parameter.name or ""
+        if key in KEYS and ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE:
+            option = parameter.opts[0] if isinstance(parameter, click.Option) else key.upper()
+            values[key] = GivenValue(ctx.params[key], option, is_local=True)
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,155 +254,7 @@ target = click.argument("target", metavar="STEP|vSEQUENCE", callback=_version_or
 version = click.argument("version", metavar="vSEQUENCE", callback=_version)
 timeout = click.option(
     "--timeout",
-    type=SecondsRange(min=0),
+    type=Amount(Annotation.of(Seconds, Ge(0))),
     default=60.0,
-    show_default=True,
     help="How long to wait for the daemon's answer, if a daemon is running.",
-)
-
-_POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
-    click.option(
-        "--pointer",
-        type=click.Choice([STATE_POINTER, CHECKPOINT_POINTER]),
-        default=_DEFAULTS.pointer,
-        show_default=True,
-        help=(
-            "The file in the job that names the step to publish. Jobs of plain verl have only "
-            f"{CHECKPOINT_POINTER}."
-        ),
-    ),
-    click.option(
-        "--keep",
-        type=CountRange(min=1),
-        default=_DEFAULTS.keep,
-        show_default=True,
-        help="How many of the newest versions to keep. Leased versions are kept in addition.",
-    ),
-    click.option(
-        "--deltas",
-        type=click.Choice(["auto", "on", "off"]),
-        default=_DEFAULTS.deltas,
-        show_default=True,
-        help=(
-            "Make deltas between versions. With auto, make them only while live explorers on at "
-            "least two hosts could use them."
-        ),
-    ),
-    click.option(
-        "--keep-deltas",
-        type=CountRange(min=1),
-        default=_DEFAULTS.keep_deltas,
-        show_default=True,
-        help=(
-            "How many deltas to keep at most. Together they never exceed half the size of a "
-            "version."
-        ),
-    ),
-    click.option(
-        "--prune-steps/--no-prune-steps",
-        default=_DEFAULTS.prune_steps,
-        show_default=True,
-        help="Delete step folders that were published or skipped, except full checkpoints.",
-    ),
-    click.option(
-        "--prune-foreign/--no-prune-foreign",
-        default=_DEFAULTS.prune_foreign,
-        help=f"In a job without {STATE_POINTER}, also delete step folders without receipts.",
-    ),
-    click.option(
-        "--dead-reader-grace",
-        type=SecondsRange(min=0),
-        default=_DEFAULTS.dead_reader_grace,
-        show_default=True,
-        help="How long to keep the lease of an explorer that has died.",
-    ),
-    click.option(
-        "--lease-time",
-        type=SecondsRange(min=0, min_open=True, max=3600),
-        default=_DEFAULTS.lease_time,
-        show_default=True,
-        help=(
-            "A process without a heartbeat for this long counts as dead. The value is fixed "
-            "when the job is created."
-        ),
-    ),
-)
-
-
-def policy(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of the pruning rules to a command."""
-    for option in reversed(_POLICY):
-        command = option(command)
-    return command
-
-
-prefix = click.option(
-    "--prefix",
-    default=None,
-    help=(
-        "For a torch.distributed.checkpoint save: the beginning of the names of the model's "
-        "tensors, such as 'model.'.  [default: detect]"
-    ),
-)
-names = click.option(
-    "--names",
-    type=click.Choice(["hub", "trainer"]),
-    default="hub",
-    show_default=True,
-    help=(
-        "The names of tensors: as on the Hugging Face hub (one tensor for each expert), or as "
-        "saved."
-    ),
-)
-config_file = click.option(
-    "--config",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=None,
-    help="A TOML file that can set the job and these options; see docs/configuration.md.",
-)
-log_format = click.option(
-    "--log-format",
-    type=click.Choice(["human", "json"]),
-    default=_DEFAULTS.log_format,
-    show_default=True,
-    help="Log lines as text for people, or as one JSON object on each line.",
-)
-log_level = click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default=_DEFAULTS.log_level,
-    show_default=True,
-    help="The lowest level to log.",
-)
-digest = click.option(
-    "--digest",
-    type=click.Choice(["on", "off"]),
-    default="on",
-    show_default=True,
-    help="Compute xxh3-128 digests while copying.",
-)
-
-
-class _Dtype(click.Choice):  # type: ignore[type-arg] # generic since click 8.2
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(short_dtype(value), param, ctx)
-
-
-dtype = click.option(
-    "--dtype",
-    "cast",
-    type=_Dtype(get_args(Cast)),
-    default=None,
-    help=(
-        "Cast floating-point tensors to this dtype, rounded as in torch. Quantized models are "
-        "refused.  [default: as saved]"
-    ),
-)
-max_shard_size = click.option(
-    "--max-shard-size",
-    type=BytesRange(min=1),
-    default=_DEFAULTS.max_shard_size,
-    show_default=True,
-    help="The most bytes of tensors in one file.",
 )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
 from syncd.cli import options
 from syncd.cli.bars import at_work
+from syncd.daemon.config import PruningRules
 from syncd.daemon.configuration import load
 from syncd.daemon.decide import DropLease, PruneDelta, PruneStep, Pruning, RetireVersion
 from syncd.operate.offline import prune_now, would_prune
@@ -18,23 +18,17 @@ from syncd.protocol.names import delta_folder, printable, step_folder, version_f
 from syncd.storage.job import Job
 
 
-@click.command("prune", epilog="Example: syncd prune /shared/jobs/qwen-grpo --dry-run --keep 1")
-@options.job
-@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
-@options.config_file
-@options.policy
-@options.as_json
+@options.as_command("prune /shared/jobs/qwen-grpo --dry-run --keep 1", PruningRules.model_fields)
 @click.pass_context
 def command(
     ctx: click.Context,
     /,
     job: Path,
-    config: Path | None,
     *,
-    dry_run: bool,
-    as_json: bool,
+    dry_run: Annotated[bool, "Print what would be deleted, and delete nothing."] = False,
+    config: options.ConfigFile = None,
     **_options: Any,
-) -> None:
+) -> options.Answer:
     """Delete versions and step folders of JOB by the daemon's rules, while no daemon runs.
 
     The rules come from the same options, configuration file and environment as for 'syncd run'.
@@ -44,16 +38,10 @@ def command(
     pruned = Job.at(job)
     with at_work("checking" if dry_run else "pruning"):
         actions = would_prune(pruned, rules) if dry_run else prune_now(pruned, rules)
-    if as_json:
-        told = [
-            dict(zip(("what", "name", "why"), _told(action), strict=True)) for action in actions
-        ]
-        click.echo(json.dumps({"job": str(job), "dry_run": dry_run, "deleted": told}, indent=2))
-        return
-    for action in actions:
-        click.echo(printable(f"{'would delete' if dry_run else 'deleted'} {_said(action)}"))
-    if not actions:
-        click.echo("nothing to delete")
+    words = [dict(zip(("what", "name", "why"), _told(action), strict=True)) for action in actions]
+    done = "would delete" if dry_run else "deleted"
+    lines = [printable(f"{done} {_said(action)}") for action in actions] or ["nothing to delete"]
+    return {"job": str(job), "dry_run": dry_run, "deleted": words}, "\n".join(lines)
 
 
 def _said(action: Pruning) -> str:

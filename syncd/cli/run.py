@@ -8,13 +8,13 @@ import resource
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
 from syncd.cli import log_lines, options
 from syncd.cli.signals import stopped_by_signals
-from syncd.daemon.config import RunConfig
+from syncd.daemon.config import KEYS, RunConfig
 from syncd.daemon.configuration import (
     ConfigReloader,
     Configuration,
@@ -34,103 +34,18 @@ from syncd.torch_extra import require_torch
 
 log = logging.getLogger(__name__)
 
-_DEFAULTS = RunConfig()
 
-
-@click.command("run", epilog="Example: syncd run /shared/jobs/qwen-grpo --keep 3")
-@click.argument("job", required=False, type=click.Path(path_type=Path, file_okay=False))
-@options.config_file
-@click.option(
-    "--tick",
-    type=options.SecondsRange(min=0, min_open=True, max=60),
-    default=_DEFAULTS.tick,
-    show_default=True,
-    help="How often to check the job for changes that no file event has reported.",
-)
-@click.option(
-    "--memory-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=None,
-    help="A second job directory to serve, on a memory filesystem of this host.",
-)
-@click.option(
-    "--root",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=None,
-    help="Instead of JOB: serve all jobs in this folder, including jobs created later.",
-)
-@click.option(
-    "--concurrent-merges",
-    type=options.CountRange(min=1),
-    default=_DEFAULTS.concurrent_merges,
-    show_default=True,
-    help="With --root: how many jobs can merge saves at the same time.",
-)
-@click.option(
-    "--exit-when-idle/--no-exit-when-idle",
-    default=_DEFAULTS.exit_when_idle,
-    help="Exit once all trainers and explorers have ended, and all saves are published.",
-)
-@click.option(
-    "--refuse-nonfinite/--no-refuse-nonfinite",
-    default=_DEFAULTS.refuse_nonfinite,
-    help=(
-        "Quarantine a save in which the trainer found NaN or Inf. Without this option, only warn."
-    ),
-)
-@click.option(
-    "--dcp-prefix",
-    default=None,
-    help=(
-        "For a torch.distributed.checkpoint save: the beginning of the names of the model's "
-        "tensors, such as 'model.'.  [default: detect]"
-    ),
-)
-@click.option(
-    "--hang-time",
-    type=options.SecondsRange(min=0, min_open=True),
-    default=_DEFAULTS.hang_time,
-    show_default=True,
-    help="Exit if storage does not answer for this long, so that another daemon can take over.",
-)
-@click.option(
-    "--shared-group",
-    default=None,
-    metavar="GROUP",
-    help="Give new files to this group. Trainers, explorers and the daemon must all belong to it.",
-)
-@options.digest
-@options.dtype
-@click.option(
-    "--names",
-    type=click.Choice(["hub", "trainer"]),
-    default=None,
-    help=(
-        "The names of tensors in versions: as on the Hugging Face hub, or as in the trainer's "
-        "module.  [default: as in the newest version. In a new job: as on the hub, if all "
-        "explorers accept hub names]"
-    ),
-)
-@options.max_shard_size
-@options.policy
-@click.option(
-    "--metrics-port",
-    type=options.CountRange(min=0, max=65535),
-    default=_DEFAULTS.metrics_port,
-    show_default=True,
-    help="Serve Prometheus metrics on this port of 127.0.0.1; 0 for none.",
-)
-@click.option(
-    "--metrics-textfile",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=None,
-    help="Write metrics to this file for the node exporter; its name must end with .prom.",
-)
-@options.log_format
-@options.log_level
-@click.option("--json", "as_json", is_flag=True, help="The same as --log-format json.")
+@options.as_command("run /shared/jobs/qwen-grpo --keep 3", [key for key in KEYS if key != "job"])
 @click.pass_context
-def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_options: Any) -> None:
+def command(
+    ctx: click.Context,
+    /,
+    job: Path | None = None,  # noqa: ARG001 # read from the context
+    *,
+    config: options.ConfigFile = None,
+    as_json: Annotated[bool, "--json", "The same as --log-format json."] = False,
+    **_options: Any,
+) -> None:
     """Serve JOB, or all jobs in the folder --root, until SIGTERM: merge, publish, signal, prune.
 
     A second daemon on the same job stands by, and takes over when the first daemon dies.

@@ -7,38 +7,30 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any
 
 import click
+from annotated_types import Gt
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from syncd.cli import options
 from syncd.cli.signals import cleaned_up
 from syncd.cli.status_page import page, table
+from syncd.daemon.config import Seconds
 from syncd.operate.job_state import jobs_at, look, look_anyway
 from syncd.protocol.errors import JobUnavailableError
 from syncd.storage.job import Job
 
-_INTERVAL: Final = 2.0
 
-
-@click.command("status", epilog="Example: syncd status /shared/jobs/qwen-grpo --watch")
-@click.argument("jobs", nargs=-1, type=click.Path(path_type=Path, file_okay=False))
-@click.option("--watch", is_flag=True, help="Refresh in place until Ctrl-C.")
-@click.option(
-    "--interval",
-    type=options.SecondsRange(min=0, min_open=True),
-    default=_INTERVAL,
-    show_default=True,
-    help="With --watch: the time between two refreshes.",
-)
-@click.option(
-    "--check", is_flag=True, help="Exit with 0 if healthy, 1 for a warning, 2 if critical."
-)
-@options.as_json
+@options.as_command("status /shared/jobs/qwen-grpo --watch")
 def command(
-    jobs: tuple[Path, ...], *, watch: bool, interval: float, check: bool, as_json: bool
+    jobs: tuple[Path, ...],
+    *,
+    watch: Annotated[bool, "Refresh in place until Ctrl-C."] = False,
+    interval: Annotated[Seconds, Gt(0), "With --watch: the time between two refreshes."] = 2.0,
+    check: Annotated[bool, "Exit with 0 if healthy, 1 for a warning, 2 if critical."] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show the published versions of JOBS, the explorers that serve them, and current waits.
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
-from typing import Any, Final
+from typing import Annotated, Final
 
 import click
+from annotated_types import Ge
 
 from syncd.cli import options
-from syncd.daemon.config import RunConfig
+from syncd.daemon.config import Bytes, RunConfig
 from syncd.daemon.configuration import load
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.names import checked_name
@@ -19,7 +20,7 @@ from syncd.storage.job import no_folder
 from syncd.units.files import FOLLOWER, Instance, owner_of, unit_files
 
 _SYSTEMD: Final = Path("/etc/systemd/system")
-_AS_FOLLOW: Final = "With --follow: the option {} of 'syncd follow'."
+_OF_FOLLOW: Final = "With --follow: this option of 'syncd follow'."
 
 
 @click.group("unit", epilog="Example: syncd unit print qwen-grpo")
@@ -31,63 +32,59 @@ def command() -> None:
     """
 
 
-_path = click.Path(path_type=Path)
-
-
-@command.command("print", epilog="Example: syncd unit print qwen-grpo --user trainer | sh")
-@click.argument("name")
-@click.option(
-    "--config",
-    type=_path,
-    default=None,
-    help="The daemon's configuration.  [default: /etc/syncd/NAME.toml]",
-)
-@click.option("--user", default=None, help="The unit's user.  [default: the job's owner]")
-@click.option("--group", default=None, help="The unit's group.  [default: the job's group]")
-@click.option(
-    "--follow",
-    type=_path,
-    default=None,
-    metavar="JOB",
-    help="Make a unit for an explorer of this job (syncd follow), not for a daemon.",
-)
-@click.option("--stage", type=_path, default=None, help=_AS_FOLLOW.format("--stage"))
-@click.option(
-    "--budget",
-    type=options.BytesRange(min=1),
-    help="With --follow: the limit in bytes for all copies in --stage together.",
-)
-@click.option("--link", type=_path, default=None, help=_AS_FOLLOW.format("--link"))
-@click.option("--command", "run", default=None, help=_AS_FOLLOW.format("--command"))
-@click.option("--memory-dir", type=_path, default=None, help=_AS_FOLLOW.format("--memory-dir"))
-@click.option(
-    "--option",
-    "more",
-    multiple=True,
-    metavar="OPTION",
-    help="With --follow: another option of 'syncd follow'. Example: --option=--ask",
-)
-@options.as_json
-def print_(name: str, *, as_json: bool, **given: Any) -> None:
+@options.as_command("unit print qwen-grpo --user trainer | sh", group=command)
+def print_(
+    name: str,
+    *,
+    config: Annotated[
+        options.AnyPath | None, "The daemon's configuration.  [default: /etc/syncd/NAME.toml]"
+    ] = None,
+    user: Annotated[str | None, "The unit's user.  [default: the job's owner]"] = None,
+    group: Annotated[str | None, "The unit's group.  [default: the job's group]"] = None,
+    follow: Annotated[
+        options.AnyPath | None,
+        "--follow JOB",
+        "Make a unit for an explorer of this job (syncd follow), not for a daemon.",
+    ] = None,
+    stage: Annotated[options.AnyPath | None, _OF_FOLLOW] = None,
+    budget: Annotated[Bytes | None, Ge(1), _OF_FOLLOW] = None,
+    link: Annotated[options.AnyPath | None, _OF_FOLLOW] = None,
+    run: Annotated[str | None, "--command", _OF_FOLLOW] = None,
+    memory_dir: Annotated[options.AnyPath | None, _OF_FOLLOW] = None,
+    more: Annotated[
+        tuple[str, ...],
+        "--option OPTION",
+        "With --follow: another option of 'syncd follow'. Example: --option=--ask",
+    ] = (),
+) -> options.Answer:
     """Print a shell script that writes the unit's files."""
-    files = {_SYSTEMD / where: text for where, text in unit_files(_instance(name, **given)).items()}
-    if as_json:
-        told = {str(path): text for path, text in files.items()}
-        click.echo(json.dumps({"files": told}, indent=2))
-        return
-    for path, text in files.items():
-        click.echo(f"install -Dm644 /dev/stdin {quote(str(path))} <<'END'\n{text}END")
-
-
-def _instance(
-    name: str, *, user: str | None, group: str | None, follow: Path | None, **given: Any
-) -> Instance:
     name = checked_name(name, "the unit's name")
-    if follow is not None:
-        return _follower(name, user, group, follow.absolute(), **given)
-    if any(value for option, value in given.items() if option != "config"):
-        raise click.UsageError("options other than --config, --user and --group need --follow")
-    elsewhere: Path | None = given["config"]
+    if follow is None:
+        if stage or budget or link or run or memory_dir or more:
+            raise click.UsageError("options other than --config, --user and --group need --follow")
+        instance = _daemon(name, user, group, config)
+    elif config is not None:
+        raise click.UsageError("--config is for a daemon. With --follow, leave --config out")
+    elif (link is None) == (run is None):
+        raise click.UsageError("with --follow give either --link PATH or --command CMD")
+    else:
+        given = {
+            "--stage": stage,
+            "--budget": budget,
+            "--link": link,
+            "--command": run,
+            "--memory-dir": memory_dir,
+        }
+        instance = _follower(name, user, group, follow.absolute(), given, more)
+    files = {str(_SYSTEMD / where): text for where, text in unit_files(instance).items()}
+    script = "\n".join(
+        f"install -Dm644 /dev/stdin {quote(path)} <<'END'\n{text}END"
+        for path, text in files.items()
+    )
+    return {"files": files}, script
+
+
+def _daemon(name: str, user: str | None, group: str | None, elsewhere: Path | None) -> Instance:
     config = elsewhere.absolute() if elsewhere else options.CONFIGURATIONS / f"{name}.toml"
     # Without this shell's environment, because the unit has its own.
     told = load(config, {}).config
@@ -117,42 +114,26 @@ def _follower(
     user: str | None,
     group: str | None,
     job: Path,
-    *,
-    stage: Path | None,
-    budget: int | None,
-    link: Path | None,
-    run: str | None,
-    memory_dir: Path | None,
+    given: Mapping[str, object],
     more: tuple[str, ...],
-    config: Path | None,
 ) -> Instance:
-    if config is not None:
-        raise click.UsageError("--config is for a daemon. With --follow, leave --config out")
-    if (link is None) == (run is None):
-        raise click.UsageError("with --follow give either --link PATH or --command CMD")
     words = ["follow", str(job), "--name", name]
     writes = [job.resolve()]
-    if stage is not None:
-        words += ["--stage", str(stage.absolute())]
-        writes.append(_folder_of(stage.resolve()))
-    if budget is not None:
-        words += ["--budget", str(budget)]
-    if link is not None:
-        words += ["--link", str(link.absolute())]
-        writes.append(_folder_of(link.absolute()).resolve())
-    if run is not None:
-        words += ["--command", run]
-    if memory_dir is not None:
-        words += ["--memory-dir", str(memory_dir.absolute())]
-        writes.append(_folder_of(memory_dir.resolve()))
-    words += more
+    for option, value in given.items():
+        if isinstance(value, Path):
+            words += [option, str(value.absolute())]
+            # The link itself is replaced, not its target.
+            path = value.absolute() if option == "--link" else value.resolve()
+            writes.append(_folder_of(path).resolve())
+        elif value is not None:
+            words += [option, str(value)]
     user, group = _owner(job, user, group)
     return Instance(
         name,
         user,
         group,
         writes=tuple(writes),
-        command=tuple(words),
+        command=(*words, *more),
         template=FOLLOWER,
     )
 

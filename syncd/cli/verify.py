@@ -32,10 +32,8 @@ class _Verified:
     kind: str | None = None
 
 
-@click.command("verify", epilog="Example: syncd verify /shared/jobs/qwen-grpo")
-@click.argument("path", type=options.folder)
-@options.as_json
-def command(path: Path, *, as_json: bool) -> None:
+@options.as_command("verify /shared/jobs/qwen-grpo")
+def command(path: options.Existing, *, as_json: options.Json = False) -> None:
     """Compare the versions and deltas of a job with their manifests.
 
     PATH is a job directory, or a single folder with a manifest: a version, a folder that 'syncd

@@ -5,36 +5,28 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import Final
+from typing import Annotated
 
 import click
+from annotated_types import Ge, Le
 
 from syncd.cli import options
+from syncd.daemon.config import Count
 from syncd.storage.job import no_folder
 from syncd.web.jobs import Jobs
 from syncd.web.server import Server
 
-_PORT: Final = 8460
 
-
-@click.command("web", epilog="Example: syncd web /shared/jobs/qwen-grpo --port 8460")
-@click.argument("jobs", nargs=-1, type=click.Path(path_type=Path, file_okay=False))
-@click.option(
-    "--port",
-    type=options.CountRange(0, 65535),
-    default=_PORT,
-    show_default=True,
-    help="The port of the page on 127.0.0.1; 0 for any free port.",
-)
-@click.option(
-    "--limit",
-    type=options.CountRange(min=1),
-    default=200,
-    show_default=True,
-    help="Show this many of each job's newest versions.",
-)
-@options.as_json
-def command(jobs: tuple[Path, ...], port: int, limit: int, *, as_json: bool) -> None:
+@options.as_command("web /shared/jobs/qwen-grpo --port 8460")
+def command(
+    jobs: tuple[Path, ...],
+    *,
+    port: Annotated[
+        Count, Ge(0), Le(65535), "The port of the page on 127.0.0.1; 0 for any free port."
+    ] = 8460,
+    limit: Annotated[Count, Ge(1), "Show this many of each job's newest versions."] = 200,
+    as_json: options.Json = False,
+) -> None:
     """Show status and history of JOBS on a web page that updates itself, until Ctrl-C.
 
     JOBS are job directories, or folders that contain job directories; a new job in such a folder

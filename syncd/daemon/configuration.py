@@ -12,12 +12,12 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Final, Literal, get_args, get_origin
+from types import NoneType
+from typing import Final
 
-import annotated_types
 from pydantic import ValidationError
 
-from syncd.daemon.config import LIVE_KEYS, Quantity, RunConfig, Suffix
+from syncd.daemon.config import KEYS, LIVE_KEYS, RunConfig
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Event
 from syncd.protocol.gone import GONE
@@ -25,8 +25,6 @@ from syncd.protocol.names import printable
 
 log = logging.getLogger(__name__)
 
-_FIELDS: Final = RunConfig.model_fields
-KEYS: Final = tuple(_FIELDS)
 PREFIX: Final = "SYNCD_"
 DEFAULT: Final = "default"
 #: The most bytes of a configuration file, and the most characters of a value in a message.
@@ -111,10 +109,10 @@ def load(
         if (name := PREFIX + key.upper()) in environ
     }
     given |= options or {}
-    values = {
-        key: None if one.value == "" and may_be_none(key) else one.value
-        for key, one in given.items()
-    }
+    values = {key: one.value for key, one in given.items()}
+    for key in given.keys() & KEYS:
+        if values[key] == "" and NoneType in KEYS[key].marks:
+            values[key] = None
     wrong = {key: line for key, one in given.items() if (line := _misplaced(key, one))}
     try:
         config = RunConfig.model_validate(values)
@@ -261,11 +259,12 @@ def _from_file(file: Path) -> dict[str, GivenValue]:
 
 def _misplaced(key: str, one: GivenValue) -> str | None:
     """The error for a relative path or a path with NUL, else None."""
-    if one.is_local or not is_path(key) or not isinstance(one.value, str):
+    if one.is_local or key not in KEYS or KEYS[key].base is not Path:
         return None
-    if one.value == "" or (Path(one.value).is_absolute() and "\0" not in one.value):
+    path = one.value
+    if not isinstance(path, str) or not path or (Path(path).is_absolute() and "\0" not in path):
         return None
-    return _line(key, one, allowed(key))
+    return _line(key, one)
 
 
 def _refused(key: str, given: Mapping[str, GivenValue]) -> str:
@@ -274,13 +273,13 @@ def _refused(key: str, given: Mapping[str, GivenValue]) -> str:
         if isinstance(one.value, dict):
             return f"{one.source}: {printable(f'[{key}]')}: unknown key: {_NO_TABLES}"
         return f"{one.source}: {printable(f'{key} = {_shown(one.value)}')}: {no_such_key(key)}"
-    return _line(key, one, allowed(key))
+    return _line(key, one)
 
 
-def _line(key: str, one: GivenValue, may_be: str) -> str:
-    name = "" if one.source != PREFIX + key.upper() else "the environment: "
-    shown = f"{name}{one.source}" if name else f"{one.source}: {key}"
-    return f"{shown} = {_shown(one.value)}: must be {may_be}"
+def _line(key: str, one: GivenValue) -> str:
+    of_environment = one.source == PREFIX + key.upper()
+    shown = f"the environment: {one.source}" if of_environment else f"{one.source}: {key}"
+    return f"{shown} = {_shown(one.value)}: must be {KEYS[key].allowed}"
 
 
 def _shown(value: object) -> str:
@@ -288,36 +287,9 @@ def _shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def allowed(key: str) -> str:
-    """The allowed values of a key, for example ``a whole number, 1 or more``."""
-    kind = _kind(key)
-    if get_origin(kind) is Literal:
-        said = "one of " + ", ".join(f'"{choice}"' for choice in get_args(kind))
-    elif kind is bool:
-        said = "true or false"
-    elif kind in {int, float}:
-        said = _number(key, whole=kind is int)
-    elif kind is Path:
-        said = "an absolute path"
-        said += "".join(f" that ends with {suffix}" for suffix in _suffixes(key))
-    else:
-        said = "text"
-    return f'{said}, or "" to leave it unset' if may_be_none(key) else said
-
-
-def may_be_none(key: str) -> bool:
-    """True if a key may be unset."""
-    return key in _FIELDS and type(None) in get_args(_FIELDS[key].annotation)
-
-
-def is_path(key: str) -> bool:
-    """True if a key names a file or folder."""
-    return key in _FIELDS and _kind(key) is Path
-
-
 def nearest(key: str) -> str | None:
     """The most similar known key, if any is similar."""
-    found = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=_ALIKE)
+    found = difflib.get_close_matches(key, KEYS, n=1, cutoff=_ALIKE)
     if key == "dtype":  # after the option
         return "cast"
     return found[0] if found else None
@@ -331,35 +303,3 @@ def no_such_key(key: str) -> str:
     if meant is not None:
         return f"unknown key; did you mean {meant}?"
     return "unknown key: 'syncd config show' lists all keys"
-
-
-def _kind(key: str) -> object:
-    annotation = _FIELDS[key].annotation
-    if not may_be_none(key):
-        return annotation
-    kind = next(kind for kind in get_args(annotation) if kind is not type(None))
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
-def _number(key: str, *, whole: bool) -> str:
-    metadata = _FIELDS[key].metadata
-    unit = next((one for one in metadata if isinstance(one, Quantity) and one.unit), None)
-    said = "a whole number" if whole else "a number"
-    if unit is not None:
-        said = f"{said} of {unit.unit}, or text such as {unit.examples}"
-    for one in metadata:
-        match one:
-            case annotated_types.Gt():
-                said += f", above {one.gt}"
-            case annotated_types.Ge():
-                said += f", {one.ge} or more"
-            case annotated_types.Le():
-                said += f", at most {one.le}"
-            case _:
-                pass  # this item does not limit the number
-    return said
-
-
-def _suffixes(key: str) -> list[str]:
-    marked = [get_args(kind) for kind in get_args(_FIELDS[key].annotation)]
-    return [one.suffix for marks in marked for one in marks if isinstance(one, Suffix)]

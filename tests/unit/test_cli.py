@@ -243,11 +243,11 @@ def test_a_job_without_a_version_is_not_verified_and_the_remedy_is_named(job: Sm
     assert f"'syncd status {job.layout.root}' shows what the daemon waits for" in said
 
 
-def test_a_count_that_is_no_number_is_refused_with_an_example(tmp_path: Path) -> None:
+def test_a_count_that_is_no_number_or_too_small_is_refused_with_its_bounds(tmp_path: Path) -> None:
     result = syncd("prune", tmp_path, "--keep", "three")
     assert result.exit_code == 2
-    assert "'three' is not a whole number. Give only digits, such as 1" in result.output
-    assert "0 is not in the range x>=1" in syncd("prune", tmp_path, "--keep", 0).output
+    assert "'three' must be a whole number, 1 or more" in result.output
+    assert "'0' must be a whole number, 1 or more" in syncd("prune", tmp_path, "--keep", 0).output
 
 
 # -- for scripts -----------------------------------------------------------------------------------
