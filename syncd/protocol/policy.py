@@ -7,7 +7,7 @@ by sequence, never by step, because a trainer that resumes may return to a lower
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from enum import Enum, StrEnum
 from numbers import Integral, Real
@@ -122,6 +122,16 @@ _ALIASES: Final[Mapping[str, str]] = {
 }
 
 
+#: The whole numbers that begin at 1; all others begin at 0.
+_FROM_1: Final = {
+    "sync_interval",
+    "trainer_sync_interval",
+    "explorer_sync_interval",
+    "checkpoint_every",
+    "broadcast_bucket",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSettings:
     """Settings: when a trainer syncs and saves, when an explorer pulls, and how long both wait.
@@ -170,20 +180,15 @@ class SyncSettings:
     master_address: str | None = None
 
     def __post_init__(self) -> None:
-        # The class is frozen, except here.
-        object.__setattr__(self, "method", SyncMethod.parse(self.method, "method"))
-        object.__setattr__(self, "style", SyncStyle.parse(self.style, "style"))
-        _check("sync_interval", self.sync_interval, 1, "1 or more steps")
-        for name in ("trainer_sync_interval", "explorer_sync_interval"):
-            _check(name, getattr(self, name), 1, "1 or more steps", or_none=True)
-        _check("checkpoint_every", self.checkpoint_every, 1, "1 or more syncs")
-        _check("broadcast_bucket", self.broadcast_bucket, 1, "1 or more bytes")
-        _check("save_interval", self.save_interval, 0, "0 (never) or more steps")
-        _check("sync_offset", self.sync_offset, 0, "0 or more steps")
-        for name in ("max_staleness", "max_explorer_lag"):
-            _check(name, getattr(self, name), 0, "0 or more steps", or_none=True)
-        for name in ("sync_timeout", "save_timeout", "broadcast_timeout"):
-            check_above_0(name, getattr(self, name), "seconds")
+        for field in fields(self):
+            name, value, least = field.name, getattr(self, field.name), int(field.name in _FROM_1)
+            if isinstance(field.default, _Choice):
+                # The class is frozen, except here.
+                object.__setattr__(self, name, field.default.parse(value, name))
+            elif isinstance(field.default, float):
+                check_above_0(name, value, "seconds")
+            elif "int" in str(field.type) and (value is not None or field.default is not None):
+                _check(name, value, least, f"{least} or more")
 
     @property
     def trainer_interval(self) -> int:
@@ -233,9 +238,7 @@ def given_or_default(name: str, kind: type[Given], value: object) -> Given:
     return value
 
 
-def _check(name: str, value: object, least: int, needed: str, *, or_none: bool = False) -> None:
-    if or_none and value is None:
-        return
+def _check(name: str, value: object, least: int, needed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise InvalidSettingsError(f"{name} is {value!r}: it must be a whole number ({needed})")
 
